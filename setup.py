@@ -1,0 +1,42 @@
+"""Builds the native core `swapper._native` from `csrc/`. Metadata is in pyproject.toml.
+
+Switches, as environment variables:
+    DEBUG=1                              -O0 -g and assertions
+    SANITIZE=address|thread|undefined    build with that sanitizer (tests then need its run-time preloaded)
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
+from setuptools import setup
+
+if not sys.platform.startswith("linux"):
+    sys.exit("tensor-swapper needs Linux: it moves tensors with O_DIRECT, io_uring and kernel AIO.")
+
+compile_args = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werror", "-fvisibility=hidden"]
+link_args = ["-pthread"]
+if os.environ.get("DEBUG") == "1":
+    compile_args += ["-O0", "-g3", "-UNDEBUG"]
+else:
+    compile_args += ["-O3", "-g1"]
+if sanitizer := os.environ.get("SANITIZE"):
+    flags = [f"-fsanitize={sanitizer}", "-fno-omit-frame-pointer", "-g"]
+    compile_args += flags
+    link_args += flags
+
+ParallelCompile("NPY_NUM_BUILD_JOBS", default=os.cpu_count() or 1).install()
+setup(
+    ext_modules=[
+        Pybind11Extension(
+            "swapper._native",
+            sorted(str(path) for path in Path("csrc").glob("*.cpp")),
+            include_dirs=["csrc"],
+            cxx_std=17,
+            extra_compile_args=compile_args,
+            extra_link_args=link_args,
+        )
+    ],
+    cmdclass={"build_ext": build_ext},
+)

@@ -1,0 +1,84 @@
+"""The errors swapper raises.
+
+A user's mistake is a `ConfigError`, the environment's failure a `SwapIOError`; both are `SwapError`s.
+A bug in swapper itself is an `AssertionError`.
+"""
+
+from __future__ import annotations
+
+import errno as _errno
+import os
+
+__all__ = ["ConfigError", "SwapError", "SwapIOError"]
+
+_CAUSES = {
+    _errno.ENOSPC: "the drive is full: free some space or name another `nvme_path`",
+    _errno.EDQUOT: "the disk quota is used up: raise it or name another `nvme_path`",
+    _errno.EFBIG: "the file would be larger than the file system or `ulimit -f` allows",
+    _errno.EIO: "the drive reported a failure: look at `dmesg` and the drive's SMART log",
+    _errno.EROFS: "the file system is mounted read-only",
+    _errno.EACCES: "this user may not write there: check the directory's owner and mode",
+    _errno.EPERM: "the operation is not permitted here",
+    _errno.ENOENT: "the path does not exist, or was removed while in use",
+    _errno.EISDIR: "the path is a directory, a file was expected",
+    _errno.EMFILE: "too many open files: raise `ulimit -n` or make `bucket_bytes` larger",
+    _errno.EINVAL: "the file system refused the request: O_DIRECT may be unsupported there",
+    _errno.ENODATA: "the file ended before the bytes asked for: it was truncated or never written",
+    _errno.ENOMEM: "the kernel had no memory for the request",
+}
+
+
+class SwapError(Exception):
+    """Base of every error that swapper raises on purpose."""
+
+
+class ConfigError(SwapError, ValueError):
+    """A setting, or a combination of settings, that cannot work. The message names the field and the fix."""
+
+
+class SwapIOError(SwapError, OSError):
+    """A transfer or file operation failed.
+
+    Args:
+        errno: the system's error number; `ENODATA` where a file ended too early.
+        operation: what was tried: "read", "write", "open", "preallocate", ...
+        path: the file it was tried on.
+        offset_bytes: where in the file, -1 where that has no meaning.
+        length_bytes: how many bytes, -1 where that has no meaning.
+        detail: one more sentence for the message; "" for none.
+    """
+
+    operation: str
+    path: str
+    offset_bytes: int
+    length_bytes: int
+    detail: str
+
+    def __init__(
+        self,
+        errno: int,
+        operation: str,
+        path: str | os.PathLike[str] = "",
+        offset_bytes: int = -1,
+        length_bytes: int = -1,
+        detail: str = "",
+    ) -> None:
+        self.operation = operation
+        self.path = os.fspath(path)
+        self.offset_bytes = offset_bytes
+        self.length_bytes = length_bytes
+        self.detail = detail
+        super().__init__(errno, self._message(errno), self.path or None)
+
+    def _message(self, errno: int) -> str:
+        where = "" if self.offset_bytes < 0 else f" at byte {self.offset_bytes}"
+        size = "" if self.length_bytes < 0 else f" of {self.length_bytes} bytes"
+        text = f"{self.operation}{size}{where} failed: {os.strerror(errno)}"
+        for more in (_CAUSES.get(errno, ""), self.detail):
+            if more:
+                text += f"; {more}"
+        return text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        arguments = (self.errno, self.operation, self.path, self.offset_bytes, self.length_bytes, self.detail)
+        return (type(self), arguments)
