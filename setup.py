@@ -9,6 +9,7 @@ import os
 import sys
 from pathlib import Path
 
+import pybind11
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
@@ -16,6 +17,8 @@ if not sys.platform.startswith("linux"):
     sys.exit("tensor-swapper needs Linux: it moves tensors with O_DIRECT, io_uring and kernel AIO.")
 
 compile_args = ["-Wall", "-Wextra", "-Wpedantic", "-Wshadow", "-Wconversion", "-Werror", "-fvisibility=hidden"]
+# pybind11's own headers are not held to our warnings.
+compile_args += ["-isystem", pybind11.get_include()]
 link_args = ["-pthread"]
 if os.environ.get("DEBUG") == "1":
     compile_args += ["-O0", "-g3", "-UNDEBUG"]

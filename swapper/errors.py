@@ -46,6 +46,10 @@ class SwapIOError(SwapError, OSError):
         offset_bytes: where in the file, -1 where that has no meaning.
         length_bytes: how many bytes, -1 where that has no meaning.
         detail: one more sentence for the message; "" for none.
+
+    Attributes:
+        step: the optimizer step it struck in, counted from 0; None outside a step.
+        buckets_stepped: how many buckets of that step were complete.
     """
 
     operation: str
@@ -53,6 +57,8 @@ class SwapIOError(SwapError, OSError):
     offset_bytes: int
     length_bytes: int
     detail: str
+    step: int | None = None
+    buckets_stepped: int | None = None
 
     def __init__(
         self,

@@ -1,0 +1,232 @@
+// The Python module `swapper._native`: convert, release the GIL, call once, wrap. Typed in _native.pyi.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cmath>
+#include <memory>
+#include <string>
+
+#include "codec.h"
+#include "crc32c.h"
+#include "engine.h"
+#include "error.h"
+#include "fault_backend.h"
+#include "file.h"
+#include "pinned.h"
+
+namespace py = pybind11;
+using namespace py::literals;
+
+namespace swapper {
+namespace {
+
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+void translate(std::exception_ptr pointer) {
+    try {
+        if (pointer) std::rethrow_exception(pointer);
+    } catch (const IoError& error) {
+        const py::object type = py::module_::import("swapper.errors").attr("SwapIOError");
+        const py::object value =
+            type(error.code, error.operation, error.path, error.offset, error.length, error.detail);
+        PyErr_SetObject(type.ptr(), value.ptr());
+    } catch (const StateError& error) {
+        const py::object type = py::module_::import("swapper.errors").attr("SwapError");
+        PyErr_SetString(type.ptr(), error.what());
+    }
+}
+
+BackendKind backend_kind(const std::string& name) {
+    if (name == "threads") return BackendKind::kThreads;
+    if (name == "aio") return BackendKind::kAio;
+    if (name == "uring") return BackendKind::kUring;
+    throw py::value_error("unknown backend: " + name);
+}
+
+std::shared_ptr<File> open_file(std::string path, const std::string& mode, bool create, bool truncate,
+                                bool exclusive, bool direct) {
+    OpenOptions options;
+    options.access = mode == "r" ? Access::kRead : mode == "w" ? Access::kWrite : Access::kReadWrite;
+    options.create = create;
+    options.truncate = truncate;
+    options.exclusive = exclusive;
+    options.direct = direct;
+    const py::gil_scoped_release released;
+    return std::make_shared<File>(std::move(path), options);
+}
+
+// Waits in slices, so that Ctrl-C is seen at most 50 ms late; the transfer then goes on in flight.
+uint64_t wait_transfer(const Transfer& transfer, std::optional<double> timeout_s) {
+    constexpr int64_t kSliceMs = 50;
+    constexpr double kForeverMs = 1e15;
+    using Clock = std::chrono::steady_clock;
+    if (timeout_s && std::isnan(*timeout_s)) throw py::value_error("timeout is NaN");
+    const double limit_ms = timeout_s ? std::clamp(*timeout_s * 1e3, 0.0, kForeverMs) : kForeverMs;
+    const auto begin = Clock::now();
+    while (!transfer.done()) {
+        const double left_ms = limit_ms - std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+        if (left_ms <= 0) {
+            PyErr_SetString(PyExc_TimeoutError, "the transfer is still in flight");
+            throw py::error_already_set();
+        }
+        {
+            const py::gil_scoped_release released;
+            transfer.wait(std::min(kSliceMs, static_cast<int64_t>(std::ceil(left_ms))));
+        }
+        if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+    }
+    return transfer.result();
+}
+
+std::shared_ptr<Transfer> start(Engine& engine, Operation operation, std::shared_ptr<File> file,
+                                uintptr_t address, uint64_t length, uint64_t offset, uint64_t key) {
+    // The engine's own copy: it drops the last reference, and that may close the file, on its own thread.
+    return engine.start(operation, std::move(file), reinterpret_cast<char*>(address), length, offset, key);
+}
+
+void bind_engine(py::module_& module) {
+    py::class_<Slab, std::shared_ptr<Slab>>(module, "Slab", py::buffer_protocol())
+        .def(py::init<uint64_t>(), "length_bytes"_a, NoGil())
+        .def_property_readonly("length_bytes", &Slab::length)
+        .def_property_readonly("address", [](const Slab& slab) { return reinterpret_cast<uintptr_t>(slab.data()); })
+        .def_property_readonly("locked", &Slab::locked)
+        .def_property_readonly("lock_reason", &Slab::lock_refusal)
+        .def_buffer([](const Slab& slab) {
+            if (!slab.in_owner_process()) throw StateError("this memory belongs to the parent process");
+            return py::buffer_info(reinterpret_cast<uint8_t*>(slab.data()), static_cast<py::ssize_t>(slab.length()));
+        });
+
+    py::class_<File, std::shared_ptr<File>>(module, "File")
+        .def(py::init(&open_file), "path"_a, "mode"_a, "create"_a, "truncate"_a, "exclusive"_a, "direct"_a)
+        .def_property_readonly("direct", &File::direct)
+        .def_property_readonly("direct_reason", &File::direct_refusal)
+        .def_property_readonly("alignment_bytes", &File::offset_alignment)
+        .def_property_readonly("memory_alignment_bytes", &File::memory_alignment)
+        .def("fileno", &File::buffered_fd)
+        .def("size_bytes", &File::size, NoGil())
+        .def("preallocate", &File::preallocate, "length_bytes"_a, NoGil())
+        .def("truncate", &File::truncate, "length_bytes"_a, NoGil())
+        .def("sync", &File::sync, NoGil());
+
+    py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer")
+        .def_property_readonly("key", &Transfer::key)
+        .def("done", &Transfer::done)
+        .def("failed", &Transfer::failed)
+        .def("wait", &wait_transfer, "timeout"_a = py::none());
+
+    py::class_<FaultPlan, std::shared_ptr<FaultPlan>>(module, "FaultPlan")
+        .def(py::init([](uint64_t seed, double short_transfer, double eio, double enospc, double eintr, double eagain,
+                         uint32_t delay_us, bool reorder, int64_t fail_read_at, int64_t fail_write_at,
+                         int fail_errno) {
+                 auto plan = std::make_shared<FaultPlan>();
+                 plan->seed = seed;
+                 plan->short_transfer = short_transfer;
+                 plan->eio = eio;
+                 plan->enospc = enospc;
+                 plan->eintr = eintr;
+                 plan->eagain = eagain;
+                 plan->delay_us = delay_us;
+                 plan->reorder = reorder;
+                 plan->fail_read_at = fail_read_at;
+                 plan->fail_write_at = fail_write_at;
+                 plan->fail_error = fail_errno;
+                 return plan;
+             }),
+             py::kw_only(), "seed"_a = 0, "short"_a = 0.0, "eio"_a = 0.0, "enospc"_a = 0.0, "eintr"_a = 0.0,
+             "eagain"_a = 0.0, "delay_us"_a = 0, "reorder"_a = false, "fail_read_at"_a = 0, "fail_write_at"_a = 0,
+             "fail_errno"_a = EIO)
+        .def_property(
+            "fail_read_at", [](const FaultPlan& plan) { return plan.fail_read_at.load(); },
+            [](FaultPlan& plan, int64_t n) { plan.fail_read_at = n; })
+        .def_property(
+            "fail_write_at", [](const FaultPlan& plan) { return plan.fail_write_at.load(); },
+            [](FaultPlan& plan, int64_t n) { plan.fail_write_at = n; })
+        .def_property(
+            "fail_errno", [](const FaultPlan& plan) { return plan.fail_error.load(); },
+            [](FaultPlan& plan, int error) { plan.fail_error = error; })
+        .def_property_readonly("reads", [](const FaultPlan& plan) { return plan.reads.load(); })
+        .def_property_readonly("writes", [](const FaultPlan& plan) { return plan.writes.load(); });
+
+    py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
+        .def(py::init([](const std::string& backend, uint64_t block_bytes, uint32_t queue_depth, uint32_t threads,
+                         bool single_submit, bool overlap_events, std::shared_ptr<FaultPlan> faults) {
+                 EngineOptions options;
+                 options.backend = backend_kind(backend);
+                 options.block_bytes = block_bytes;
+                 options.queue_depth = queue_depth;
+                 options.threads = threads;
+                 options.single_submit = single_submit;
+                 options.overlap_events = overlap_events;
+                 options.faults = std::move(faults);
+                 const py::gil_scoped_release released;
+                 return std::make_shared<Engine>(options);
+             }),
+             py::kw_only(), "backend"_a, "block_bytes"_a, "queue_depth"_a, "threads"_a, "single_submit"_a,
+             "overlap_events"_a, "faults"_a)
+        .def(
+            "read",
+            [](Engine& engine, std::shared_ptr<File> file, uintptr_t address, uint64_t length, uint64_t offset,
+               uint64_t key) { return start(engine, Operation::kRead, std::move(file), address, length, offset, key); },
+            "file"_a, "address"_a, "length_bytes"_a, "offset_bytes"_a, "key"_a, NoGil())
+        .def(
+            "write",
+            [](Engine& engine, std::shared_ptr<File> file, uintptr_t address, uint64_t length, uint64_t offset,
+               uint64_t key) { return start(engine, Operation::kWrite, std::move(file), address, length, offset, key); },
+            "file"_a, "address"_a, "length_bytes"_a, "offset_bytes"_a, "key"_a, NoGil())
+        .def("take_finished", &Engine::take_finished)
+        .def("register_slab", &Engine::register_slab, "slab"_a, NoGil())
+        .def(
+            "unregister_slab", [](Engine& engine, const std::shared_ptr<Slab>& slab) { engine.unregister_slab(slab.get()); },
+            "slab"_a, NoGil())
+        .def("close", &Engine::close, NoGil());
+
+    module.def(
+        "probe_backend", [](const std::string& name, bool fixed) { return probe_backend(backend_kind(name), fixed); },
+        "name"_a, "fixed"_a);
+}
+
+// codec
+
+const void* source(uintptr_t address) { return reinterpret_cast<const void*>(address); }
+void* target(uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+void bind_codec(py::module_& module) {
+    module.def(
+        "split_master",
+        [](uintptr_t master, uintptr_t param, uintptr_t low, uintptr_t ties, size_t numel, unsigned threads) {
+            return split_master(source(master), target(param), target(low), target(ties), numel, threads);
+        },
+        "master"_a, "param"_a, "low"_a, "ties"_a, "numel"_a, "threads"_a, NoGil());
+    module.def(
+        "join_master",
+        [](uintptr_t param, uintptr_t low, uintptr_t ties, size_t tie_bits, uintptr_t master, size_t numel,
+           unsigned threads) {
+            join_master(source(param), source(low), source(ties), tie_bits, target(master), numel, threads);
+        },
+        "param"_a, "low"_a, "ties"_a, "tie_bits"_a, "master"_a, "numel"_a, "threads"_a, NoGil());
+    module.def(
+        "crc32c",
+        [](uintptr_t address, size_t length_bytes, uint32_t seed, unsigned threads) {
+            return crc32c(source(address), length_bytes, seed, threads);
+        },
+        "address"_a, "length_bytes"_a, "seed"_a = 0, "threads"_a = 1, NoGil());
+    module.def(
+        "crc32c_by_table",
+        [](uintptr_t address, size_t length_bytes, uint32_t seed) {
+            return crc32c_by_table(source(address), length_bytes, seed);
+        },
+        "address"_a, "length_bytes"_a, "seed"_a = 0, NoGil());
+}
+
+// end of codec
+
+}  // namespace
+}  // namespace swapper
+
+PYBIND11_MODULE(_native, module) {
+    py::register_exception_translator(&swapper::translate);
+    swapper::bind_engine(module);
+    swapper::bind_codec(module);
+}

@@ -1,0 +1,220 @@
+#include "crc32c.h"
+
+#include <algorithm>
+#include <array>
+#include <cstring>
+#include <future>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <nmmintrin.h>
+#define CRC32C_TARGET __attribute__((target("sse4.2")))
+#elif defined(__aarch64__)
+#include <sys/auxv.h>
+#define CRC32C_TARGET
+#endif
+
+static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "eight bytes are taken as one little-endian word");
+
+namespace swapper {
+namespace {
+
+// 0x1EDC6F41 with its bits reflected: the coefficient of x^0 is the highest bit, here and in every value
+// below. A checksum is a polynomial modulo this one, and appending n bytes to what it covers multiplies
+// it by x^(8n).
+constexpr std::uint32_t kPolynomial = 0x82F63B78;
+constexpr std::uint32_t kOne = 0x80000000;
+
+constexpr std::uint32_t times_x(std::uint32_t a) {
+    return (a & 1) != 0 ? (a >> 1) ^ kPolynomial : a >> 1;
+}
+
+constexpr std::uint32_t times(std::uint32_t a, std::uint32_t b) {
+    std::uint32_t product = 0;
+    for (std::uint32_t bit = kOne; bit != 0; bit >>= 1) {
+        if ((a & bit) != 0) product ^= b;
+        b = times_x(b);
+    }
+    return product;
+}
+
+// x^(8 * length), by squaring.
+constexpr std::uint32_t x_to_bytes(std::size_t length) {
+    std::uint32_t power = kOne;
+    for (int i = 0; i < 8; ++i) power = times_x(power);
+    std::uint32_t result = kOne;
+    for (; length != 0; length >>= 1) {
+        if ((length & 1) != 0) result = times(result, power);
+        power = times(power, power);
+    }
+    return result;
+}
+
+// [k][v]: the byte v followed by k zero bytes. Row 0 is the usual table; with the others eight bytes are
+// looked up at once ("slicing by 8", Kounavis and Berry 2005).
+constexpr std::array<std::array<std::uint32_t, 256>, 8> make_byte_tables() {
+    std::array<std::array<std::uint32_t, 256>, 8> tables{};
+    for (std::uint32_t v = 0; v < 256; ++v) {
+        std::uint32_t crc = v;
+        for (int i = 0; i < 8; ++i) crc = times_x(crc);
+        tables[0][v] = crc;
+    }
+    for (std::size_t k = 1; k < 8; ++k) {
+        for (std::size_t v = 0; v < 256; ++v) {
+            const std::uint32_t crc = tables[k - 1][v];
+            tables[k][v] = (crc >> 8) ^ tables[0][crc & 0xFF];
+        }
+    }
+    return tables;
+}
+constexpr auto kByteTables = make_byte_tables();
+
+// Little-endian, from any address.
+inline std::uint64_t load_word(const unsigned char* data) {
+    std::uint64_t word = 0;
+    std::memcpy(&word, data, sizeof word);
+    return word;
+}
+
+// The functions named `update` take and return the register, which is the checksum's complement.
+
+std::uint32_t update_by_table(std::uint32_t crc, const unsigned char* data, std::size_t length) {
+    for (; length >= 8; data += 8, length -= 8) {
+        const std::uint64_t word = load_word(data) ^ crc;
+        crc = 0;
+        for (std::size_t i = 0; i < 8; ++i) crc ^= kByteTables[7 - i][(word >> (8 * i)) & 0xFF];
+    }
+    for (; length != 0; ++data, --length) crc = (crc >> 8) ^ kByteTables[0][(crc ^ *data) & 0xFF];
+    return crc;
+}
+
+#if defined(CRC32C_TARGET)
+
+#if defined(__x86_64__)
+bool hardware_present() {
+    return __builtin_cpu_supports("sse4.2") != 0;
+}
+CRC32C_TARGET inline std::uint32_t step_word(std::uint32_t crc, std::uint64_t word) {
+    return static_cast<std::uint32_t>(_mm_crc32_u64(crc, word));
+}
+CRC32C_TARGET inline std::uint32_t step_byte(std::uint32_t crc, unsigned char byte) {
+    return _mm_crc32_u8(crc, byte);
+}
+#else
+// Assembly, because <arm_acle.h> declares these only where the whole file is compiled for a processor
+// that has them (older clang).
+bool hardware_present() {
+    constexpr unsigned long kCrc32 = 1UL << 7;  // HWCAP_CRC32 of <asm/hwcap.h>
+    return (getauxval(AT_HWCAP) & kCrc32) != 0;
+}
+inline std::uint32_t step_word(std::uint32_t crc, std::uint64_t word) {
+    asm(".arch_extension crc\n\tcrc32cx %w0, %w0, %x1" : "+r"(crc) : "r"(word));
+    return crc;
+}
+inline std::uint32_t step_byte(std::uint32_t crc, unsigned char byte) {
+    asm(".arch_extension crc\n\tcrc32cb %w0, %w0, %w1" : "+r"(crc) : "r"(static_cast<std::uint32_t>(byte)));
+    return crc;
+}
+#endif
+
+// Multiplies by x^(8 * length) with four look-ups: a checksum is the sum of its four bytes.
+template <std::size_t length>
+class Shift {
+  public:
+    static std::uint32_t apply(std::uint32_t crc) {
+        return kTables[0][crc & 0xFF] ^ kTables[1][(crc >> 8) & 0xFF] ^ kTables[2][(crc >> 16) & 0xFF] ^
+               kTables[3][crc >> 24];
+    }
+
+  private:
+    using Tables = std::array<std::array<std::uint32_t, 256>, 4>;
+    static constexpr Tables make() {
+        Tables tables{};
+        const std::uint32_t power = x_to_bytes(length);
+        for (std::uint32_t k = 0; k < 4; ++k) {
+            for (std::uint32_t v = 0; v < 256; ++v) tables[k][v] = times(v << (8 * k), power);
+        }
+        return tables;
+    }
+    static constexpr Tables kTables = make();
+};
+
+// The instruction takes three cycles, and a new one starts every cycle: three lanes side by side, each
+// `lane` bytes, then joined. A lane that starts from 0 is joined by adding it to what came before,
+// shifted past it.
+template <std::size_t lane>
+CRC32C_TARGET inline std::uint32_t update_lanes(std::uint32_t crc, const unsigned char* data) {
+    static_assert(lane % 8 == 0);
+    std::uint32_t second = 0;
+    std::uint32_t third = 0;
+    for (std::size_t i = 0; i < lane; i += 8) {
+        crc = step_word(crc, load_word(data + i));
+        second = step_word(second, load_word(data + lane + i));
+        third = step_word(third, load_word(data + 2 * lane + i));
+    }
+    return Shift<lane>::apply(Shift<lane>::apply(crc) ^ second) ^ third;
+}
+
+CRC32C_TARGET std::uint32_t update_by_hardware(std::uint32_t crc, const unsigned char* data,
+                                               std::size_t length) {
+    constexpr std::size_t kLongLane = 4096;
+    constexpr std::size_t kShortLane = 256;
+    for (; length >= 3 * kLongLane; data += 3 * kLongLane, length -= 3 * kLongLane) {
+        crc = update_lanes<kLongLane>(crc, data);
+    }
+    for (; length >= 3 * kShortLane; data += 3 * kShortLane, length -= 3 * kShortLane) {
+        crc = update_lanes<kShortLane>(crc, data);
+    }
+    for (; length >= 8; data += 8, length -= 8) crc = step_word(crc, load_word(data));
+    for (; length != 0; ++data, --length) crc = step_byte(crc, *data);
+    return crc;
+}
+
+std::uint32_t update(std::uint32_t crc, const unsigned char* data, std::size_t length) {
+    static const bool present = hardware_present();
+    return present ? update_by_hardware(crc, data, length) : update_by_table(crc, data, length);
+}
+
+#else
+
+std::uint32_t update(std::uint32_t crc, const unsigned char* data, std::size_t length) {
+    return update_by_table(crc, data, length);
+}
+
+#endif
+
+// The checksum of a followed by b, from the checksums of both: their complements cancel out.
+std::uint32_t combine(std::uint32_t crc_a, std::uint32_t crc_b, std::size_t length_b) {
+    return times(x_to_bytes(length_b), crc_a) ^ crc_b;
+}
+
+// Starting a thread takes about as long as this many bytes.
+constexpr std::size_t kLengthPerThreadMin = std::size_t{1} << 20;
+
+}  // namespace
+
+std::uint32_t crc32c(const void* data, std::size_t length, std::uint32_t seed, unsigned threads) {
+    const auto* bytes = static_cast<const unsigned char*>(data);
+    const std::size_t parts = std::min<std::size_t>(threads, length / kLengthPerThreadMin);
+    if (parts <= 1) return ~update(~seed, bytes, length);
+
+    // This thread takes the first part, with what is left over. async|deferred: where no thread is to be
+    // had, get() does the part here.
+    const std::size_t part = length / parts;
+    const std::size_t first = length - part * (parts - 1);
+    std::vector<std::future<std::uint32_t>> others;
+    others.reserve(parts - 1);
+    for (std::size_t offset = first; offset < length; offset += part) {
+        others.push_back(std::async(std::launch::async | std::launch::deferred,
+                                    [=] { return ~update(~std::uint32_t{0}, bytes + offset, part); }));
+    }
+    std::uint32_t crc = ~update(~seed, bytes, first);
+    for (auto& other : others) crc = combine(crc, other.get(), part);
+    return crc;
+}
+
+std::uint32_t crc32c_by_table(const void* data, std::size_t length, std::uint32_t seed) {
+    return ~update_by_table(~seed, static_cast<const unsigned char*>(data), length);
+}
+
+}  // namespace swapper

@@ -1,0 +1,635 @@
+#include "engine.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <chrono>
+#include <climits>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <deque>
+#include <future>
+#include <mutex>
+#include <new>
+#include <system_error>
+#include <thread>
+
+namespace swapper {
+namespace {
+
+// EINTR and EAGAIN in a row, without a byte moved, before a part is given up; about 2 s of EAGAIN.
+constexpr uint32_t kMaxRetries = 200;
+// Bounce blocks per I/O thread, each of `block_bytes`: enough to overlap copying with the drive.
+constexpr size_t kBounceBlocks = 8;
+
+static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a plain 32-bit word");
+
+long futex(const std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
+    return ::syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), operation | FUTEX_PRIVATE_FLAG, value,
+                     timeout, nullptr, 0);
+}
+
+struct Free {
+    void operator()(char* memory) const { std::free(memory); }
+};
+using Block = std::unique_ptr<char, Free>;
+
+Block allocate_block(uint64_t alignment, uint64_t length) {
+    // aligned_alloc asks for a length that is a multiple of the alignment; both are here, or 4096 divides it.
+    char* memory = static_cast<char*>(std::aligned_alloc(alignment, (length + alignment - 1) / alignment * alignment));
+    if (memory == nullptr) throw std::bad_alloc();
+    return Block(memory);
+}
+
+// Signals are for the threads of Python; ours would only see system calls interrupted.
+class SignalsBlocked {
+  public:
+    SignalsBlocked() {
+        sigset_t all;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before_);
+    }
+    ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
+    SignalsBlocked(const SignalsBlocked&) = delete;
+    SignalsBlocked& operator=(const SignalsBlocked&) = delete;
+
+  private:
+    sigset_t before_{};
+};
+
+std::unique_ptr<Backend> make_backend(BackendKind kind, uint32_t queue_depth) {
+    switch (kind) {
+        case BackendKind::kAio: return make_aio_backend(queue_depth);
+        case BackendKind::kUring: return make_uring_backend(queue_depth);
+        case BackendKind::kThreads: break;
+    }
+    return make_threads_backend(queue_depth);
+}
+
+// A part of a transfer on its way: one request, and what is needed to continue it.
+struct Part : Request {
+    std::shared_ptr<Transfer> transfer;
+    char* memory = nullptr;      // where the caller wants the part; `data` is elsewhere if it is bounced
+    uint64_t part_offset = 0;    // of the whole part; `offset` advances with what has moved
+    uint32_t part_length = 0;
+    uint64_t alignment = 1;      // of offset and length, while it goes direct
+    int buffered_fd = -1;        // where the rest goes if the direct descriptor cannot have it
+    bool bounced = false;
+    Block block;                 // holds the bytes if `bounced`
+    uint32_t retries = 0;
+};
+
+}  // namespace
+
+Transfer::Transfer(Operation operation, std::shared_ptr<const File> file, char* data, uint64_t length,
+                   uint64_t offset, uint64_t key)
+    : operation_(operation), file_(std::move(file)), data_(data), length_(length), offset_(offset), key_(key) {}
+
+bool Transfer::wait(int64_t timeout_ms) const {
+    const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
+    while (!done()) {
+        const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(
+                              deadline - std::chrono::steady_clock::now())
+                              .count();
+        if (left <= 0) return false;
+        timespec timeout{};
+        timeout.tv_sec = static_cast<time_t>(left / 1000000000);
+        timeout.tv_nsec = static_cast<long>(left % 1000000000);
+        futex(state_, FUTEX_WAIT, kPending, &timeout);  // woken, timed out or interrupted: look again
+    }
+    return true;
+}
+
+uint64_t Transfer::result() const {
+    if (failed()) throw IoError(*error_);
+    return length_;
+}
+
+void Transfer::complete() {
+    state_.store(error_ ? kFailed : kComplete, std::memory_order_release);
+    futex(state_, FUTEX_WAKE, INT_MAX, nullptr);
+}
+
+struct Engine::Impl {
+    explicit Impl(const EngineOptions& options_) : options(options_), owner(::getpid()) {}
+
+    bool cut(Part& part, bool may_bounce);
+    void part_over(Part& part, std::optional<IoError> error);
+    void fail_queue(const IoError& error);
+    void wake_all();
+    int set_pieces(const std::vector<Piece>& wanted);
+
+    const EngineOptions options;
+    const pid_t owner;
+
+    std::mutex close_mutex;    // one `close` at a time
+    std::mutex control_mutex;  // one change of pieces at a time; taken before `mutex`
+
+    std::mutex mutex;  // for all below; taken before a backend's own
+    std::deque<std::shared_ptr<Transfer>> queue;  // not cut to the end; the front is being cut
+    std::vector<std::shared_ptr<Transfer>> finished;
+    bool stopping = false;
+    std::optional<IoError> broken;
+
+    std::vector<std::shared_ptr<Slab>> slabs;
+    std::vector<Piece> pieces;  // what all workers have registered; empty while that changes
+    std::condition_variable pieces_changed;
+    std::vector<Piece> pieces_wanted;
+    uint64_t pieces_generation = 0;
+    size_t pieces_pending = 0;  // workers that have not taken up `pieces_wanted`
+    int pieces_error = 0;
+
+    std::vector<std::unique_ptr<Worker>> workers;
+};
+
+// One I/O thread with its backend.
+class Engine::Worker {
+  public:
+    Worker(Impl& impl, uint64_t index) : impl_(impl), index_(index), parts_(impl.options.queue_depth) {
+        for (Part& part : parts_) free_.push_back(&part);
+        completions_.resize(parts_.size());
+        batch_.reserve(parts_.size());
+        std::promise<void> started;
+        std::future<void> ready = started.get_future();
+        try {
+            const SignalsBlocked blocked;
+            thread_ = std::thread(&Worker::run, this, std::move(started));
+        } catch (const std::system_error& error) {
+            throw IoError(error.code().value(), "start I/O thread");
+        }
+        try {
+            ready.get();
+        } catch (...) {
+            thread_.join();
+            throw;
+        }
+    }
+
+    ~Worker() { join(); }
+    Worker(const Worker&) = delete;
+    Worker& operator=(const Worker&) = delete;
+
+    void join() {
+        if (thread_.joinable()) thread_.join();
+    }
+
+    // Under the engine's mutex, which keeps the backend from going away meanwhile.
+    void wake() {
+        if (!ended_) backend_->wake();
+    }
+
+    // Under the engine's mutex.
+    bool ended() const { return ended_; }
+
+  private:
+    void run(std::promise<void> started) {
+        (void)pthread_setname_np(pthread_self(), "swapper-io");
+        try {
+            backend_ = make_backend(impl_.options.backend, impl_.options.queue_depth);
+            if (impl_.options.faults) {
+                backend_ = make_fault_backend(std::move(backend_), impl_.options.faults, index_);
+            }
+        } catch (...) {
+            ended_ = true;
+            started.set_exception(std::current_exception());
+            return;
+        }
+        started.set_value();
+        std::optional<IoError> failure;
+        try {
+            while (fill()) {
+                submit();
+                reap();
+            }
+            backend_->set_pieces({});  // unpins now, though a forked child may still hold the ring
+        } catch (const IoError& error) {
+            failure = error;
+        } catch (const std::exception& error) {
+            failure = IoError(ENOMEM, "run I/O thread", "", -1, -1, error.what());
+        }
+        end(failure);
+    }
+
+    // Takes parts from the queue. False when there is nothing left to do, ever.
+    bool fill() {
+        std::unique_lock<std::mutex> lock(impl_.mutex);
+        if (generation_ != impl_.pieces_generation) {
+            // Drain first: requests in flight name the pieces of the old list.
+            if (in_flight_ > 0 || !ready_.empty()) return true;
+            generation_ = impl_.pieces_generation;
+            const std::vector<Piece> wanted = impl_.pieces_wanted;
+            lock.unlock();
+            const int error = backend_->set_pieces(wanted);
+            lock.lock();
+            if (error != 0) impl_.pieces_error = error;
+            --impl_.pieces_pending;
+            impl_.pieces_changed.notify_all();
+        }
+        if (!impl_.options.overlap_events && in_flight_ > 0) return true;
+        while (!free_.empty() && impl_.cut(*free_.back(), bounces_ < kBounceBlocks)) {
+            Part* part = free_.back();
+            free_.pop_back();
+            if (part->bounced) ++bounces_;
+            ready_.push_back(part);
+        }
+        return !(impl_.stopping && impl_.queue.empty() && ready_.empty() && in_flight_ == 0);
+    }
+
+    void submit() {
+        if (!impl_.options.overlap_events && in_flight_ > 0) return;
+        while (!ready_.empty()) {
+            batch_.clear();
+            for (Part* part : ready_) {
+                prepare_bounce(*part);
+                batch_.push_back(part);
+                if (impl_.options.single_submit) break;
+            }
+            const size_t taken = backend_->submit(batch_.data(), batch_.size());
+            in_flight_ += taken;
+            ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(taken));
+            if (taken == batch_.size()) {
+                starved_ = 0;
+                continue;
+            }
+            // No room in the kernel. If nothing of ours is in flight it is others who fill it: let time pass.
+            if (in_flight_ == 0) {
+                if (++starved_ > kMaxRetries) throw IoError(EAGAIN, "submit");
+                std::this_thread::sleep_for(std::chrono::milliseconds(10));
+            }
+            return;
+        }
+    }
+
+    void reap() {
+        const bool block = in_flight_ > 0 || ready_.empty();
+        const size_t count = backend_->reap(completions_.data(), completions_.size(), block);
+        in_flight_ -= count;
+        for (size_t i = 0; i < count; ++i) {
+            advance(static_cast<Part&>(*completions_[i].request), completions_[i].result);
+        }
+    }
+
+    // Allocated by the I/O thread, not under the mutex; kept for the next part that needs one.
+    void prepare_bounce(Part& part) {
+        if (!part.bounced || part.data != nullptr) return;
+        if (!spare_blocks_.empty()) {
+            part.block = std::move(spare_blocks_.back());
+            spare_blocks_.pop_back();
+        } else {
+            const uint64_t page = part.alignment;
+            part.block = allocate_block(page, std::max(impl_.options.block_bytes, page));
+        }
+        part.data = part.block.get();
+        if (part.operation == Operation::kWrite) std::memcpy(part.data, part.memory, part.length);
+    }
+
+    // A request of `part` is over: go on with the rest of the part, or end it.
+    void advance(Part& part, int64_t result) {
+        const bool read = part.operation == Operation::kRead;
+        if (result < 0) {
+            const int error = static_cast<int>(-result);
+            if ((error == EINTR || error == EAGAIN) && ++part.retries <= kMaxRetries) {
+                // The first time at once; then whatever is short in the kernel gets time to come back.
+                if (error == EAGAIN && part.retries > 1) {
+                    std::this_thread::sleep_for(std::chrono::milliseconds(std::min(part.retries, 10U)));
+                }
+                ready_.push_back(&part);
+                return;
+            }
+            finish(part, failure(part, error, ""));
+            return;
+        }
+        if (result == part.length) {
+            if (part.bounced && read) std::memcpy(part.memory, part.block.get(), part.part_length);
+            finish(part, std::nullopt);
+            return;
+        }
+        if (result == 0) {
+            finish(part, read ? failure(part, ENODATA, "") : failure(part, EIO, "the kernel wrote nothing"));
+            return;
+        }
+        if (result > part.length) {
+            finish(part, failure(part, EIO, "more bytes were moved than asked for"));
+            return;
+        }
+        // Short. What does not fill an aligned block is moved again, which is harmless; if there is no whole
+        // block, as at the unaligned end of a file, O_DIRECT cannot go on and the page cache does.
+        auto moved = static_cast<uint32_t>(result);
+        if (part.alignment > 1) {
+            const auto whole = static_cast<uint32_t>(moved / part.alignment * part.alignment);
+            if (whole == 0) {
+                part.fd = part.buffered_fd;
+                part.alignment = 1;
+            } else {
+                moved = whole;
+            }
+        }
+        part.data += moved;
+        part.offset += moved;
+        part.length -= moved;
+        part.retries = 0;
+        ready_.push_back(&part);
+    }
+
+    static IoError failure(const Part& part, int error, std::string detail) {
+        const Transfer& transfer = *part.transfer;
+        if (part.part_length != transfer.length()) {
+            if (!detail.empty()) detail += "; ";
+            detail += "it was the part of " + std::to_string(part.length) + " bytes at byte " +
+                      std::to_string(part.offset);
+        }
+        return IoError(error, name_of(part.operation), transfer.path(), static_cast<int64_t>(transfer.offset()),
+                       static_cast<int64_t>(transfer.length()), std::move(detail));
+    }
+
+    void finish(Part& part, std::optional<IoError> error) {
+        if (part.bounced) {
+            if (part.block) spare_blocks_.push_back(std::move(part.block));
+            part.bounced = false;
+            --bounces_;
+        }
+        impl_.part_over(part, std::move(error));
+        part.transfer.reset();
+        free_.push_back(&part);
+    }
+
+    // The thread ends, in order or because its backend broke.
+    void end(const std::optional<IoError>& failure) {
+        {
+            const std::lock_guard<std::mutex> lock(impl_.mutex);
+            ended_ = true;
+            if (generation_ != impl_.pieces_generation) {
+                impl_.pieces_error = ESHUTDOWN;
+                --impl_.pieces_pending;
+                impl_.pieces_changed.notify_all();
+            }
+            if (failure && !impl_.broken) impl_.broken = failure;
+        }
+        backend_.reset();  // nothing is in flight after this, so memory may be given back
+        if (!failure) return;
+        for (Part& part : parts_) {
+            if (part.transfer) finish(part, IoError(*failure));
+        }
+        impl_.fail_queue(*failure);
+    }
+
+    Impl& impl_;
+    const uint64_t index_;
+    std::unique_ptr<Backend> backend_;
+    bool ended_ = false;  // under the engine's mutex
+    std::vector<Part> parts_;
+    std::vector<Part*> free_;
+    std::deque<Part*> ready_;  // to be submitted, in this order
+    size_t in_flight_ = 0;
+    uint32_t starved_ = 0;
+    uint64_t generation_ = 0;
+    size_t bounces_ = 0;
+    std::vector<Block> spare_blocks_;
+    std::vector<Request*> batch_;
+    std::vector<Completion> completions_;
+    std::thread thread_;
+};
+
+// Gives out the next part of the front of the queue. Under the mutex. False if there is none, or if it needs a
+// bounce block and none is free.
+bool Engine::Impl::cut(Part& part, bool may_bounce) {
+    while (!queue.empty() && queue.front()->error_) queue.pop_front();  // its last part reports it
+    if (queue.empty()) return false;
+    Transfer& transfer = *queue.front();
+    const File& file = *transfer.file_;
+    char* const memory = transfer.data_ + transfer.cut_;
+    const uint64_t offset = transfer.offset_ + transfer.cut_;
+    const uint64_t left = transfer.length_ - transfer.cut_;
+    const uint64_t page = file.offset_alignment();
+
+    uint64_t length = std::min(left, options.block_bytes);
+    bool direct = file.direct();
+    if (direct && (offset % page != 0 || left < page)) {
+        direct = false;
+        length = std::min(left, page - offset % page);  // see [Note: page cut] in file.h
+    } else if (direct) {
+        length = length / page * page;
+        if (length == 0) length = page;  // pages larger than `block_bytes`
+    }
+    const bool bounced = direct && reinterpret_cast<uintptr_t>(memory) % file.memory_alignment() != 0;
+    if (bounced && !may_bounce) return false;
+
+    int buffer_index = -1;
+    for (size_t i = 0; i < pieces.size() && !bounced; ++i) {
+        const Piece& piece = pieces[i];
+        if (memory < piece.data || memory >= piece.data + piece.length) continue;
+        const auto room = static_cast<uint64_t>(piece.data + piece.length - memory);
+        const uint64_t whole = std::min(length, direct ? room / page * page : room);
+        if (whole > 0) {
+            length = whole;
+            buffer_index = static_cast<int>(i);
+        }
+        break;
+    }
+
+    part.transfer = queue.front();
+    part.operation = transfer.operation_;
+    part.fd = direct ? file.direct_fd() : file.buffered_fd();
+    part.buffered_fd = file.buffered_fd();
+    part.alignment = direct ? page : 1;
+    part.memory = memory;
+    part.data = bounced ? nullptr : memory;
+    part.bounced = bounced;
+    part.offset = part.part_offset = offset;
+    part.length = part.part_length = static_cast<uint32_t>(length);
+    part.buffer_index = buffer_index;
+    part.retries = 0;
+
+    transfer.cut_ += length;
+    ++transfer.parts_;
+    if (transfer.cut_ == transfer.length_) queue.pop_front();
+    return true;
+}
+
+void Engine::Impl::part_over(Part& part, std::optional<IoError> error) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    Transfer& transfer = *part.transfer;
+    if (error && !transfer.error_) transfer.error_ = std::move(error);
+    if (--transfer.parts_ > 0) return;  // drained before it is reported
+    if (transfer.error_ || transfer.cut_ == transfer.length_) {
+        finished.push_back(part.transfer);
+        transfer.complete();
+    }
+}
+
+void Engine::Impl::fail_queue(const IoError& error) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    for (const std::shared_ptr<Transfer>& transfer : queue) {
+        if (transfer->error_) continue;
+        transfer->error_ = IoError(error.code, name_of(transfer->operation_), transfer->path(),
+                                   static_cast<int64_t>(transfer->offset_),
+                                   static_cast<int64_t>(transfer->length_),
+                                   "the I/O thread ended: " + std::string(error.what()));
+        if (transfer->parts_ > 0) continue;
+        finished.push_back(transfer);
+        transfer->complete();
+    }
+    queue.clear();
+}
+
+void Engine::Impl::wake_all() {
+    for (const std::unique_ptr<Worker>& worker : workers) worker->wake();
+}
+
+// Makes every worker register `wanted`, or none. Under `control_mutex`. Returns 0 or an errno.
+int Engine::Impl::set_pieces(const std::vector<Piece>& wanted) {
+    std::unique_lock<std::mutex> lock(mutex);
+    pieces.clear();  // parts cut from now on name none
+    pieces_wanted = wanted;
+    ++pieces_generation;
+    pieces_error = 0;
+    pieces_pending = 0;
+    for (const std::unique_ptr<Worker>& worker : workers) pieces_pending += worker->ended() ? 0 : 1;
+    wake_all();
+    pieces_changed.wait(lock, [this] { return pieces_pending == 0; });
+    if (pieces_error == 0) pieces = wanted;
+    return pieces_error;
+}
+
+Engine::Engine(const EngineOptions& options) : impl_(std::make_unique<Impl>(options)) {
+    const uint64_t block = options.block_bytes;
+    if (block < 4096 || block % 4096 != 0 || block > kPieceBytes || options.queue_depth < 1 ||
+        options.queue_depth > 4096 || options.threads < 1 || options.threads > 256) {
+        throw IoError(EINVAL, "start I/O engine", "", -1, -1, "block_bytes, queue_depth or threads out of range");
+    }
+    try {
+        for (uint32_t i = 0; i < options.threads; ++i) {
+            impl_->workers.push_back(std::make_unique<Worker>(*impl_, i));
+        }
+    } catch (...) {
+        close();  // ends those that did start
+        throw;
+    }
+}
+
+Engine::~Engine() {
+    if (::getpid() == impl_->owner) {
+        close();
+    } else {
+        // The threads are the parent's and its locks may be held for ever in this copy: leave it all alone.
+        (void)impl_.release();
+    }
+}
+
+Engine::Impl& Engine::checked() const {
+    if (::getpid() != impl_->owner) {
+        throw StateError("this I/O handle was made before a fork: it works in the parent only, make a new one");
+    }
+    return *impl_;
+}
+
+std::shared_ptr<Transfer> Engine::start(Operation operation, std::shared_ptr<const File> file, char* data,
+                                        uint64_t length, uint64_t offset, uint64_t key) {
+    Impl& impl = checked();
+    if (offset > INT64_MAX || length > INT64_MAX - offset) {
+        throw IoError(EFBIG, name_of(operation), file->path());
+    }
+    auto transfer = std::make_shared<Transfer>(operation, std::move(file), data, length, offset, key);
+    const std::lock_guard<std::mutex> lock(impl.mutex);
+    if (impl.stopping) throw StateError("the I/O handle is closed");
+    if (impl.broken) throw IoError(*impl.broken);
+    if (length == 0) {
+        impl.finished.push_back(transfer);
+        transfer->complete();
+        return transfer;
+    }
+    impl.queue.push_back(transfer);
+    impl.wake_all();
+    return transfer;
+}
+
+std::vector<std::shared_ptr<Transfer>> Engine::take_finished() {
+    Impl& impl = checked();
+    std::vector<std::shared_ptr<Transfer>> taken;
+    const std::lock_guard<std::mutex> lock(impl.mutex);
+    taken.swap(impl.finished);
+    return taken;
+}
+
+std::string Engine::register_slab(std::shared_ptr<Slab> slab) {
+    Impl& impl = checked();
+    const std::lock_guard<std::mutex> control(impl.control_mutex);
+    std::vector<Piece> before;
+    {
+        const std::lock_guard<std::mutex> lock(impl.mutex);
+        if (impl.stopping) throw StateError("the I/O handle is closed");
+        before = impl.pieces;
+    }
+    std::vector<Piece> wanted = before;
+    for (uint64_t at = 0; at < slab->length(); at += kPieceBytes) {
+        wanted.push_back({slab->data() + at, std::min(kPieceBytes, slab->length() - at)});
+    }
+    const int error = impl.set_pieces(wanted);
+    if (error == 0) {
+        impl.slabs.push_back(std::move(slab));
+        return "";
+    }
+    if (impl.set_pieces(before) != 0) impl.set_pieces({});
+    std::string reason = std::string("registering ") + std::to_string(slab->length()) + " bytes: ";
+    if (error == EOPNOTSUPP && impl.options.backend != BackendKind::kUring) {
+        return reason + "only io_uring registers memory";
+    }
+    reason += std::strerror(error);
+    if (error == ENOMEM || error == EPERM) reason += " (RLIMIT_MEMLOCK: raise `ulimit -l`)";
+    return reason;
+}
+
+void Engine::unregister_slab(const Slab* slab) {
+    Impl& impl = checked();
+    const std::lock_guard<std::mutex> control(impl.control_mutex);
+    const auto at = std::find_if(impl.slabs.begin(), impl.slabs.end(),
+                                 [slab](const std::shared_ptr<Slab>& other) { return other.get() == slab; });
+    if (at == impl.slabs.end()) return;
+    std::vector<Piece> wanted;
+    {
+        const std::lock_guard<std::mutex> lock(impl.mutex);
+        for (const Piece& piece : impl.pieces) {
+            if (piece.data < slab->data() || piece.data >= slab->data() + slab->length()) wanted.push_back(piece);
+        }
+    }
+    if (impl.set_pieces(wanted) != 0) impl.set_pieces({});
+    impl.slabs.erase(at);
+}
+
+void Engine::close() {
+    Impl& impl = checked();
+    const std::lock_guard<std::mutex> closing(impl.close_mutex);
+    {
+        const std::lock_guard<std::mutex> lock(impl.mutex);
+        impl.stopping = true;
+        impl.wake_all();
+    }
+    for (const std::unique_ptr<Worker>& worker : impl.workers) worker->join();
+    const std::lock_guard<std::mutex> control(impl.control_mutex);
+    const std::lock_guard<std::mutex> lock(impl.mutex);
+    impl.pieces.clear();
+    impl.slabs.clear();
+}
+
+std::string probe_backend(BackendKind kind, bool fixed) {
+    try {
+        const std::unique_ptr<Backend> backend = make_backend(kind, 8);
+        if (!fixed) return "";
+        const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+        const Block block = allocate_block(page, page);
+        const int error = backend->set_pieces({{block.get(), page}});
+        if (error != 0) return std::string("registering a page of memory: ") + std::strerror(error);
+        backend->set_pieces({});
+        return "";
+    } catch (const IoError& error) {
+        return error.what() + (error.detail.empty() ? "" : " (" + error.detail + ")");
+    }
+}
+
+}  // namespace swapper

@@ -1,0 +1,143 @@
+#include "file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/sysmacros.h>
+#include <sys/syscall.h>
+
+#include <algorithm>
+#include <fstream>
+
+#include "error.h"
+
+namespace swapper {
+namespace {
+
+// struct statx of Linux 6.1, spelled out so that the build does not depend on the age of the headers.
+struct StatxWithDio {
+    uint32_t mask;
+    uint32_t ignored[37];  // up to and including stx_dev_minor, and stx_mnt_id
+    uint32_t dio_memory_alignment;
+    uint32_t dio_offset_alignment;
+    uint64_t spare[12];
+};
+static_assert(offsetof(StatxWithDio, dio_memory_alignment) == 0x98, "layout of struct statx");
+static_assert(sizeof(StatxWithDio) == 256, "layout of struct statx");
+constexpr unsigned kStatxDioAlign = 0x2000;
+
+// Logical block size of the device that holds the file, for kernels before 6.1; 4096 where unknown.
+uint32_t logical_block_bytes(int fd) {
+    struct stat info {};
+    if (::fstat(fd, &info) != 0) return 4096;
+    const std::string device = "/sys/dev/block/" + std::to_string(major(info.st_dev)) + ":" +
+                               std::to_string(minor(info.st_dev));
+    // A partition has no queue of its own: that of its disk is one directory up.
+    for (const char* queue : {"/queue/", "/../queue/"}) {
+        std::ifstream text(device + queue + "logical_block_size");
+        uint32_t bytes = 0;
+        if (text >> bytes && bytes >= 512) return bytes;
+    }
+    return 4096;
+}
+
+int open_retrying(const char* path, int flags) {
+    int fd;
+    do {
+        fd = ::open(path, flags, 0600);
+    } while (fd < 0 && errno == EINTR);
+    return fd;
+}
+
+}  // namespace
+
+File::File(std::string path, const OpenOptions& options) : path_(std::move(path)) {
+    int flags = O_CLOEXEC;
+    switch (options.access) {
+        case Access::kRead: flags |= O_RDONLY; break;
+        case Access::kWrite: flags |= O_WRONLY; break;
+        case Access::kReadWrite: flags |= O_RDWR; break;
+    }
+    const int access_flags = flags;
+    if (options.create) flags |= O_CREAT;
+    if (options.truncate) flags |= O_TRUNC;
+    if (options.exclusive) flags |= O_EXCL;
+    buffered_ = UniqueFd(open_retrying(path_.c_str(), flags));
+    if (!buffered_.valid()) throw IoError(errno, "open", path_);
+    struct stat info {};
+    if (::fstat(buffered_.get(), &info) != 0) throw IoError(errno, "open", path_);
+    if (S_ISDIR(info.st_mode)) throw IoError(EISDIR, "open", path_);
+    if (options.direct) {
+        open_direct(access_flags);
+    } else {
+        direct_refusal_ = "opened with direct=False";
+    }
+}
+
+void File::open_direct(int flags) {
+    // Through /proc, so that it is the same file even if the name was moved meanwhile.
+    const std::string same_file = "/proc/self/fd/" + std::to_string(buffered_.get());
+    UniqueFd fd(open_retrying(same_file.c_str(), flags | O_DIRECT));
+    if (!fd.valid() && errno == ENOENT) fd = UniqueFd(open_retrying(path_.c_str(), flags | O_DIRECT));
+    if (!fd.valid()) {
+        // EINVAL is the answer of a file system without O_DIRECT; anything else is as good a reason.
+        direct_refusal_ = std::string("open with O_DIRECT: ") + std::strerror(errno);
+        return;
+    }
+    uint64_t memory = 0;
+    uint64_t offset = 0;
+    StatxWithDio info{};
+#ifdef SYS_statx
+    const long rc = ::syscall(SYS_statx, fd.get(), "", AT_EMPTY_PATH, kStatxDioAlign, &info);
+#else
+    const long rc = -1;
+#endif
+    if (rc == 0 && (info.mask & kStatxDioAlign) != 0) {
+        memory = info.dio_memory_alignment;
+        offset = info.dio_offset_alignment;
+        if (memory == 0 || offset == 0) {
+            direct_refusal_ = "the file system says that this file does not support O_DIRECT";
+            return;
+        }
+    } else {
+        memory = offset = logical_block_bytes(fd.get());
+    }
+    direct_ = std::move(fd);
+    memory_alignment_ = memory;
+    offset_alignment_ = std::max(offset, static_cast<uint64_t>(::sysconf(_SC_PAGESIZE)));
+    // Only edges of a page go through the buffered descriptor: read-ahead would bring neighbours into the
+    // page cache that are being written directly. See [Note: page cut]. Advice, so its result is ignored.
+    (void)::posix_fadvise(buffered_.get(), 0, 0, POSIX_FADV_RANDOM);
+}
+
+uint64_t File::size() const {
+    struct stat info {};
+    if (::fstat(buffered_.get(), &info) != 0) throw IoError(errno, "stat", path_);
+    return static_cast<uint64_t>(info.st_size);
+}
+
+bool File::preallocate(uint64_t length) const {
+    if (length == 0) return true;
+    int rc;
+    do {
+        rc = ::fallocate(buffered_.get(), 0, 0, static_cast<off_t>(length));
+    } while (rc != 0 && errno == EINTR);
+    if (rc == 0) return true;
+    if (errno == EOPNOTSUPP || errno == ENOSYS) return false;
+    throw IoError(errno, "preallocate", path_, 0, static_cast<int64_t>(length));
+}
+
+void File::truncate(uint64_t length) const {
+    int rc;
+    do {
+        rc = ::ftruncate(buffered_.get(), static_cast<off_t>(length));
+    } while (rc != 0 && errno == EINTR);
+    if (rc != 0) throw IoError(errno, "truncate", path_, -1, static_cast<int64_t>(length));
+}
+
+void File::sync() const {
+    // Not retried on any error: after a failed fdatasync the kernel may have dropped the dirty pages, and a
+    // second call would report success for data that is lost.
+    if (::fdatasync(buffered_.get()) != 0) throw IoError(errno, "sync", path_);
+}
+
+}  // namespace swapper

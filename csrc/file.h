@@ -1,0 +1,62 @@
+// An open file, with and without O_DIRECT.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "unique_fd.h"
+
+namespace swapper {
+
+enum class Access { kRead, kWrite, kReadWrite };
+
+struct OpenOptions {
+    Access access = Access::kRead;
+    bool create = false;     // made with mode 0600 where it does not exist
+    bool truncate = false;   // emptied
+    bool exclusive = false;  // with `create`: an error where it exists
+    bool direct = true;      // false: never use O_DIRECT
+};
+
+// Keeps two descriptors: a buffered one, and one with O_DIRECT where the file system gives it. Both close on
+// exec and when the object dies; transfers share ownership, so a file outlives what is in flight on it.
+// Immutable after construction, so every method may be called from any thread.
+class File {
+  public:
+    // Throws IoError.
+    File(std::string path, const OpenOptions& options);
+
+    const std::string& path() const { return path_; }
+    bool direct() const { return direct_.valid(); }
+    // Why `direct()` is false; empty where it is true.
+    const std::string& direct_refusal() const { return direct_refusal_; }
+    int direct_fd() const { return direct_.get(); }
+    int buffered_fd() const { return buffered_.get(); }
+
+    // What O_DIRECT asks of the memory address; 1 where the file is not direct.
+    uint64_t memory_alignment() const { return memory_alignment_; }
+    // Offsets and lengths that are multiples of this go direct in whole; 1 where the file is not direct.
+    // [Note: page cut] Never less than a page, although the device may allow 512 bytes: an unaligned edge goes
+    // through the page cache, whose unit is the page. Were part of that page written directly, the kernel
+    // could write the cached page back later, with the old bytes in the part that went direct.
+    uint64_t offset_alignment() const { return offset_alignment_; }
+
+    uint64_t size() const;
+    // Reserves blocks and extends the size to at least `length`. False where the file system cannot.
+    bool preallocate(uint64_t length) const;
+    void truncate(uint64_t length) const;
+    // fdatasync: data, and what is needed to find it.
+    void sync() const;
+
+  private:
+    void open_direct(int flags);
+
+    std::string path_;
+    UniqueFd buffered_;
+    UniqueFd direct_;
+    std::string direct_refusal_;
+    uint64_t memory_alignment_ = 1;
+    uint64_t offset_alignment_ = 1;
+};
+
+}  // namespace swapper

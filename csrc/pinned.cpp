@@ -1,0 +1,80 @@
+#include "pinned.h"
+
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+
+#include "error.h"
+
+namespace swapper {
+namespace {
+
+#ifdef MADV_POPULATE_WRITE
+constexpr int kPopulateWrite = MADV_POPULATE_WRITE;
+#else
+constexpr int kPopulateWrite = 23;  // Linux 5.14
+#endif
+
+void populate(char* data, uint64_t length) {
+    int rc;
+    do {
+        rc = ::madvise(data, length, kPopulateWrite);
+    } while (rc != 0 && (errno == EINTR || errno == EAGAIN));
+    if (rc == 0) return;
+    if (errno != EINVAL) {
+        throw IoError(errno, "allocate pinned memory", "", -1, static_cast<int64_t>(length));
+    }
+    const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
+    for (uint64_t at = 0; at < length; at += page) {
+        reinterpret_cast<volatile char*>(data)[at] = 0;
+    }
+}
+
+std::string lock_reason(int error) {
+    std::string reason = std::string("mlock: ") + std::strerror(error);
+    struct rlimit limit {};
+    if (::getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
+        reason += " (RLIMIT_MEMLOCK is " + std::to_string(limit.rlim_cur) + " bytes: raise `ulimit -l`)";
+    }
+    return reason;
+}
+
+}  // namespace
+
+Slab::Slab(uint64_t length) : length_(length), owner_(::getpid()) {
+    if (length == 0 || length > (uint64_t{1} << 62)) {
+        throw IoError(EINVAL, "allocate pinned memory", "", -1, static_cast<int64_t>(length));
+    }
+    // Whole huge pages, so that the last one can be huge too and no neighbour shares it.
+    mapped_ = (length + kAlignment - 1) / kAlignment * kAlignment;
+    // A mapping is aligned to a page only: map one alignment more, and give back what sticks out.
+    void* wide = ::mmap(nullptr, mapped_ + kAlignment, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (wide == MAP_FAILED) {
+        throw IoError(errno, "allocate pinned memory", "", -1, static_cast<int64_t>(length));
+    }
+    char* const begin = static_cast<char*>(wide);
+    const uint64_t before = (kAlignment - reinterpret_cast<uintptr_t>(begin) % kAlignment) % kAlignment;
+    data_ = begin + before;
+    if (before > 0) ::munmap(begin, before);
+    if (before < kAlignment) ::munmap(data_ + mapped_, kAlignment - before);
+    try {
+        (void)::madvise(data_, mapped_, MADV_HUGEPAGE);  // speed only: the kernel may lack it
+        if (::madvise(data_, mapped_, MADV_DONTFORK) != 0) {
+            throw IoError(errno, "madvise(MADV_DONTFORK)", "", -1, static_cast<int64_t>(length));
+        }
+        populate(data_, mapped_);
+        if (::mlock(data_, mapped_) != 0) lock_refusal_ = lock_reason(errno);
+    } catch (...) {
+        ::munmap(data_, mapped_);
+        throw;
+    }
+}
+
+Slab::~Slab() {
+    // In a child the addresses are not ours: something else may have been mapped there since.
+    if (in_owner_process()) ::munmap(data_, mapped_);
+}
+
+bool Slab::in_owner_process() const { return ::getpid() == owner_; }
+
+}  // namespace swapper

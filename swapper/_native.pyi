@@ -1,0 +1,110 @@
+"""The native core: see csrc/bindings.cpp. Use it through `swapper.handle`, `swapper.buffers` and `swapper.codec`.
+
+Every failure of the system raises `SwapIOError`, every use after a fork or after close `SwapError`.
+"""
+
+from typing import final
+
+@final
+class Slab:
+    def __init__(self, length_bytes: int) -> None: ...
+    @property
+    def length_bytes(self) -> int: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def locked(self) -> bool: ...
+    @property
+    def lock_reason(self) -> str: ...
+    def __buffer__(self, flags: int, /) -> memoryview: ...
+
+class File:
+    def __init__(
+        self, path: str, mode: str, create: bool, truncate: bool, exclusive: bool, direct: bool
+    ) -> None: ...
+    @property
+    def direct(self) -> bool: ...
+    @property
+    def direct_reason(self) -> str: ...
+    @property
+    def alignment_bytes(self) -> int: ...
+    @property
+    def memory_alignment_bytes(self) -> int: ...
+    def fileno(self) -> int: ...
+    def size_bytes(self) -> int: ...
+    def preallocate(self, length_bytes: int) -> bool: ...
+    def truncate(self, length_bytes: int) -> None: ...
+    def sync(self) -> None: ...
+
+class Transfer:
+    @property
+    def key(self) -> int: ...
+    def done(self) -> bool: ...
+    def failed(self) -> bool: ...
+    def wait(self, timeout: float | None = None) -> int: ...
+
+class FaultPlan:
+    """What goes wrong on purpose, and how often: for tests. Probabilities are per request, drawn from `seed`.
+
+    The n-th read or write request from now on, counted from 1 over the whole handle, fails with `fail_errno`;
+    0 for none. Parts of one transfer and retries count singly. `reads` and `writes` are the requests seen.
+    """
+
+    fail_read_at: int
+    fail_write_at: int
+    fail_errno: int
+    def __init__(
+        self,
+        *,
+        seed: int = 0,
+        short: float = 0.0,
+        eio: float = 0.0,
+        enospc: float = 0.0,
+        eintr: float = 0.0,
+        eagain: float = 0.0,
+        delay_us: int = 0,
+        reorder: bool = False,
+        fail_read_at: int = 0,
+        fail_write_at: int = 0,
+        fail_errno: int = 5,
+    ) -> None: ...
+    @property
+    def reads(self) -> int: ...
+    @property
+    def writes(self) -> int: ...
+
+class Engine:
+    def __init__(
+        self,
+        *,
+        backend: str,
+        block_bytes: int,
+        queue_depth: int,
+        threads: int,
+        single_submit: bool,
+        overlap_events: bool,
+        faults: FaultPlan | None,
+    ) -> None: ...
+    def read(self, file: File, address: int, length_bytes: int, offset_bytes: int, key: int) -> Transfer: ...
+    def write(self, file: File, address: int, length_bytes: int, offset_bytes: int, key: int) -> Transfer: ...
+    def take_finished(self) -> list[Transfer]: ...
+    def register_slab(self, slab: Slab) -> str: ...
+    def unregister_slab(self, slab: Slab) -> None: ...
+    def close(self) -> None: ...
+
+def probe_backend(name: str, fixed: bool) -> str: ...
+
+# codec
+def split_master(master: int, param: int, low: int, ties: int, numel: int, threads: int) -> int:
+    """See csrc/codec.h. Addresses, as ints; they are not checked. Returns the number of tie bits."""
+
+def join_master(param: int, low: int, ties: int, tie_bits: int, master: int, numel: int, threads: int) -> None:
+    """See csrc/codec.h. Raises ValueError if `low` has another number of ties than `tie_bits`."""
+
+def crc32c(address: int, length_bytes: int, seed: int = 0, threads: int = 1) -> int:
+    """See csrc/crc32c.h. `seed` is the checksum of what came before."""
+
+def crc32c_by_table(address: int, length_bytes: int, seed: int = 0) -> int:
+    """`crc32c` as it works on a processor without the instruction, for tests."""
+
+# end of codec

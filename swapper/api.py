@@ -1,0 +1,308 @@
+"""What users call: `wrap_optimizer`, `unwrap_optimizer`, `of`, `check`. Wires everything together."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import secrets
+import weakref
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.buffers import BufferPool
+from swapper.config import OffloadConfig
+from swapper.errors import ConfigError, SwapError
+from swapper.handle import AsyncIOHandle
+from swapper.layout import PAGE_BYTES
+from swapper.optimizer import OptimizerSwapper, UnswappedOptimizer
+from swapper.optimizer_plan import OptimizerPlan
+from swapper.schedule import format_bytes
+from swapper.store import TensorStore, check_nvme_path
+from swapper.trial import refuse_unsupported
+
+__all__ = ["CheckReport", "check", "of", "unwrap_optimizer", "wrap_optimizer"]
+
+_OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
+ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
+
+_owners = itertools.count()
+_TYPICAL_ENDURANCE_BYTES = 600 * 10**12
+
+
+def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
+    """Keep the state of `optimizer` where `config.offload_optimizer.device` says, and give the same object back.
+
+    The object is converted in place: its class, `param_groups`, hooks, schedulers and `state_dict` format stay torch's;
+    `optimizer.step()` brings the state in, bucket by bucket, and the result has the same bits as without swapping.
+    State that it has already is moved out at once. `optimizer.swapper` has `stats()`, `flush()`, `close()` and more.
+
+    Args:
+        optimizer: any per-parameter `torch.optim.Optimizer`, over parameters on the CPU or on one CUDA device. With
+            CUDA the step is computed on the CPU: the state never visits the device.
+        config: an `OffloadConfig`, or what makes one: the path of a YAML or JSON file, or a mapping. Optimizers that
+            are given the same `OffloadConfig` object share one pool, one engine and one run directory.
+
+    Returns:
+        `optimizer`.
+
+    Raises:
+        ConfigError: the config cannot work with this optimizer; the message says which field and why.
+        SwapIOError: the drive failed, or has too little free space. The optimizer is then as it was.
+    """
+    settings = _as_config(config)
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer; wrap the one inside it"
+        )
+    if getattr(optimizer, "swapper", None) is not None:
+        raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
+    device = settings.offload_optimizer.device
+    refuse_unsupported(optimizer)
+    if device == "none" and not settings.offload_optimizer.master_weights:
+        UnswappedOptimizer(optimizer)
+        return optimizer
+    plan = OptimizerPlan(optimizer, settings, next(_owners))
+    if device == "nvme":
+        plan.schedule(settings.pool_bytes)  # Refuses what cannot work before anything is made.
+        shared = _Shared.of(settings, plan.remote)
+        pool_bytes = settings.pool_bytes - shared.held_bytes
+        release = shared.hold(plan.schedule(pool_bytes).held_bytes)
+        pool, store = shared.pool, shared.store
+    else:
+        if device == "none" and plan.remote:
+            raise ConfigError(
+                "offload_optimizer.device: none cannot keep master weights for a model on a GPU; use device: cpu"
+            )
+        pool_bytes = plan.stored_bytes + plan.scratch_bytes * plan.scratch_count
+        pool, store = BufferPool(max(pool_bytes, PAGE_BYTES), cuda=plan.remote), None
+        release = pool.close
+    try:
+        OptimizerSwapper(optimizer, plan, pool, pool_bytes, store, release)
+    except BaseException:
+        release()
+        raise
+    return optimizer
+
+
+def unwrap_optimizer(optimizer: _OptimizerT, *, drop_masters: bool = False) -> _OptimizerT:
+    """Bring all state back into memory and make `optimizer` the plain optimizer it was.
+
+    Args:
+        optimizer: from `wrap_optimizer`.
+        drop_masters: needed where there are master weights, which a plain optimizer has no place for: their precision
+            beyond that of the parameters is lost, and the state is cast to the parameters' dtype.
+
+    Raises:
+        SwapError: it is not wrapped; or there are masters and `drop_masters` is False.
+    """
+    swapper = of(optimizer)
+    if swapper.has_masters and not drop_masters:
+        raise SwapError(
+            "unwrapping would lose the fp32 master weights; save optimizer.state_dict(), or pass drop_masters=True"
+        )
+    swapper.unwrap()
+    return optimizer
+
+
+def of(optimizer: Optimizer) -> OptimizerSwapper:
+    """The `OptimizerSwapper` of a wrapped optimizer: `optimizer.swapper`, typed.
+
+    Raises:
+        SwapError: it is not wrapped.
+    """
+    swapper = getattr(optimizer, "swapper", None)
+    if not isinstance(swapper, OptimizerSwapper):
+        raise SwapError("this optimizer is not wrapped; call swapper.wrap_optimizer(optimizer, config)")
+    return swapper
+
+
+@dataclass(frozen=True)
+class CheckReport:
+    """What a run would need and move; from `check`. All in bytes, except counts.
+
+    Attributes:
+        parameter_numel: elements of the optimizer's parameters.
+        model_bytes: parameters and buffers of the model, and a gradient for each trained parameter.
+        state_bytes: optimizer state, as stored.
+        buckets: how many records it is cut into.
+        pool_bytes: size of the pool that would be allocated.
+        pool_needed_bytes: the least that would do.
+        host_bytes: the model, the pool, and torch's scratch in a step: the peak, without activations.
+        disk_bytes: files on the drive.
+        disk_free_bytes: free space there now; -1 if nothing goes to a drive.
+        step_read_bytes, step_written_bytes: moved by one step.
+        steps_of_endurance: steps until a drive rated 600 TB written has had them; 0 if nothing is written.
+    """
+
+    parameter_numel: int
+    model_bytes: int
+    state_bytes: int
+    buckets: int
+    pool_bytes: int
+    pool_needed_bytes: int
+    host_bytes: int
+    disk_bytes: int
+    disk_free_bytes: int
+    step_read_bytes: int
+    step_written_bytes: int
+    steps_of_endurance: int
+
+    def __str__(self) -> str:
+        rows = [
+            ("parameters", f"{self.parameter_numel:,}"),
+            ("model and gradients in memory", format_bytes(self.model_bytes)),
+            ("optimizer state", f"{format_bytes(self.state_bytes)} in {self.buckets} buckets"),
+            ("pool", f"{format_bytes(self.pool_bytes)} (at least {format_bytes(self.pool_needed_bytes)} needed)"),
+            ("host memory, without activations", format_bytes(self.host_bytes)),
+            ("a step reads", format_bytes(self.step_read_bytes)),
+            ("a step writes", format_bytes(self.step_written_bytes)),
+        ]
+        if self.disk_free_bytes >= 0:
+            free = f"{format_bytes(self.disk_bytes)} of {format_bytes(self.disk_free_bytes)} free"
+            rows.insert(
+                5, ("files on the drive", free + ("" if self.disk_bytes <= self.disk_free_bytes else ": TOO LITTLE"))
+            )
+        if self.steps_of_endurance:
+            rows.append(("steps until a drive rated 600 TBW is worn", f"{self.steps_of_endurance:,}"))
+        width = max(len(name) for name, _ in rows)
+        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
+
+
+def check(model: torch.nn.Module, optimizer: Optimizer, config: ConfigLike) -> CheckReport:
+    """Dry run: what `wrap_optimizer` would need in memory and on the drive, and what a step would move. Prints it.
+
+    Allocates nothing, creates no file and leaves model and optimizer as they are. The model may be on the meta device
+    if the optimizer is too.
+
+    Raises:
+        ConfigError: what `wrap_optimizer` would refuse.
+    """
+    settings = _as_config(config)
+    refuse_unsupported(optimizer)
+    device = settings.offload_optimizer.device
+    plan = OptimizerPlan(optimizer, settings, 0)
+    nvme = device == "nvme"
+    scratch_bytes = plan.scratch_bytes * plan.scratch_count
+    if nvme:
+        schedule = plan.schedule(settings.pool_bytes)
+        pool_bytes, needed_bytes = settings.pool_bytes, schedule.pool_bytes
+        read_bytes = plan.stored_bytes - (schedule.held_bytes - scratch_bytes)
+        assert settings.nvme_path is not None
+        check_nvme_path(settings.nvme_path)
+        status = os.statvfs(settings.nvme_path)
+        free_bytes = status.f_bavail * status.f_frsize
+    else:
+        pool_bytes = needed_bytes = plan.stored_bytes + scratch_bytes
+        read_bytes, free_bytes = 0, -1
+    tensors = [*model.parameters(), *model.buffers()]
+    model_bytes = sum(t.nbytes for t in tensors) + sum(p.nbytes for p in model.parameters() if p.requires_grad)
+    written_bytes = plan.stored_bytes if nvme else 0
+    report = CheckReport(
+        parameter_numel=sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
+        model_bytes=model_bytes,
+        state_bytes=plan.stored_bytes,
+        buckets=len(plan.buckets),
+        pool_bytes=pool_bytes,
+        pool_needed_bytes=needed_bytes,
+        host_bytes=(0 if plan.remote else model_bytes) + pool_bytes + 2 * settings.bucket_bytes,
+        disk_bytes=written_bytes,
+        disk_free_bytes=free_bytes,
+        step_read_bytes=read_bytes,
+        step_written_bytes=written_bytes,
+        steps_of_endurance=_TYPICAL_ENDURANCE_BYTES // written_bytes if written_bytes else 0,
+    )
+    print(report)
+    return report
+
+
+class _Shared:
+    """The pool, engine and run directory of one `OffloadConfig` object, closed when the last optimizer lets go."""
+
+    _all: ClassVar[weakref.WeakValueDictionary[int, _Shared]] = weakref.WeakValueDictionary()
+
+    def __init__(self, config: OffloadConfig, cuda: bool) -> None:
+        assert config.nvme_path is not None
+        self._config = config  # Kept, so that its id stays its own.
+        self._holders = 0
+        self.held_bytes = 0
+        aio = config.aio
+        self.handle = AsyncIOHandle(
+            backend=aio.backend,
+            block_bytes=aio.block_size,
+            queue_depth=aio.queue_depth,
+            threads=aio.intra_op_parallelism,
+            single_submit=aio.single_submit,
+            overlap_events=aio.overlap_events,
+        )
+        try:
+            # The store comes first: what is wrong with the path is said before memory is taken.
+            self.store = TensorStore(Path(config.nvme_path), _run_name(), _rank(), self.handle)
+            try:
+                self.pool = BufferPool(config.pool_bytes, self.handle, cuda=cuda)
+            except BaseException:
+                self.store.close()
+                raise
+        except BaseException:
+            self.handle.close()
+            raise
+
+    @classmethod
+    def of(cls, config: OffloadConfig, cuda: bool) -> _Shared:
+        """The one of this very object; made if there is none."""
+        shared = cls._all.get(id(config))
+        if shared is None:
+            shared = cls._all[id(config)] = cls(config, cuda)
+        return shared
+
+    def hold(self, held_bytes: int) -> Callable[[], None]:
+        """Count one more holder, which keeps `held_bytes` of the pool. Returns what lets go; it may be called twice."""
+        self._holders += 1
+        self.held_bytes += held_bytes
+        done = False
+
+        def release() -> None:
+            nonlocal done
+            if done:
+                return
+            done = True
+            self._holders -= 1
+            self.held_bytes -= held_bytes
+            if self._holders == 0:
+                self._close()
+
+        return release
+
+    def _close(self) -> None:
+        self._all.pop(id(self._config), None)
+        try:
+            self.store.close()
+            self.pool.close()
+        finally:
+            self.handle.close()
+
+
+def _as_config(config: ConfigLike) -> OffloadConfig:
+    if isinstance(config, OffloadConfig):
+        return config
+    if isinstance(config, Mapping):
+        return OffloadConfig.model_validate(dict(config))
+    return OffloadConfig.load(config)
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def _run_name() -> str:
+    """A name that no other run has; the same on all ranks, where rank 0 chooses it."""
+    names = [secrets.token_hex(6)]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(names, src=0)
+    return names[0]

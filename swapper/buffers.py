@@ -1,0 +1,361 @@
+"""Page-locked memory for transfers: allocated once, leased out in pieces, given back by itself."""
+
+from __future__ import annotations
+
+import bisect
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import MethodType
+
+import torch
+
+from swapper.errors import SwapError
+from swapper.handle import AsyncIOHandle, Slab, Transfer
+
+__all__ = ["BufferPool", "Lease", "PoolExhausted"]
+
+PAGE_BYTES = 4096
+"""Leases start at multiples of this and are a multiple of it long, so that their transfers go direct in whole."""
+
+
+class PoolExhausted(SwapError):
+    """No free extent of the pool is long enough, and nothing in it can be reclaimed."""
+
+
+class _Extents:
+    """The free parts of a range of addresses, in order, never touching each other. Not thread-safe.
+
+    First fit: long-lived leases settle at the low end, and the high end stays in one piece for the large ones.
+    """
+
+    def __init__(self, length_bytes: int) -> None:
+        self._starts = [0] if length_bytes else []
+        self._stops = [length_bytes] if length_bytes else []
+
+    def take(self, length_bytes: int) -> int | None:
+        """Remove the first `length_bytes` that are free in one piece; None if there are none."""
+        for i, (start, stop) in enumerate(zip(self._starts, self._stops, strict=True)):
+            if stop - start < length_bytes:
+                continue
+            if stop - start == length_bytes:
+                del self._starts[i], self._stops[i]
+            else:
+                self._starts[i] = start + length_bytes
+            return start
+        return None
+
+    def put(self, start: int, length_bytes: int) -> None:
+        """Add what `take` removed, joined with its free neighbours."""
+        stop = start + length_bytes
+        i = bisect.bisect_left(self._starts, start)
+        assert i == len(self._starts) or stop <= self._starts[i], "freed twice"
+        assert i == 0 or self._stops[i - 1] <= start, "freed twice"
+        joins_next = i < len(self._starts) and self._starts[i] == stop
+        joins_previous = i > 0 and self._stops[i - 1] == start
+        if joins_previous and joins_next:
+            self._stops[i - 1] = self._stops[i]
+            del self._starts[i], self._stops[i]
+        elif joins_previous:
+            self._stops[i - 1] = stop
+        elif joins_next:
+            self._starts[i] = start
+        else:
+            self._starts.insert(i, start)
+            self._stops.insert(i, stop)
+
+    def largest_bytes(self) -> int:
+        """Length of the longest free piece."""
+        return max((stop - start for start, stop in zip(self._starts, self._stops, strict=True)), default=0)
+
+
+class Lease:
+    """A piece of the pool that is held, and the transfer that uses it. From `BufferPool.acquire`.
+
+    A context manager. Gives itself back when it is collected, though only a transfer that is in `transfer` is then
+    waited for. Its content is undefined at first. One owner at a time: not thread-safe.
+
+    Attributes:
+        length_bytes: as asked for.
+        transfer: set it to what is in flight in this buffer; None if nothing is. When the lease is given back the
+            memory goes to nobody else before that transfer is over.
+    """
+
+    __slots__ = ("__weakref__", "_extent_bytes", "_pool", "_start", "_tensor", "length_bytes", "transfer")
+
+    def __init__(
+        self, pool: BufferPool, start: int, extent_bytes: int, length_bytes: int, tensor: torch.Tensor
+    ) -> None:
+        self._pool: BufferPool | None = pool
+        self._start = start
+        self._extent_bytes = extent_bytes
+        self._tensor = tensor
+        self.length_bytes = length_bytes
+        self.transfer: Transfer | None = None
+
+    def __repr__(self) -> str:
+        return f"Lease({self.length_bytes} bytes at {self._start}{', released' if self.released else ''})"
+
+    @property
+    def released(self) -> bool:
+        """Whether it was given back."""
+        return self._pool is None
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All of it: uint8, of shape `(length_bytes,)`. A view; must not be used after the release.
+
+        Raises:
+            SwapError: it was given back, or this is a forked child, where the memory does not exist.
+        """
+        if self._pool is None:
+            raise SwapError("this lease was given back: its memory may have another owner")
+        self._pool._check_process()
+        return self._tensor
+
+    def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements of `dtype` that start at `offset_bytes`, of shape `(numel,)`. Errors as for `tensor`.
+
+        Args:
+            offset_bytes: a multiple of the element's size.
+            numel: so many that they end within the lease.
+            dtype: any.
+
+        Raises:
+            ValueError: misaligned, or beyond the lease.
+        """
+        stop = offset_bytes + numel * dtype.itemsize
+        if offset_bytes % dtype.itemsize or not 0 <= offset_bytes <= stop <= self.length_bytes:
+            raise ValueError(
+                f"{numel} elements of {dtype} at byte {offset_bytes} do not fit a lease of {self.length_bytes} bytes"
+            )
+        return self.tensor[offset_bytes:stop].view(dtype)
+
+    def release(self) -> None:
+        """Give the memory back, at once or when `transfer` is over. Idempotent; never waits."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            transfer, self.transfer = self.transfer, None
+            del self._tensor
+            pool._returned.append((self._start, self._extent_bytes, transfer))
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+    def __del__(self) -> None:
+        # May run at any allocation, in a thread that holds the pool's lock: `release` only appends to a deque.
+        if getattr(self, "_pool", None) is not None:
+            self.release()
+
+
+class BufferPool:
+    """`pool_bytes` of page-locked memory, allocated here and never again. Thread-safe; a context manager that closes.
+
+    The memory lives until the pool is closed or collected, and the last tensor that views it is gone. In a forked child
+    it does not exist: every use raises `SwapError`.
+
+    Args:
+        pool_bytes: rounded up to 4096.
+        handle: registers the memory with the kernel where its backend can.
+        cuda: also lock it for copies by the GPU (cudaHostRegister).
+
+    Raises:
+        ValueError: `pool_bytes` is not positive.
+        SwapIOError: there is not so much memory.
+        RuntimeError: CUDA refused.
+    """
+
+    def __init__(self, pool_bytes: int, handle: AsyncIOHandle | None = None, *, cuda: bool = False) -> None:
+        if pool_bytes <= 0:
+            raise ValueError(f"pool_bytes: {pool_bytes} is not positive")
+        self.capacity_bytes = _round_up(pool_bytes)
+        self.peak_used_bytes = 0
+        self._pid = os.getpid()
+        self._slab = Slab(self.capacity_bytes)
+        self._memory = torch.frombuffer(self._slab, dtype=torch.uint8)
+        self._free = _Extents(self.capacity_bytes)
+        self._lock = threading.Lock()
+        # Given back, seen at the next call: appending needs no lock, so a finalizer can do it anywhere.
+        self._returned: deque[tuple[int, int, Transfer | None]] = deque()
+        self._retiring: list[tuple[int, int, Transfer]] = []  # given back with a transfer still in flight
+        self._used_bytes = 0
+        self._reclaimers: list[Callable[[], Callable[[], bool] | None]] = []
+        self._closed = False
+        if cuda:
+            _cuda_register(self._slab)
+        self._finalizer = weakref.finalize(self, _unregister, self._slab, handle, cuda, self._pid)
+        if handle is not None:
+            handle.register(self._slab)
+
+    def __repr__(self) -> str:
+        return f"BufferPool({self._used_bytes} of {self.capacity_bytes} bytes used)"
+
+    @property
+    def locked(self) -> bool:
+        """Whether the memory cannot be swapped out by the system (mlock)."""
+        return self._slab.locked
+
+    @property
+    def lock_reason(self) -> str:
+        """Why `locked` is False; "" where it is True."""
+        return self._slab.lock_reason
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes leased out, or given back with a transfer still in flight."""
+        self._check_process()
+        with self._lock:
+            self._collect()
+            return self._used_bytes
+
+    def add_reclaimer(self, callback: Callable[[], bool]) -> None:
+        """Ask `callback` to give leases back when the pool is short.
+
+        It is called by `acquire`, on its thread, without the pool's lock. Held weakly: a bound method as long as its
+        object lives.
+
+        Args:
+            callback: returns whether it gave anything back; asked again until it returns False.
+        """
+        if isinstance(callback, MethodType):
+            self._reclaimers.append(weakref.WeakMethod(callback))
+        else:
+            self._reclaimers.append(weakref.ref(callback))
+
+    def try_acquire(self, length_bytes: int) -> Lease | None:
+        """Lease memory if some is free now, or was given back and its transfer is over. Asks no reclaimer, never waits.
+
+        Args:
+            length_bytes: at least 1; rounded up to 4096 in the pool.
+
+        Raises:
+            ValueError: not positive.
+            SwapError: closed, or a forked child.
+        """
+        self._check_process()
+        if length_bytes <= 0:
+            raise ValueError(f"length_bytes: {length_bytes} is not positive")
+        extent_bytes = _round_up(length_bytes)
+        with self._lock:
+            if self._closed:
+                raise SwapError("the buffer pool is closed")
+            self._collect()
+            start = self._free.take(extent_bytes)
+            if start is None:
+                return None
+            self._used_bytes += extent_bytes
+            self.peak_used_bytes = max(self.peak_used_bytes, self._used_bytes)
+        return Lease(self, start, extent_bytes, length_bytes, self._memory[start : start + length_bytes])
+
+    def acquire(self, length_bytes: int) -> Lease:
+        """Lease memory: free memory first, then what reclaimers drop, then what transfers in flight will free.
+
+        Waits for such transfers only. Errors as for `try_acquire`, and:
+
+        Raises:
+            PoolExhausted: what is held by leases leaves too little; the message has the sum.
+        """
+        lease = self.try_acquire(length_bytes)
+        while lease is None and self._reclaim():
+            lease = self.try_acquire(length_bytes)
+        while lease is None and self._wait_for_one():
+            lease = self.try_acquire(length_bytes)
+        if lease is None:
+            lease = self.try_acquire(length_bytes)  # Another thread may have given back since.
+        if lease is None:
+            with self._lock:
+                used, largest = self._used_bytes, self._free.largest_bytes()
+            raise PoolExhausted(
+                f"no room for {length_bytes} bytes in the buffer pool: of {self.capacity_bytes} bytes {used} are "
+                f"leased and {self.capacity_bytes - used} free, the longest piece {largest}; raise `pool_bytes`"
+            )
+        return lease
+
+    def close(self) -> None:
+        """Wait for transfers of returned leases, unregister the memory, refuse further leases. Idempotent.
+
+        Leases that are still held stay usable. Does nothing in a forked child.
+        """
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        while self._wait_for_one():
+            pass
+        self._finalizer()
+
+    def __enter__(self) -> BufferPool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _collect(self) -> None:
+        """Free what was given back and is at rest. Under the lock."""
+        while self._returned:
+            start, extent_bytes, transfer = self._returned.popleft()
+            if transfer is None:
+                self._put(start, extent_bytes)
+            else:
+                self._retiring.append((start, extent_bytes, transfer))
+        retiring, self._retiring = self._retiring, []
+        for start, extent_bytes, transfer in retiring:
+            if transfer.done():
+                self._put(start, extent_bytes)
+            else:
+                self._retiring.append((start, extent_bytes, transfer))
+
+    def _put(self, start: int, extent_bytes: int) -> None:
+        self._free.put(start, extent_bytes)
+        self._used_bytes -= extent_bytes
+
+    def _reclaim(self) -> bool:
+        for reference in list(self._reclaimers):
+            callback = reference()
+            if callback is None:
+                self._reclaimers.remove(reference)
+            elif callback():
+                return True
+        return False
+
+    def _wait_for_one(self) -> bool:
+        """Wait until the oldest retiring transfer is over. False if there is none."""
+        with self._lock:
+            self._collect()
+            transfer = self._retiring[0][2] if self._retiring else None
+        if transfer is None:
+            return False
+        # Waits without observing: a failure belongs to whoever waits for the transfer, or to the handle's `close`.
+        transfer.settle()
+        with self._lock:
+            self._collect()
+        return True
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise SwapError("this buffer pool was made before a fork: its memory exists in the parent only")
+
+
+def _round_up(length_bytes: int) -> int:
+    return -(-length_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _cuda_register(slab: Slab) -> None:
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(int(cudart.cudaHostRegister(slab.address, slab.length_bytes, 0)))
+
+
+def _unregister(slab: Slab, handle: AsyncIOHandle | None, cuda: bool, pid: int) -> None:
+    if os.getpid() != pid:
+        return
+    if handle is not None and not handle.closed:
+        handle.unregister(slab)
+    if cuda:
+        torch.cuda.cudart().cudaHostUnregister(slab.address)  # type: ignore[no-untyped-call]

@@ -1,0 +1,1010 @@
+"""`OptimizerSwapper`: an optimizer whose state is on disk between steps.
+
+The user's own object is kept and its class is not changed: `step` is replaced on the instance, the state goes through
+torch's own state-dict hooks, and each bucket is stepped by the class's own code on narrowed `param_groups`.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+import os
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NoReturn, TypeVar
+
+import torch
+from torch.optim import Optimizer
+from tqdm import tqdm
+
+from swapper.buffers import BufferPool, Lease
+from swapper.errors import ConfigError, SwapError, SwapIOError
+from swapper.layout import ALIGNMENT_BYTES, round_up
+from swapper.metrics import Metrics
+from swapper.optimizer_plan import OptimizerPlan, parameters_of
+from swapper.pipeline import DeviceCopies, Pipeline
+from swapper.segments import MASTER, Bucket, Opened, Scratch, Segment
+from swapper.store import TensorStore
+from swapper.trial import is_dense, unhooked_step
+
+__all__ = ["OptimizerSwapper", "Stats", "UnswappedOptimizer"]
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+_SHOW_PROGRESS_BYTES = 1 << 30
+_ADVICE_AFTER_STEPS = 3
+
+
+@dataclass(frozen=True)
+class Stats:
+    """What an `OptimizerSwapper` did since it was made. Sizes are bytes, times seconds.
+
+    Attributes:
+        steps: calls of `step()` that were completed.
+        bytes_read, bytes_written: asked of the drive, headers and padding included.
+        reads, writes: transfers.
+        hits: records that were in memory already when a step came to them.
+        wait_read_s, wait_write_s: time that the training thread waited for the drive.
+        step_s: time inside `step()`, waits included, closures not.
+        state_bytes: length of all records now.
+        pool_bytes, pool_used_bytes, pool_peak_bytes: size of the pool; what is leased now; the most ever leased.
+        masters_reset: segments whose master weights were made anew because the user had changed the parameter.
+        late_failures: writes whose failure only a finalizer saw.
+    """
+
+    steps: int
+    bytes_read: int
+    bytes_written: int
+    reads: int
+    writes: int
+    hits: int
+    wait_read_s: float
+    wait_write_s: float
+    step_s: float
+    state_bytes: int
+    pool_bytes: int
+    pool_used_bytes: int
+    pool_peak_bytes: int
+    masters_reset: int
+    late_failures: int
+
+
+class OptimizerSwapper:
+    """Swaps the state of one optimizer. Made by `swapper.wrap_optimizer`; found at `optimizer.swapper`.
+
+    Args:
+        optimizer: the user's; converted in place. Only a weak reference is kept.
+        plan: its buckets.
+        pool: buffers for records and scratch.
+        pool_bytes: how much of the pool this optimizer may count on.
+        store: where records go; None keeps them in the pool.
+        release: called once, when this is closed.
+
+    Raises:
+        ConfigError: the pool is too small.
+        SwapIOError: the state that the optimizer had already could not be written; the optimizer is unchanged.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        plan: OptimizerPlan,
+        pool: BufferPool,
+        pool_bytes: int,
+        store: TensorStore | None,
+        release: Callable[[], None],
+    ) -> None:
+        self._optimizer_ref = weakref.ref(optimizer)
+        self._class_step = unhooked_step(type(optimizer))
+        self._plan = plan
+        self._pool = pool
+        self._pool_bytes = pool_bytes
+        self._store = store
+        self._release = release
+        self._pid = os.getpid()
+        self._closed = False
+        self.metrics = Metrics()
+        self._pipeline = Pipeline(pool, store, self.metrics)
+        self._copies = DeviceCopies(plan.device)
+        self._scratches: list[Scratch] = []
+        self._scratch_leases: list[Lease] = []
+        self._window_lock = threading.Lock()
+        self._read_ahead = False
+        self._group_of: dict[int, int] = {}
+        self._failure: _Failure | None = None
+        self._loading: dict[int, dict[str, Any]] | None = None
+        self._unplanned: set[str] = set()
+        self._gradient_hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self._advised = False
+        try:
+            self._add_buckets(plan.buckets)
+            self._reconcile(optimizer)
+            existing = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if optimizer.state.get(p)}
+            if existing:
+                self._import(optimizer, existing, as_it_is=True)
+        except BaseException:
+            self._close(optimizer)
+            raise
+        optimizer.state.clear()
+        self._state = optimizer.state
+        self._install(optimizer)
+        self._finalizer = weakref.finalize(optimizer, _finalize, self)
+
+    # --- What users call -------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        """Counters since this was made."""
+        m = self.metrics
+        state_bytes = 0
+        if not self._closed:
+            state_bytes = sum(b.used_bytes() for b in self._plan.buckets if any(s.has_state for s in b.segments))
+        return Stats(
+            steps=m.steps,
+            bytes_read=m.bytes_read,
+            bytes_written=m.bytes_written,
+            reads=m.reads,
+            writes=m.writes,
+            hits=m.hits,
+            wait_read_s=m.wait_read_s,
+            wait_write_s=m.wait_write_s,
+            step_s=m.step_s,
+            state_bytes=state_bytes,
+            pool_bytes=self._pool.capacity_bytes,
+            pool_used_bytes=self._pool.used_bytes,
+            pool_peak_bytes=self._pool.peak_used_bytes,
+            masters_reset=m.masters_reset,
+            late_failures=m.late_failures,
+        )
+
+    def flush(self) -> None:
+        """Wait until everything that was stepped is on disk.
+
+        Raises:
+            SwapIOError: a write failed.
+        """
+        self._check_open()
+        self._pipeline.drain()
+
+    def close(self) -> None:
+        """Wait for writes, delete the files, give the memory back. The state is gone; `step()` raises from now on.
+
+        Idempotent. `swapper.unwrap_optimizer` keeps the state instead.
+
+        Raises:
+            SwapIOError: a write had failed. Everything was given back all the same.
+        """
+        if not self._closed:
+            self._close(self._optimizer_ref())
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        foreach: bool | None = None,
+    ) -> torch.Tensor:
+        """`torch.nn.utils.clip_grad_norm_` over all parameters of the optimizer, with the same bits.
+
+        Returns:
+            The total norm before clipping, a scalar.
+        """
+        self._check_open()
+        parameters = list(parameters_of(self._optimizer()))
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """A copy, in memory, of the state of one parameter; {} if it has none. With master weights, `master_param` too.
+
+        Raises:
+            KeyError: the optimizer does not have `parameter`.
+        """
+        self._check_usable("state")
+        optimizer = self._optimizer()
+        if not any(p is parameter for p in parameters_of(optimizer)):
+            raise KeyError("the optimizer does not have this parameter")
+        return self._gather([parameter], _allocate_in_memory).get(id(parameter), {})
+
+    def reset(self) -> None:
+        """Forget all state, as if no step had been made; also the way out after `optimizer.state` was replaced.
+
+        The next step makes the state anew, as the class does it.
+        """
+        self._check_open()
+        optimizer = self._optimizer()
+        self._forget_state()
+        optimizer.state.clear()
+        self._state = optimizer.state
+        if self._failure is not None:
+            self._failure.state_loaded = True
+
+    def unwrap(self) -> None:
+        """Bring all state back to `optimizer.state` and undo what wrapping did. See `swapper.unwrap_optimizer`."""
+        self._check_usable("unwrap")
+        optimizer = self._optimizer()
+        state = self._gather(list(parameters_of(optimizer)), _allocate_in_memory)
+        for p in parameters_of(optimizer):
+            if id(p) in state:
+                entries = state[id(p)]
+                entries.pop(MASTER, None)
+                optimizer.state[p] = {
+                    key: value.to(p.device)
+                    if isinstance(value, torch.Tensor) and value.dim() and p.device.type != "cpu"
+                    else value
+                    for key, value in entries.items()
+                }
+        self._uninstall(optimizer)
+        self._close(None)
+        self._finalizer.detach()
+
+    @property
+    def has_masters(self) -> bool:
+        """Whether any parameter has an fp32 master copy."""
+        return any(segment.master for bucket in self._plan.buckets for segment in bucket.segments)
+
+    # --- Conversion of the user's object ---------------------------------------------------------------------------
+
+    def _install(self, optimizer: Optimizer) -> None:
+        optimizer_ref = self._optimizer_ref
+
+        @Optimizer.profile_hook_step
+        def hooked(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return self._step(optimizer, closure)
+
+        @functools.wraps(type(optimizer).step)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            target = optimizer_ref()
+            assert target is not None
+            # As the wrapper that a scheduler would put here: it looks for both names.
+            target._opt_called = True  # type: ignore[attr-defined]
+            return hooked(target, *args, **kwargs)
+
+        def refuse_copy() -> NoReturn:
+            raise SwapError(
+                "an optimizer whose state is swapped cannot be copied or pickled: the copy would be without its state. "
+                "Save optimizer.state_dict() instead, or call swapper.unwrap_optimizer(optimizer) first"
+            )
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self._former_step = vars(optimizer).get("step")
+        vars(optimizer).update(step=step, swapper=self, __getstate__=refuse_copy)
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(self._on_state_dict, prepend=True),
+            optimizer.register_load_state_dict_pre_hook(self._on_load_state_dict),
+            optimizer.register_load_state_dict_post_hook(self._on_loaded, prepend=True),
+        ]
+
+    def _uninstall(self, optimizer: Optimizer) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for name in ("step", "swapper", "__getstate__"):
+            del vars(optimizer)[name]
+        if self._former_step is not None:
+            optimizer.step = self._former_step  # type: ignore[method-assign]
+        elif hasattr(optimizer, "_opt_called"):
+            _install_scheduler_wrapper(optimizer)
+
+    def _optimizer(self) -> Optimizer:
+        optimizer = self._optimizer_ref()
+        if optimizer is None:
+            raise SwapError("the optimizer that this swapper belonged to is gone")
+        return optimizer
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SwapError("the swapper of this optimizer was closed and its state is gone; make a new optimizer")
+        if os.getpid() != self._pid:
+            raise SwapError(
+                "a swapped optimizer was used in a forked process; its files and buffers belong to the parent. "
+                "Make the optimizer in the process that steps it"
+            )
+
+    def _check_usable(self, operation: str) -> None:
+        self._check_open()
+        if self._failure is not None:
+            self._failure.check(operation)
+            self._failure = None
+
+    # --- The step --------------------------------------------------------------------------------------------------
+
+    def _step(self, optimizer: Optimizer, closure: Callable[[], _T] | None) -> _T | None:
+        self._check_usable("step")
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_state(optimizer)
+        self._reconcile(optimizer)
+        work = [(bucket, active) for bucket in self._plan.buckets if (active := self._active(bucket))]
+        first = self.metrics.steps == 0
+        waited_s = self.metrics.wait_read_s + self.metrics.wait_write_s
+        before_s = self.metrics.step_s
+        with torch.no_grad(), self.metrics.span("swapper.step", "step_s"):
+            self._run_buckets(optimizer, work, show=first and self._plan.stored_bytes >= _SHOW_PROGRESS_BYTES)
+        self.metrics.steps += 1
+        waited_s = self.metrics.wait_read_s + self.metrics.wait_write_s - waited_s
+        self._advise(waited_s, self.metrics.step_s - before_s)
+        return loss
+
+    def _active(self, bucket: Bucket) -> list[Segment]:
+        return [
+            segment
+            for segment in bucket.segments
+            if segment.parameter.grad is not None and id(segment.parameter) in self._group_of
+        ]
+
+    def _check_state(self, optimizer: Optimizer) -> None:
+        # Reading `optimizer.state[p]` leaves an empty entry: it says nothing and is dropped.
+        found = any(optimizer.state.values())
+        if optimizer.state is not self._state or found:
+            what = "entries were put into optimizer.state" if found else "optimizer.state was replaced"
+            raise SwapError(
+                f"{what} since the last step, but the state of a swapped optimizer is on disk. Load state with "
+                "optimizer.load_state_dict(...); to start from no state, call optimizer.swapper.reset()"
+            )
+        optimizer.state.clear()
+
+    def _reconcile(self, optimizer: Optimizer) -> None:
+        """Follow what happened to `param_groups` since the last call."""
+        self._group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        new = []
+        for p in parameters_of(optimizer):
+            if self._plan.is_planned(p):
+                self._plan.check_unchanged(p)
+            elif p.requires_grad or p.grad is not None:
+                new.append(p)
+        if gone := self._plan.planned_ids() - self._group_of.keys():
+            self._drop_parameters(gone)
+        if self._plan.threads != torch.get_num_threads():
+            if self._plan.depends_on_threads:
+                self._plan_again(optimizer)
+            self._plan.threads = torch.get_num_threads()
+        if new:
+            self._pipeline.drop_staged()
+            count = len(self._plan.buckets)
+            try:
+                self._add_buckets(self._plan.extend(optimizer, new))
+            except BaseException:
+                del self._plan.buckets[count:]
+                self._plan.drop({id(p) for p in new})
+                raise
+        self._watch_gradients(optimizer)
+
+    def _add_buckets(self, buckets: Sequence[Bucket]) -> None:
+        schedule = self._plan.schedule(self._pool_bytes)
+        self._pipeline.keep(self._plan.buckets[i].key for i in schedule.resident)
+        if self._store is not None:
+            self._store.plan({bucket.key: bucket.length_bytes for bucket in buckets if bucket.length_bytes})
+
+    def _drop_parameters(self, gone: set[int]) -> None:
+        self._plan.drop(gone)
+        for number in gone:
+            self._gradient_hooks.pop(number).remove() if number in self._gradient_hooks else None
+        for bucket in list(self._plan.buckets):
+            if all(id(segment.parameter) in gone for segment in bucket.segments):
+                self._plan.buckets.remove(bucket)
+                if bucket.length_bytes:
+                    self._pipeline.forget(bucket.key)
+
+    def _plan_again(self, optimizer: Optimizer) -> None:
+        """Cut anew for another number of threads; the state goes through a scratch file."""
+        log.warning(
+            "torch.set_num_threads was called after the optimizer was wrapped: its state is being cut anew, because "
+            "the bits of a %s step depend on the number of threads",
+            "low-precision",
+        )
+        parameters = list(parameters_of(optimizer))
+        gathered = self._gather(parameters, self._allocator(parameters))
+        state = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
+        self._drop_parameters(self._plan.planned_ids())
+        self._plan.threads = torch.get_num_threads()
+        self._add_buckets(
+            self._plan.extend(optimizer, [p for p in parameters if p.requires_grad or p.grad is not None])
+        )
+        self._import(optimizer, state, as_it_is=True)
+
+    def _run_buckets(self, optimizer: Optimizer, work: list[tuple[Bucket, list[Segment]]], show: bool) -> None:
+        entered = 0
+        changes: dict[int, dict[str, Any]] = {}
+        try:
+            self._hold_scratch()
+            self._copies.begin()
+            pending = self._fetch(work, 0)
+            for i, (bucket, _) in enumerate(_progress(work, "writing optimizer state", show)):
+                assert pending is not None
+                opened, scratch, event = pending
+                if self._plan.remote:
+                    pending = self._fetch(work, i + 1)
+                self._stage_ahead(work, i)
+                if event is not None:
+                    event.synchronize()
+                lease = self._take(bucket)
+                states = bucket.open(opened, lease, scratch)
+                entered = i + 1
+                self._call_class(optimizer, opened, states, changes)
+                self._close_bucket(bucket, opened, states, lease)
+                scratch.event = self._copies.mark()
+                if not self._plan.remote:
+                    pending = self._fetch(work, i + 1)
+            self._copies.join()
+            self._drop_scratch()
+        except BaseException as error:
+            self._fail(optimizer, error, [bucket for bucket, _ in work[:entered]])
+            raise
+        for number, values in changes.items():
+            group = optimizer.param_groups[number]
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+
+    def _fetch(
+        self, work: list[tuple[Bucket, list[Segment]]], i: int
+    ) -> tuple[list[Opened], Scratch, torch.cuda.Event | None] | None:
+        if i >= len(work):
+            return None
+        bucket, active = work[i]
+        scratch = self._scratches[i % len(self._scratches)]
+        scratch.reset()
+        for segment in active:
+            gradient = segment.parameter.grad
+            if (
+                gradient is not None
+                and gradient.is_sparse
+                and (segment.master or not segment.whole or self._plan.remote)
+            ):
+                raise SwapError(
+                    "a sparse gradient came for a parameter whose state is cut into segments; use SparseAdam, or "
+                    "dense gradients (nn.Embedding(sparse=False))"
+                )
+        return bucket.fetch(active, scratch, self._copies), scratch, self._copies.mark()
+
+    def _take(self, bucket: Bucket) -> Lease | None:
+        if not bucket.length_bytes:
+            return None
+        lease, _ = self._pipeline.take(bucket.key, bucket.length_bytes)
+        return lease
+
+    def _stage_ahead(self, work: Iterable[tuple[Bucket, list[Segment]]], start: int) -> None:
+        for bucket, _ in list(work)[start : start + 64]:
+            if bucket.length_bytes and not self._pipeline.stage(bucket.key, bucket.length_bytes):
+                return
+
+    def _call_class(
+        self,
+        optimizer: Optimizer,
+        opened: Sequence[Opened],
+        states: list[dict[str, Any]],
+        changes: dict[int, dict[str, Any]],
+    ) -> None:
+        """Step the tensors of `opened` with the class's own code. `states` is updated to what it left behind."""
+        groups: dict[int, dict[str, Any]] = {}
+        for item, state in zip(opened, states, strict=True):
+            number = self._group_of[id(item.segment.parameter)]
+            if number not in groups:
+                groups[number] = self._narrowed(optimizer.param_groups[number])
+            groups[number]["params"].append(item.tensor)
+            if state:
+                assert item.tensor is not None
+                optimizer.state[item.tensor] = state
+        with _narrow(optimizer, list(groups.values()), self._plan.remote):
+            try:
+                self._class_step(optimizer)
+                for i, item in enumerate(opened):
+                    assert item.tensor is not None
+                    states[i] = dict(optimizer.state.get(item.tensor, {}))
+            finally:
+                optimizer.state.clear()
+        for number, group in groups.items():
+            original = optimizer.param_groups[number]
+            for key, value in group.items():
+                if key in ("params", "param_names") or (self._plan.remote and key == "capturable"):
+                    continue
+                if isinstance(value, torch.Tensor):
+                    former = original.get(key)
+                    changed = not isinstance(former, torch.Tensor) or not torch.equal(former.cpu(), value.cpu())
+                else:
+                    changed = key not in original or value is not original[key]
+                if changed:
+                    changes.setdefault(number, {})[key] = value
+
+    def _narrowed(self, group: dict[str, Any]) -> dict[str, Any]:
+        # Tensors are cloned, so that a value that the class changes in place is changed once a step, not once a bucket.
+        narrowed = {
+            key: (value.cpu() if self._plan.remote else value).clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        if self._plan.remote and "capturable" in narrowed:
+            narrowed["capturable"] = False  # The step runs on the CPU, where there is no graph to capture.
+        narrowed["params"] = []
+        return narrowed
+
+    def _close_bucket(
+        self, bucket: Bucket, opened: Sequence[Opened], states: Sequence[dict[str, Any]], lease: Lease | None
+    ) -> None:
+        masters: dict[Segment, tuple[torch.Tensor, torch.Tensor]] = {}
+        for item, state in zip(opened, states, strict=True):
+            for key in bucket.close(item.segment, state, lease):
+                self._say_unplanned(key)
+            if item.master is not None:
+                assert item.bits is not None
+                masters[item.segment] = (item.master, item.bits)
+            if item.master_reset:
+                self._count_reset()
+        if masters:
+            bucket.encode(masters, lease)
+        for item in opened:
+            bucket.write_back(item, self._copies)
+        if lease is not None:
+            self._pipeline.put(bucket.key, bucket.finish(lease))
+
+    def _count_reset(self) -> None:
+        if self.metrics.masters_reset == 0:
+            log.warning(
+                "a parameter was changed outside of the optimizer since its last step, so its master weights are made "
+                "anew from it (said once; counted in stats().masters_reset)"
+            )
+        self.metrics.masters_reset += 1
+
+    def _say_unplanned(self, key: str) -> None:
+        if key not in self._unplanned:
+            self._unplanned.add(key)
+            log.warning(
+                "the optimizer made state %r that a trial step did not show; it stays in memory, beyond pool_bytes", key
+            )
+
+    def _advise(self, waited_s: float, took_s: float) -> None:
+        if self._advised or self.metrics.steps <= _ADVICE_AFTER_STEPS or waited_s < 0.5 * took_s or took_s < 0.05:
+            return
+        self._advised = True
+        log.warning(
+            "step() waited for the drive for %.0f %% of its %.2f s: a larger resident_bytes or pool_bytes, a faster "
+            "drive, or gradient accumulation would shorten it",
+            100 * waited_s / took_s,
+            took_s,
+        )
+
+    def _fail(self, optimizer: Optimizer, error: BaseException, entered: Sequence[Bucket]) -> None:
+        optimizer.state.clear()
+        self._pipeline.recover()
+        self._drop_scratch()
+        if isinstance(error, SwapIOError):
+            error.step, error.buckets_stepped = self.metrics.steps, max(len(entered) - 1, 0)
+        if entered:
+            parameters = [segment.parameter for bucket in entered for segment in bucket.segments]
+            self._failure = _Failure(error, self.metrics.steps, len(entered) - 1, len(self._plan.buckets), parameters)
+
+    def _hold_scratch(self) -> None:
+        if self._scratches:
+            return
+        for _ in range(self._plan.scratch_count):
+            if self._plan.scratch_bytes:
+                lease = self._pool.acquire(self._plan.scratch_bytes)
+                self._scratch_leases.append(lease)
+                self._scratches.append(Scratch(lease))
+            else:
+                self._scratches.append(Scratch(None))
+
+    def _drop_scratch(self) -> None:
+        for scratch in self._scratches:
+            scratch.reset()
+        for lease in self._scratch_leases:
+            lease.release()
+        self._scratches, self._scratch_leases = [], []
+        self._read_ahead = False
+
+    # --- Read-ahead ------------------------------------------------------------------------------------------------
+
+    def _watch_gradients(self, optimizer: Optimizer) -> None:
+        """Start reading when the first gradient of a window arrives."""
+        if self._store is None:
+            return
+        self_ref = weakref.ref(self)
+
+        def on_gradient(_: torch.Tensor) -> None:
+            swapper = self_ref()
+            if swapper is not None:
+                swapper._on_gradient()
+
+        for p in parameters_of(optimizer):
+            if p.requires_grad and p.is_leaf and id(p) not in self._gradient_hooks:
+                self._gradient_hooks[id(p)] = p.register_post_accumulate_grad_hook(on_gradient)
+
+    def _on_gradient(self) -> None:
+        if self._read_ahead or self._closed or self._failure is not None or os.getpid() != self._pid:
+            return
+        with self._window_lock:
+            if self._read_ahead:
+                return
+            self._read_ahead = True
+        try:
+            self._hold_scratch()
+            self._stage_ahead([(bucket, []) for bucket in self._plan.buckets if bucket.length_bytes], 0)
+        except SwapError:
+            # Read-ahead is a wish. What is wrong with it (a full pool, a failed write) comes up again in `step`.
+            log.debug("no read-ahead", exc_info=True)
+
+    # --- State in and out ------------------------------------------------------------------------------------------
+
+    def _on_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
+        self._check_usable("state_dict")
+        self._check_state(optimizer)
+        self._reconcile(optimizer)
+        parameters = list(parameters_of(optimizer))
+        gathered = self._gather(parameters, self._allocator(parameters))
+        state_dict["state"] = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
+
+    def _on_load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
+        self._check_open()
+        self._loading = dict(state_dict["state"])
+        return {**state_dict, "state": {}}
+
+    def _on_loaded(self, optimizer: Optimizer) -> None:
+        state, self._loading = self._loading, None
+        assert state is not None
+        self._state = optimizer.state
+        self._reconcile(optimizer)
+        self._import(optimizer, state, as_it_is=False)
+        if self._failure is not None:
+            self._failure.state_loaded = True
+
+    def _gather(
+        self, parameters: Sequence[torch.nn.Parameter], allocate: Callable[[int, torch.dtype], torch.Tensor]
+    ) -> dict[int, dict[str, Any]]:
+        """The state of `parameters`, by `id`, in the class's own format; what moves is copied to what `allocate` gives.
+
+        Args:
+            allocate: makes a 1-D tensor on the CPU, of so many elements and that dtype.
+        """
+        wanted = {id(p) for p in parameters}
+        gathered: dict[int, dict[str, Any]] = {}
+        flats: dict[tuple[int, str], torch.Tensor] = {}
+
+        def flat(p: torch.nn.Parameter, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+            if (id(p), key) not in flats:
+                flats[id(p), key] = allocate(numel, dtype)
+            return flats[id(p), key]
+
+        buckets = []
+        for bucket in self._plan.buckets:
+            chosen = [segment for segment in bucket.segments if id(segment.parameter) in wanted and segment.has_state]
+            if chosen:
+                buckets.append((bucket, chosen))
+        show = self._plan.stored_bytes >= _SHOW_PROGRESS_BYTES
+        with torch.no_grad():
+            for i, (bucket, chosen) in enumerate(_progress(buckets, "reading optimizer state", show)):
+                self._stage_ahead([(b, []) for b, _ in buckets[i : i + 64]], 0)
+                lease = self._take(bucket)
+                try:
+                    for segment in chosen:
+                        entries = gathered.setdefault(id(segment.parameter), {})
+                        self._gather_segment(bucket, segment, lease, entries, flat)
+                finally:
+                    if lease is not None:
+                        self._pipeline.give_back(bucket.key)
+        return gathered
+
+    def _gather_segment(
+        self,
+        bucket: Bucket,
+        segment: Segment,
+        lease: Lease | None,
+        entries: dict[str, Any],
+        flat: Callable[[torch.nn.Parameter, str, int, torch.dtype], torch.Tensor],
+    ) -> None:
+        p = segment.parameter
+        for key, value in bucket.state_of(segment, lease).items():
+            slice_of_parameter = (
+                not segment.whole and isinstance(value, torch.Tensor) and value.shape == (segment.numel,)
+            )
+            if slice_of_parameter:
+                target = flat(p, key, p.numel(), value.dtype)
+                target[segment.start : segment.stop].copy_(value)
+                entries[key] = target.as_strided(p.shape, p.stride())
+            elif key in segment.present:
+                target = flat(p, key, value.numel(), value.dtype).as_strided(value.shape, value.stride())
+                entries[key] = target.copy_(value)
+            elif key not in entries:
+                entries[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+        if segment.checksum is not None:
+            master = flat(p, MASTER, p.numel(), torch.float32)
+            bits = segment.slice_of(p.detach()).cpu().contiguous()
+            if not bucket.decode_master(segment, bits, lease, master[segment.start : segment.stop]):
+                self._count_reset()
+            entries[MASTER] = master.as_strided(p.shape, p.stride()) if is_dense(p) else master.view(p.shape)
+
+    def _allocator(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[int, torch.dtype], torch.Tensor]:
+        """Allocates in one mapped file without a name, so that a state dict costs disk and not memory."""
+        if self._store is None:
+            return _allocate_in_memory
+        total = 0
+        wanted = {id(p) for p in parameters}
+        for bucket in self._plan.buckets:
+            for segment in bucket.segments:
+                if id(segment.parameter) in wanted:
+                    total += sum(slot.nbytes + ALIGNMENT_BYTES for slot in segment.slots.values())
+                    total += 4 * segment.numel + ALIGNMENT_BYTES if segment.master else 0
+        if not total:
+            return _allocate_in_memory
+        mapping = self._store.scratch(total)
+        cursor = 0
+
+        def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+            nonlocal cursor
+            if numel == 0:
+                return torch.empty(0, dtype=dtype)
+            tensor = torch.frombuffer(mapping, dtype=dtype, count=numel, offset=cursor)
+            cursor += round_up(numel * dtype.itemsize, ALIGNMENT_BYTES)
+            return tensor
+
+        return allocate
+
+    def _forget_state(self) -> None:
+        for bucket in self._plan.buckets:
+            if bucket.length_bytes:
+                self._pipeline.discard(bucket.key)
+            for segment in bucket.segments:
+                segment.forget()
+
+    def _import(self, optimizer: Optimizer, state: dict[int, dict[str, Any]], as_it_is: bool) -> None:
+        """Replace all state.
+
+        Args:
+            state: by position of the parameter, in the class's own format.
+            as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does, where they are not the planned ones.
+        """
+        parameters = list(parameters_of(optimizer))
+        by_id = {
+            id(parameters[i]): entries for i, entries in state.items() if isinstance(i, int) and i < len(parameters)
+        }
+        for p in parameters:
+            if id(p) in by_id:
+                if not self._plan.is_planned(p):
+                    self._add_buckets(self._plan.extend(optimizer, [p]))
+                _check_loadable(p, self._plan.segments_of(p), by_id[id(p)])
+        self._forget_state()
+        show = self._plan.stored_bytes >= _SHOW_PROGRESS_BYTES
+        try:
+            with torch.no_grad():
+                for bucket in _progress(self._plan.buckets, "writing optimizer state", show):
+                    chosen = [segment for segment in bucket.segments if id(segment.parameter) in by_id]
+                    if not chosen:
+                        continue
+                    lease = self._take(bucket)
+                    for segment in chosen:
+                        group = optimizer.param_groups[self._group_of[id(segment.parameter)]]
+                        self._import_segment(bucket, segment, lease, by_id[id(segment.parameter)], group, as_it_is)
+                    if lease is not None:
+                        self._pipeline.put(bucket.key, bucket.finish(lease))
+        except BaseException as error:
+            self._pipeline.recover()
+            self._failure = _Failure(error, self.metrics.steps, 0, len(self._plan.buckets), [])
+            raise
+
+    def _import_segment(
+        self,
+        bucket: Bucket,
+        segment: Segment,
+        lease: Lease | None,
+        entries: dict[str, Any],
+        group: dict[str, Any],
+        as_it_is: bool,
+    ) -> None:
+        p = segment.parameter
+        state: dict[str, Any] = {}
+        for key, value in entries.items():
+            if key == MASTER:
+                continue
+            if not isinstance(value, torch.Tensor):
+                state[key] = copy.deepcopy(value)
+                continue
+            value = value.detach()
+            if not segment.whole and value.shape == p.shape:
+                value = segment.slice_of(value)
+            dtype = value.dtype if as_it_is and not segment.master else _loaded_dtype(key, value, segment, group)
+            if key in segment.slots and value.shape == segment.slots[key].shape and dtype == segment.slots[key].dtype:
+                assert lease is not None
+                state[key] = segment.slots[key].view(lease).copy_(value)
+            else:
+                state[key] = value.to(device="cpu", dtype=dtype, copy=True)
+        for key in bucket.close(segment, state, lease):
+            self._say_unplanned(key)
+        if segment.master and MASTER in entries:
+            master = segment.slice_of(entries[MASTER]).to(device="cpu", dtype=torch.float32).contiguous()
+            # Encoded against the parameter that it rounds to, since the model may be loaded after the optimizer.
+            bucket.encode({segment: (master, torch.empty(segment.numel, dtype=p.dtype))}, lease)
+
+    # --- The end ---------------------------------------------------------------------------------------------------
+
+    def _close(self, optimizer: Optimizer | None) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        for hook in self._gradient_hooks.values():
+            hook.remove()
+        self._gradient_hooks.clear()
+        if os.getpid() != self._pid:
+            return
+        try:
+            self._pipeline.drain()
+        finally:
+            self._drop_scratch()
+            for bucket in self._plan.buckets:
+                if bucket.length_bytes:
+                    self._pipeline.forget(bucket.key)
+                for segment in bucket.segments:
+                    segment.forget()
+            self._release()
+
+
+class UnswappedOptimizer(OptimizerSwapper):
+    """`device: none`: the optimizer is left to itself; what users call on `optimizer.swapper` works all the same."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer_ref = weakref.ref(optimizer)
+        self._closed = False
+        self._pid = os.getpid()
+        self._failure = None
+        self._counting = optimizer.register_step_post_hook(self._count)
+        self.metrics = Metrics()
+        vars(optimizer)["swapper"] = self
+
+    def _count(self, *_: object) -> None:
+        self.metrics.steps += 1
+
+    def stats(self) -> Stats:
+        """Only `steps` is counted: nothing moves."""
+        values = {field.name: 0 for field in dataclasses.fields(Stats)}
+        return Stats(**{**values, "steps": self.metrics.steps})
+
+    def flush(self) -> None:
+        """Nothing to wait for."""
+        self._check_open()
+
+    def state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """A copy of the state of one parameter."""
+        self._check_open()
+        return copy.deepcopy(self._optimizer().state.get(parameter, {}))
+
+    def reset(self) -> None:
+        """Forget all state."""
+        self._check_open()
+        self._optimizer().state.clear()
+
+    def unwrap(self) -> None:
+        """Take this object off the optimizer."""
+        self.close()
+        del vars(self._optimizer())["swapper"]
+
+    def close(self) -> None:
+        """Stop counting. The optimizer goes on working: its state was never away."""
+        self._counting.remove()
+        self._closed = True
+
+    @property
+    def has_masters(self) -> bool:
+        """Never: see `wrap_optimizer`."""
+        return False
+
+
+class _Failure:
+    """A step that ended in the middle: some parameters are a step ahead of the others, or of their state."""
+
+    def __init__(
+        self, error: BaseException, step: int, done: int, total: int, parameters: list[torch.nn.Parameter]
+    ) -> None:
+        self.state_loaded = False
+        self._error = error
+        self._text = f"step {step} failed after {done} of {total} buckets ({type(error).__name__}: {error})"
+        self._parameters = [(weakref.ref(p), p._version, p.data_ptr()) for p in {id(p): p for p in parameters}.values()]
+
+    def check(self, operation: str) -> None:
+        """Raise unless state and parameters were loaded since."""
+        if not self.state_loaded:
+            raise SwapError(
+                f"{operation} is refused: {self._text}. Parameters and optimizer state no longer belong together: load "
+                "both from a checkpoint (model.load_state_dict and optimizer.load_state_dict)"
+            ) from self._error
+        for reference, version, address in self._parameters:
+            p = reference()
+            if p is not None and p.numel() and p._version == version and p.data_ptr() == address:
+                raise SwapError(
+                    f"{operation} is refused: {self._text}. The optimizer's state was loaded again but the parameters "
+                    "were not: load them from the same checkpoint (model.load_state_dict)"
+                ) from self._error
+
+
+@contextmanager
+def _narrow(optimizer: Optimizer, groups: list[dict[str, Any]], remote: bool) -> Iterator[None]:
+    """Show the class only `groups`, no hooks, and no tensor on an accelerator."""
+    attributes: dict[str, Any] = {
+        "param_groups": groups,
+        "_optimizer_step_pre_hooks": OrderedDict(),
+        "_optimizer_step_post_hooks": OrderedDict(),
+    }
+    if remote:
+        for key in ("grad_scale", "found_inf"):  # From GradScaler, for fused steps.
+            if isinstance(value := getattr(optimizer, key, None), torch.Tensor):
+                attributes[key] = value.cpu()
+    former = {key: getattr(optimizer, key) for key in attributes}
+    vars(optimizer).update(attributes)
+    try:
+        yield
+    finally:
+        vars(optimizer).update(former)
+
+
+def _check_loadable(p: torch.nn.Parameter, segments: Sequence[Segment], entries: dict[str, Any]) -> None:
+    first = segments[0]
+    if MASTER in entries and not first.master:
+        raise ConfigError(
+            "offload_optimizer.master_weights: the state to load has master weights, but they are off here; "
+            "set it to true"
+        )
+    for key, value in entries.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        expected = tuple(p.shape)
+        if key != MASTER:
+            if key not in first.slots:
+                continue
+            if first.whole:
+                expected = first.slots[key].shape
+        if tuple(value.shape) != expected:
+            raise ValueError(
+                f"state {key!r} of a parameter of shape {tuple(p.shape)} should have shape {expected} and has "
+                f"{tuple(value.shape)}; nothing was loaded"
+            )
+
+
+def _loaded_dtype(key: str, value: torch.Tensor, segment: Segment, group: dict[str, Any]) -> torch.dtype:
+    """The dtype that loaded state gets: the one that the class makes; else as `Optimizer.load_state_dict` decides."""
+    if value.dtype == segment.dtypes.get(key):
+        return value.dtype
+    if key == "step":
+        return torch.float32 if group.get("capturable") or group.get("fused") else value.dtype
+    if segment.master:
+        return torch.float32 if value.dtype.is_floating_point else value.dtype
+    return segment.parameter.dtype if segment.parameter.is_floating_point() else value.dtype
+
+
+def _install_scheduler_wrapper(optimizer: Optimizer) -> None:
+    """What a scheduler puts on the optimizer it is given, for one that was given ours and left it alone."""
+    reference = weakref.ref(optimizer)
+    class_step = type(optimizer).step
+
+    @functools.wraps(class_step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        target = reference()
+        assert target is not None
+        target._opt_called = True  # type: ignore[attr-defined]
+        return class_step(target, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
+
+
+def _allocate_in_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype)
+
+
+def _progress(items: Sequence[_T], what: str, show: bool) -> Iterable[_T]:
+    """`items`, with a progress bar if it is long work and somebody looks."""
+    return tqdm(items, desc=what, unit="bucket", leave=False) if show and sys.stderr.isatty() else items
+
+
+def _finalize(swapper: OptimizerSwapper) -> None:
+    try:
+        swapper.close()
+    except Exception:
+        swapper.metrics.late_failures += 1
+        log.exception("a write of optimizer state had failed; nobody was there to be told")

@@ -1,0 +1,190 @@
+"""Which parameters an optimizer has, how their state is cut, and what that needs; before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.config import OffloadConfig
+from swapper.errors import ConfigError, SwapError
+from swapper.schedule import Schedule, plan_schedule
+from swapper.segments import Bucket, Segment, plan_buckets, plan_segments
+from swapper.trial import StateSpec, is_elementwise, keeps_bits, learn_state
+
+__all__ = ["OptimizerPlan"]
+
+_LOW_PRECISION = (torch.bfloat16, torch.float16)
+
+
+class OptimizerPlan:
+    """The buckets of one optimizer.
+
+    Args:
+        optimizer: the user's. Not kept.
+        config: `bucket_bytes` and `offload_optimizer` count here.
+        owner: number of this optimizer among those of the process; part of every record's key.
+
+    Attributes:
+        buckets: in the order in which they are stepped.
+        threads: `torch.get_num_threads()` that the cuts are right for.
+
+    Raises:
+        ConfigError: the optimizer, or a parameter of it, cannot be swapped.
+    """
+
+    def __init__(self, optimizer: Optimizer, config: OffloadConfig, owner: int) -> None:
+        self._config = config
+        self._owner = owner
+        self._segmented: dict[tuple[Any, ...], bool] = {}
+        self._specs: dict[tuple[Any, ...], tuple[StateSpec, ...]] = {}
+        self._planned: dict[int, tuple[Segment, ...]] = {}
+        self._next_index = 0
+        self.buckets: list[Bucket] = []
+        self.threads = torch.get_num_threads()
+        self.device = _device_of(parameters_of(optimizer))
+        self.remote = self.device.type != "cpu"
+        self.extend(optimizer, [p for p in parameters_of(optimizer) if p.requires_grad])
+
+    def extend(self, optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> list[Bucket]:
+        """Plan those of `parameters` that are not planned yet. Returns the buckets made for them."""
+        wanted = {id(p) for p in parameters} - self._planned.keys()
+        segments: list[Segment] = []
+        for number, group in enumerate(optimizer.param_groups):
+            for p in group["params"]:
+                if id(p) in wanted:
+                    made = self._plan_parameter(optimizer, number, group, p)
+                    self._planned[id(p)] = tuple(made)
+                    segments += made
+        buckets = plan_buckets(self._owner, self._next_index, segments, self._config.bucket_bytes, self.remote)
+        self._next_index += len(buckets)
+        self.buckets += buckets
+        return buckets
+
+    def segments_of(self, parameter: torch.nn.Parameter) -> tuple[Segment, ...]:
+        """The parameter's segments in order; () if it is not planned."""
+        return self._planned.get(id(parameter), ())
+
+    def drop(self, ids: set[int]) -> None:
+        """Forget parameters, by `id`, that the optimizer no longer has."""
+        for number in ids & self._planned.keys():
+            del self._planned[number]
+
+    def is_planned(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the parameter has a place in the buckets."""
+        return id(parameter) in self._planned
+
+    def planned_ids(self) -> set[int]:
+        """`id` of each planned parameter."""
+        return set(self._planned)
+
+    def check_unchanged(self, parameter: torch.nn.Parameter) -> None:
+        """Refuse a parameter whose size, dtype or device changed since it was planned.
+
+        Raises:
+            SwapError: naming what changed.
+        """
+        segments = self._planned[id(parameter)]
+        numel, dtype, device_type = segments[-1].stop, segments[0].planned_dtype, self.device.type
+        if parameter.numel() != numel or parameter.dtype != dtype or parameter.device.type != device_type:
+            raise SwapError(
+                f"a parameter was {numel} x {dtype} on {device_type} when its optimizer was wrapped and is now "
+                f"{parameter.numel()} x {parameter.dtype} on {parameter.device.type}; move and convert the model "
+                "first, then make the optimizer and wrap it"
+            )
+
+    @property
+    def depends_on_threads(self) -> bool:
+        """Whether the cuts are right for one number of threads only."""
+        return any(
+            not segment.whole and segment.planned_dtype in _LOW_PRECISION and not segment.master
+            for bucket in self.buckets
+            for segment in bucket.segments
+        )
+
+    @property
+    def scratch_bytes(self) -> int:
+        """Bytes of each scratch buffer."""
+        return max((bucket.scratch_bytes for bucket in self.buckets), default=0)
+
+    @property
+    def scratch_count(self) -> int:
+        """Scratch buffers that a step holds: with an accelerator, one is copied into while the other is in use."""
+        return 2 if self.remote else 1
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all records at their longest."""
+        return sum(bucket.length_bytes for bucket in self.buckets)
+
+    def schedule(self, pool_bytes: int) -> Schedule:
+        """The order of staging, for a pool of `pool_bytes`.
+
+        Raises:
+            ConfigError: the pool is too small.
+        """
+        return plan_schedule(
+            [bucket.length_bytes for bucket in self.buckets],
+            self._config.offload_optimizer.resident_bytes,
+            self.scratch_bytes * self.scratch_count,
+            pool_bytes,
+        )
+
+    def _plan_parameter(
+        self, optimizer: Optimizer, number: int, group: dict[str, Any], p: torch.nn.Parameter
+    ) -> list[Segment]:
+        if type(p.data) is not torch.Tensor or p.layout is not torch.strided:
+            raise ConfigError(
+                f"a parameter holds a {type(p.data).__name__} of layout {p.layout}; only plain strided tensors can be "
+                "swapped in this version of swapper (DTensor is not there yet)"
+            )
+        settings = self._config.offload_optimizer
+        master = ""
+        if settings.master_weights and p.dtype in _LOW_PRECISION:
+            master = "split" if p.dtype is torch.bfloat16 else "stored"
+        dtype = torch.float32 if master else p.dtype
+        # Of the fp16 and bf16 kernels, the fused ones split among threads at multiples of 64 bytes and need no more.
+        low_precision = dtype in _LOW_PRECISION and not group.get("fused")
+        # Groups differ in options, and options decide what the state is.
+        key = (number, dtype, low_precision)
+        if key not in self._segmented:
+            self._segmented[key] = (
+                dtype.is_floating_point
+                and is_elementwise(optimizer)
+                and keeps_bits(optimizer, group, dtype, self.threads, low_precision)
+            )
+        like = (number, dtype, tuple(p.shape), p.stride())
+        if like not in self._specs:
+            self._specs[like] = learn_state(optimizer, group, p, dtype)
+        segments = plan_segments(
+            p,
+            self._specs[like],
+            segmented=self._segmented[key],
+            low_precision=low_precision,
+            threads=self.threads,
+            master=master,
+            bucket_bytes=self._config.bucket_bytes,
+            remote=self.remote,
+        )
+        return segments
+
+
+def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
+    """The optimizer's parameters, in the order of its groups."""
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
+    devices = {p.device for p in parameters}
+    if not devices:
+        return torch.device("cpu")
+    if len(devices) > 1:
+        names = ", ".join(sorted(str(device) for device in devices))
+        raise ConfigError(f"the parameters are on several devices ({names}); give each device an optimizer of its own")
+    device = devices.pop()
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"the parameters are on {device}; swapper knows parameters on cpu and cuda")
+    return device

@@ -1,0 +1,546 @@
+"""Buckets and segments: how an optimizer's state is cut, laid out in records, and opened for a step.
+
+A segment is a slice of one parameter in memory order, or a whole parameter; a bucket is what is staged together. In a
+step a segment is opened (views of the pool buffer, master decoded), stepped by the user's own class, and closed (master
+encoded, what the class replaced copied back).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from swapper import codec
+from swapper.buffers import Lease
+from swapper.layout import ALIGNMENT_BYTES, CUT_NUMEL, Entry, RecordLayout, plan_record, round_up, segment_cuts
+from swapper.pipeline import DeviceCopies
+from swapper.store import RecordKey
+from swapper.trial import StateSpec, is_dense
+
+__all__ = ["MASTER", "Bucket", "Opened", "Scratch", "Segment", "plan_buckets", "plan_segments"]
+
+MASTER = "master_param"
+"""Key of the master weights (fp32) in a state dict."""
+
+SMALL_BYTES = 16 * 1024
+"""State smaller than this never moves: the transfer would cost more than the memory."""
+
+_SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Slot:
+    """Where a tensor of the state lies in its bucket's record."""
+
+    offset_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    numel: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.numel * self.dtype.itemsize
+
+    def view(self, lease: Lease) -> torch.Tensor:
+        return lease.view(self.offset_bytes, self.numel, self.dtype).as_strided(self.shape, self.stride)
+
+
+@dataclass(eq=False, slots=True)
+class Segment:
+    """A slice of a parameter, and everything that is kept in memory about its state.
+
+    Attributes:
+        parameter: the user's.
+        start, stop: in elements of the parameter in memory order.
+        whole: the class is given the parameter in its own shape; else a flat slice.
+        master: dtype bf16 keeps the low 16 bits of an fp32 master ("split"), fp16 all of it ("stored"); "" has none.
+        specs: the tensors that move, as learnt in the trial.
+        dtypes: the element type of each tensor of the state, as learnt in the trial.
+        planned_dtype: the parameter's when it was planned.
+        slots: where they lie; filled by `Bucket`.
+        present: keys in `slots` that hold data.
+        small: state that never moves, by key.
+        keys: the order of keys in the state.
+        kept_master: the master of a small parameter, fp32, 1-D.
+        checksum: of the parameter's bits when its master was encoded; None when it has no master yet.
+        tie_bits: ties of the encoded master.
+    """
+
+    parameter: torch.nn.Parameter
+    start: int
+    stop: int
+    whole: bool
+    master: str
+    specs: tuple[StateSpec, ...]
+    dtypes: dict[str, torch.dtype]
+    planned_dtype: torch.dtype
+    slots: dict[str, _Slot] = field(default_factory=dict)
+    present: set[str] = field(default_factory=set)
+    small: dict[str, Any] = field(default_factory=dict)
+    keys: list[str] = field(default_factory=list)
+    kept_master: torch.Tensor | None = None
+    checksum: int | None = None
+    tie_bits: int = 0
+
+    @property
+    def numel(self) -> int:
+        """Elements in the slice."""
+        return self.stop - self.start
+
+    @property
+    def master_moves(self) -> bool:
+        """Whether the master is part of the record."""
+        return bool(self.master) and self.parameter.numel() * 4 >= SMALL_BYTES
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it was stepped, or given state, before."""
+        return bool(self.keys) or self.checksum is not None
+
+    def forget(self) -> None:
+        """Back to how it was before the first step."""
+        self.present.clear()
+        self.small.clear()
+        self.keys.clear()
+        self.kept_master, self.checksum, self.tie_bits = None, None, 0
+
+    def shaped(self, flat: torch.Tensor) -> torch.Tensor:
+        """`flat`, in memory order, as the class sees it: in the parameter's shape and strides if `whole`."""
+        if not self.whole:
+            return flat
+        p = self.parameter
+        return flat.as_strided(p.shape, p.stride()) if is_dense(p) else flat.view(p.shape)
+
+    def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This segment's elements of `tensor`, which has the parameter's shape, in memory order of the parameter.
+
+        A view, except where strides differ: then one temporary of the tensor's size is made.
+        """
+        p, tensor = self.parameter, tensor.detach()
+        if not is_dense(p):
+            return tensor.reshape(-1)[self.start : self.stop]
+        if tensor.stride() != p.stride():
+            tensor = torch.empty_strided(p.shape, p.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+        return tensor.as_strided((tensor.numel(),), (1,))[self.start : self.stop]
+
+
+def flat_view(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The elements in memory order as a 1-D view without history; None where there is no such view."""
+    tensor = tensor.detach()
+    if not is_dense(tensor):
+        return None
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+class Scratch:
+    """Hands out aligned pieces of one buffer, front to back."""
+
+    def __init__(self, lease: Lease | None) -> None:
+        self._lease = lease
+        self._cursor = 0
+        self.event: torch.cuda.Event | None = None
+        """Reached when the last copy out of this buffer is done."""
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next `numel` elements; undefined content; 1-D; starts at a multiple of 64 bytes."""
+        length = numel * dtype.itemsize
+        if length == 0:
+            return torch.empty(0, dtype=dtype)
+        assert self._lease is not None, "scratch was not planned for"
+        view = self._lease.view(self._cursor, numel, dtype)
+        self._cursor += round_up(length, ALIGNMENT_BYTES)
+        return view
+
+    def reset(self) -> None:
+        """Take everything back, once the copies out of it are done."""
+        if self.event is not None:
+            self.event.synchronize()
+            self.event = None
+        self._cursor = 0
+
+
+@dataclass(eq=False, slots=True)
+class Opened:
+    """A segment during a step.
+
+    Attributes:
+        bits: the parameter's elements, 1-D; on the host. A view of the parameter where it is on the CPU.
+        gradient: the same of its gradient; None where the class is given the user's own parameter.
+        master: decoded, fp32, 1-D; None without one.
+        tensor: what the class steps on.
+        master_reset: the user had changed the parameter, so the master was made anew from it.
+    """
+
+    segment: Segment
+    bits: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    master: torch.Tensor | None = None
+    tensor: torch.nn.Parameter | None = None
+    master_reset: bool = False
+
+
+class Bucket:
+    """Segments whose state is one record.
+
+    Args:
+        key: the record's.
+        segments: in the order of the layout.
+        remote: the parameters are on an accelerator, so the scratch also holds copies of them and of their gradients.
+    """
+
+    def __init__(self, key: RecordKey, segments: Sequence[Segment], remote: bool) -> None:
+        self.key = key
+        self.segments = tuple(segments)
+        self.scratch_bytes = sum(_scratch_bytes(segment, remote) for segment in segments)
+        self.layout = self._plan()
+        self._remote = remote
+
+    @property
+    def length_bytes(self) -> int:
+        """The longest the record can be; 0 if nothing of it moves."""
+        return self.layout.length_bytes
+
+    def used_bytes(self) -> int:
+        """Length of the record as it is now, a multiple of 4096."""
+        return self.layout.used_bytes(sum(_tie_bytes(segment) for segment in self.segments))
+
+    def _plan(self) -> RecordLayout:
+        entries: list[Entry] = []
+        places: list[tuple[Segment, str, torch.dtype, tuple[int, ...], tuple[int, ...]]] = []
+        tail_bytes_max = 0
+        for number, segment in enumerate(self.segments):
+            tensors = [(spec.key, spec.dtype, spec.shape, spec.stride) for spec in segment.specs]
+            if segment.master_moves:
+                dtype = torch.int16 if segment.master == "split" else torch.float32
+                tensors.append((MASTER, dtype, (segment.numel,), (1,)))
+                if segment.master == "split":
+                    tail_bytes_max += codec.ties_bytes_max(segment.numel)
+            for key, dtype, shape, stride in tensors:
+                entries.append(Entry(f"{number}.{key}", _SAFETENSORS_NAMES[dtype], shape))
+                places.append((segment, key, dtype, shape, stride))
+        layout = plan_record(entries, tail_bytes_max)
+        for (segment, key, dtype, shape, stride), offset in zip(places, layout.offsets_bytes, strict=True):
+            segment.slots[key] = _Slot(offset, dtype, shape, stride, math.prod(shape))
+        return layout
+
+    def fetch(self, active: Sequence[Segment], scratch: Scratch, copies: DeviceCopies) -> list[Opened]:
+        """Get at the parameters and gradients of `active`; starts copying those that are on an accelerator."""
+        opened = []
+        for segment in active:
+            p = segment.parameter
+            assert p.grad is not None
+            item = Opened(segment)
+            if self._remote:
+                item.bits = scratch.take(segment.numel, p.dtype)
+                copies.copy(item.bits, segment.slice_of(p.detach()))
+                item.gradient = scratch.take(segment.numel, p.grad.dtype)
+                copies.copy(item.gradient, segment.slice_of(p.grad))
+            elif segment.master or not segment.whole:
+                item.bits = segment.slice_of(p.detach())
+                item.gradient = segment.slice_of(p.grad)
+            opened.append(item)
+        return opened
+
+    def open(self, opened: Sequence[Opened], lease: Lease | None, scratch: Scratch) -> list[dict[str, Any]]:
+        """Make the tensors that the class steps on, with their gradients.
+
+        Args:
+            opened: from `fetch`, its copies done.
+            lease: the record; None if nothing of it moves.
+            scratch: for decoded masters and fp32 gradients.
+
+        Returns:
+            The state of each.
+        """
+        states = []
+        for item in opened:
+            segment = item.segment
+            if item.bits is None:
+                item.tensor = segment.parameter
+            else:
+                assert item.gradient is not None
+                values, gradient = item.bits, item.gradient
+                if segment.master:
+                    values = item.master = self._open_master(item, lease, scratch)
+                    gradient = scratch.take(segment.numel, torch.float32).copy_(gradient)
+                item.tensor = torch.nn.Parameter(segment.shaped(values))
+                item.tensor.grad = segment.shaped(gradient)
+            states.append(self.state_of(segment, lease))
+        return states
+
+    def state_of(self, segment: Segment, lease: Lease | None) -> dict[str, Any]:
+        """The state as the class knows it; what moves are views of `lease`."""
+        state: dict[str, Any] = {}
+        for key in segment.keys:
+            if key in segment.present:
+                assert lease is not None
+                state[key] = segment.slots[key].view(lease)
+            else:
+                state[key] = segment.small[key]
+        return state
+
+    def decode_master(self, segment: Segment, bits: torch.Tensor, lease: Lease | None, out: torch.Tensor) -> bool:
+        """Write the master of `segment` to `out` (fp32, 1-D). `bits` are the parameter's.
+
+        Returns:
+            False if there is none, or the parameter is not the one it was encoded with: `out` is `float(bits)` then.
+        """
+        if segment.checksum is None or segment.checksum != codec.checksum(bits):
+            out.copy_(bits)
+            return False
+        if segment.master_moves and segment.master == "split":
+            assert lease is not None
+            ties = self._ties(lease)[segment]
+            codec.join_master(bits, segment.slots[MASTER].view(lease), ties, segment.tie_bits, out)
+            return True
+        kept = segment.kept_master
+        if segment.master_moves:
+            assert lease is not None
+            kept = segment.slots[MASTER].view(lease)
+        assert kept is not None
+        if kept.data_ptr() != out.data_ptr():
+            out.copy_(kept)
+        return True
+
+    def encode(self, masters: dict[Segment, tuple[torch.Tensor, torch.Tensor]], lease: Lease | None) -> None:
+        """Store masters, and round them to the parameters' dtype, to nearest even.
+
+        Args:
+            masters: for each segment that changed: its master (fp32, 1-D) and where the rounded bits go (1-D).
+            lease: the record, which also holds the ties of segments that did not change.
+        """
+        old = self._ties(lease)
+        if any(segment not in masters and segment.tie_bits for segment in old):
+            old = {segment: ties.clone() for segment, ties in old.items()}
+        cursor = self.layout.tail_offset_bytes
+        for segment in self.segments:
+            master, bits = masters.get(segment, (None, None))
+            if master is not None and bits is not None:
+                if segment.master == "split" and segment.master_moves:
+                    assert lease is not None
+                    ties = lease.view(cursor, codec.ties_bytes_max(segment.numel), torch.uint8)
+                    segment.tie_bits = codec.split_master(master, bits, segment.slots[MASTER].view(lease), ties)
+                else:
+                    bits.copy_(master)
+                    self._keep_whole(segment, master, lease)
+                segment.checksum = codec.checksum(bits)
+            elif segment.tie_bits:
+                assert lease is not None
+                lease.view(cursor, len(old[segment]), torch.uint8).copy_(old[segment])
+            cursor += _tie_bytes(segment)
+
+    def _keep_whole(self, segment: Segment, master: torch.Tensor, lease: Lease | None) -> None:
+        if segment.master_moves:
+            assert lease is not None
+            kept = segment.slots[MASTER].view(lease)
+        else:
+            if segment.kept_master is None:
+                segment.kept_master = torch.empty(segment.numel, dtype=torch.float32)
+            kept = segment.kept_master
+        if kept.data_ptr() != master.data_ptr():
+            kept.copy_(master)
+
+    def close(self, segment: Segment, state: dict[str, Any], lease: Lease | None) -> list[str]:
+        """Keep `state`: what moves in `lease`, the rest in memory.
+
+        Returns:
+            Keys of state that should move but was not planned for, because the trial did not see it.
+        """
+        segment.keys = list(state)
+        segment.present.clear()
+        segment.small.clear()
+        unplanned = []
+        for key, value in state.items():
+            slot = segment.slots.get(key)
+            if isinstance(value, torch.Tensor) and slot is not None and _fits(value, slot):
+                assert lease is not None
+                view = slot.view(lease)
+                if value.data_ptr() != view.data_ptr() or value.stride() != view.stride():
+                    view.copy_(value)
+                segment.present.add(key)
+                continue
+            if isinstance(value, torch.Tensor):
+                if value.nbytes >= SMALL_BYTES:
+                    unplanned.append(key)
+                if (
+                    lease is not None
+                    and value.untyped_storage().data_ptr() == lease.tensor.untyped_storage().data_ptr()
+                ):
+                    value = value.clone()
+            segment.small[key] = value
+        return unplanned
+
+    def finish(self, lease: Lease) -> int:
+        """Write the record's header. Returns the record's length, a multiple of 4096."""
+        tail_bytes = sum(_tie_bytes(segment) for segment in self.segments)
+        header = self.layout.header(tail_bytes)
+        lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        return self.layout.used_bytes(tail_bytes)
+
+    def _open_master(self, item: Opened, lease: Lease | None, scratch: Scratch) -> torch.Tensor:
+        segment, bits = item.segment, item.bits
+        assert bits is not None
+        if segment.master_moves:
+            if segment.master == "split":
+                master = scratch.take(segment.numel, torch.float32)
+            else:
+                assert lease is not None
+                master = segment.slots[MASTER].view(lease)
+        else:
+            if segment.kept_master is None:
+                segment.kept_master = torch.empty(segment.numel, dtype=torch.float32)
+            master = segment.kept_master
+        decoded = self.decode_master(segment, bits, lease, master)
+        item.master_reset = segment.checksum is not None and not decoded
+        return master
+
+    def write_back(self, item: Opened, copies: DeviceCopies) -> None:
+        """Bring the stepped values to the parameter, where the class did not step on its own memory."""
+        if item.bits is None:
+            return
+        segment = item.segment
+        parameter = segment.parameter.detach()
+        flat = flat_view(parameter)
+        if flat is None:
+            parameter.copy_(item.bits.view(parameter.shape))
+        elif self._remote:
+            copies.copy(flat[segment.start : segment.stop], item.bits)
+
+    def _ties(self, lease: Lease | None) -> dict[Segment, torch.Tensor]:
+        """The ties of each segment whose encoded master is in the record."""
+        ties: dict[Segment, torch.Tensor] = {}
+        cursor = self.layout.tail_offset_bytes
+        for segment in self.segments:
+            if segment.master == "split" and segment.master_moves:
+                assert lease is not None
+                ties[segment] = lease.view(cursor, _tie_bytes(segment), torch.uint8)
+                cursor += _tie_bytes(segment)
+        return ties
+
+
+def _tie_bytes(segment: Segment) -> int:
+    return (segment.tie_bits + 7) // 8
+
+
+def _fits(tensor: torch.Tensor, slot: _Slot) -> bool:
+    return tensor.dtype == slot.dtype and tuple(tensor.shape) == slot.shape and tensor.device.type == "cpu"
+
+
+# --- Planning ------------------------------------------------------------------------------------------------------
+
+
+def plan_segments(
+    parameter: torch.nn.Parameter,
+    specs: Sequence[StateSpec],
+    *,
+    segmented: bool,
+    low_precision: bool,
+    threads: int,
+    master: str,
+    bucket_bytes: int,
+    remote: bool,
+) -> list[Segment]:
+    """Cut one parameter.
+
+    Args:
+        parameter: the user's.
+        specs: its state, as learnt in the trial for the whole parameter.
+        segmented: its class may be stepped on slices.
+        low_precision, threads: see `layout.segment_cuts`.
+        master: see `Segment`.
+        bucket_bytes: most bytes of one segment's record and scratch; exceeded only where `segmented` is False.
+        remote: the parameter is on an accelerator.
+    """
+    shape, numel = tuple(parameter.shape), parameter.numel()
+    moving = tuple(
+        spec
+        for spec in specs
+        if spec.dtype in _SAFETENSORS_NAMES and math.prod(spec.shape) * spec.dtype.itemsize >= SMALL_BYTES
+    )
+    dtypes = {spec.key: spec.dtype for spec in specs}
+    whole = Segment(parameter, 0, numel, True, master, moving, dtypes, parameter.dtype)
+    if not segmented or _cost_bytes(whole, remote) <= bucket_bytes:
+        return [whole]
+    like = [spec for spec in moving if spec.shape == shape]
+    # In eighths of a byte, because the ties of a split master take one bit.
+    eighths = 8 * sum(spec.dtype.itemsize for spec in like) + 8 * _scratch_bytes_per_element(whole, remote)
+    if whole.master_moves:
+        eighths += 8 * 2 + 1 if master == "split" else 8 * 4
+    room_bytes = bucket_bytes - ALIGNMENT_BYTES * (len(like) + 8)
+    numel_max = max(8 * room_bytes // max(eighths, 1), CUT_NUMEL)
+    return [
+        Segment(
+            parameter,
+            start,
+            stop,
+            False,
+            master,
+            tuple(StateSpec(spec.key, spec.dtype, (stop - start,), (1,)) for spec in like),
+            dtypes,
+            parameter.dtype,
+        )
+        for start, stop in segment_cuts(numel, numel_max, low_precision=low_precision, threads=threads)
+    ]
+
+
+def plan_buckets(
+    owner: int, first_index: int, segments: Sequence[Segment], bucket_bytes: int, remote: bool
+) -> list[Bucket]:
+    """Group segments, in order, into buckets of at most `bucket_bytes` of record and scratch (or of one segment)."""
+    buckets: list[Bucket] = []
+    group: list[Segment] = []
+    total_bytes = 0
+
+    def finish() -> None:
+        nonlocal total_bytes
+        if group:
+            buckets.append(Bucket(RecordKey(owner, "optim", first_index + len(buckets)), group, remote))
+            group.clear()
+            total_bytes = 0
+
+    for segment in segments:
+        cost_bytes = _cost_bytes(segment, remote)
+        if total_bytes + cost_bytes > bucket_bytes:
+            finish()
+        group.append(segment)
+        total_bytes += cost_bytes
+    finish()
+    return buckets
+
+
+def _cost_bytes(segment: Segment, remote: bool) -> int:
+    stored = sum(round_up(math.prod(spec.shape) * spec.dtype.itemsize, ALIGNMENT_BYTES) for spec in segment.specs)
+    if segment.master_moves:
+        per_element = 2 if segment.master == "split" else 4
+        stored += round_up(per_element * segment.numel, ALIGNMENT_BYTES)
+        stored += codec.ties_bytes_max(segment.numel) if segment.master == "split" else 0
+    return stored + _scratch_bytes(segment, remote)
+
+
+def _scratch_bytes_per_element(segment: Segment, remote: bool) -> int:
+    master = 0
+    if segment.master:
+        master = 8 if segment.master == "split" and segment.master_moves else 4
+    return master + (2 * segment.parameter.dtype.itemsize if remote else 0)
+
+
+def _scratch_bytes(segment: Segment, remote: bool) -> int:
+    # Each of at most four pieces starts at a multiple of 64 bytes.
+    per_element = _scratch_bytes_per_element(segment, remote)
+    return round_up(per_element * segment.numel, ALIGNMENT_BYTES) + 4 * ALIGNMENT_BYTES if per_element else 0

@@ -1,0 +1,417 @@
+"""Records on disk: one file each, in a directory that belongs to one run.
+
+Run directory: `<nvme_path>/swapper-<run>-<rank>/`, mode 0700, files 0600. It is made under a temporary name, its
+lock file locked, then renamed, so that a directory with that name always has an owner or is a dead run's leftover.
+This module is the only owner of file names, of the lock and of clean-up.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import mmap
+import os
+import secrets
+import shutil
+import socket
+import tempfile
+import time
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from swapper.buffers import Lease
+from swapper.errors import ConfigError, SwapError, SwapIOError
+from swapper.handle import AsyncIOHandle, File, Transfer
+from swapper.layout import PAGE_BYTES, round_up
+from swapper.schedule import format_bytes
+
+__all__ = ["NvmePathError", "RecordKey", "TensorStore", "check_nvme_path"]
+
+log = logging.getLogger(__name__)
+
+_PREFIX = "swapper-"
+_TEMPORARY_PREFIX = ".swapper-new-"
+_LOCK = "lock"
+_GRACE_S = 600.0
+"""A temporary directory without a lock younger than this may be one that another process is just making."""
+_MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs", "devtmpfs"}
+_NETWORK_FILE_SYSTEMS = {
+    "nfs",
+    "nfs4",
+    "cifs",
+    "smb3",
+    "9p",
+    "lustre",
+    "ceph",
+    "glusterfs",
+    "beegfs",
+    "afs",
+    "fuse.sshfs",
+}
+_warned: set[str] = set()
+
+
+class NvmePathError(ConfigError, SwapIOError):
+    """`nvme_path` cannot be used: a setting to change, with the errno and path that say why."""
+
+    def __init__(self, number: int, operation: str, path: str | os.PathLike[str], detail: str) -> None:
+        SwapIOError.__init__(self, number, operation, path, detail=f"nvme_path: {detail}")
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.errno, self.operation, self.path, self.detail.removeprefix("nvme_path: ")))
+
+
+class RecordKey(NamedTuple):
+    """Names a record: whose it is (a number in this run), of which kind, and which one."""
+
+    owner: int
+    kind: str
+    number: int
+
+    @property
+    def file_name(self) -> str:
+        """The record's file, in the run directory."""
+        return f"{self.owner:03d}-{self.kind}-{self.number:06d}.safetensors"
+
+
+@dataclass(slots=True)
+class _Record:
+    file: File
+    capacity_bytes: int
+    stored_bytes: int = 0
+
+
+class TensorStore:
+    """The records of one process, on one drive.
+
+    Args:
+        nvme_path: an existing directory on the drive.
+        run: names the run; the same for all ranks.
+        rank: this process's rank.
+        handle: does the transfers. Must outlive the store.
+
+    Raises:
+        NvmePathError: the path is missing, no directory, or not writable.
+        ConfigError: the path is in memory (tmpfs).
+    """
+
+    def __init__(self, nvme_path: Path, run: str, rank: int, handle: AsyncIOHandle) -> None:
+        check_nvme_path(nvme_path)
+        self.handle = handle
+        remove_stale_runs(nvme_path)
+        self.directory, lock = _make_run_directory(nvme_path, run, rank)
+        self._records: dict[RecordKey, _Record] = {}
+        self._finalizer = weakref.finalize(
+            self, _remove_run_directory, self.directory, lock, self._records, os.getpid()
+        )
+
+    def free_bytes(self) -> int:
+        """Bytes that this user may still write to the drive."""
+        status = os.statvfs(self.directory)
+        return status.f_bavail * status.f_frsize
+
+    def plan(self, sizes_bytes: dict[RecordKey, int]) -> None:
+        """Create a preallocated file for each record.
+
+        Args:
+            sizes_bytes: the longest each record can be; rounded up to 4096.
+
+        Raises:
+            NvmePathError: the drive has too little free space; the message shows the sum. Nothing was created.
+            SwapIOError: a file could not be created. Those created before it were removed again.
+        """
+        sizes = {key: round_up(size, PAGE_BYTES) for key, size in sizes_bytes.items()}
+        needed, free = sum(sizes.values()), self.free_bytes()
+        if needed > free:
+            raise NvmePathError(
+                errno.ENOSPC,
+                "preallocate",
+                self.directory.parent,
+                f"{len(sizes)} records need {format_bytes(needed)}, {format_bytes(free)} are free",
+            )
+        made: list[RecordKey] = []
+        try:
+            for key, size in sizes.items():
+                assert key not in self._records, key
+                file = self.handle.open(self.directory / key.file_name, "rw", create=True)
+                self._records[key] = _Record(file, size)
+                made.append(key)
+                file.preallocate(size)
+        except BaseException:
+            for key in made:
+                self.forget(key)
+            raise
+
+    def stored_bytes(self, key: RecordKey) -> int:
+        """Length of the record as last written; 0 before the first write.
+
+        Raises:
+            KeyError: `key` was not planned.
+        """
+        return self._records[key].stored_bytes
+
+    def read(self, key: RecordKey, lease: Lease) -> Transfer:
+        """Start reading the record into the start of `lease`. Returns at once.
+
+        Raises:
+            KeyError: `key` was not planned.
+            ValueError: the lease is shorter than the record.
+            SwapIOError: from `wait()`, if the device fails or the file was cut short.
+        """
+        record = self._records[key]
+        if record.stored_bytes > lease.length_bytes:
+            raise ValueError(f"a record of {record.stored_bytes} bytes does not fit a lease of {lease.length_bytes}")
+        return self.handle.read(record.file, lease.tensor[: record.stored_bytes], 0)
+
+    def write(self, key: RecordKey, lease: Lease, length_bytes: int) -> Transfer:
+        """Start writing the first `length_bytes` of `lease` as the stored copy of `key`. Returns at once.
+
+        The previous stored copy is undefined until the transfer completes.
+
+        Args:
+            key: a planned record.
+            lease: stays leased until the transfer completes.
+            length_bytes: a multiple of 4096, at most the record's planned length.
+
+        Raises:
+            KeyError: `key` was not planned.
+            ValueError: `length_bytes` is larger than the record or the lease.
+            SwapIOError: from `wait()`, if the device fails. Short writes are completed, not raised.
+        """
+        record = self._records[key]
+        if not 0 < length_bytes <= min(record.capacity_bytes, lease.length_bytes) or length_bytes % PAGE_BYTES:
+            raise ValueError(f"{length_bytes} bytes do not fit the record of {record.capacity_bytes} bytes")
+        transfer = self.handle.write(record.file, lease.tensor[:length_bytes], 0)
+        record.stored_bytes = length_bytes
+        return transfer
+
+    def discard(self, key: RecordKey) -> None:
+        """Forget what is stored, keep the file for the next write. No transfer of it may be in flight."""
+        if key in self._records:
+            self._records[key].stored_bytes = 0
+
+    def forget(self, key: RecordKey) -> None:
+        """Delete the record and its file, if planned. No transfer of it may be in flight."""
+        record = self._records.pop(key, None)
+        if record is None:
+            return
+        record.file.close()
+        (self.directory / key.file_name).unlink(missing_ok=True)
+
+    def scratch(self, length_bytes: int) -> mmap.mmap:
+        """A mapped file of `length_bytes` that has no name and goes when the last view of it dies.
+
+        Its pages are the page cache's, so holding it costs disk and not memory.
+
+        Raises:
+            NvmePathError: the drive has too little free space for it.
+        """
+        with tempfile.TemporaryFile(dir=self.directory) as file:
+            _allocate(file.fileno(), length_bytes, self.directory)
+            return mmap.mmap(file.fileno(), length_bytes)
+
+    def close(self) -> None:
+        """Remove the run directory and give the lock back. No transfer may be in flight. Idempotent."""
+        self._finalizer()
+
+
+def _allocate(fd: int, length_bytes: int, directory: Path) -> None:
+    # Without this, a full drive would be a SIGBUS at the first touch of the mapping instead of an error here.
+    try:
+        os.posix_fallocate(fd, 0, length_bytes)
+    except OSError as error:
+        raise NvmePathError(
+            error.errno or errno.EIO,
+            "preallocate",
+            directory,
+            f"a scratch file of {format_bytes(length_bytes)} is needed here",
+        ) from error
+
+
+# --- The path ------------------------------------------------------------------------------------------------------
+
+
+def check_nvme_path(path: Path) -> None:
+    """Refuse a path that cannot work, and log once what will be slow.
+
+    Raises:
+        NvmePathError: missing, not a directory, or not writable.
+        ConfigError: in memory, unless the environment variable SWAPPER_ALLOW_TMPFS is 1.
+    """
+    if not path.exists():
+        raise NvmePathError(errno.ENOENT, "open", path, f"make the directory first: mkdir -p {path}")
+    if not path.is_dir():
+        raise NvmePathError(errno.ENOTDIR, "open", path, "name a directory")
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        number = error.errno or errno.EIO
+        raise NvmePathError(number, "create a file in", path, "name a directory that this user may write to") from error
+    kind = _file_system(path)
+    if kind in _MEMORY_FILE_SYSTEMS:
+        if os.environ.get("SWAPPER_ALLOW_TMPFS") != "1":
+            raise ConfigError(
+                f"nvme_path: {path} is on {kind}, which is memory: swapping there saves nothing. Name a directory on a "
+                "drive, use device: cpu, or set the environment variable SWAPPER_ALLOW_TMPFS=1 if you mean it"
+            )
+    elif kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse"):
+        _warn_once(
+            f"nvme_path: {path} is on a network file system ({kind}); expect it to be slow, prefer a local drive"
+        )
+    elif kind == "overlay":
+        _warn_once(
+            f"nvme_path: {path} is on a container's overlay file system; mount a volume from a local drive instead"
+        )
+    elif _is_rotating(path):
+        _warn_once(
+            f"nvme_path: the kernel says that the drive of {path} rotates; a solid-state drive is many times faster"
+        )
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        log.warning(message)
+
+
+def _file_system(path: Path) -> str:
+    """The type of the file system that holds `path`, from /proc/self/mountinfo (proc(5)); "" if unknown."""
+    device = os.stat(path).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    for line in lines:
+        fields, _, tail = line.partition(" - ")
+        if fields.split()[2] == wanted:
+            return tail.split()[0]
+    return ""
+
+
+def _is_rotating(path: Path) -> bool:
+    device = os.stat(path).st_dev
+    block = Path(f"/sys/dev/block/{os.major(device)}:{os.minor(device)}")
+    for candidate in (block, block.resolve().parent):
+        flag = candidate / "queue" / "rotational"
+        try:
+            # A virtual disk says "rotational" whatever is below it.
+            return flag.read_text().strip() == "1" and not block.resolve().name.startswith("vd")
+        except OSError:
+            continue
+    return False
+
+
+# --- Run directories -----------------------------------------------------------------------------------------------
+
+
+def _boot_id() -> str:
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
+
+
+def _make_run_directory(nvme_path: Path, run: str, rank: int) -> tuple[Path, int]:
+    directory = nvme_path / f"{_PREFIX}{run}-{rank}"
+    temporary = nvme_path / f"{_TEMPORARY_PREFIX}{secrets.token_hex(8)}"
+    lock = -1
+    try:
+        temporary.mkdir(mode=0o700)
+        lock = os.open(temporary / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        # Waits only where another process just looks whether this is a leftover; it will let go at once.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        owner = {"boot_id": _boot_id(), "host": socket.gethostname(), "pid": os.getpid(), "run": run, "rank": rank}
+        os.write(lock, json.dumps(owner).encode())
+        if directory.exists():
+            raise FileExistsError(errno.EEXIST, "another run has this name", str(directory))
+        temporary.rename(directory)
+    except BaseException as error:
+        if lock >= 0:
+            os.close(lock)
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, OSError):
+            number = error.errno or errno.EIO
+            raise NvmePathError(number, "make the run directory", directory, "nothing was left behind") from error
+        raise
+    return directory, lock
+
+
+def _remove_run_directory(directory: Path, lock: int, records: dict[RecordKey, _Record], pid: int) -> None:
+    if os.getpid() != pid:
+        return  # A forked child: the files are its parent's.
+    for record in records.values():
+        try:
+            record.file.close()
+        except SwapError:
+            log.exception("closing %s", record.file.path)
+    records.clear()
+    shutil.rmtree(directory, ignore_errors=True)
+    if directory.exists():
+        log.error("could not remove %s; remove it by hand", directory)
+    os.close(lock)
+
+
+def remove_stale_runs(nvme_path: Path) -> None:
+    """Remove what killed runs left in `nvme_path`, and log the bytes freed.
+
+    Removed is a directory whose lock is free and was taken in this boot, or on this host in an earlier one. Any other
+    is left alone and named: on a network file system it may be another host's live run.
+    """
+    for directory in sorted(nvme_path.glob(f"{_PREFIX}*-*")) + sorted(nvme_path.glob(f"{_TEMPORARY_PREFIX}*")):
+        try:
+            if directory.is_dir() and not directory.is_symlink():
+                _remove_if_stale(directory)
+        except FileNotFoundError:
+            continue  # Another process cleans up too.
+        except OSError as error:
+            log.warning("could not clean up %s: %s", directory, error)
+
+
+def _remove_if_stale(directory: Path) -> None:
+    try:
+        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        if directory.name.startswith(_TEMPORARY_PREFIX) and time.time() - directory.stat().st_mtime > _GRACE_S:
+            shutil.rmtree(directory)
+        return
+    try:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return  # A live run.
+        text = os.pread(lock, 4096, 0)
+        if not text and directory.name.startswith(_TEMPORARY_PREFIX):
+            # Locked by nobody and empty: its maker is between open and flock, or died there.
+            if time.time() - directory.stat().st_mtime > _GRACE_S:
+                shutil.rmtree(directory)
+            return
+        owner = _parse_owner(text)
+        if owner is None or not (owner.get("boot_id") == _boot_id() or owner.get("host") == socket.gethostname()):
+            log.warning(
+                "%s belongs to a run on host %s and is left alone; if that run is dead, `swapper clean` "
+                "(or removing it by hand) frees its space",
+                directory,
+                "unknown" if owner is None else owner.get("host"),
+            )
+            return
+        freed = sum(file.stat().st_blocks * 512 for file in directory.iterdir())
+        shutil.rmtree(directory)
+        log.warning(
+            "removed %s, left by a run that ended without cleaning up: %s freed", directory, format_bytes(freed)
+        )
+    finally:
+        os.close(lock)
+
+
+def _parse_owner(text: bytes) -> dict[str, object] | None:
+    try:
+        owner = json.loads(text)
+    except ValueError:
+        return None
+    return owner if isinstance(owner, dict) else None

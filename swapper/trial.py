@@ -1,0 +1,306 @@
+"""What an optimizer's state looks like, and whether stepping in parts keeps its bits: found out by trying.
+
+A trial runs the user's own class with the user's own options on small tensors of our own. It touches neither the user's
+parameters nor the global random state.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.errors import ConfigError
+from swapper.layout import segment_cuts
+
+__all__ = [
+    "OWN_ATTRIBUTES",
+    "StateSpec",
+    "is_dense",
+    "is_elementwise",
+    "keeps_bits",
+    "learn_state",
+    "refuse_unsupported",
+    "register_elementwise",
+    "unhooked_step",
+]
+
+OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__"})
+"""What wrapping puts on the user's instance."""
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
+_STEPS = 3
+_elementwise: set[type[Optimizer]] = {
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One tensor of the state of one parameter.
+
+    Attributes:
+        key: its name in the state.
+        dtype: its element type.
+        shape: in elements.
+        stride: in elements; that of the parameter where the shapes are equal.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def unhooked_step(cls: type[Optimizer]) -> Callable[..., Any]:
+    """`cls.step` without the wrapper that runs hooks, which torch puts around it when the class is first made."""
+    step = cls.step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
+    """Say that `cls` computes each element from the same element of its state, gradient and parameter alone.
+
+    Its parameters are then cut into segments, so that the largest no longer decides how much memory a step takes. A
+    trial still checks it: where bits differ, whole parameters are used. Can be used as a decorator.
+    """
+    _elementwise.add(cls)
+    return cls
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's `step` is that of a class known to be elementwise; a subclass with its own is not."""
+    step = unhooked_step(type(optimizer))
+    return any(isinstance(optimizer, cls) and unhooked_step(cls) is step for cls in _elementwise)
+
+
+def learn_state(
+    optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor, dtype: torch.dtype
+) -> tuple[StateSpec, ...]:
+    """The tensors that the state of a parameter will hold once it was stepped.
+
+    Sizes are replaced by small primes for the trial, equal sizes by equal ones, and back in the state that comes of it.
+
+    Args:
+        optimizer: the user's.
+        group: the parameter group that the parameter is in.
+        like: the parameter: its shape, and its strides for state of the same shape. Its data are not read.
+        dtype: what the step will see: that of the parameter, or of its master.
+
+    Raises:
+        ConfigError: the class fails in the trial.
+    """
+    sizes = sorted({size for size in like.shape if size > 1})
+    small = {size: min(_PRIMES[i], size) if i < len(_PRIMES) else size for i, size in enumerate(sizes)}
+    if len(set(small.values())) < len(small):
+        small = {size: size for size in sizes}
+    large = {value: size for size, value in small.items()}
+    shape = tuple(small.get(size, size) for size in like.shape)
+    trial = _Trial(optimizer, group, [_seeded(shape, dtype, 0)])
+    for step in range(_STEPS):
+        trial.step([_seeded(shape, dtype, step + 1)])
+    state = trial.optimizer.state[trial.parameters[0]]
+    specs = []
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            full = tuple(large.get(size, size) for size in value.shape)
+            same = full == tuple(like.shape) and is_dense(like)
+            stride = like.stride() if same else _contiguous_stride(full)
+            specs.append(StateSpec(key, value.dtype, full, stride))
+    return tuple(specs)
+
+
+def keeps_bits(
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, threads: int, low_precision: bool
+) -> bool:
+    """Whether this class, with these options, gives the same bits in segments as on the whole parameter."""
+    numel = (32768 * threads if low_precision else 0) + 64 * 5 + 37
+    whole = _Trial(optimizer, group, [_seeded((numel,), dtype, 0)])
+    cuts = segment_cuts(numel, numel // 2, low_precision=low_precision, threads=threads)
+    parts = _Trial(optimizer, group, [part.clone() for part in _cut(_seeded((numel,), dtype, 0), cuts)])
+    for step in range(_STEPS):
+        gradient = _seeded((numel,), dtype, step + 1)
+        whole.step([gradient])
+        for i, part in enumerate(_cut(gradient, cuts)):
+            parts.step([part], only=[i])
+    joined = torch.cat([p.detach() for p in parts.parameters])
+    if not _same_bits(whole.parameters[0].detach(), joined):
+        return False
+    for key, value in whole.optimizer.state[whole.parameters[0]].items():
+        pieces = [parts.optimizer.state[p][key] for p in parts.parameters]
+        if isinstance(value, torch.Tensor) and value.shape == (numel,):
+            if not _same_bits(value, torch.cat(pieces)):
+                return False
+        elif not all(_equal(value, piece) for piece in pieces):
+            return False
+    return True
+
+
+def refuse_unsupported(optimizer: Optimizer) -> None:
+    """Refuse what cannot be stepped one parameter at a time.
+
+    Raises:
+        ConfigError: naming the class and what about it cannot work.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            f"{name} keeps one history across all parameters and cannot be swapped; use a per-parameter optimizer"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"{name}: differentiable=True keeps the graph of the step, which swapping would cut; set it to False"
+        )
+    for group in optimizer.param_groups:
+        shapes = {
+            tuple(min(size, _PRIMES[i]) for i, size in enumerate(p.shape))
+            for p in group["params"]
+            if p.dim() <= len(_PRIMES)
+        }
+        for shape in sorted(shapes, key=lambda s: (len(s), s))[:4]:
+            if 0 not in shape:
+                _refuse_coupling(optimizer, group, shape)
+
+
+def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> None:
+    dtype = next(p.dtype for p in group["params"])
+    start = [_seeded(shape, dtype, seed) for seed in (0, 100)]
+    together = _Trial(optimizer, group, [t.clone() for t in start])
+    apart = _Trial(optimizer, group, [t.clone() for t in start])
+    for step in range(_STEPS):
+        gradients = [_seeded(shape, dtype, step + seed) for seed in (1, 101)]
+        together.step(gradients)
+        before = dict(apart.group)
+        after: dict[str, Any] = {}
+        for i, gradient in enumerate(gradients):
+            apart.group.update(before)
+            apart.step([gradient], only=[i])
+            after = dict(apart.group)
+        apart.group.update(after)
+    for p, q in zip(together.parameters, apart.parameters, strict=True):
+        states = together.optimizer.state[p], apart.optimizer.state[q]
+        same = states[0].keys() == states[1].keys() and all(_equal(states[0][key], states[1][key]) for key in states[0])
+        if not same or not _same_bits(p.detach(), q.detach()):
+            raise ConfigError(
+                f"{type(optimizer).__name__} computes something else when it steps one parameter at a time, so it "
+                "cannot be swapped exactly; set offload_optimizer.device to none, or use a per-parameter optimizer"
+            )
+
+
+class _Trial:
+    """A twin of the user's optimizer over tensors of ours."""
+
+    def __init__(self, optimizer: Optimizer, group: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+        cls = type(optimizer)
+        self._step = unhooked_step(cls)
+        self._name = cls.__name__
+        self.parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
+        self.group = {
+            key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        if "capturable" in self.group:
+            self.group["capturable"] = False
+        if self.group.get("lr") == 0:
+            self.group["lr"] = 1e-3  # A warm-up starts at 0, where nothing would be seen to change.
+        self.optimizer: Optimizer = cls.__new__(cls)
+        for key, value in vars(optimizer).items():
+            if key not in OWN_ATTRIBUTES:
+                vars(self.optimizer)[key] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+        for key in _HOOKS:
+            setattr(self.optimizer, key, OrderedDict())
+        self.optimizer.state = defaultdict(dict)
+        self.optimizer.param_groups = [self.group]
+        self._give_initial_state(optimizer, group)
+        self.group["params"] = self.parameters
+
+    def _give_initial_state(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        # A class like Adagrad makes its state when it is constructed and expects it in the first step.
+        for known in group["params"]:
+            state = optimizer.state.get(known)
+            if not state or not known.numel():
+                continue
+            for parameter in self.parameters:
+                self.optimizer.state[parameter] = {
+                    key: _initial(value, known, parameter) if isinstance(value, torch.Tensor) else copy.copy(value)
+                    for key, value in state.items()
+                }
+            return
+
+    def step(self, gradients: Sequence[torch.Tensor], only: Sequence[int] | None = None) -> None:
+        chosen = self.parameters if only is None else [self.parameters[i] for i in only]
+        for parameter, gradient in zip(chosen, gradients, strict=True):
+            sparse = isinstance(self.optimizer, torch.optim.SparseAdam)
+            parameter.grad = gradient.to_sparse() if sparse else gradient.clone()
+        self.group["params"] = list(chosen)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                self._step(self.optimizer)
+        except Exception as error:
+            raise ConfigError(
+                f"{self._name} failed in a trial step on small tensors of shape "
+                f"{[tuple(p.shape) for p in chosen]}, so how to swap its state is unknown: {error!r}"
+            ) from error
+
+
+def _initial(value: torch.Tensor, known: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if value.shape == known.shape and value.numel():
+        return torch.full_like(parameter, value.flatten()[0].item(), dtype=parameter.dtype)
+    return value.detach().cpu().clone()
+
+
+def _seeded(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def _cut(tensor: torch.Tensor, cuts: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    return [tensor[start:stop] for start, stop in cuts]
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and _same_bits(a.reshape(-1), b.reshape(-1))
+    return type(a) is type(b) and bool(a == b)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one block of memory, each place once, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))
