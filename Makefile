@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+PIP_FLAGS := --no-input --disable-pip-version-check -c constraints.txt
 NATIVE := $(wildcard csrc/*.cpp csrc/*.h)
 
 # Threads that wait should sleep: spinning ones take the cores that the I/O threads, or another program, need.
@@ -47,21 +48,27 @@ clean:
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-# Set up: the environment with torch and the build tools, then the package, built in place by the same torch-free setup.py
-# that `pip install .` uses. The stamps hold what `make` cannot see in a directory: that all of it succeeded.
+# Set up: first torch and the build tools, then the package, built in place, and the tools of development. A stamp says
+# what a directory cannot: that the whole step succeeded. A change in csrc/ builds again.
 
 $(VENV)/.made: constraints.txt
-	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) is not there: install Python 3.10 or newer, or name one: make PYTHON=..."; exit 1; }
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "swapper needs Python 3.10 or newer, $(PYTHON) is $$($(PYTHON) -V): name a newer one: make PYTHON=..."; exit 1; }
-	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { echo "$(PYTHON) has no venv module: install it (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
-	@$(PYTHON) -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))' || { echo "$(PYTHON) has no headers: install them (on Debian and Ubuntu: apt install python3-dev)"; exit 1; }
-	@command -v $(CXX) >/dev/null || { echo "$(CXX) is not there: install a C++ compiler (on Debian and Ubuntu: apt install g++), or name one: make CXX=..."; exit 1; }
+	@command -v $(PYTHON) >/dev/null || { \
+	    echo "$(PYTHON) is not there: install Python 3.10 or newer, or name one: make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { \
+	    echo "swapper needs Python 3.10 or newer, $(PYTHON) is older: name another one: make PYTHON=..."; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	    echo "$(PYTHON) has no venv module: install it (on Debian and Ubuntu: apt install python3-venv)"; exit 1; }
+	@test -e "$$($(PYTHON) -c 'import sysconfig; print(sysconfig.get_path("include"))')/Python.h" || { \
+	    echo "$(PYTHON) has no C headers: install them (on Debian and Ubuntu: apt install python3-dev)"; exit 1; }
+	@command -v $(CXX) >/dev/null || { \
+	    echo "$(CXX) is not there: install a C++ compiler (on Debian and Ubuntu: apt install g++), or name one: make CXX=..."; \
+	    exit 1; }
 	@test -x $(BIN)/pip || { echo "Making $(VENV)"; $(PYTHON) -m venv $(VENV); }
 	@echo "Installing torch, the largest of what is needed"
-	@$(BIN)/pip install --no-input --disable-pip-version-check -c constraints.txt torch setuptools pybind11
+	@$(BIN)/pip install $(PIP_FLAGS) torch setuptools pybind11
 	@touch $@
 
 $(VENV)/.built: $(VENV)/.made pyproject.toml setup.py $(NATIVE)
-	@echo "Building the native core"
-	@$(BIN)/pip install --no-input --disable-pip-version-check --quiet -c constraints.txt --no-build-isolation -e '.[dev]'
+	@echo "Building the native core, installing the tools"
+	@$(BIN)/pip install $(PIP_FLAGS) --quiet --no-build-isolation -e '.[dev]'
 	@touch $@

@@ -83,7 +83,8 @@ class AioBackend final : public Backend {
         io_event events[64];
         timespec none{};
         const auto room = static_cast<long>(std::min<size_t>(capacity - count, 64));
-        const long rc = ::syscall(SYS_io_getevents, context_, block ? 1L : 0L, room, events, block ? nullptr : &none);
+        const long rc =
+            ::syscall(SYS_io_getevents, context_, block ? 1L : 0L, room, events, block ? nullptr : &none);
         if (rc < 0) {
             if (errno == EINTR) return count;
             throw IoError(errno, "io_getevents");
@@ -130,6 +131,8 @@ class AioBackend final : public Backend {
 
 }  // namespace
 
-std::unique_ptr<Backend> make_aio_backend(uint32_t queue_depth) { return std::make_unique<AioBackend>(queue_depth); }
+std::unique_ptr<Backend> make_aio_backend(uint32_t queue_depth) {
+    return std::make_unique<AioBackend>(queue_depth);
+}
 
 }  // namespace swapper

@@ -26,8 +26,8 @@ class Backend {
   public:
     virtual ~Backend() = default;  // in-flight requests have been reaped, unless a call threw
 
-    // Starts requests in order. Returns how many were taken, from the front: fewer than `count`, even 0, where
-    // the kernel has no room now. A request that the kernel refuses counts as taken, and its completion
+    // Starts requests in order. Returns how many were taken, from the front: fewer than `count`, even 0,
+    // where the kernel has no room now. A request that the kernel refuses counts as taken, and its completion
     // carries the error. Throws IoError only where the backend itself is broken.
     virtual size_t submit(Request* const* requests, size_t count) = 0;
 

@@ -66,7 +66,8 @@ uint64_t wait_transfer(const Transfer& transfer, std::optional<double> timeout_s
     const double limit_ms = timeout_s ? std::clamp(*timeout_s * 1e3, 0.0, kForeverMs) : kForeverMs;
     const auto begin = Clock::now();
     while (!transfer.done()) {
-        const double left_ms = limit_ms - std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
+        const double left_ms =
+            limit_ms - std::chrono::duration<double, std::milli>(Clock::now() - begin).count();
         if (left_ms <= 0) {
             PyErr_SetString(PyExc_TimeoutError, "the transfer is still in flight");
             throw py::error_already_set();
@@ -90,12 +91,14 @@ void bind_engine(py::module_& module) {
     py::class_<Slab, std::shared_ptr<Slab>>(module, "Slab", py::buffer_protocol())
         .def(py::init<uint64_t>(), "length_bytes"_a, NoGil())
         .def_property_readonly("length_bytes", &Slab::length)
-        .def_property_readonly("address", [](const Slab& slab) { return reinterpret_cast<uintptr_t>(slab.data()); })
+        .def_property_readonly("address",
+                               [](const Slab& slab) { return reinterpret_cast<uintptr_t>(slab.data()); })
         .def_property_readonly("locked", &Slab::locked)
         .def_property_readonly("lock_reason", &Slab::lock_refusal)
         .def_buffer([](const Slab& slab) {
             if (!slab.in_owner_process()) throw StateError("this memory belongs to the parent process");
-            return py::buffer_info(reinterpret_cast<uint8_t*>(slab.data()), static_cast<py::ssize_t>(slab.length()));
+            return py::buffer_info(reinterpret_cast<uint8_t*>(slab.data()),
+                                   static_cast<py::ssize_t>(slab.length()));
         });
 
     py::class_<File, std::shared_ptr<File>>(module, "File")
@@ -117,9 +120,9 @@ void bind_engine(py::module_& module) {
         .def("wait", &wait_transfer, "timeout"_a = py::none());
 
     py::class_<FaultPlan, std::shared_ptr<FaultPlan>>(module, "FaultPlan")
-        .def(py::init([](uint64_t seed, double short_transfer, double eio, double enospc, double eintr, double eagain,
-                         uint32_t delay_us, bool reorder, int64_t fail_read_at, int64_t fail_write_at,
-                         int fail_errno) {
+        .def(py::init([](uint64_t seed, double short_transfer, double eio, double enospc, double eintr,
+                         double eagain, uint32_t delay_us, bool reorder, int64_t fail_read_at,
+                         int64_t fail_write_at, int fail_errno) {
                  auto plan = std::make_shared<FaultPlan>();
                  plan->seed = seed;
                  plan->short_transfer = short_transfer;
@@ -135,8 +138,8 @@ void bind_engine(py::module_& module) {
                  return plan;
              }),
              py::kw_only(), "seed"_a = 0, "short"_a = 0.0, "eio"_a = 0.0, "enospc"_a = 0.0, "eintr"_a = 0.0,
-             "eagain"_a = 0.0, "delay_us"_a = 0, "reorder"_a = false, "fail_read_at"_a = 0, "fail_write_at"_a = 0,
-             "fail_errno"_a = EIO)
+             "eagain"_a = 0.0, "delay_us"_a = 0, "reorder"_a = false, "fail_read_at"_a = 0,
+             "fail_write_at"_a = 0, "fail_errno"_a = EIO)
         .def_property(
             "fail_read_at", [](const FaultPlan& plan) { return plan.fail_read_at.load(); },
             [](FaultPlan& plan, int64_t n) { plan.fail_read_at = n; })
@@ -150,8 +153,9 @@ void bind_engine(py::module_& module) {
         .def_property_readonly("writes", [](const FaultPlan& plan) { return plan.writes.load(); });
 
     py::class_<Engine, std::shared_ptr<Engine>>(module, "Engine")
-        .def(py::init([](const std::string& backend, uint64_t block_bytes, uint32_t queue_depth, uint32_t threads,
-                         bool single_submit, bool overlap_events, std::shared_ptr<FaultPlan> faults) {
+        .def(py::init([](const std::string& backend, uint64_t block_bytes, uint32_t queue_depth,
+                         uint32_t threads, bool single_submit, bool overlap_events,
+                         std::shared_ptr<FaultPlan> faults) {
                  EngineOptions options;
                  options.backend = backend_kind(backend);
                  options.block_bytes = block_bytes;
@@ -165,32 +169,44 @@ void bind_engine(py::module_& module) {
              }),
              py::kw_only(), "backend"_a, "block_bytes"_a, "queue_depth"_a, "threads"_a, "single_submit"_a,
              "overlap_events"_a, "faults"_a)
+        // With the GIL: they only take a short lock, and getting the GIL back could take a thread switch, 5
+        // ms.
         .def(
             "read",
-            [](Engine& engine, std::shared_ptr<File> file, uintptr_t address, uint64_t length, uint64_t offset,
-               uint64_t key) { return start(engine, Operation::kRead, std::move(file), address, length, offset, key); },
-            "file"_a, "address"_a, "length_bytes"_a, "offset_bytes"_a, "key"_a, NoGil())
+            [](Engine& engine, std::shared_ptr<File> file, uintptr_t address, uint64_t length,
+               uint64_t offset, uint64_t key) {
+                return start(engine, Operation::kRead, std::move(file), address, length, offset, key);
+            },
+            "file"_a, "address"_a, "length_bytes"_a, "offset_bytes"_a, "key"_a)
         .def(
             "write",
-            [](Engine& engine, std::shared_ptr<File> file, uintptr_t address, uint64_t length, uint64_t offset,
-               uint64_t key) { return start(engine, Operation::kWrite, std::move(file), address, length, offset, key); },
-            "file"_a, "address"_a, "length_bytes"_a, "offset_bytes"_a, "key"_a, NoGil())
+            [](Engine& engine, std::shared_ptr<File> file, uintptr_t address, uint64_t length,
+               uint64_t offset, uint64_t key) {
+                return start(engine, Operation::kWrite, std::move(file), address, length, offset, key);
+            },
+            "file"_a, "address"_a, "length_bytes"_a, "offset_bytes"_a, "key"_a)
         .def("take_finished", &Engine::take_finished)
         .def("register_slab", &Engine::register_slab, "slab"_a, NoGil())
         .def(
-            "unregister_slab", [](Engine& engine, const std::shared_ptr<Slab>& slab) { engine.unregister_slab(slab.get()); },
+            "unregister_slab",
+            [](Engine& engine, const std::shared_ptr<Slab>& slab) { engine.unregister_slab(slab.get()); },
             "slab"_a, NoGil())
         .def("close", &Engine::close, NoGil());
 
     module.def(
-        "probe_backend", [](const std::string& name, bool fixed) { return probe_backend(backend_kind(name), fixed); },
+        "probe_backend",
+        [](const std::string& name, bool fixed) { return probe_backend(backend_kind(name), fixed); },
         "name"_a, "fixed"_a);
 }
 
 // codec
 
-const void* source(uintptr_t address) { return reinterpret_cast<const void*>(address); }
-void* target(uintptr_t address) { return reinterpret_cast<void*>(address); }
+const void* source(uintptr_t address) {
+    return reinterpret_cast<const void*>(address);
+}
+void* target(uintptr_t address) {
+    return reinterpret_cast<void*>(address);
+}
 
 void bind_codec(py::module_& module) {
     module.def(

@@ -31,8 +31,8 @@ constexpr size_t kBounceBlocks = 8;
 static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t), "a futex is a plain 32-bit word");
 
 long futex(const std::atomic<uint32_t>& word, int operation, uint32_t value, const timespec* timeout) {
-    return ::syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), operation | FUTEX_PRIVATE_FLAG, value,
-                     timeout, nullptr, 0);
+    return ::syscall(SYS_futex, reinterpret_cast<const uint32_t*>(&word), operation | FUTEX_PRIVATE_FLAG,
+                     value, timeout, nullptr, 0);
 }
 
 struct Free {
@@ -42,7 +42,8 @@ using Block = std::unique_ptr<char, Free>;
 
 Block allocate_block(uint64_t alignment, uint64_t length) {
     // aligned_alloc asks for a length that is a multiple of the alignment; both are here, or 4096 divides it.
-    char* memory = static_cast<char*>(std::aligned_alloc(alignment, (length + alignment - 1) / alignment * alignment));
+    char* memory =
+        static_cast<char*>(std::aligned_alloc(alignment, (length + alignment - 1) / alignment * alignment));
     if (memory == nullptr) throw std::bad_alloc();
     return Block(memory);
 }
@@ -65,9 +66,12 @@ class SignalsBlocked {
 
 std::unique_ptr<Backend> make_backend(BackendKind kind, uint32_t queue_depth) {
     switch (kind) {
-        case BackendKind::kAio: return make_aio_backend(queue_depth);
-        case BackendKind::kUring: return make_uring_backend(queue_depth);
-        case BackendKind::kThreads: break;
+        case BackendKind::kAio:
+            return make_aio_backend(queue_depth);
+        case BackendKind::kUring:
+            return make_uring_backend(queue_depth);
+        case BackendKind::kThreads:
+            break;
     }
     return make_threads_backend(queue_depth);
 }
@@ -75,13 +79,13 @@ std::unique_ptr<Backend> make_backend(BackendKind kind, uint32_t queue_depth) {
 // A part of a transfer on its way: one request, and what is needed to continue it.
 struct Part : Request {
     std::shared_ptr<Transfer> transfer;
-    char* memory = nullptr;      // where the caller wants the part; `data` is elsewhere if it is bounced
-    uint64_t part_offset = 0;    // of the whole part; `offset` advances with what has moved
+    char* memory = nullptr;    // where the caller wants the part; `data` is elsewhere if it is bounced
+    uint64_t part_offset = 0;  // of the whole part; `offset` advances with what has moved
     uint32_t part_length = 0;
-    uint64_t alignment = 1;      // of offset and length, while it goes direct
-    int buffered_fd = -1;        // where the rest goes if the direct descriptor cannot have it
+    uint64_t alignment = 1;  // of offset and length, while it goes direct
+    int buffered_fd = -1;    // where the rest goes if the direct descriptor cannot have it
     bool bounced = false;
-    Block block;                 // holds the bytes if `bounced`
+    Block block;  // holds the bytes if `bounced`
     uint32_t retries = 0;
 };
 
@@ -89,14 +93,19 @@ struct Part : Request {
 
 Transfer::Transfer(Operation operation, std::shared_ptr<const File> file, char* data, uint64_t length,
                    uint64_t offset, uint64_t key)
-    : operation_(operation), file_(std::move(file)), data_(data), length_(length), offset_(offset), key_(key) {}
+    : operation_(operation),
+      file_(std::move(file)),
+      data_(data),
+      length_(length),
+      offset_(offset),
+      key_(key) {}
 
 bool Transfer::wait(int64_t timeout_ms) const {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
     while (!done()) {
-        const auto left = std::chrono::duration_cast<std::chrono::nanoseconds>(
-                              deadline - std::chrono::steady_clock::now())
-                              .count();
+        const auto left =
+            std::chrono::duration_cast<std::chrono::nanoseconds>(deadline - std::chrono::steady_clock::now())
+                .count();
         if (left <= 0) return false;
         timespec timeout{};
         timeout.tv_sec = static_cast<time_t>(left / 1000000000);
@@ -131,7 +140,7 @@ struct Engine::Impl {
     std::mutex close_mutex;    // one `close` at a time
     std::mutex control_mutex;  // one change of pieces at a time; taken before `mutex`
 
-    std::mutex mutex;  // for all below; taken before a backend's own
+    std::mutex mutex;                             // for all below; taken before a backend's own
     std::deque<std::shared_ptr<Transfer>> queue;  // not cut to the end; the front is being cut
     std::vector<std::shared_ptr<Transfer>> finished;
     bool stopping = false;
@@ -248,7 +257,8 @@ class Engine::Worker {
             for (Part* part : ready_) {
                 prepare_bounce(*part);
                 batch_.push_back(part);
-                if (impl_.options.single_submit) break;
+                // What had to be copied goes before the next is copied, so that the drive works meanwhile.
+                if (impl_.options.single_submit || part->bounced) break;
             }
             const size_t taken = backend_->submit(batch_.data(), batch_.size());
             in_flight_ += taken;
@@ -344,8 +354,9 @@ class Engine::Worker {
             detail += "it was the part of " + std::to_string(part.length) + " bytes at byte " +
                       std::to_string(part.offset);
         }
-        return IoError(error, name_of(part.operation), transfer.path(), static_cast<int64_t>(transfer.offset()),
-                       static_cast<int64_t>(transfer.length()), std::move(detail));
+        return IoError(error, name_of(part.operation), transfer.path(),
+                       static_cast<int64_t>(transfer.offset()), static_cast<int64_t>(transfer.length()),
+                       std::move(detail));
     }
 
     void finish(Part& part, std::optional<IoError> error) {
@@ -396,8 +407,8 @@ class Engine::Worker {
     std::thread thread_;
 };
 
-// Gives out the next part of the front of the queue. Under the mutex. False if there is none, or if it needs a
-// bounce block and none is free.
+// Gives out the next part of the front of the queue. Under the mutex. False if there is none, or if it needs
+// a bounce block and none is free.
 bool Engine::Impl::cut(Part& part, bool may_bounce) {
     while (!queue.empty() && queue.front()->error_) queue.pop_front();  // its last part reports it
     if (queue.empty()) return false;
@@ -467,10 +478,10 @@ void Engine::Impl::fail_queue(const IoError& error) {
     const std::lock_guard<std::mutex> lock(mutex);
     for (const std::shared_ptr<Transfer>& transfer : queue) {
         if (transfer->error_) continue;
-        transfer->error_ = IoError(error.code, name_of(transfer->operation_), transfer->path(),
-                                   static_cast<int64_t>(transfer->offset_),
-                                   static_cast<int64_t>(transfer->length_),
-                                   "the I/O thread ended: " + std::string(error.what()));
+        transfer->error_ =
+            IoError(error.code, name_of(transfer->operation_), transfer->path(),
+                    static_cast<int64_t>(transfer->offset_), static_cast<int64_t>(transfer->length_),
+                    "the I/O thread ended: " + std::string(error.what()));
         if (transfer->parts_ > 0) continue;
         finished.push_back(transfer);
         transfer->complete();
@@ -501,7 +512,8 @@ Engine::Engine(const EngineOptions& options) : impl_(std::make_unique<Impl>(opti
     const uint64_t block = options.block_bytes;
     if (block < 4096 || block % 4096 != 0 || block > kPieceBytes || options.queue_depth < 1 ||
         options.queue_depth > 4096 || options.threads < 1 || options.threads > 256) {
-        throw IoError(EINVAL, "start I/O engine", "", -1, -1, "block_bytes, queue_depth or threads out of range");
+        throw IoError(EINVAL, "start I/O engine", "", -1, -1,
+                      "block_bytes, queue_depth or threads out of range");
     }
     try {
         for (uint32_t i = 0; i < options.threads; ++i) {
@@ -524,7 +536,8 @@ Engine::~Engine() {
 
 Engine::Impl& Engine::checked() const {
     if (::getpid() != impl_->owner) {
-        throw StateError("this I/O handle was made before a fork: it works in the parent only, make a new one");
+        throw StateError(
+            "this I/O handle was made before a fork: it works in the parent only, make a new one");
     }
     return *impl_;
 }
@@ -560,10 +573,12 @@ std::vector<std::shared_ptr<Transfer>> Engine::take_finished() {
 std::string Engine::register_slab(std::shared_ptr<Slab> slab) {
     Impl& impl = checked();
     const std::lock_guard<std::mutex> control(impl.control_mutex);
+    if (std::find(impl.slabs.begin(), impl.slabs.end(), slab) != impl.slabs.end()) return "";
     std::vector<Piece> before;
     {
         const std::lock_guard<std::mutex> lock(impl.mutex);
         if (impl.stopping) throw StateError("the I/O handle is closed");
+        if (impl.broken) throw IoError(*impl.broken);
         before = impl.pieces;
     }
     std::vector<Piece> wanted = before;
@@ -595,7 +610,8 @@ void Engine::unregister_slab(const Slab* slab) {
     {
         const std::lock_guard<std::mutex> lock(impl.mutex);
         for (const Piece& piece : impl.pieces) {
-            if (piece.data < slab->data() || piece.data >= slab->data() + slab->length()) wanted.push_back(piece);
+            if (piece.data < slab->data() || piece.data >= slab->data() + slab->length())
+                wanted.push_back(piece);
         }
     }
     if (impl.set_pieces(wanted) != 0) impl.set_pieces({});

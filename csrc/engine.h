@@ -1,4 +1,5 @@
-// Turns reads and writes of any size into requests, and requests back into one completion. All policy is here.
+// Turns reads and writes of any size into requests, and requests back into one completion. All policy is
+// here.
 #pragma once
 
 #include <atomic>
@@ -22,8 +23,8 @@ namespace swapper {
 // destroy what it inherited.
 class Transfer {
   public:
-    Transfer(Operation operation, std::shared_ptr<const File> file, char* data, uint64_t length, uint64_t offset,
-             uint64_t key);
+    Transfer(Operation operation, std::shared_ptr<const File> file, char* data, uint64_t length,
+             uint64_t offset, uint64_t key);
 
     Operation operation() const { return operation_; }
     const std::string& path() const { return file_->path(); }
@@ -66,12 +67,13 @@ class Transfer {
 
 struct EngineOptions {
     BackendKind backend = BackendKind::kThreads;
-    uint64_t block_bytes = uint64_t{1} << 20;  // the most that one request moves; 4096 to 1 GiB, a multiple of 4096
-    uint32_t queue_depth = 32;                 // requests in flight, per thread
-    uint32_t threads = 1;                      // I/O threads, each with a backend of its own
-    bool single_submit = false;                // one request per system call instead of a batch
-    bool overlap_events = true;                // false: a batch is over before the next is submitted
-    std::shared_ptr<FaultPlan> faults;         // may be null
+    uint64_t block_bytes = uint64_t{1}
+                           << 20;       // the most that one request moves; 4096 to 1 GiB, a multiple of 4096
+    uint32_t queue_depth = 32;          // requests in flight, per thread
+    uint32_t threads = 1;               // I/O threads, each with a backend of its own
+    bool single_submit = false;         // one request per system call instead of a batch
+    bool overlap_events = true;         // false: a batch is over before the next is submitted
+    std::shared_ptr<FaultPlan> faults;  // may be null
 };
 
 // Owns the I/O threads. Transfers start in the order of `start` and run side by side; those that overlap in a
@@ -94,8 +96,8 @@ class Engine {
     std::vector<std::shared_ptr<Transfer>> take_finished();
 
     // Registers the slab with the kernel, in pieces, so that it need not map pages at each request. Waits for
-    // what is in flight. Keeps the slab alive until `unregister_slab` or `close`. Returns "" or the reason why
-    // this could not be done; transfers work all the same.
+    // what is in flight. Keeps the slab alive until `unregister_slab` or `close`. Returns "" or the reason
+    // why this could not be done; transfers work all the same.
     std::string register_slab(std::shared_ptr<Slab> slab);
     void unregister_slab(const Slab* slab);
 

@@ -21,8 +21,8 @@ struct FaultPlan {
     uint32_t delay_us = 0;  // completions are held up to this long
     bool reorder = false;   // completions come in random order
 
-    // The n-th read or write request from now on, counted from 1, fails with `fail_error`; 0 for none. Counted
-    // over all threads of the engine; retries and the parts of one transfer count singly.
+    // The n-th read or write request from now on, counted from 1, fails with `fail_error`; 0 for none.
+    // Counted over all threads of the engine; retries and the parts of one transfer count singly.
     std::atomic<int64_t> fail_read_at{0};
     std::atomic<int64_t> fail_write_at{0};
     std::atomic<int> fail_error{5};  // EIO

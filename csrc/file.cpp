@@ -2,8 +2,8 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
-#include <sys/sysmacros.h>
 #include <sys/syscall.h>
+#include <sys/sysmacros.h>
 
 #include <algorithm>
 #include <fstream>
@@ -27,10 +27,10 @@ constexpr unsigned kStatxDioAlign = 0x2000;
 
 // Logical block size of the device that holds the file, for kernels before 6.1; 4096 where unknown.
 uint32_t logical_block_bytes(int fd) {
-    struct stat info {};
+    struct stat info{};
     if (::fstat(fd, &info) != 0) return 4096;
-    const std::string device = "/sys/dev/block/" + std::to_string(major(info.st_dev)) + ":" +
-                               std::to_string(minor(info.st_dev));
+    const std::string device =
+        "/sys/dev/block/" + std::to_string(major(info.st_dev)) + ":" + std::to_string(minor(info.st_dev));
     // A partition has no queue of its own: that of its disk is one directory up.
     for (const char* queue : {"/queue/", "/../queue/"}) {
         std::ifstream text(device + queue + "logical_block_size");
@@ -53,9 +53,15 @@ int open_retrying(const char* path, int flags) {
 File::File(std::string path, const OpenOptions& options) : path_(std::move(path)) {
     int flags = O_CLOEXEC;
     switch (options.access) {
-        case Access::kRead: flags |= O_RDONLY; break;
-        case Access::kWrite: flags |= O_WRONLY; break;
-        case Access::kReadWrite: flags |= O_RDWR; break;
+        case Access::kRead:
+            flags |= O_RDONLY;
+            break;
+        case Access::kWrite:
+            flags |= O_WRONLY;
+            break;
+        case Access::kReadWrite:
+            flags |= O_RDWR;
+            break;
     }
     const int access_flags = flags;
     if (options.create) flags |= O_CREAT;
@@ -63,7 +69,7 @@ File::File(std::string path, const OpenOptions& options) : path_(std::move(path)
     if (options.exclusive) flags |= O_EXCL;
     buffered_ = UniqueFd(open_retrying(path_.c_str(), flags));
     if (!buffered_.valid()) throw IoError(errno, "open", path_);
-    struct stat info {};
+    struct stat info{};
     if (::fstat(buffered_.get(), &info) != 0) throw IoError(errno, "open", path_);
     if (S_ISDIR(info.st_mode)) throw IoError(EISDIR, "open", path_);
     if (options.direct) {
@@ -110,7 +116,7 @@ void File::open_direct(int flags) {
 }
 
 uint64_t File::size() const {
-    struct stat info {};
+    struct stat info{};
     if (::fstat(buffered_.get(), &info) != 0) throw IoError(errno, "stat", path_);
     return static_cast<uint64_t>(info.st_size);
 }

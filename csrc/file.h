@@ -36,9 +36,9 @@ class File {
     // What O_DIRECT asks of the memory address; 1 where the file is not direct.
     uint64_t memory_alignment() const { return memory_alignment_; }
     // Offsets and lengths that are multiples of this go direct in whole; 1 where the file is not direct.
-    // [Note: page cut] Never less than a page, although the device may allow 512 bytes: an unaligned edge goes
-    // through the page cache, whose unit is the page. Were part of that page written directly, the kernel
-    // could write the cached page back later, with the old bytes in the part that went direct.
+    // [Note: page cut] Never less than a page, although the device may allow 512 bytes: an unaligned edge
+    // goes through the page cache, whose unit is the page. Were part of that page written directly, the
+    // kernel could write the cached page back later, with the old bytes in the part that went direct.
     uint64_t offset_alignment() const { return offset_alignment_; }
 
     uint64_t size() const;

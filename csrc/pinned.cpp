@@ -32,7 +32,7 @@ void populate(char* data, uint64_t length) {
 
 std::string lock_reason(int error) {
     std::string reason = std::string("mlock: ") + std::strerror(error);
-    struct rlimit limit {};
+    struct rlimit limit{};
     if (::getrlimit(RLIMIT_MEMLOCK, &limit) == 0 && limit.rlim_cur != RLIM_INFINITY) {
         reason += " (RLIMIT_MEMLOCK is " + std::to_string(limit.rlim_cur) + " bytes: raise `ulimit -l`)";
     }
@@ -48,7 +48,8 @@ Slab::Slab(uint64_t length) : length_(length), owner_(::getpid()) {
     // Whole huge pages, so that the last one can be huge too and no neighbour shares it.
     mapped_ = (length + kAlignment - 1) / kAlignment * kAlignment;
     // A mapping is aligned to a page only: map one alignment more, and give back what sticks out.
-    void* wide = ::mmap(nullptr, mapped_ + kAlignment, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    void* wide =
+        ::mmap(nullptr, mapped_ + kAlignment, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (wide == MAP_FAILED) {
         throw IoError(errno, "allocate pinned memory", "", -1, static_cast<int64_t>(length));
     }
@@ -75,6 +76,8 @@ Slab::~Slab() {
     if (in_owner_process()) ::munmap(data_, mapped_);
 }
 
-bool Slab::in_owner_process() const { return ::getpid() == owner_; }
+bool Slab::in_owner_process() const {
+    return ::getpid() == owner_;
+}
 
 }  // namespace swapper

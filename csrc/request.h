@@ -7,7 +7,9 @@ namespace swapper {
 
 enum class Operation : uint8_t { kRead, kWrite };
 
-inline const char* name_of(Operation operation) { return operation == Operation::kRead ? "read" : "write"; }
+inline const char* name_of(Operation operation) {
+    return operation == Operation::kRead ? "read" : "write";
+}
 
 // Owned by the engine; backends store its address as user data, so it may not move or change between
 // `submit` and the completion that returns it.

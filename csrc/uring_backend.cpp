@@ -129,7 +129,8 @@ class UringBackend final : public Backend {
     }
 
     ~UringBackend() override {
-        // Only after a failure is anything in flight: the kernel may not write into memory that is given back.
+        // Only after a failure is anything in flight: the kernel may not write into memory that is given
+        // back.
         try {
             Completion ignored[16];
             while (in_flight_ > 0) reap(ignored, 16, true);
@@ -207,7 +208,8 @@ class UringBackend final : public Backend {
         if (pieces.empty()) return 0;
         std::vector<iovec> vectors;
         for (const Piece& piece : pieces) vectors.push_back({piece.data, piece.length});
-        if (::syscall(kSysRegister, ring_.get(), kRegisterBuffers, vectors.data(), vectors.size()) != 0) return errno;
+        if (::syscall(kSysRegister, ring_.get(), kRegisterBuffers, vectors.data(), vectors.size()) != 0)
+            return errno;
         registered_ = true;
         return 0;
     }
@@ -223,18 +225,19 @@ class UringBackend final : public Backend {
             if (ring_.valid() || errno != EINVAL) break;
         }
         if (!ring_.valid()) {
-            const char* detail = errno == ENOSYS ? "needs Linux 5.6, or the container forbids it"
-                                 : errno == EPERM
-                                     ? "forbidden by the container's seccomp profile or kernel.io_uring_disabled"
-                                 : errno == ENOMEM ? "RLIMIT_MEMLOCK: raise `ulimit -l`"
-                                                   : "";
+            const char* detail =
+                errno == ENOSYS   ? "needs Linux 5.6, or the container forbids it"
+                : errno == EPERM  ? "forbidden by the container's seccomp profile or kernel.io_uring_disabled"
+                : errno == ENOMEM ? "RLIMIT_MEMLOCK: raise `ulimit -l`"
+                                  : "";
             throw IoError(errno, "io_uring_setup", "", -1, -1, detail);
         }
         if ((params.features & kFeatureSingleMmap) == 0) {
             throw IoError(ENOSYS, "io_uring_setup", "", -1, -1, "needs Linux 5.6");
         }
-        const size_t length = std::max<size_t>(params.sq.array_or_flags + params.sq_entries * sizeof(uint32_t),
-                                               params.cq.dropped_or_entries + params.cq_entries * sizeof(CompletionEntry));
+        const size_t length =
+            std::max<size_t>(params.sq.array_or_flags + params.sq_entries * sizeof(uint32_t),
+                             params.cq.dropped_or_entries + params.cq_entries * sizeof(CompletionEntry));
         rings_ = Mapping(ring_.get(), length, kOffsetRings);
         entries_ = Mapping(ring_.get(), params.sq_entries * sizeof(SubmissionEntry), kOffsetEntries);
         sq_head_ = rings_.at<uint32_t>(params.sq.head);
@@ -266,7 +269,8 @@ class UringBackend final : public Backend {
     SubmissionEntry* next_entry() {
         const uint32_t head = __atomic_load_n(sq_head_, __ATOMIC_ACQUIRE);
         if (*sq_tail_ - head == sq_entries_) return nullptr;
-        SubmissionEntry* entry = &sqes_[*sq_tail_ & (sq_entries_ - 1)];  // the kernel rounds to a power of two
+        SubmissionEntry* entry =
+            &sqes_[*sq_tail_ & (sq_entries_ - 1)];  // the kernel rounds to a power of two
         *entry = {};
         return entry;
     }

@@ -73,8 +73,8 @@ def parse_arguments() -> Arguments:
     parser.add_argument("--data", type=Path, help="file to train on instead of Python's own source files")
     parser.add_argument("--config", type=Path, default=_CONFIG, help="what to swap, and how")
     parser.add_argument("--nvme-path", type=Path, help="directory to swap to, instead of the config's")
-    parser.add_argument("--steps", type=int, default=500)
-    parser.add_argument("--batch-size", type=int, default=16)
+    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--context", type=int, help="bytes in a window, instead of the size class's")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["cpu", "cuda", "auto"], default="auto")
@@ -126,6 +126,7 @@ def train(model: GPT, arguments: Arguments, console: Console) -> Result:
                 tokens, targets = (tensor.to(arguments.device) for tensor in next(data))
                 loss = model.loss(tokens, targets)
                 loss.backward()  # type: ignore[no-untyped-call]
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
                 before_s = _now_s(arguments.device)
                 if masters is not None:
                     masters.take_gradients()
@@ -173,8 +174,8 @@ def train_plain(arguments: Arguments) -> Result:
 
 
 def _lr_factor(step: int, steps: int) -> float:
-    """Linear warm-up over a twentieth of the steps, then a cosine down to a tenth."""
-    return min(1.0, (step + 1) / (steps / 20)) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
+    """Linear warm-up over a tenth of the steps, then a cosine down to a tenth."""
+    return min(1.0, (step + 1) / (steps / 10)) * (0.55 + 0.45 * math.cos(math.pi * step / steps))
 
 
 def _now_s(device: str) -> float:

@@ -3,10 +3,9 @@
 Every failure of the system raises `SwapIOError`, every use after a fork or after close `SwapError`.
 """
 
-from typing import final
-
-@final
 class Slab:
+    """Supports the buffer protocol, which keeps it alive: `torch.frombuffer(slab, dtype=torch.uint8)`."""
+
     def __init__(self, length_bytes: int) -> None: ...
     @property
     def length_bytes(self) -> int: ...
@@ -16,12 +15,9 @@ class Slab:
     def locked(self) -> bool: ...
     @property
     def lock_reason(self) -> str: ...
-    def __buffer__(self, flags: int, /) -> memoryview: ...
 
 class File:
-    def __init__(
-        self, path: str, mode: str, create: bool, truncate: bool, exclusive: bool, direct: bool
-    ) -> None: ...
+    def __init__(self, path: str, mode: str, create: bool, truncate: bool, exclusive: bool, direct: bool) -> None: ...
     @property
     def direct(self) -> bool: ...
     @property

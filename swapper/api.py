@@ -69,7 +69,7 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
     plan = OptimizerPlan(optimizer, settings, next(_owners))
     if device == "nvme":
         plan.schedule(settings.pool_bytes)  # Refuses what cannot work before anything is made.
-        shared = _Shared.of(settings, plan.remote)
+        shared = _Shared.of(settings, plan.device.type == "cuda")
         pool_bytes = settings.pool_bytes - shared.held_bytes
         release = shared.hold(plan.schedule(pool_bytes).held_bytes)
         pool, store = shared.pool, shared.store
@@ -79,7 +79,7 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
                 "offload_optimizer.device: none cannot keep master weights for a model on a GPU; use device: cpu"
             )
         pool_bytes = plan.stored_bytes + plan.scratch_bytes * plan.scratch_count
-        pool, store = BufferPool(max(pool_bytes, PAGE_BYTES), cuda=plan.remote), None
+        pool, store = BufferPool(max(pool_bytes, PAGE_BYTES), cuda=plan.device.type == "cuda"), None
         release = pool.close
     try:
         OptimizerSwapper(optimizer, plan, pool, pool_bytes, store, release)

@@ -167,7 +167,7 @@ class BufferPool:
     Raises:
         ValueError: `pool_bytes` is not positive.
         SwapIOError: there is not so much memory.
-        RuntimeError: CUDA refused.
+        SwapError: CUDA refused, or the handle insists on registration and cannot have it.
     """
 
     def __init__(self, pool_bytes: int, handle: AsyncIOHandle | None = None, *, cuda: bool = False) -> None:
@@ -349,7 +349,9 @@ def _round_up(length_bytes: int) -> int:
 
 def _cuda_register(slab: Slab) -> None:
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    torch.cuda.check_error(int(cudart.cudaHostRegister(slab.address, slab.length_bytes, 0)))
+    status = int(cudart.cudaHostRegister(slab.address, slab.length_bytes, 0))
+    if status != 0:
+        raise SwapError(f"cudaHostRegister of {slab.length_bytes} bytes failed: CUDA error {status}")
 
 
 def _unregister(slab: Slab, handle: AsyncIOHandle | None, cuda: bool, pid: int) -> None:

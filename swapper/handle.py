@@ -18,6 +18,7 @@ import functools
 import itertools
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -158,7 +159,7 @@ class _Ledger:
     finished transfers, which `sweep` takes at every call.
     """
 
-    __slots__ = ("engine", "failed", "in_flight", "pid")
+    __slots__ = ("_lock", "engine", "failed", "in_flight", "pid")
 
     def __init__(self, engine: _native.Engine) -> None:
         self.engine = engine
@@ -166,14 +167,17 @@ class _Ledger:
         # The storage, not the tensor: `tensor.data = ...` would otherwise free the memory under the transfer.
         self.in_flight: dict[int, torch.UntypedStorage] = {}
         self.failed: dict[int, _native.Transfer] = {}
+        # So that nobody sees a finished transfer in neither table. Re-entrant: the finalizer of the handle may run at
+        # any allocation.
+        self._lock = threading.RLock()
 
     def sweep(self) -> None:
         """Let go of the memory of finished transfers and note those that failed."""
-        for transfer in self.engine.take_finished():
-            # Failed before in flight, so that a concurrent observer never misses it.
-            if transfer.failed():
-                self.failed[transfer.key] = transfer
-            self.in_flight.pop(transfer.key, None)
+        with self._lock:
+            for transfer in self.engine.take_finished():
+                if transfer.failed():
+                    self.failed[transfer.key] = transfer
+                self.in_flight.pop(transfer.key, None)
 
 
 class Transfer:
@@ -457,6 +461,7 @@ class AsyncIOHandle:
 
         Raises:
             SwapError: refused, and `backend="uring+fixed"` was asked for; or closed, or a forked child.
+            SwapIOError: the backend has broken down.
         """
         self._check_process()
         if self._rung != "uring+fixed":

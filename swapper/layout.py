@@ -50,6 +50,7 @@ __all__ = [
     "PAGE_BYTES",
     "Entry",
     "RecordLayout",
+    "format_bytes",
     "keeps_bits",
     "plan_record",
     "round_up",
@@ -87,8 +88,8 @@ def segment_cuts(numel: int, numel_max: int, *, low_precision: bool, threads: in
         numel_max: most elements of a segment, >= `CUT_NUMEL`. At `low_precision` use 32768 or more: with less,
             each segment is stepped by one thread.
         low_precision: the parameter is stepped in fp16 or bf16, by kernels that are not fused. False for fp32 and
-            fp64, for fp32 masters, and with `fused=True`, whatever the dtype: with fused kernels the cuts for
-            True would be wrong.
+            fp64, for fp32 masters (True would be exact there too, with more segments), and with `fused=True`,
+            whatever the dtype: with fused kernels the cuts for True would be wrong.
         threads: `torch.get_num_threads()` in the thread that will call `step`, >= 1; of no effect unless
             `low_precision`.
 
@@ -101,7 +102,7 @@ def segment_cuts(numel: int, numel_max: int, *, low_precision: bool, threads: in
 
         With it, `keeps_bits` holds. Where chunks are ragged and longer than 32768, each takes a segment or more of
         its own, often two, the last of any length from 1 to 32768: at worst about 2 * `threads` segments more than
-        without. Where chunks are multiples of 64 (every power of two of threads, for most layers) at worst one more.
+        without. Where chunks are multiples of 64 (most layers, on a power of two of threads) about one more.
 
     Raises:
         ValueError: `numel_max` is less than `CUT_NUMEL`, `numel` is negative, or `threads` is less than 1.
@@ -321,8 +322,11 @@ def plan_record(entries: Sequence[Entry], tail_bytes_max: int = 0) -> RecordLayo
         offsets.append(cursor)
         cursor += entry.length_bytes
     tail = round_up(cursor, ALIGNMENT_BYTES)
-    # The header's own size depends on the offsets it prints, so it is rendered once with the largest there can be.
-    room = sum(len(json.dumps(entry.name)) + 8 * len(entry.shape) + 200 for entry in entries) + 256
+    # The header's size depends on the offsets it prints, and they on its size. So each entry is given room for the
+    # longest: its two offsets and the two of the pad before it, 20 digits each, and the words come to less than 200.
+    room = 256  # braces, the last pad, the tail
+    for entry in entries:
+        room += len(json.dumps(entry.name)) + sum(len(str(size)) + 1 for size in entry.shape) + 200
     payload = round_up(room, PAGE_BYTES)
     return RecordLayout(
         entries=tuple(entries),
@@ -331,3 +335,13 @@ def plan_record(entries: Sequence[Entry], tail_bytes_max: int = 0) -> RecordLayo
         tail_offset_bytes=payload + tail,
         length_bytes=round_up(payload + tail + tail_bytes_max, PAGE_BYTES),
     )
+
+
+def format_bytes(count: int) -> str:
+    """`count` bytes for people: "1.5 GiB"."""
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024:
+            return f"{count} bytes" if unit == "bytes" else f"{size:.4g} {unit}"
+        size /= 1024
+    return f"{size:.4g} TiB"

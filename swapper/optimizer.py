@@ -235,9 +235,7 @@ class OptimizerSwapper:
                 entries = state[id(p)]
                 entries.pop(MASTER, None)
                 optimizer.state[p] = {
-                    key: value.to(p.device)
-                    if isinstance(value, torch.Tensor) and value.dim() and p.device.type != "cpu"
-                    else value
+                    key: _as_plain_state(key, value, p, self.has_masters) if isinstance(value, torch.Tensor) else value
                     for key, value in entries.items()
                 }
         self._uninstall(optimizer)
@@ -288,7 +286,7 @@ class OptimizerSwapper:
             del vars(optimizer)[name]
         if self._former_step is not None:
             optimizer.step = self._former_step  # type: ignore[method-assign]
-        elif hasattr(optimizer, "_opt_called"):
+        elif any("initial_lr" in group for group in optimizer.param_groups):
             _install_scheduler_wrapper(optimizer)
 
     def _optimizer(self) -> Optimizer:
@@ -368,6 +366,7 @@ class OptimizerSwapper:
             self._plan.threads = torch.get_num_threads()
         if new:
             self._pipeline.drop_staged()
+            self._drop_scratch()  # The new ones may need a larger one.
             count = len(self._plan.buckets)
             try:
                 self._add_buckets(self._plan.extend(optimizer, new))
@@ -455,17 +454,23 @@ class OptimizerSwapper:
         scratch = self._scratches[i % len(self._scratches)]
         scratch.reset()
         for segment in active:
-            gradient = segment.parameter.grad
-            if (
-                gradient is not None
-                and gradient.is_sparse
-                and (segment.master or not segment.whole or self._plan.remote)
-            ):
+            self._check_gradient(segment)
+        return bucket.fetch(active, scratch, self._copies), scratch, self._copies.mark()
+
+    def _check_gradient(self, segment: Segment) -> None:
+        p, gradient = segment.parameter, segment.parameter.grad
+        assert gradient is not None
+        if gradient.is_sparse:
+            if segment.master or not segment.whole or self._plan.remote:
                 raise SwapError(
                     "a sparse gradient came for a parameter whose state is cut into segments; use SparseAdam, or "
                     "dense gradients (nn.Embedding(sparse=False))"
                 )
-        return bucket.fetch(active, scratch, self._copies), scratch, self._copies.mark()
+        elif not segment.whole and gradient.stride() != p.stride() and not self._plan.strides_may_differ(segment):
+            raise SwapError(
+                f"a gradient has strides {gradient.stride()} and its parameter {p.stride()}; stepped in segments that "
+                "would give other bits. Assign gradients in the parameter's layout: torch.empty_like(p).copy_(gradient)"
+            )
 
     def _take(self, bucket: Bucket) -> Lease | None:
         if not bucket.length_bytes:
@@ -975,6 +980,14 @@ def _loaded_dtype(key: str, value: torch.Tensor, segment: Segment, group: dict[s
     if segment.master:
         return torch.float32 if value.dtype.is_floating_point else value.dtype
     return segment.parameter.dtype if segment.parameter.is_floating_point() else value.dtype
+
+
+def _as_plain_state(key: str, value: torch.Tensor, p: torch.nn.Parameter, cast: bool) -> torch.Tensor:
+    """State as the class would have made it for `p` itself: on its device and, after masters, in its dtype."""
+    if key == "step" or value.dim() == 0:
+        return value
+    dtype = p.dtype if cast and value.dtype is torch.float32 else value.dtype
+    return value.to(device=p.device, dtype=dtype)
 
 
 def _install_scheduler_wrapper(optimizer: Optimizer) -> None:

@@ -2,7 +2,12 @@
 
 [Note: who owns a buffer] Each record that is in memory has one `_Held`: its lease, and its place in the life cycle. The
 transfer in flight travels in the lease. A lease that is released while its transfer is in flight is given back by the
-pool only when the transfer is done, so no exception, wherever it strikes, can let two owners have one buffer.
+pool only when the transfer is done, so no exception, wherever it strikes, can let two owners have one buffer. Ctrl-C
+can strike when a transfer was started and is not yet in the lease: until it is, a `_Starting` is there, which is over
+when nothing at all is in flight.
+
+[Note: failed writes] A write that failed keeps its place, its buffer and its transfer, so that every later call raises
+it again, until `discard` or `forget`: the record on disk is neither the old nor the new one and must not be read.
 """
 
 from __future__ import annotations
@@ -10,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -17,6 +23,7 @@ import torch
 
 from swapper.buffers import BufferPool, Lease
 from swapper.errors import SwapIOError
+from swapper.handle import AsyncIOHandle, Transfer
 from swapper.metrics import Metrics
 from swapper.store import RecordKey, TensorStore
 
@@ -42,6 +49,31 @@ class _Held:
     place: Place
     writing: bool = False
     """The lease's transfer is a write: its failure means lost data, not only a read to repeat."""
+    empty: bool = False
+    """A new buffer of undefined content, as nothing is stored yet."""
+
+
+class _Starting(Transfer):
+    """Stands for a transfer that is just being started. See [Note: who owns a buffer]."""
+
+    __slots__ = ("_handle",)
+
+    def __init__(self, handle: AsyncIOHandle) -> None:
+        self._handle = handle
+
+    def __repr__(self) -> str:
+        return "_Starting()"
+
+    def done(self) -> bool:
+        return self._handle.in_flight == 0
+
+    def settle(self) -> None:
+        while not self.done():
+            time.sleep(0.001)
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.settle()
+        return 0
 
 
 class Pipeline:
@@ -61,12 +93,17 @@ class Pipeline:
         self._metrics = metrics
         self._held: dict[RecordKey, _Held] = {}
         self._resident: frozenset[RecordKey] = frozenset()
+        self._dropped: list[Transfer] = []  # reads that are not wanted any more
         self._lock = threading.RLock()
-        pool.add_reclaimer(self.drop_staged)
+        pool.add_reclaimer(self._reclaim)
 
     def keep(self, keys: Iterable[RecordKey]) -> None:
         """From now on these records stay in the pool once they are there."""
-        self._resident = frozenset(keys)
+        with self._lock:
+            self._resident = frozenset(keys)
+            for key, held in list(self._held.items()):
+                if held.place is Place.KEPT and self._store is not None and key not in self._resident:
+                    self._evict(key, held)
 
     def stage(self, key: RecordKey, length_bytes: int) -> bool:
         """Start bringing `key` in, if there is a buffer for it now.
@@ -110,7 +147,7 @@ class Pipeline:
             if held is None:
                 lease = self._acquire(length_bytes)
                 if self._store is None or self._store.stored_bytes(key) == 0:
-                    self._held[key] = _Held(lease, Place.LIVE)
+                    self._held[key] = _Held(lease, Place.LIVE, empty=True)
                     return lease, False
                 held = self._read(key, lease)
             assert held.place is not Place.LIVE, f"{key} is in use already"
@@ -118,8 +155,14 @@ class Pipeline:
             if transfer is None or transfer.done():
                 self._metrics.hits += 1
             if transfer is not None:
-                with self._metrics.span("swapper.wait_read", "wait_read_s"):
-                    transfer.wait()
+                try:
+                    with self._metrics.span("swapper.wait_read", "wait_read_s"):
+                        transfer.wait()
+                except SwapIOError:
+                    if not held.writing:  # The next call reads it again.
+                        del self._held[key]
+                        held.lease.release()
+                    raise
                 held.lease.transfer = None
             held.place, held.writing = Place.LIVE, False
             return held.lease, True
@@ -133,13 +176,15 @@ class Pipeline:
         with self._lock:
             held = self._held[key]
             assert held.place is Place.LIVE, f"{key} is not in use"
-            if self._store is not None:
-                held.lease.transfer = self._store.write(key, held.lease, length_bytes)
-                held.writing = True
-                self._metrics.writes += 1
-                self._metrics.bytes_written += length_bytes
-            kept = self._store is None or key in self._resident
-            held.place = Place.KEPT if kept else Place.LEAVING
+            held.empty = False
+            if self._store is None:
+                held.place = Place.KEPT
+                return
+            held.lease.transfer, held.writing = _Starting(self._store.handle), True
+            held.place = Place.KEPT if key in self._resident else Place.LEAVING
+            held.lease.transfer = self._store.write(key, held.lease, length_bytes)
+            self._metrics.writes += 1
+            self._metrics.bytes_written += length_bytes
             self._collect()
 
     def give_back(self, key: RecordKey) -> None:
@@ -147,7 +192,7 @@ class Pipeline:
         with self._lock:
             held = self._held[key]
             assert held.place is Place.LIVE, f"{key} is not in use"
-            if self._store is None or key in self._resident:
+            if not held.empty and (self._store is None or key in self._resident):
                 held.place = Place.KEPT
             else:
                 del self._held[key]
@@ -163,8 +208,7 @@ class Pipeline:
                 if held.place is Place.ARRIVING and held.writing:
                     held.place = Place.LEAVING
                 elif held.place is Place.ARRIVING:
-                    del self._held[key]
-                    held.lease.release()
+                    self._drop(key, held)
                     dropped = True
             return dropped
         finally:
@@ -174,41 +218,43 @@ class Pipeline:
         """Wait until everything is written.
 
         Raises:
-            SwapIOError: the first write that failed; the others were waited for all the same.
+            SwapIOError: the first write that failed; the others were waited for all the same. Raised again until that
+                record is discarded.
         """
         with self._lock, self._metrics.span("swapper.drain", "wait_write_s"):
             self.drop_staged()
-            failure: Exception | None = None
-            for key, held in list(self._held.items()):
+            for held in list(self._held.values()):
                 if held.lease.transfer is not None:
-                    try:
-                        held.lease.transfer.wait()
-                    except OSError as error:
-                        failure = failure or error
-                    held.lease.transfer, held.writing = None, False
-                if held.place is Place.LEAVING:
-                    del self._held[key]
-                    held.lease.release()
-            if failure is not None:
-                raise failure
+                    held.lease.transfer.settle()
+            for transfer in self._dropped:
+                transfer.settle()
+            self._collect()
 
     def recover(self) -> None:
-        """Give back what was read or taken and not put; writes go on. For the way out of an exception; never raises."""
+        """Give back what was read or taken and not put; writes go on. For the way out of an exception; never raises.
+
+        Without a store there is no other copy: then what was put before stays, as it is.
+        """
         with self._lock:
             self.drop_staged()
             for key, held in list(self._held.items()):
-                if held.place is Place.LIVE:
+                if held.place is not Place.LIVE:
+                    continue
+                if self._store is None and not held.empty:
+                    held.place = Place.KEPT
+                else:
                     del self._held[key]
                     held.lease.release()
 
     def discard(self, key: RecordKey) -> None:
         """Give back the record's buffer, if it has one, and forget what is stored of it, failed writes included."""
         with self._lock:
-            held = self._held.pop(key, None)
+            held = self._held.get(key)
             if held is not None:
                 with contextlib.suppress(SwapIOError):  # The data that it failed to move are not wanted any more.
                     if held.lease.transfer is not None:
                         held.lease.transfer.wait()
+                del self._held[key]
                 held.lease.release()
             if self._store is not None:
                 self._store.discard(key)
@@ -223,6 +269,7 @@ class Pipeline:
     def _read(self, key: RecordKey, lease: Lease) -> _Held:
         assert self._store is not None
         held = _Held(lease, Place.ARRIVING)
+        lease.transfer = _Starting(self._store.handle)
         lease.transfer = self._store.read(key, lease)
         self._metrics.reads += 1
         self._metrics.bytes_read += self._store.stored_bytes(key)
@@ -230,28 +277,105 @@ class Pipeline:
         return held
 
     def _collect(self) -> None:
-        """Give back the buffers whose write is done."""
+        """Give back the buffers whose write is done.
+
+        Raises:
+            SwapIOError: the first write that failed. See [Note: failed writes].
+        """
+        failure: SwapIOError | None = None
         for key, held in list(self._held.items()):
             transfer = held.lease.transfer
-            if not held.writing or transfer is None or not transfer.done() or held.place is Place.LIVE:
+            if not held.writing or transfer is None or not transfer.done():
                 continue
-            transfer.wait()
+            try:
+                transfer.wait()
+            except SwapIOError as error:
+                failure = failure or error
+                continue
             held.lease.transfer, held.writing = None, False
             if held.place is Place.LEAVING:
                 del self._held[key]
                 held.lease.release()
+        self._observe_dropped()
+        if failure is not None:
+            raise failure
+
+    def _drop(self, key: RecordKey, held: _Held) -> None:
+        """Give back a buffer that is being read into."""
+        del self._held[key]
+        if held.lease.transfer is not None:
+            self._dropped.append(held.lease.transfer)
+        held.lease.release()
+
+    def _observe_dropped(self) -> None:
+        # Waited for, so that the handle does not report the failure of a read that nobody wanted.
+        for transfer in [transfer for transfer in self._dropped if transfer.done()]:
+            self._dropped.remove(transfer)
+            with contextlib.suppress(SwapIOError):
+                transfer.wait()
+
+    def _evict(self, key: RecordKey, held: _Held) -> None:
+        """Let a record that is kept leave; what is kept beside a store is stored too."""
+        if held.writing:
+            held.place = Place.LEAVING
+        else:
+            del self._held[key]
+            held.lease.release()
 
     def _acquire(self, length_bytes: int) -> Lease:
         while (lease := self._pool.try_acquire(length_bytes)) is None:
-            leaving = next((held for held in self._held.values() if held.place is Place.LEAVING), None)
-            if leaving is None:
-                self.drop_staged()
+            # Waiting for a write costs less than reading again what was read ahead.
+            if self._wait_for_write():
+                self._collect()
+                continue
+            self.drop_staged()
+            if not any(held.place is Place.LEAVING for held in self._held.values()):
                 return self._pool.acquire(length_bytes)
-            assert leaving.lease.transfer is not None
-            with self._metrics.span("swapper.wait_write", "wait_write_s"):
-                leaving.lease.transfer.wait()
-            self._collect()
         return lease
+
+    def _wait_for_write(self) -> bool:
+        """Wait until a record has left, or failed to. False if none is leaving."""
+        leaving = next((held for held in self._held.values() if held.place is Place.LEAVING), None)
+        if leaving is None:
+            return False
+        assert leaving.lease.transfer is not None
+        with self._metrics.span("swapper.wait_write", "wait_write_s"):
+            leaving.lease.transfer.settle()
+        return True
+
+    def _reclaim(self) -> bool:
+        """Give buffers back to a pool that is short: what was read ahead, then what is leaving, then what is kept.
+
+        Called by whoever needs the buffer, which may be another pipeline, so a failed write is left to be raised here.
+
+        Returns:
+            Whether anything was given back; False if this pipeline is busy.
+        """
+        if not self._lock.acquire(blocking=False):
+            return False
+        try:
+            if self.drop_staged():
+                return True
+            # What is kept goes too if it must: buffers that stay can leave no piece of the pool that is long enough.
+            for place in (Place.LEAVING, Place.KEPT):
+                for key, held in list(self._held.items()):
+                    if held.place is place and self._store is not None and self._is_written(held):
+                        del self._held[key]
+                        held.lease.release()
+                        return True
+            return False
+        finally:
+            self._lock.release()
+
+    def _is_written(self, held: _Held) -> bool:
+        """Wait for the write that is in flight, if any. False if it failed."""
+        if held.lease.transfer is not None:
+            try:
+                held.lease.transfer.wait()
+            except SwapIOError:
+                return False
+            held.lease.transfer, held.writing = None, False
+        return True
 
 
 class DeviceCopies:
@@ -261,7 +385,7 @@ class DeviceCopies:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._device = device
 
     def begin(self) -> None:
@@ -281,7 +405,7 @@ class DeviceCopies:
         """An event that is reached when the copies so far are done; None if they are done already."""
         if self._stream is None:
             return None
-        event = torch.cuda.Event()
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 

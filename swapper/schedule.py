@@ -11,21 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swapper.errors import ConfigError
+from swapper.layout import format_bytes
 
 __all__ = ["Schedule", "format_bytes", "plan_schedule"]
 
 IN_FLIGHT = 3
 """Records that the pool must hold at once: one arriving, one in use, one leaving."""
-
-
-def format_bytes(count: int) -> str:
-    """`count` bytes for people: "1.5 GiB"."""
-    size = float(count)
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if size < 1024:
-            return f"{count} bytes" if unit == "bytes" else f"{size:.4g} {unit}"
-        size /= 1024
-    return f"{size:.4g} TiB"
 
 
 @dataclass(frozen=True)

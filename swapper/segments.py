@@ -336,6 +336,7 @@ class Bucket:
                     assert lease is not None
                     ties = lease.view(cursor, codec.ties_bytes_max(segment.numel), torch.uint8)
                     segment.tie_bits = codec.split_master(master, bits, segment.slots[MASTER].view(lease), ties)
+                    torch.autograd.graph.increment_version(bits)  # As `copy_` would have done it.
                 else:
                     bits.copy_(master)
                     self._keep_whole(segment, master, lease)

@@ -7,6 +7,7 @@ This module is the only owner of file names, of the lock and of clean-up.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -16,18 +17,20 @@ import os
 import secrets
 import shutil
 import socket
+import stat
 import tempfile
 import time
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from swapper.buffers import Lease
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.handle import AsyncIOHandle, File, Transfer
-from swapper.layout import PAGE_BYTES, round_up
-from swapper.schedule import format_bytes
+from swapper.layout import PAGE_BYTES, format_bytes, round_up
+
+if TYPE_CHECKING:
+    from swapper.buffers import Lease
 
 __all__ = ["NvmePathError", "RecordKey", "TensorStore", "check_nvme_path"]
 
@@ -60,6 +63,8 @@ class NvmePathError(ConfigError, SwapIOError):
 
     def __init__(self, number: int, operation: str, path: str | os.PathLike[str], detail: str) -> None:
         SwapIOError.__init__(self, number, operation, path, detail=f"nvme_path: {detail}")
+        # In the order of bases `ValueError` comes before `OSError`, and does not know what its arguments mean.
+        OSError.__init__(self, number, self._message(number), self.path)
 
     def __reduce__(self) -> tuple[object, ...]:
         return (type(self), (self.errno, self.operation, self.path, self.detail.removeprefix("nvme_path: ")))
@@ -100,18 +105,25 @@ class TensorStore:
     """
 
     def __init__(self, nvme_path: Path, run: str, rank: int, handle: AsyncIOHandle) -> None:
+        nvme_path = Path(os.path.abspath(nvme_path))  # The program may change its directory.
         check_nvme_path(nvme_path)
         self.handle = handle
+        self._pid = os.getpid()
         remove_stale_runs(nvme_path)
         self.directory, lock = _make_run_directory(nvme_path, run, rank)
         self._records: dict[RecordKey, _Record] = {}
-        self._finalizer = weakref.finalize(
-            self, _remove_run_directory, self.directory, lock, self._records, os.getpid()
-        )
+        self._finalizer = weakref.finalize(self, _remove_run_directory, self.directory, lock, self._records, self._pid)
 
     def free_bytes(self) -> int:
-        """Bytes that this user may still write to the drive."""
-        status = os.statvfs(self.directory)
+        """Bytes that this user may still write to the drive.
+
+        Raises:
+            SwapIOError: the run directory is gone.
+        """
+        try:
+            status = os.statvfs(self.directory)
+        except OSError as error:
+            raise SwapIOError(error.errno or errno.EIO, "look for free space in", self.directory) from error
         return status.f_bavail * status.f_frsize
 
     def plan(self, sizes_bytes: dict[RecordKey, int]) -> None:
@@ -195,41 +207,50 @@ class TensorStore:
             self._records[key].stored_bytes = 0
 
     def forget(self, key: RecordKey) -> None:
-        """Delete the record and its file, if planned. No transfer of it may be in flight."""
+        """Delete the record and its file, if planned. No write of it may be in flight.
+
+        Raises:
+            SwapError: in a forked child: the file is the parent's.
+        """
+        if os.getpid() != self._pid:
+            raise SwapError("this store was made before a fork: its files belong to the parent")
         record = self._records.pop(key, None)
         if record is None:
             return
         record.file.close()
-        (self.directory / key.file_name).unlink(missing_ok=True)
+        try:
+            (self.directory / key.file_name).unlink(missing_ok=True)
+        except OSError as error:
+            # As when the drive went read-only. Others are still to be forgotten; `close` tries this one again.
+            log.warning("could not remove %s: %s", record.file.path, error)
 
     def scratch(self, length_bytes: int) -> mmap.mmap:
         """A mapped file of `length_bytes` that has no name and goes when the last view of it dies.
 
         Its pages are the page cache's, so holding it costs disk and not memory.
 
+        Args:
+            length_bytes: at least 1.
+
         Raises:
-            NvmePathError: the drive has too little free space for it.
+            NvmePathError: the drive has too little free space for it, or the run directory is gone.
         """
-        with tempfile.TemporaryFile(dir=self.directory) as file:
-            _allocate(file.fileno(), length_bytes, self.directory)
-            return mmap.mmap(file.fileno(), length_bytes)
+        try:
+            with tempfile.TemporaryFile(dir=self.directory) as file:
+                # Without this, a full drive would be a SIGBUS at the first touch of the mapping, not an error here.
+                os.posix_fallocate(file.fileno(), 0, length_bytes)
+                return mmap.mmap(file.fileno(), length_bytes)
+        except OSError as error:
+            raise NvmePathError(
+                error.errno or errno.EIO,
+                "preallocate",
+                self.directory,
+                f"a scratch file of {format_bytes(length_bytes)} is needed here",
+            ) from error
 
     def close(self) -> None:
         """Remove the run directory and give the lock back. No transfer may be in flight. Idempotent."""
         self._finalizer()
-
-
-def _allocate(fd: int, length_bytes: int, directory: Path) -> None:
-    # Without this, a full drive would be a SIGBUS at the first touch of the mapping instead of an error here.
-    try:
-        os.posix_fallocate(fd, 0, length_bytes)
-    except OSError as error:
-        raise NvmePathError(
-            error.errno or errno.EIO,
-            "preallocate",
-            directory,
-            f"a scratch file of {format_bytes(length_bytes)} is needed here",
-        ) from error
 
 
 # --- The path ------------------------------------------------------------------------------------------------------
@@ -242,9 +263,13 @@ def check_nvme_path(path: Path) -> None:
         NvmePathError: missing, not a directory, or not writable.
         ConfigError: in memory, unless the environment variable SWAPPER_ALLOW_TMPFS is 1.
     """
-    if not path.exists():
-        raise NvmePathError(errno.ENOENT, "open", path, f"make the directory first: mkdir -p {path}")
-    if not path.is_dir():
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError as error:
+        raise NvmePathError(errno.ENOENT, "open", path, f"make the directory first: mkdir -p {path}") from error
+    except OSError as error:
+        raise NvmePathError(error.errno or errno.EIO, "open", path, "name a directory") from error
+    if not stat.S_ISDIR(mode):
         raise NvmePathError(errno.ENOTDIR, "open", path, "name a directory")
     try:
         with tempfile.TemporaryFile(dir=path):
@@ -284,7 +309,7 @@ def _file_system(path: Path) -> str:
     device = os.stat(path).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
-        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+        lines = Path("/proc/self/mountinfo").read_text(errors="replace").splitlines()
     except OSError:
         return ""
     for line in lines:
@@ -337,7 +362,9 @@ def _make_run_directory(nvme_path: Path, run: str, rank: int) -> tuple[Path, int
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, OSError):
             number = error.errno or errno.EIO
-            raise NvmePathError(number, "make the run directory", directory, "nothing was left behind") from error
+            taken = number in (errno.EEXIST, errno.ENOTEMPTY)
+            detail = "another run has this name" if taken else "nothing was left behind"
+            raise NvmePathError(number, "make the run directory", directory, detail) from error
         raise
     return directory, lock
 
@@ -351,10 +378,26 @@ def _remove_run_directory(directory: Path, lock: int, records: dict[RecordKey, _
         except SwapError:
             log.exception("closing %s", record.file.path)
     records.clear()
-    shutil.rmtree(directory, ignore_errors=True)
-    if directory.exists():
-        log.error("could not remove %s; remove it by hand", directory)
+    try:
+        _remove_directory(directory)
+    except FileNotFoundError:
+        pass  # Somebody else removed it.
+    except OSError as error:
+        log.error("could not remove %s, remove it by hand: %s", directory, error)
     os.close(lock)
+
+
+def _remove_directory(directory: Path) -> None:
+    """Remove a run directory, its lock file last: if this is killed in the middle, the next start removes the rest."""
+    descriptor = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        for name in os.listdir(descriptor):
+            if name != _LOCK:
+                with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                    os.unlink(name, dir_fd=descriptor)
+    finally:
+        os.close(descriptor)
+    shutil.rmtree(directory)
 
 
 def remove_stale_runs(nvme_path: Path) -> None:
@@ -375,7 +418,7 @@ def remove_stale_runs(nvme_path: Path) -> None:
 
 def _remove_if_stale(directory: Path) -> None:
     try:
-        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC)
+        lock = os.open(directory / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         if directory.name.startswith(_TEMPORARY_PREFIX) and time.time() - directory.stat().st_mtime > _GRACE_S:
             shutil.rmtree(directory)
@@ -385,6 +428,8 @@ def _remove_if_stale(directory: Path) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return  # A live run.
+        if os.fstat(lock).st_nlink == 0:
+            return  # Another process removed it meanwhile, so whatever has this name now is a new run.
         text = os.pread(lock, 4096, 0)
         if not text and directory.name.startswith(_TEMPORARY_PREFIX):
             # Locked by nobody and empty: its maker is between open and flock, or died there.
@@ -400,8 +445,8 @@ def _remove_if_stale(directory: Path) -> None:
                 "unknown" if owner is None else owner.get("host"),
             )
             return
-        freed = sum(file.stat().st_blocks * 512 for file in directory.iterdir())
-        shutil.rmtree(directory)
+        freed = sum(file.lstat().st_blocks * 512 for file in directory.iterdir())
+        _remove_directory(directory)
         log.warning(
             "removed %s, left by a run that ended without cleaning up: %s freed", directory, format_bytes(freed)
         )

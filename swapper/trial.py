@@ -277,7 +277,8 @@ def _cut(tensor: torch.Tensor, cuts: Sequence[tuple[int, int]]) -> list[torch.Te
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.dtype == b.dtype and torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+    a, b = a.reshape(-1), b.reshape(-1)
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def _equal(a: object, b: object) -> bool:

@@ -74,20 +74,20 @@ def low_precision_plans(draw: st.DrawFn) -> tuple[int, int, int]:
     return numel, numel_max, threads
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(plan=low_precision_plans())
 @example(plan=(38_945, 147, 128))
 @example(plan=(GRAIN_NUMEL, 20_000, 2))
 @example(plan=(GRAIN_NUMEL + 1, GRAIN_NUMEL, 2))
-@example(plan=(2**33 + 1, 2**27, 600))
+@example(plan=(18_271_439_681, 9_135_719_904, 589))
 def test_low_precision_cuts_respect_the_chunks_of_parallel_for(plan: tuple[int, int, int]) -> None:
     numel, numel_max, threads = plan
     cuts = segment_cuts(numel, numel_max, low_precision=True, threads=threads)
     assert_tiles(cuts, numel, numel_max)
     assert keeps_bits(numel, cuts, threads=threads)
-    # Two for each chunk, and at worst every second half empty.
-    chunks = min(threads, -(-numel // GRAIN_NUMEL))
-    assert len(cuts) <= 2 * -(-numel // numel_max) + 2 * chunks + 1
+    if threads <= 512:  # more are served, with more segments
+        chunks = min(threads, -(-numel // GRAIN_NUMEL))
+        assert len(cuts) <= 2 * -(-numel // numel_max) + 2 * chunks
 
 
 def scalar_tail(start: int, stop: int, threads: int, step_numel: int) -> set[int]:
@@ -352,8 +352,9 @@ def by_dtype(*dtypes: torch.dtype) -> pytest.MarkDecorator:
 def _matrix() -> Iterator[Any]:
     for case in CASES:
         for dtype in BITS:
-            # On the CPU `foreach` calls the same kernels one after the other, and fp64's are built from fp32's source.
-            for threads in (2,) if case.flags.get("foreach") or dtype is torch.float64 else (1, 2, 3):
+            # bf16 shows the most; on the CPU `foreach` calls the same kernels one after the other.
+            counts = (3,) if case.flags.get("foreach") else (1, 2, 3) if dtype is torch.bfloat16 else (1, 3)
+            for threads in counts:
                 name = f"{case.name}-{str(dtype).removeprefix('torch.')}-{threads}-threads"
                 yield pytest.param(case, dtype, threads, id=name)
 
@@ -450,7 +451,7 @@ def need_some_difference(found: dict[str, int], why: str) -> None:
 def test_fused_steps_differ_where_cuts_are_no_multiples_of_64(case: Case, threads: int) -> None:
     cuts = [(a, min(20_011, a + 997)) for a in range(0, 20_011, 997)]
     found = differences(step_whole(case, 20_011, torch.float32, 3), step_segments(case, cuts, 20_011, torch.float32, 3))
-    need_some_difference(found, "the scalar tail of its fused kernels rounds as the vectors do")
+    need_some_difference(found, "the scalar tail rounds as the vectors do")
 
 
 @by_threads(1)
@@ -471,7 +472,7 @@ def test_low_precision_steps_differ_where_cuts_ignore_the_chunks(case: Case, dty
     cuts = segment_cuts(100_003, 20_000, low_precision=False, threads=threads)
     assert not keeps_bits(100_003, cuts, threads=threads)
     found = differences(step_whole(case, 100_003, dtype, 3), step_segments(case, cuts, 100_003, dtype, 3))
-    need_some_difference(found, "no chunk has a scalar tail: is torch built without OpenMP?")
+    need_some_difference(found, "the scalar tails of chunks round as the vectors do")
 
 
 @by_threads(3)
@@ -489,4 +490,4 @@ def test_low_precision_steps_differ_where_a_segment_is_split_unevenly(
     ]
     assert first % CUT_NUMEL == 0 and not keeps_bits(numel, tuple(cuts), threads=threads)
     found = differences(step_whole(case, numel, dtype, 3), step_segments(case, cuts, numel, dtype, 3))
-    need_some_difference(found, "no chunk has a scalar tail: is torch built without OpenMP?")
+    need_some_difference(found, "the scalar tails of chunks round as the vectors do")

@@ -1,0 +1,165 @@
+"""How close `optimizer.step()` comes to the drive: step time / max(bytes / drive's speed, compute).
+
+    python benchmarks/optimizer_step.py --nvme-path DIR
+
+Everything is measured alternately in one run, on one drive, by one engine: the drive's read and write speed, the step
+with the state on disk, and the same step with the state in memory (`device: cpu`), which is the compute. Gradients are
+random and made once: only the step is measured. Prints medians, the ratio, and bytes per parameter and step compared
+with what the kernel counted (`/proc/self/io`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+import swapper
+from swapper.buffers import BufferPool
+from swapper.handle import AsyncIOHandle
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from gpt import GPT, SIZES
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme-path", type=Path, required=True)
+    parser.add_argument("--size", choices=sorted(SIZES), default="small")
+    parser.add_argument("--vocab-size", type=int, default=50304)
+    parser.add_argument("--pool-bytes", default="256MiB")
+    parser.add_argument("--bucket-bytes", default="32MiB")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    arguments = parser.parse_args()
+
+    arguments.nvme_path.mkdir(parents=True, exist_ok=True)
+    common = {"pool_bytes": arguments.pool_bytes, "bucket_bytes": arguments.bucket_bytes}
+    on_disk = swapper.OffloadConfig(
+        nvme_path=arguments.nvme_path,
+        offload_optimizer={"device": "nvme", "master_weights": True},
+        aio={"backend": arguments.backend},
+        **common,
+    )
+    in_memory = swapper.OffloadConfig(offload_optimizer={"device": "cpu", "master_weights": True}, **common)
+    models = [make_model(arguments.size, arguments.vocab_size) for _ in range(2)]
+    numel = sum(p.numel() for p in models[0].parameters())
+    disk = swapper.wrap_optimizer(torch.optim.AdamW(models[0].parameters(), lr=1e-4), on_disk)
+    memory = swapper.wrap_optimizer(torch.optim.AdamW(models[1].parameters(), lr=1e-4), in_memory)
+    for optimizer in (disk, memory):
+        optimizer.step()  # Makes the state.
+    swapped = swapper.of(disk)
+    swapped.flush()
+
+    rows: list[dict[str, float]] = []
+    with AsyncIOHandle(backend=arguments.backend, block_bytes=on_disk.aio.block_size) as handle:
+        drive = Drive(handle, arguments.nvme_path)
+        for _ in range(arguments.rounds):
+            write_bps, read_bps = drive.measure()
+            before, before_io = swapped.stats(), kernel_bytes()
+            disk_s = timed(lambda: (disk.step(), swapped.flush()))
+            after, after_io = swapped.stats(), kernel_bytes()
+            memory_s = timed(memory.step)
+            read, written = after.bytes_read - before.bytes_read, after.bytes_written - before.bytes_written
+            drive_s = read / read_bps + written / write_bps
+            rows.append(
+                {
+                    "step_s": disk_s,
+                    "compute_s": memory_s,
+                    "drive_s": drive_s,
+                    "ratio": disk_s / max(drive_s, memory_s),
+                    "read_gbps": read_bps / 1e9,
+                    "write_gbps": write_bps / 1e9,
+                    "read_per_parameter": read / numel,
+                    "written_per_parameter": written / numel,
+                    "kernel_read_per_parameter": (after_io[0] - before_io[0]) / numel,
+                    "kernel_written_per_parameter": (after_io[1] - before_io[1]) / numel,
+                    "wait_read_s": after.wait_read_s - before.wait_read_s,
+                    "wait_write_s": after.wait_write_s - before.wait_write_s,
+                }
+            )
+        backend = handle.backend
+        drive.close()
+    median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
+    system = f"{platform.system()} {platform.release()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
+    print(f"{system}, engine {backend}; {numel / 1e6:.0f}M parameters, bf16, AdamW, fp32 masters")
+    print(f"pool {arguments.pool_bytes}, buckets {arguments.bucket_bytes}; medians of {arguments.rounds} rounds")
+    for key, value in median.items():
+        print(f"  {key:<30} {value:8.3f}")
+    print(f"step / max(drive, compute) = {median['ratio']:.3f}")
+    for optimizer in (disk, memory):
+        swapper.of(optimizer).close()
+    if arguments.json:
+        record = {"system": system, "backend": backend, "numel": numel, "median": median, "rounds": rows}
+        settings = {key: str(value) for key, value in vars(arguments).items()}
+        arguments.json.write_text(json.dumps({"arguments": settings, **record}, indent=1) + "\n")
+
+
+def make_model(size: str, vocab_size: int) -> GPT:
+    torch.manual_seed(0)
+    model = GPT(SIZES[size], vocab_size).to(torch.bfloat16)
+    for p in model.parameters():
+        p.grad = torch.randn(p.shape).to(torch.bfloat16).mul_(1e-2)
+    return model
+
+
+def timed(call: object) -> float:
+    start_s = time.perf_counter()
+    assert callable(call)
+    call()
+    return time.perf_counter() - start_s
+
+
+def kernel_bytes() -> tuple[int, int]:
+    """What this process read from and wrote to block devices so far (proc_pid_io(5)), in bytes."""
+    fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(fields["read_bytes"]), int(fields["write_bytes"])
+
+
+class Drive:
+    """The drive's speed, as the engine reaches it: 1 GiB in transfers of 16 MiB, four in flight, overwriting."""
+
+    TOTAL_BYTES, TRANSFER_BYTES, IN_FLIGHT = 1 << 30, 16 << 20, 4
+
+    def __init__(self, handle: AsyncIOHandle, directory: Path) -> None:
+        self._handle = handle
+        self._path = directory / "drive-speed.tmp"
+        self._pool = BufferPool(self.TRANSFER_BYTES * self.IN_FLIGHT, handle)
+        self._file = handle.open(self._path, "rw", create=True)
+        self._file.preallocate(self.TOTAL_BYTES)
+        self._run(handle.write)  # The first write of new blocks is slower and not what a step does.
+
+    def measure(self) -> tuple[float, float]:
+        """Bytes per second, writing and reading."""
+        written_s = timed(lambda: self._run(self._handle.write))
+        read_s = timed(lambda: self._run(self._handle.read))
+        return self.TOTAL_BYTES / written_s, self.TOTAL_BYTES / read_s
+
+    def _run(self, operation: object) -> None:
+        assert callable(operation)
+        leases = [self._pool.acquire(self.TRANSFER_BYTES) for _ in range(self.IN_FLIGHT)]
+        for i, offset in enumerate(range(0, self.TOTAL_BYTES, self.TRANSFER_BYTES)):
+            lease = leases[i % self.IN_FLIGHT]
+            if lease.transfer is not None:
+                lease.transfer.wait()
+            lease.transfer = operation(self._file, lease.tensor, offset)
+        for lease in leases:
+            assert lease.transfer is not None
+            lease.transfer.wait()
+            lease.release()
+
+    def close(self) -> None:
+        self._file.close()
+        self._path.unlink()
+        self._pool.close()
+
+
+if __name__ == "__main__":
+    main()
