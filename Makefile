@@ -41,7 +41,7 @@ sanitize:
 	$(MAKE) -C tests/cpp sanitize
 
 schema: $(VENV)/.built
-	$(BIN)/python -m swapper.config --schema config/schema.json
+	$(BIN)/python -W ignore -m swapper.config --schema config/schema.json
 
 clean:
 	rm -rf build dist *.egg-info swapper/*.so $(VENV)/.built .swapper

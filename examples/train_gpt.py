@@ -32,7 +32,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 import swapper
 
-_CONFIG = Path(__file__).resolve().parents[1] / "config" / "laptop_cpu.yaml"
+_CONFIG = Path(__file__).resolve().parents[1] / "config" / "tiny.yaml"
 _PROMPT = "def "
 _GENERATED_BYTES = 400
 

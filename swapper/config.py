@@ -58,7 +58,8 @@ __all__ = [
 
 _Model = TypeVar("_Model", bound="_Section")
 
-MINIMUM_BUCKET_BYTES = 64 << 10
+MINIMUM_BUCKET_BYTES = 16 << 10
+DEFAULT_BUCKET_BYTES = 64 << 20
 """Below this a drive spends its time on requests, not on bytes."""
 
 BLOCK_ALIGNMENT_BYTES = 4096
@@ -572,9 +573,10 @@ class OffloadConfig(_Section, frozen=True):
     """Page-locked host memory for everything on its way to or from the drive, allocated once. At least three
     `bucket_bytes` (one arriving, one in use, one leaving) and what `resident_bytes` keeps. Default: "1GiB"."""
 
-    bucket_bytes: Size = 64 << 20
+    bucket_bytes: Size = 0
     """Host memory that one bucket may take while it is stepped: state, master, fp32 gradient and encode buffer
-    together. Larger ones make fewer, longer transfers. At least "64KiB". Default: "64MiB"."""
+    together. Larger ones make fewer, longer transfers. At least "16KiB". Default: 0, which chooses "64MiB", or a
+    quarter of the pool if that is less."""
 
     verify: Literal["none", "crc32c"] = "none"
     """Check what comes back from the drive against a checksum of what was written. Default and off: "none". Not there
@@ -613,9 +615,18 @@ class OffloadConfig(_Section, frozen=True):
     @field_validator("bucket_bytes", mode="after")
     @classmethod
     def _check_bucket_bytes(cls, value: int) -> int:
-        if value < MINIMUM_BUCKET_BYTES:
-            raise ConfigError(f"{format_size(value)} is too little to move at once; write at least '64KiB'")
+        if 0 < value < MINIMUM_BUCKET_BYTES:
+            raise ConfigError(f"{format_size(value)} is too little to move at once; write at least '16KiB'")
         return value
+
+    @model_validator(mode="after")
+    def _choose_bucket_bytes(self) -> OffloadConfig:
+        if not self.bucket_bytes:
+            free_bytes = self.pool_bytes - self.offload_optimizer.resident_bytes - self.offload_param.resident_bytes
+            chosen = min(DEFAULT_BUCKET_BYTES, free_bytes // 4 // 4096 * 4096)
+            # Around the frozen model's own check; not among the fields that were set, so that a copy chooses anew.
+            self.__dict__["bucket_bytes"] = max(chosen, MINIMUM_BUCKET_BYTES)
+        return self
 
     @model_validator(mode="after")
     def _check_together(self) -> OffloadConfig:

@@ -7,6 +7,7 @@ torch's own state-dict hooks, and each bucket is stepped by the class's own code
 from __future__ import annotations
 
 import copy
+import ctypes
 import dataclasses
 import functools
 import logging
@@ -16,7 +17,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
@@ -39,6 +40,7 @@ __all__ = ["OptimizerSwapper", "Stats", "UnswappedOptimizer"]
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _SHOW_PROGRESS_BYTES = 1 << 30
 _ADVICE_AFTER_STEPS = 3
 
@@ -111,6 +113,7 @@ class OptimizerSwapper:
         self._release = release
         self._pid = os.getpid()
         self._closed = False
+        self._released = False
         self.metrics = Metrics()
         self._pipeline = Pipeline(pool, store, self.metrics)
         self._copies = DeviceCopies(plan.device)
@@ -120,23 +123,34 @@ class OptimizerSwapper:
         self._read_ahead = False
         self._group_of: dict[int, int] = {}
         self._failure: _Failure | None = None
+        self._entered: list[Bucket] = []  # what the step that is being made, or was cut off, has touched
+        self._buckets_done = 0
+        self._former: dict[str, Any] = {}  # what `_narrow` replaced on the optimizer
+        self._former_step: Any = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._loading: dict[int, dict[str, Any]] | None = None
         self._unplanned: set[str] = set()
         self._gradient_hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._advised = False
+        kept: dict[Any, Any] = {}
         try:
             self._add_buckets(plan.buckets)
             self._reconcile(optimizer)
             existing = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if optimizer.state.get(p)}
             if existing:
                 self._import(optimizer, existing, as_it_is=True)
+                self._pipeline.drain()  # The copy in memory must stay until the one on the drive is good.
+            kept.update(optimizer.state)
+            optimizer.state.clear()
+            self._state = optimizer.state
+            self._install(optimizer)
+            self._finalizer = weakref.finalize(optimizer, _finalize, self)
         except BaseException:
-            self._close(optimizer)
+            self._uninstall(optimizer)
+            optimizer.state.update(kept)
+            with suppress(SwapIOError):  # The error that is on its way already is the one to see.
+                self.close()
             raise
-        optimizer.state.clear()
-        self._state = optimizer.state
-        self._install(optimizer)
-        self._finalizer = weakref.finalize(optimizer, _finalize, self)
 
     # --- What users call -------------------------------------------------------------------------------------------
 
@@ -181,8 +195,13 @@ class OptimizerSwapper:
         Raises:
             SwapIOError: a write had failed. Everything was given back all the same.
         """
-        if not self._closed:
-            self._close(self._optimizer_ref())
+        if self._released:
+            return
+        try:
+            self._close()
+        except KeyboardInterrupt:
+            self._close()  # Nothing may be left behind; what was done already is not done again.
+            raise
 
     def clip_grad_norm_(
         self,
@@ -219,7 +238,9 @@ class OptimizerSwapper:
         """
         self._check_open()
         optimizer = self._optimizer()
-        self._forget_state()
+        self._note_cut_off(optimizer)
+        with self._replacing("forgetting optimizer state"):
+            self._forget_state()
         optimizer.state.clear()
         self._state = optimizer.state
         if self._failure is not None:
@@ -229,17 +250,25 @@ class OptimizerSwapper:
         """Bring all state back to `optimizer.state` and undo what wrapping did. See `swapper.unwrap_optimizer`."""
         self._check_usable("unwrap")
         optimizer = self._optimizer()
-        state = self._gather(list(parameters_of(optimizer)), _allocate_in_memory)
+        gathered = self._gather(list(parameters_of(optimizer)), _allocate_in_memory)
+        state: dict[Any, dict[str, Any]] = {}
         for p in parameters_of(optimizer):
-            if id(p) in state:
-                entries = state[id(p)]
+            if id(p) in gathered:
+                entries = gathered[id(p)]
                 entries.pop(MASTER, None)
-                optimizer.state[p] = {
+                state[p] = {
                     key: _as_plain_state(key, value, p, self.has_masters) if isinstance(value, torch.Tensor) else value
                     for key, value in entries.items()
                 }
-        self._uninstall(optimizer)
-        self._close(None)
+        try:
+            optimizer.state.update(state)
+            self._uninstall(optimizer)
+        except KeyboardInterrupt:  # Half of it would be an optimizer without its state.
+            optimizer.state.update(state)
+            self._uninstall(optimizer)
+            raise
+        finally:
+            self.close()
         self._finalizer.detach()
 
     @property
@@ -273,21 +302,23 @@ class OptimizerSwapper:
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._former_step = vars(optimizer).get("step")
         vars(optimizer).update(step=step, swapper=self, __getstate__=refuse_copy)
-        self._hooks = [
-            optimizer.register_state_dict_post_hook(self._on_state_dict, prepend=True),
-            optimizer.register_load_state_dict_pre_hook(self._on_load_state_dict),
-            optimizer.register_load_state_dict_post_hook(self._on_loaded, prepend=True),
-        ]
+        self._hooks.append(optimizer.register_state_dict_post_hook(self._on_state_dict, prepend=True))
+        self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._on_load_state_dict))
+        self._hooks.append(optimizer.register_load_state_dict_post_hook(self._on_loaded, prepend=True))
 
     def _uninstall(self, optimizer: Optimizer) -> None:
+        """Undo `_install`, or as much of it as was done. Idempotent."""
         for hook in self._hooks:
             hook.remove()
-        for name in ("step", "swapper", "__getstate__"):
-            del vars(optimizer)[name]
+        if vars(optimizer).get("swapper") is not self:
+            return
+        for name in ("step", "__getstate__"):
+            vars(optimizer).pop(name, None)
         if self._former_step is not None:
             optimizer.step = self._former_step  # type: ignore[method-assign]
         elif any("initial_lr" in group for group in optimizer.param_groups):
             _install_scheduler_wrapper(optimizer)
+        del vars(optimizer)["swapper"]
 
     def _optimizer(self) -> Optimizer:
         optimizer = self._optimizer_ref()
@@ -306,6 +337,7 @@ class OptimizerSwapper:
 
     def _check_usable(self, operation: str) -> None:
         self._check_open()
+        self._note_cut_off(self._optimizer())
         if self._failure is not None:
             self._failure.check(operation)
             self._failure = None
@@ -402,16 +434,24 @@ class OptimizerSwapper:
         parameters = list(parameters_of(optimizer))
         gathered = self._gather(parameters, self._allocator(parameters))
         state = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
-        self._drop_parameters(self._plan.planned_ids())
-        self._plan.threads = torch.get_num_threads()
-        self._add_buckets(
-            self._plan.extend(optimizer, [p for p in parameters if p.requires_grad or p.grad is not None])
-        )
-        self._import(optimizer, state, as_it_is=True)
+        self._pipeline.drop_staged()
+        self._drop_scratch()  # The new cuts may need a larger one.
+        with self._replacing("cutting optimizer state anew"):
+            self._drop_parameters(self._plan.planned_ids())
+            self._plan.threads = torch.get_num_threads()
+            try:
+                self._add_buckets(
+                    self._plan.extend(optimizer, [p for p in parameters if p.requires_grad or p.grad is not None])
+                )
+            except BaseException:
+                self._plan.buckets.clear()
+                self._plan.drop(self._plan.planned_ids())
+                raise
+            self._import(optimizer, state, as_it_is=True)
 
     def _run_buckets(self, optimizer: Optimizer, work: list[tuple[Bucket, list[Segment]]], show: bool) -> None:
-        entered = 0
         changes: dict[int, dict[str, Any]] = {}
+        self._buckets_done = 0
         try:
             self._hold_scratch()
             self._copies.begin()
@@ -426,24 +466,28 @@ class OptimizerSwapper:
                     event.synchronize()
                 lease = self._take(bucket)
                 states = bucket.open(opened, lease, scratch)
-                entered = i + 1
+                self._entered.append(bucket)
                 self._call_class(optimizer, opened, states, changes)
                 self._close_bucket(bucket, opened, states, lease)
+                self._buckets_done += 1
                 scratch.event = self._copies.mark()
                 if not self._plan.remote:
                     pending = self._fetch(work, i + 1)
             self._copies.join()
             self._drop_scratch()
+            if self._plan.stored_bytes > self._pool_bytes:
+                _return_free_memory()
+            for number, values in changes.items():
+                group = optimizer.param_groups[number]
+                for key, value in values.items():
+                    if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                        group[key].copy_(value)
+                    else:
+                        group[key] = value
+            self._entered = []
         except BaseException as error:
-            self._fail(optimizer, error, [bucket for bucket, _ in work[:entered]])
+            self._fail(optimizer, error)
             raise
-        for number, values in changes.items():
-            group = optimizer.param_groups[number]
-            for key, value in values.items():
-                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
-                    group[key].copy_(value)
-                else:
-                    group[key] = value
 
     def _fetch(
         self, work: list[tuple[Bucket, list[Segment]]], i: int
@@ -500,14 +544,12 @@ class OptimizerSwapper:
             if state:
                 assert item.tensor is not None
                 optimizer.state[item.tensor] = state
-        with _narrow(optimizer, list(groups.values()), self._plan.remote):
-            try:
-                self._class_step(optimizer)
-                for i, item in enumerate(opened):
-                    assert item.tensor is not None
-                    states[i] = dict(optimizer.state.get(item.tensor, {}))
-            finally:
-                optimizer.state.clear()
+        self._narrow(optimizer, list(groups.values()))
+        self._class_step(optimizer)
+        for i, item in enumerate(opened):
+            assert item.tensor is not None
+            states[i] = dict(optimizer.state.get(item.tensor, {}))
+        self._widen(optimizer)
         for number, group in groups.items():
             original = optimizer.param_groups[number]
             for key, value in group.items():
@@ -520,6 +562,26 @@ class OptimizerSwapper:
                     changed = key not in original or value is not original[key]
                 if changed:
                     changes.setdefault(number, {})[key] = value
+
+    def _narrow(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        """Show the class only `groups`, no hooks, and no tensor on an accelerator, until `_widen`."""
+        attributes: dict[str, Any] = {
+            "param_groups": groups,
+            "_optimizer_step_pre_hooks": OrderedDict(),
+            "_optimizer_step_post_hooks": OrderedDict(),
+        }
+        if self._plan.remote:
+            for key in ("grad_scale", "found_inf"):  # From GradScaler, for fused steps.
+                if isinstance(value := getattr(optimizer, key, None), torch.Tensor):
+                    attributes[key] = value.cpu()
+        self._former = {key: getattr(optimizer, key) for key in attributes}
+        vars(optimizer).update(attributes)
+
+    def _widen(self, optimizer: Optimizer) -> None:
+        """Undo `_narrow` and empty the state. Idempotent."""
+        optimizer.state.clear()
+        vars(optimizer).update(self._former)
+        self._former = {}
 
     def _narrowed(self, group: dict[str, Any]) -> dict[str, Any]:
         # Tensors are cloned, so that a value that the class changes in place is changed once a step, not once a bucket.
@@ -534,9 +596,10 @@ class OptimizerSwapper:
         return narrowed
 
     def _close_bucket(
-        self, bucket: Bucket, opened: Sequence[Opened], states: Sequence[dict[str, Any]], lease: Lease | None
+        self, bucket: Bucket, opened: Sequence[Opened], states: list[dict[str, Any]], lease: Lease | None
     ) -> None:
         masters: dict[Segment, tuple[torch.Tensor, torch.Tensor]] = {}
+        made_state = any(state and not item.segment.has_state for item, state in zip(opened, states, strict=True))
         for item, state in zip(opened, states, strict=True):
             for key in bucket.close(item.segment, state, lease):
                 self._say_unplanned(key)
@@ -551,6 +614,9 @@ class OptimizerSwapper:
             bucket.write_back(item, self._copies)
         if lease is not None:
             self._pipeline.put(bucket.key, bucket.finish(lease))
+            if made_state:
+                states.clear()
+                _return_free_memory()
 
     def _count_reset(self) -> None:
         if self.metrics.masters_reset == 0:
@@ -578,15 +644,40 @@ class OptimizerSwapper:
             took_s,
         )
 
-    def _fail(self, optimizer: Optimizer, error: BaseException, entered: Sequence[Bucket]) -> None:
-        optimizer.state.clear()
+    def _fail(self, optimizer: Optimizer, error: BaseException) -> None:
+        """Note what a step that raised has left behind."""
+        self._note_cut_off(optimizer, error)
         self._pipeline.recover()
         self._drop_scratch()
         if isinstance(error, SwapIOError):
-            error.step, error.buckets_stepped = self.metrics.steps, max(len(entered) - 1, 0)
-        if entered:
-            parameters = [segment.parameter for bucket in entered for segment in bucket.segments]
-            self._failure = _Failure(error, self.metrics.steps, len(entered) - 1, len(self._plan.buckets), parameters)
+            error.step, error.buckets_stepped = self.metrics.steps, self._buckets_done
+
+    def _note_cut_off(self, optimizer: Optimizer, error: BaseException | None = None) -> None:
+        """Remember a step that ended in the middle. Without `error`: one that even `_fail` was cut off in."""
+        self._widen_after_error(optimizer)
+        if self._entered:
+            what = f"step {self.metrics.steps} failed after {self._buckets_done} of {len(self._plan.buckets)} buckets"
+            parameters = [segment.parameter for bucket in self._entered for segment in bucket.segments]
+            self._failure = _Failure(what, error or KeyboardInterrupt(), _versions(parameters))
+            self._entered = []
+
+    def _widen_after_error(self, optimizer: Optimizer) -> None:
+        if self._former:
+            self._widen(optimizer)
+
+    @contextmanager
+    def _replacing(self, what: str) -> Iterator[None]:
+        """While all state is replaced, and from then on if that fails, nothing may use it."""
+        before = self._failure
+        parameters = () if before is None else before.parameters
+        self._failure = failure = _Failure(f"{what} was not finished", None, parameters)
+        try:
+            yield
+        except BaseException as error:
+            failure.explain(error)
+            self._pipeline.recover()
+            raise
+        self._failure = before
 
     def _hold_scratch(self) -> None:
         if self._scratches:
@@ -650,15 +741,21 @@ class OptimizerSwapper:
 
     def _on_load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._check_open()
+        self._note_cut_off(optimizer)
         self._loading = dict(state_dict["state"])
         return {**state_dict, "state": {}}
 
     def _on_loaded(self, optimizer: Optimizer) -> None:
         state, self._loading = self._loading, None
         assert state is not None
+        try:
+            self._reconcile(optimizer)
+            self._import(optimizer, state, as_it_is=False)
+        except Exception:
+            self._state = optimizer.state
+            raise
+        # Only now: until then `optimizer.state`, which torch has replaced, says that the state does not belong to it.
         self._state = optimizer.state
-        self._reconcile(optimizer)
-        self._import(optimizer, state, as_it_is=False)
         if self._failure is not None:
             self._failure.state_loaded = True
 
@@ -685,17 +782,19 @@ class OptimizerSwapper:
             if chosen:
                 buckets.append((bucket, chosen))
         show = self._plan.stored_bytes >= _SHOW_PROGRESS_BYTES
-        with torch.no_grad():
-            for i, (bucket, chosen) in enumerate(_progress(buckets, "reading optimizer state", show)):
-                self._stage_ahead([(b, []) for b, _ in buckets[i : i + 64]], 0)
-                lease = self._take(bucket)
-                try:
+        try:
+            with torch.no_grad():
+                for i, (bucket, chosen) in enumerate(_progress(buckets, "reading optimizer state", show)):
+                    self._stage_ahead([(b, []) for b, _ in buckets[i : i + 64]], 0)
+                    lease = self._take(bucket)
                     for segment in chosen:
                         entries = gathered.setdefault(id(segment.parameter), {})
                         self._gather_segment(bucket, segment, lease, entries, flat)
-                finally:
                     if lease is not None:
                         self._pipeline.give_back(bucket.key)
+        except BaseException:
+            self._pipeline.recover()
+            raise
         return gathered
 
     def _gather_segment(
@@ -776,24 +875,19 @@ class OptimizerSwapper:
                 if not self._plan.is_planned(p):
                     self._add_buckets(self._plan.extend(optimizer, [p]))
                 _check_loadable(p, self._plan.segments_of(p), by_id[id(p)])
-        self._forget_state()
         show = self._plan.stored_bytes >= _SHOW_PROGRESS_BYTES
-        try:
-            with torch.no_grad():
-                for bucket in _progress(self._plan.buckets, "writing optimizer state", show):
-                    chosen = [segment for segment in bucket.segments if id(segment.parameter) in by_id]
-                    if not chosen:
-                        continue
-                    lease = self._take(bucket)
-                    for segment in chosen:
-                        group = optimizer.param_groups[self._group_of[id(segment.parameter)]]
-                        self._import_segment(bucket, segment, lease, by_id[id(segment.parameter)], group, as_it_is)
-                    if lease is not None:
-                        self._pipeline.put(bucket.key, bucket.finish(lease))
-        except BaseException as error:
-            self._pipeline.recover()
-            self._failure = _Failure(error, self.metrics.steps, 0, len(self._plan.buckets), [])
-            raise
+        with self._replacing("loading optimizer state"), torch.no_grad():
+            self._forget_state()
+            for bucket in _progress(self._plan.buckets, "writing optimizer state", show):
+                chosen = [segment for segment in bucket.segments if id(segment.parameter) in by_id]
+                if not chosen:
+                    continue
+                lease = self._take(bucket)
+                for segment in chosen:
+                    group = optimizer.param_groups[self._group_of[id(segment.parameter)]]
+                    self._import_segment(bucket, segment, lease, by_id[id(segment.parameter)], group, as_it_is)
+                if lease is not None:
+                    self._pipeline.put(bucket.key, bucket.finish(lease))
 
     def _import_segment(
         self,
@@ -830,14 +924,13 @@ class OptimizerSwapper:
 
     # --- The end ---------------------------------------------------------------------------------------------------
 
-    def _close(self, optimizer: Optimizer | None) -> None:
-        if self._closed:
-            return
+    def _close(self) -> None:
         self._closed = True
         for hook in self._gradient_hooks.values():
             hook.remove()
         self._gradient_hooks.clear()
         if os.getpid() != self._pid:
+            self._released = True
             return
         try:
             self._pipeline.drain()
@@ -848,7 +941,12 @@ class OptimizerSwapper:
                     self._pipeline.forget(bucket.key)
                 for segment in bucket.segments:
                     segment.forget()
-            self._release()
+            try:
+                self._release()
+            except Exception:
+                self._released = True
+                raise
+            self._released = True
 
 
 class UnswappedOptimizer(OptimizerSwapper):
@@ -901,16 +999,35 @@ class UnswappedOptimizer(OptimizerSwapper):
         return False
 
 
-class _Failure:
-    """A step that ended in the middle: some parameters are a step ahead of the others, or of their state."""
+_Versions = Sequence[tuple["weakref.ref[torch.nn.Parameter]", int, int]]
 
-    def __init__(
-        self, error: BaseException, step: int, done: int, total: int, parameters: list[torch.nn.Parameter]
-    ) -> None:
+
+def _versions(parameters: Iterable[torch.nn.Parameter]) -> _Versions:
+    return [(weakref.ref(p), p._version, p.data_ptr()) for p in {id(p): p for p in parameters}.values()]
+
+
+class _Failure:
+    """Something that ended in the middle, so that parameters and state do not belong together, or state is missing.
+
+    Args:
+        what: what failed.
+        error: why; None if it is not known yet.
+        parameters: that must be loaded before training goes on, as they are now.
+    """
+
+    def __init__(self, what: str, error: BaseException | None, parameters: _Versions) -> None:
         self.state_loaded = False
-        self._error = error
-        self._text = f"step {step} failed after {done} of {total} buckets ({type(error).__name__}: {error})"
-        self._parameters = [(weakref.ref(p), p._version, p.data_ptr()) for p in {id(p): p for p in parameters}.values()]
+        self.parameters = parameters
+        self._cause: SwapIOError | None = None
+        self._text = what
+        if error is not None:
+            self.explain(error)
+
+    def explain(self, error: BaseException) -> None:
+        """Say what the reason was."""
+        self._text += f" ({type(error).__name__}: {error})"
+        # A copy has no traceback, whose frames would keep the optimizer alive.
+        self._cause = copy.copy(error) if isinstance(error, SwapIOError) else None
 
     def check(self, operation: str) -> None:
         """Raise unless state and parameters were loaded since."""
@@ -918,34 +1035,14 @@ class _Failure:
             raise SwapError(
                 f"{operation} is refused: {self._text}. Parameters and optimizer state no longer belong together: load "
                 "both from a checkpoint (model.load_state_dict and optimizer.load_state_dict)"
-            ) from self._error
-        for reference, version, address in self._parameters:
+            ) from self._cause
+        for reference, version, address in self.parameters:
             p = reference()
             if p is not None and p.numel() and p._version == version and p.data_ptr() == address:
                 raise SwapError(
                     f"{operation} is refused: {self._text}. The optimizer's state was loaded again but the parameters "
                     "were not: load them from the same checkpoint (model.load_state_dict)"
-                ) from self._error
-
-
-@contextmanager
-def _narrow(optimizer: Optimizer, groups: list[dict[str, Any]], remote: bool) -> Iterator[None]:
-    """Show the class only `groups`, no hooks, and no tensor on an accelerator."""
-    attributes: dict[str, Any] = {
-        "param_groups": groups,
-        "_optimizer_step_pre_hooks": OrderedDict(),
-        "_optimizer_step_post_hooks": OrderedDict(),
-    }
-    if remote:
-        for key in ("grad_scale", "found_inf"):  # From GradScaler, for fused steps.
-            if isinstance(value := getattr(optimizer, key, None), torch.Tensor):
-                attributes[key] = value.cpu()
-    former = {key: getattr(optimizer, key) for key in attributes}
-    vars(optimizer).update(attributes)
-    try:
-        yield
-    finally:
-        vars(optimizer).update(former)
+                ) from self._cause
 
 
 def _check_loadable(p: torch.nn.Parameter, segments: Sequence[Segment], entries: dict[str, Any]) -> None:
@@ -1004,6 +1101,17 @@ def _install_scheduler_wrapper(optimizer: Optimizer) -> None:
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = step  # type: ignore[method-assign]
+
+
+def _return_free_memory() -> None:
+    """Let glibc give freed memory back to the system; elsewhere nothing.
+
+    When a class makes its state, small tensors that stay are allocated between large ones that do not. The holes are too
+    small for the next bucket's, so without this the first step would grow the heap by about the size of the state; and
+    after a step, gradients would come to lie in the holes that its scratch left. Milliseconds for a heap of 1 GB.
+    """
+    if _malloc_trim is not None:
+        _malloc_trim(0)
 
 
 def _allocate_in_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:

@@ -2,9 +2,8 @@
 
 [Note: who owns a buffer] Each record that is in memory has one `_Held`: its lease, and its place in the life cycle. The
 transfer in flight travels in the lease. A lease that is released while its transfer is in flight is given back by the
-pool only when the transfer is done, so no exception, wherever it strikes, can let two owners have one buffer. Ctrl-C
-can strike when a transfer was started and is not yet in the lease: until it is, a `_Starting` is there, which is over
-when nothing at all is in flight.
+pool only when the transfer is done, so no exception, wherever it strikes, can let two owners have one buffer. (But for
+Ctrl-C in the microseconds in which a transfer was started and is not yet in the lease: it then ends unwatched.)
 
 [Note: failed writes] A write that failed keeps its place, its buffer and its transfer, so that every later call raises
 it again, until `discard` or `forget`: the record on disk is neither the old nor the new one and must not be read.
@@ -15,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import threading
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -23,7 +21,7 @@ import torch
 
 from swapper.buffers import BufferPool, Lease
 from swapper.errors import SwapIOError
-from swapper.handle import AsyncIOHandle, Transfer
+from swapper.handle import Transfer
 from swapper.metrics import Metrics
 from swapper.store import RecordKey, TensorStore
 
@@ -51,29 +49,6 @@ class _Held:
     """The lease's transfer is a write: its failure means lost data, not only a read to repeat."""
     empty: bool = False
     """A new buffer of undefined content, as nothing is stored yet."""
-
-
-class _Starting(Transfer):
-    """Stands for a transfer that is just being started. See [Note: who owns a buffer]."""
-
-    __slots__ = ("_handle",)
-
-    def __init__(self, handle: AsyncIOHandle) -> None:
-        self._handle = handle
-
-    def __repr__(self) -> str:
-        return "_Starting()"
-
-    def done(self) -> bool:
-        return self._handle.in_flight == 0
-
-    def settle(self) -> None:
-        while not self.done():
-            time.sleep(0.001)
-
-    def wait(self, timeout: float | None = None) -> int:
-        self.settle()
-        return 0
 
 
 class Pipeline:
@@ -180,9 +155,9 @@ class Pipeline:
             if self._store is None:
                 held.place = Place.KEPT
                 return
-            held.lease.transfer, held.writing = _Starting(self._store.handle), True
-            held.place = Place.KEPT if key in self._resident else Place.LEAVING
             held.lease.transfer = self._store.write(key, held.lease, length_bytes)
+            held.writing = True
+            held.place = Place.KEPT if key in self._resident else Place.LEAVING
             self._metrics.writes += 1
             self._metrics.bytes_written += length_bytes
             self._collect()
@@ -269,7 +244,6 @@ class Pipeline:
     def _read(self, key: RecordKey, lease: Lease) -> _Held:
         assert self._store is not None
         held = _Held(lease, Place.ARRIVING)
-        lease.transfer = _Starting(self._store.handle)
         lease.transfer = self._store.read(key, lease)
         self._metrics.reads += 1
         self._metrics.bytes_read += self._store.stored_bytes(key)

@@ -29,6 +29,10 @@ MASTER = "master_param"
 SMALL_BYTES = 16 * 1024
 """State smaller than this never moves: the transfer would cost more than the memory."""
 
+SEGMENT_NUMEL = 1 << 19
+"""Most elements of a segment. torch's scratch for one (a few times 2 MiB in fp32) then stays in the caches, and so small
+that the allocator, which adapts to what was freed, goes on giving larger tensors pages of their own."""
+
 _SAFETENSORS_NAMES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -476,7 +480,7 @@ def plan_segments(
     )
     dtypes = {spec.key: spec.dtype for spec in specs}
     whole = Segment(parameter, 0, numel, True, master, moving, dtypes, parameter.dtype)
-    if not segmented or _cost_bytes(whole, remote) <= bucket_bytes:
+    if not segmented or (_cost_bytes(whole, remote) <= bucket_bytes and numel <= SEGMENT_NUMEL):
         return [whole]
     like = [spec for spec in moving if spec.shape == shape]
     # In eighths of a byte, because the ties of a split master take one bit.
@@ -484,7 +488,7 @@ def plan_segments(
     if whole.master_moves:
         eighths += 8 * 2 + 1 if master == "split" else 8 * 4
     room_bytes = bucket_bytes - ALIGNMENT_BYTES * (len(like) + 8)
-    numel_max = max(8 * room_bytes // max(eighths, 1), CUT_NUMEL)
+    numel_max = max(min(8 * room_bytes // max(eighths, 1), SEGMENT_NUMEL), CUT_NUMEL)
     return [
         Segment(
             parameter,

@@ -288,7 +288,7 @@ def test_key_that_is_no_string_is_refused(values: dict[str, Any]) -> None:
         ({"aio": {"block_size": 5000}}, "aio.block_size: 5000 bytes .*a multiple of 4096"),
         ({"aio": {"block_size": 0}}, "aio.block_size: 0 bytes .*a multiple of 4096"),
         ({"aio": {"block_size": "2GiB"}}, "aio.block_size: 2147483648 bytes .*to 1GiB"),
-        ({"bucket_bytes": "4KiB"}, "bucket_bytes: 4KiB is too little .* at least '64KiB'"),
+        ({"bucket_bytes": "4KiB"}, "bucket_bytes: 4KiB is too little .* at least '16KiB'"),
         ({"checkpoint": {"keep_last": 0}}, "checkpoint.keep_last: 0 is not allowed; write a whole number of 1 or more"),
     ],
 )
@@ -394,7 +394,7 @@ def test_nvme_without_path_is_refused() -> None:
 
 
 def test_pool_smaller_than_three_buckets_shows_the_sum() -> None:
-    assert refused(pool_bytes="128MiB") == (
+    assert refused(pool_bytes="128MiB", bucket_bytes="64MiB") == (
         "pool_bytes: 128MiB is too small for 3 x bucket_bytes 64MiB (one arriving, one in use, one leaving) = 192MiB; "
         "set pool_bytes to at least '192MiB', or bucket_bytes to at most '42MiB'"
     )
@@ -404,9 +404,18 @@ def test_pool_smaller_than_three_buckets_shows_the_sum() -> None:
     assert "or bucket_bytes" not in refused(pool_bytes=0)
 
 
+def test_bucket_bytes_that_is_not_given_follows_the_pool() -> None:
+    assert OffloadConfig().bucket_bytes == OffloadConfig(pool_bytes="100GiB").bucket_bytes == 64 << 20
+    small = OffloadConfig(pool_bytes="128MiB")
+    assert small.bucket_bytes == 32 << 20
+    assert small.model_copy(update={"pool_bytes": "1GiB"}).bucket_bytes == 64 << 20
+    section = {"device": "nvme", "resident_bytes": "900MiB"}
+    assert OffloadConfig(nvme_path="/x", offload_optimizer=section).bucket_bytes == 31 << 20
+
+
 def test_resident_bytes_are_part_of_the_pool() -> None:
     section = {"device": "nvme", "resident_bytes": "900MiB"}
-    assert refused(nvme_path="/x", offload_optimizer=section) == (
+    assert refused(nvme_path="/x", bucket_bytes="64MiB", offload_optimizer=section) == (
         "pool_bytes: 1GiB is too small for 3 x bucket_bytes 64MiB (one arriving, one in use, one leaving) "
         "+ resident_bytes 900MiB = 1092MiB; set pool_bytes to at least '1092MiB', or bucket_bytes to at most '41MiB'"
     )
@@ -613,6 +622,7 @@ def test_there_is_a_file_for_each_situation() -> None:
         "optimizer_cpu",
         "optimizer_nvme",
         "optimizer_nvme_fp32",
+        "tiny",
     }
 
 

@@ -29,7 +29,9 @@ WIDTH = 160
 
 def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, WIDTH), nn.GELU(), nn.Linear(WIDTH, 3 * WIDTH), nn.LayerNorm(3 * WIDTH)).to(dtype)
+    return nn.Sequential(nn.Linear(40, WIDTH), nn.GELU(), nn.Linear(WIDTH, 3 * WIDTH), nn.LayerNorm(3 * WIDTH)).to(
+        dtype
+    )
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:
@@ -669,7 +671,9 @@ def test_forked_data_loader_workers(nvme_path: Path) -> None:
     model = make_model()
     optimizer = adamw(model)
     with wrapped(optimizer, nvme_path):
-        data = torch.utils.data.DataLoader(torch.randn(12, 40), batch_size=4, num_workers=2, multiprocessing_context="fork")
+        data = torch.utils.data.DataLoader(
+            torch.randn(12, 40), batch_size=4, num_workers=2, multiprocessing_context="fork"
+        )
         for _ in range(2):
             for batch in data:
                 model(batch).square().mean().backward()
@@ -678,7 +682,9 @@ def test_forked_data_loader_workers(nvme_path: Path) -> None:
         assert len(list(nvme_path.iterdir())) == 1
 
 
-def test_another_number_of_threads_cuts_low_precision_state_anew(nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_number_of_threads_cuts_low_precision_state_anew(
+    nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     shape = (90001,)
 
     def train(swap: bool) -> torch.Tensor:

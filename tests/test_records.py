@@ -181,6 +181,12 @@ def test_the_header_never_outgrows_its_room(entries: list[Entry], tail_bytes_max
         assert set(table) >= {entry.name for entry in kept}
 
 
+@pytest.mark.parametrize("count", [1, 10, 100])
+def test_shapes_of_many_long_numbers_have_room(count: int) -> None:
+    layout = plan_record([Entry(str(i), "F32", (0, *[2**62] * 60)) for i in range(count)])
+    assert len(layout.header(0)) == layout.payload_bytes
+
+
 @pytest.mark.parametrize("count", [1, 15, 20, 200, 2000])
 def test_the_room_is_enough_at_every_length(count: int) -> None:
     # One character more at each step, so that some step fills the last page of the header to the brim.
