@@ -101,7 +101,7 @@ def run(mode: str, arguments: argparse.Namespace) -> dict[str, float]:
             generator = torch.Generator().manual_seed(step)
             tokens = torch.randint(arguments.vocab_size, (1, arguments.context + 1), generator=generator)
             loss = model.loss(tokens[:, :-1], tokens[:, 1:])
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             start_s = time.perf_counter()
             if masters:
                 masters.take_gradients()

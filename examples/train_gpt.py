@@ -1,6 +1,6 @@
 """Train a byte-level GPT with its optimizer state on disk.
 
-    mkdir -p .swapper && python examples/train_gpt.py --config config/laptop_cpu.yaml --nvme-path .swapper --compare
+    mkdir -p .swapper && python examples/train_gpt.py --config config/tiny.yaml --nvme-path .swapper --compare
 
 Everything that swapping needs is in `train`: load a config, wrap the optimizer, close it at the end.
 """
@@ -73,7 +73,7 @@ def parse_arguments() -> Arguments:
     parser.add_argument("--data", type=Path, help="file to train on instead of Python's own source files")
     parser.add_argument("--config", type=Path, default=_CONFIG, help="what to swap, and how")
     parser.add_argument("--nvme-path", type=Path, help="directory to swap to, instead of the config's")
-    parser.add_argument("--steps", type=int, default=800)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--context", type=int, help="bytes in a window, instead of the size class's")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")

@@ -84,7 +84,8 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
     try:
         OptimizerSwapper(optimizer, plan, pool, pool_bytes, store, release)
     except BaseException:
-        release()
+        if getattr(optimizer, "swapper", None) is None:  # Else Ctrl-C struck when it was wrapped already.
+            release()
         raise
     return optimizer
 
@@ -267,18 +268,18 @@ class _Shared:
 
         def release() -> None:
             nonlocal done
-            if done:
-                return
-            done = True
-            self._holders -= 1
-            self.held_bytes -= held_bytes
+            if not done:
+                done = True
+                self._holders -= 1
+                self.held_bytes -= held_bytes
             if self._holders == 0:
                 self._close()
 
         return release
 
     def _close(self) -> None:
-        self._all.pop(id(self._config), None)
+        if self._all.get(id(self._config)) is self:
+            del self._all[id(self._config)]
         try:
             self.store.close()
             self.pool.close()

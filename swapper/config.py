@@ -39,7 +39,8 @@ from pydantic import (
     model_validator,
 )
 
-from swapper.errors import ConfigError
+from swapper.deepspeed import translate
+from swapper.errors import ConfigError, show
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -98,7 +99,7 @@ def _not_yet(field: str, value: Any) -> str | None:
     """The refusal of `value` for `field`, without the field's name; None where this version can honour it."""
     for row in _NOT_YET:
         if row.field == field and row.refuses(value):
-            return f"{_show(value)} is not there yet in this version of swapper; {row.instead}"
+            return f"{show(value)} is not there yet in this version of swapper; {row.instead}"
     return None
 
 
@@ -127,7 +128,7 @@ def parse_size(value: object) -> int:
         ConfigError: `value` is none of these. The message names the value and the fix, not the field.
     """
     if isinstance(value, (bool, float)) or value is None:
-        raise ConfigError(f"{_show(value)} is not a size; write a whole number of bytes or a unit: {_SIZE_EXAMPLES}")
+        raise ConfigError(f"{show(value)} is not a size; write a whole number of bytes or a unit: {_SIZE_EXAMPLES}")
     if isinstance(value, str):
         size = _parse_size_text(value)
     else:
@@ -135,34 +136,34 @@ def parse_size(value: object) -> int:
             size = value.__index__()  # type: ignore[attr-defined]
         except (AttributeError, TypeError):
             raise ConfigError(
-                f"{_show(value)} is not a size; write a whole number of bytes or a unit: {_SIZE_EXAMPLES}"
+                f"{show(value)} is not a size; write a whole number of bytes or a unit: {_SIZE_EXAMPLES}"
             ) from None
     assert isinstance(size, int)
     if size < 0:
-        raise ConfigError(f"{_show(value)} is negative; a size is 0 bytes or more")
+        raise ConfigError(f"{show(value)} is negative; a size is 0 bytes or more")
     if size > _LARGEST_SIZE:
-        raise ConfigError(f"{_show(value)} is larger than any machine's memory; write at most {_LARGEST_SIZE} bytes")
+        raise ConfigError(f"{show(value)} is larger than any machine's memory; write at most {_LARGEST_SIZE} bytes")
     return size
 
 
 def _parse_size_text(text: str) -> int:
     if text.strip().startswith("-"):
-        raise ConfigError(f"{_show(text)} is negative; a size is 0 bytes or more")
+        raise ConfigError(f"{show(text)} is negative; a size is 0 bytes or more")
     match = re.match(_SIZE_PATTERN, text)
     if match is None:
-        raise ConfigError(f"{_show(text)} is not a size; write bytes or a number with a unit: {_SIZE_EXAMPLES}")
+        raise ConfigError(f"{show(text)} is not a size; write bytes or a number with a unit: {_SIZE_EXAMPLES}")
     number, unit = match.groups()
     factor = _UNITS.get(unit.lower())
     if factor is None and f"{unit.lower()}ib" in _BINARY_UNITS:
         raise ConfigError(
-            f"{_show(text)} can mean two sizes; write '{number}{unit.upper()}iB' (powers of 1024) "
+            f"{show(text)} can mean two sizes; write '{number}{unit.upper()}iB' (powers of 1024) "
             f"or '{number}{unit.upper()}B' (powers of 1000)"
         )
     if factor is None:
-        raise ConfigError(f"{_show(text)} has the unknown unit {unit!r}; use B, KiB, MiB, GiB, TiB, or KB, MB, GB, TB")
+        raise ConfigError(f"{show(text)} has the unknown unit {unit!r}; use B, KiB, MiB, GiB, TiB, or KB, MB, GB, TB")
     size = Fraction(number) * factor
     if size.denominator != 1:
-        raise ConfigError(f"{_show(text)} is not a whole number of bytes; the nearest is {round(size)}")
+        raise ConfigError(f"{show(text)} is not a whole number of bytes; the nearest is {round(size)}")
     return size.numerator
 
 
@@ -205,13 +206,13 @@ def _parse_nvme_path(value: object) -> Path | None:
         return None
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
-        raise ConfigError(f"{_show(value)} is not a path; write a directory on the drive, such as /local_nvme")
+        raise ConfigError(f"{show(value)} is not a path; write a directory on the drive, such as /local_nvme")
     if not text.strip() or "\0" in text:
-        raise ConfigError(f"{_show(text)} is not a path; write a directory on the drive, or null for none")
+        raise ConfigError(f"{show(text)} is not a path; write a directory on the drive, or null for none")
     try:
         return Path(text).expanduser()
     except RuntimeError:
-        raise ConfigError(f"{_show(text)}: there is no such user's home here; write the path in full") from None
+        raise ConfigError(f"{show(text)}: there is no such user's home here; write the path in full") from None
 
 
 NvmePath = Annotated[
@@ -221,12 +222,6 @@ NvmePath = Annotated[
 
 
 # --- From pydantic's errors to ours ----------------------------------------------------------------------------------
-
-
-def _show(value: object) -> str:
-    """`value` as the user may have written it: one line, and not a page long."""
-    text = repr(str(value)) if isinstance(value, Path) else repr(value)
-    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
 
 
 def _names(model: type[BaseModel]) -> list[str]:
@@ -302,17 +297,17 @@ def _explain_one(model: type[BaseModel], error: ErrorDetails) -> list[str]:
         words = [str(word) for word in get_args(annotation)]
         near = difflib.get_close_matches(str(value).lower(), words, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        return [f"{dotted}: {_show(value)} is not one of {', '.join(words)}{hint}"]
+        return [f"{dotted}: {show(value)} is not one of {', '.join(words)}{hint}"]
     if kind == "bool_type":
-        return [f"{dotted}: {_show(value)} is not a switch; write true or false"]
+        return [f"{dotted}: {show(value)} is not a switch; write true or false"]
     if kind.startswith(("int", "greater_than", "less_than")):
-        return [f"{dotted}: {_show(value)} is not allowed; write a whole number {_bound(owner, fields[name])}"]
+        return [f"{dotted}: {show(value)} is not allowed; write a whole number {_bound(owner, fields[name])}"]
     if kind in ("model_type", "model_attributes_type", "dict_type"):
         keys = ", ".join(_names(_section_of(annotation) or owner))
         place = dotted or "the config"
         fix = f"; write {name}: {{device: {value}}}" if value in ("none", "cpu", "nvme") and "device" in keys else ""
-        return [f"{place}: {_show(value)} is not a mapping of its keys ({keys}){fix}"]
-    return [f"{dotted or 'the config'}: {_show(value)}: {error['msg']}"]
+        return [f"{place}: {show(value)} is not a mapping of its keys ({keys}){fix}"]
+    return [f"{dotted or 'the config'}: {show(value)}: {error['msg']}"]
 
 
 def _aliases(alias: object) -> list[str]:
@@ -367,7 +362,7 @@ class _Section(BaseModel, frozen=True):
 
         def __setattr__(self, name: str, value: object) -> None:
             raise ConfigError(
-                f"{name}: {_show(value)} cannot be set, a config does not change; "
+                f"{name}: {show(value)} cannot be set, a config does not change; "
                 f"make another with config.model_copy(update={{{name!r}: ...}})"
             )
 
@@ -752,7 +747,7 @@ class OffloadConfig(_Section, frozen=True):
         else:
             name, document = str(Path(source)), _read_mapping(Path(source))
         try:
-            values, unhonoured = _translate_deepspeed(document)
+            values, unhonoured = translate(document)
             if nvme_path is not None:
                 values["nvme_path"] = nvme_path
             config = cls.model_validate(values)
@@ -840,7 +835,7 @@ def _read_mapping(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: not a config: nested too deeply") from None
     if document is None:
         raise ConfigError(f"{path}: the file holds comments only; start from a file in config/")
-    raise ConfigError(f"{path}: {_show(document)} is not a mapping; a config is lines of `key: value`")
+    raise ConfigError(f"{path}: {show(document)} is not a mapping; a config is lines of `key: value`")
 
 
 def _near_files(path: Path) -> str:
@@ -850,147 +845,6 @@ def _near_files(path: Path) -> str:
         return f", nor a directory {str(path.parent)!r}"
     near = difflib.get_close_matches(path.name, names, n=1)
     return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
-
-
-# --- DeepSpeed -------------------------------------------------------------------------------------------------------
-
-_DEEPSPEED_OPTIMIZER_NOTES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    # key: (the values that need saying, why)
-    "buffer_count": (lambda value: True, "memory is bounded by pool_bytes instead"),
-    "pin_memory": (lambda value: value is False, "the pool is always page-locked, where the limit allows"),
-    "pipeline_read": (lambda value: value is False, "reading ahead is always on"),
-    "pipeline_write": (lambda value: value is False, "writing behind is always on"),
-    "pipeline": (lambda value: value is False, "reading ahead and writing behind are always on"),
-    "fast_init": (lambda value: value is True, "there is no other way to initialise"),
-    "ratio": (lambda value: value != 1, "all of the state is offloaded, never a part"),
-}
-
-
-def _take(section: dict[str, Any], name: str, default: Any = None) -> Any:
-    """Take `name` out of `section`. "auto" counts as not given; a float without a fraction is an integer."""
-    value = section.pop(name, default)
-    if value == "auto" or value is None:
-        return default
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _take_section(document: dict[str, Any], name: str, path: str = "") -> dict[str, Any]:
-    value = _take(document, name, {})
-    if not isinstance(value, Mapping):
-        raise ConfigError(f"{path}{name}: {_show(value)} is not a mapping; DeepSpeed has one here")
-    return dict(value)
-
-
-def _rest(section: Mapping[str, Any], path: str = "") -> str:
-    """The keys that nobody took, but for those left to Hugging Face."""
-    return ", ".join(f"{path}{key}" for key, value in section.items() if value not in (None, "auto"))
-
-
-def _translate_deepspeed(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Our settings for a DeepSpeed document, and a line for each key that has none: "key: why"."""
-    unhonoured: list[str] = []
-    if isinstance(document.get("zero_optimization"), bool):  # DeepSpeed's oldest form
-        document["zero_optimization"] = {"stage": int(document["zero_optimization"])}
-    zero = _take_section(document, "zero_optimization")
-    optimizer = _take_section(zero, "offload_optimizer", "zero_optimization.")
-    param = _take_section(zero, "offload_param", "zero_optimization.")
-    if _take(zero, "cpu_offload") is True:  # the older names of `device: cpu`
-        optimizer.setdefault("device", "cpu")
-    if _take(zero, "cpu_offload_params") is True:
-        param.setdefault("device", "cpu")
-    _take(zero, "cpu_offload_use_pin_memory")
-
-    stage = zero.pop("stage", 0)
-    if isinstance(stage, bool) or stage not in (0, 1, 2, 3, "auto"):
-        raise ConfigError(f"zero_optimization.stage: {_show(stage)} is not a stage; DeepSpeed has 0, 1, 2 and 3")
-    device = _take(optimizer, "device", "none")
-    path = _take(optimizer, "nvme_path")
-    param_device = _take(param, "device", "none")
-    param_path = _take(param, "nvme_path")
-
-    if param_device != "none" and stage in (0, 1, 2):
-        unhonoured.append(
-            f"zero_optimization.offload_param: parameters stay in memory; DeepSpeed ignores it at stage {stage} as well"
-        )
-    elif param_device != "none":
-        raise ConfigError(
-            f"zero_optimization.offload_param.device: {_show(param_device)} is not there yet in this version of "
-            "swapper: parameters would stay in memory and the model might not fit; if it fits, delete offload_param"
-        )
-    if device in ("cpu", "nvme"):
-        unhonoured += _note_stage(stage, device)
-        for key, value in list(optimizer.items()):
-            applies, why = _DEEPSPEED_OPTIMIZER_NOTES.get(key, (lambda value: True, "swapper has no such setting"))
-            if value != "auto" and value is not None and applies(value):
-                unhonoured.append(f"zero_optimization.offload_optimizer.{key} ({_show(value)}): {why}")
-    elif device == "none":
-        unhonoured.append("zero_optimization.offload_optimizer: has no device, so nothing will be swapped")
-    if "sub_group_size" in zero and _take(zero, "sub_group_size") is not None:
-        unhonoured.append("zero_optimization.sub_group_size: bucket_bytes bounds what is stepped at once instead")
-    if _rest(zero):
-        unhonoured.append(f"{_rest(zero, 'zero_optimization.')}: about sharding and communication, not read")
-
-    masters = _translate_precision(document, unhonoured)
-    values: dict[str, Any] = {
-        "offload_optimizer": {"device": device, "master_weights": masters},
-        "aio": _translate_aio(document, unhonoured),
-        "gradient_accumulation_steps": _take(document, "gradient_accumulation_steps", 1),
-    }
-    if device == "nvme":
-        values["nvme_path"] = path if path is not None else param_path
-    if _rest(document):
-        unhonoured.append(f"{_rest(document)}: not about swapping, not read; your training loop does this")
-    return values, unhonoured
-
-
-def _note_stage(stage: object, device: str) -> Iterator[str]:
-    if stage == 0 or (stage in (1, 2) and device == "nvme"):
-        yield (
-            f"zero_optimization.stage ({stage}): DeepSpeed accepts device {device!r} at this stage and offloads "
-            f"nothing; swapper does offload the state"
-        )
-    if stage in (1, 2, 3):
-        yield f"zero_optimization.stage ({stage}): no sharding over ranks, each process steps and swaps all it is given"
-
-
-def _translate_precision(document: dict[str, Any], unhonoured: list[str]) -> bool:
-    """Whether DeepSpeed would keep fp32 masters."""
-    masters = False
-    for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
-        section = _take_section(document, name)
-        enabled = section.pop("enabled", False)
-        if enabled not in (True, "auto"):
-            if enabled is not False:
-                raise ConfigError(f"{name}.enabled: {_show(enabled)} is not a switch; write true or false")
-            continue
-        masters = True
-        for key in ("bf16_master_weights_and_grads", "fp16_master_weights_and_grads"):
-            if _take(section, key) is True:
-                masters = False
-        if enabled is True:
-            unhonoured.append(f"{name}.enabled: the model is not cast for you; call model.to(torch.{dtype})")
-        if enabled is True and name == "fp16":
-            unhonoured.append("fp16: the loss is not scaled for you; use torch.amp.GradScaler")
-        if _rest(section):
-            unhonoured.append(f"{_rest(section, f'{name}.')}: not read")
-    return masters
-
-
-def _translate_aio(document: dict[str, Any], unhonoured: list[str]) -> dict[str, Any]:
-    aio = _take_section(document, "aio")
-    values: dict[str, Any] = {}
-    for key in ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism"):
-        value = _take(aio, key)
-        if value is not None:
-            values[key] = value
-    threads = _take(aio, "thread_count")
-    if threads is not None and values.setdefault("intra_op_parallelism", threads) != threads:
-        unhonoured.append(f"aio.thread_count ({threads}): intra_op_parallelism is given too, and used")
-    if _take(aio, "use_gds") is True:
-        unhonoured.append("aio.use_gds: bytes go through the pool, not straight to the GPU; not there yet")
-    if _rest(aio):
-        unhonoured.append(f"{_rest(aio, 'aio.')}: swapper has no such setting")
-    return values
 
 
 # --- The schema ------------------------------------------------------------------------------------------------------

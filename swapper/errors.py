@@ -88,3 +88,9 @@ class SwapIOError(SwapError, OSError):
     def __reduce__(self) -> tuple[object, ...]:
         arguments = (self.errno, self.operation, self.path, self.offset_bytes, self.length_bytes, self.detail)
         return (type(self), arguments)
+
+
+def show(value: object) -> str:
+    """`value` as the user may have written it: one line, and not a page long."""
+    text = repr(str(value)) if isinstance(value, os.PathLike) else repr(value)
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"

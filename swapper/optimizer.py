@@ -634,7 +634,7 @@ class OptimizerSwapper:
             )
 
     def _advise(self, waited_s: float, took_s: float) -> None:
-        if self._advised or self.metrics.steps <= _ADVICE_AFTER_STEPS or waited_s < 0.5 * took_s or took_s < 0.05:
+        if self._advised or self.metrics.steps <= _ADVICE_AFTER_STEPS or waited_s < 0.5 * took_s or took_s < 0.25:
             return
         self._advised = True
         log.warning(
@@ -654,16 +654,13 @@ class OptimizerSwapper:
 
     def _note_cut_off(self, optimizer: Optimizer, error: BaseException | None = None) -> None:
         """Remember a step that ended in the middle. Without `error`: one that even `_fail` was cut off in."""
-        self._widen_after_error(optimizer)
-        if self._entered:
-            what = f"step {self.metrics.steps} failed after {self._buckets_done} of {len(self._plan.buckets)} buckets"
-            parameters = [segment.parameter for bucket in self._entered for segment in bucket.segments]
-            self._failure = _Failure(what, error or KeyboardInterrupt(), _versions(parameters))
-            self._entered = []
-
-    def _widen_after_error(self, optimizer: Optimizer) -> None:
-        if self._former:
-            self._widen(optimizer)
+        if not self._entered:
+            return
+        self._widen(optimizer)
+        what = f"step {self.metrics.steps} failed after {self._buckets_done} of {len(self._plan.buckets)} buckets"
+        parameters = [segment.parameter for bucket in self._entered for segment in bucket.segments]
+        self._failure = _Failure(what, error or KeyboardInterrupt(), _versions(parameters))
+        self._entered = []
 
     @contextmanager
     def _replacing(self, what: str) -> Iterator[None]:
@@ -713,7 +710,7 @@ class OptimizerSwapper:
 
         for p in parameters_of(optimizer):
             if p.requires_grad and p.is_leaf and id(p) not in self._gradient_hooks:
-                self._gradient_hooks[id(p)] = p.register_post_accumulate_grad_hook(on_gradient)
+                self._gradient_hooks[id(p)] = p.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self) -> None:
         if self._read_ahead or self._closed or self._failure is not None or os.getpid() != self._pid:
@@ -1106,9 +1103,9 @@ def _install_scheduler_wrapper(optimizer: Optimizer) -> None:
 def _return_free_memory() -> None:
     """Let glibc give freed memory back to the system; elsewhere nothing.
 
-    When a class makes its state, small tensors that stay are allocated between large ones that do not. The holes are too
-    small for the next bucket's, so without this the first step would grow the heap by about the size of the state; and
-    after a step, gradients would come to lie in the holes that its scratch left. Milliseconds for a heap of 1 GB.
+    When a class makes its state, small tensors that stay are allocated between large ones that do not. The holes are
+    too small for the next bucket's, so without this the first step would grow the heap by about the size of the state;
+    and after a step, gradients would come to lie in the holes that its scratch left. Milliseconds for a heap of 1 GB.
     """
     if _malloc_trim is not None:
         _malloc_trim(0)
@@ -1126,6 +1123,7 @@ def _progress(items: Sequence[_T], what: str, show: bool) -> Iterable[_T]:
 def _finalize(swapper: OptimizerSwapper) -> None:
     try:
         swapper.close()
-    except Exception:
+    except Exception as error:
         swapper.metrics.late_failures += 1
-        log.exception("a write of optimizer state had failed; nobody was there to be told")
+        # Without a traceback: this may run in the middle of anything, and formatting one is not safe everywhere.
+        log.error("a write of optimizer state had failed, and nobody was there to be told: %r", error)

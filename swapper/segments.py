@@ -30,7 +30,7 @@ SMALL_BYTES = 16 * 1024
 """State smaller than this never moves: the transfer would cost more than the memory."""
 
 SEGMENT_NUMEL = 1 << 19
-"""Most elements of a segment. torch's scratch for one (a few times 2 MiB in fp32) then stays in the caches, and so small
+"""Most elements of a segment. torch's scratch for one, a few times 2 MiB in fp32, then fits the caches, and is so small
 that the allocator, which adapts to what was freed, goes on giving larger tensors pages of their own."""
 
 _SAFETENSORS_NAMES = {

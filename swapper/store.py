@@ -112,7 +112,10 @@ class TensorStore:
         remove_stale_runs(nvme_path)
         self.directory, lock = _make_run_directory(nvme_path, run, rank)
         self._records: dict[RecordKey, _Record] = {}
-        self._finalizer = weakref.finalize(self, _remove_run_directory, self.directory, lock, self._records, self._pid)
+        self._lock = [lock]
+        self._finalizer = weakref.finalize(
+            self, _remove_run_directory, self.directory, self._lock, self._records, self._pid
+        )
 
     def free_bytes(self) -> int:
         """Bytes that this user may still write to the drive.
@@ -250,7 +253,9 @@ class TensorStore:
 
     def close(self) -> None:
         """Remove the run directory and give the lock back. No transfer may be in flight. Idempotent."""
-        self._finalizer()
+        if self._finalizer.alive:
+            _remove_run_directory(self.directory, self._lock, self._records, self._pid)
+            self._finalizer.detach()  # Only now: after Ctrl-C in the line above it is still there to try again.
 
 
 # --- The path ------------------------------------------------------------------------------------------------------
@@ -369,7 +374,7 @@ def _make_run_directory(nvme_path: Path, run: str, rank: int) -> tuple[Path, int
     return directory, lock
 
 
-def _remove_run_directory(directory: Path, lock: int, records: dict[RecordKey, _Record], pid: int) -> None:
+def _remove_run_directory(directory: Path, lock: list[int], records: dict[RecordKey, _Record], pid: int) -> None:
     if os.getpid() != pid:
         return  # A forked child: the files are its parent's.
     for record in records.values():
@@ -384,7 +389,8 @@ def _remove_run_directory(directory: Path, lock: int, records: dict[RecordKey, _
         pass  # Somebody else removed it.
     except OSError as error:
         log.error("could not remove %s, remove it by hand: %s", directory, error)
-    os.close(lock)
+    if lock:
+        os.close(lock.pop())
 
 
 def _remove_directory(directory: Path) -> None:

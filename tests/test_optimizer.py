@@ -356,7 +356,7 @@ def test_several_optimizers_share_one_pool(nvme_path: Path) -> None:
     assert swapper.of(optimizers[0])._pool is swapper.of(optimizers[1])._pool
     assert len(list(nvme_path.iterdir())) == 1
     for seed in range(4):
-        for model, optimizer in [*zip(plain, references, strict=True), *zip(swapped, optimizers, strict=True)]:
+        for model in [*plain, *swapped]:
             backward(model, seed)
         for optimizer in [*references, *optimizers]:
             optimizer.step()
@@ -619,9 +619,8 @@ def test_closed_unwrapped_and_wrapped_twice(nvme_path: Path) -> None:
     optimizer = adamw(model)
     with pytest.raises(swapper.SwapError, match="not wrapped"):
         swapper.of(optimizer)
-    with wrapped(optimizer, nvme_path) as swapped:
-        with pytest.raises(swapper.ConfigError, match="already"):
-            swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+    with wrapped(optimizer, nvme_path) as swapped, pytest.raises(swapper.ConfigError, match="already"):
+        swapper.wrap_optimizer(optimizer, make_config(nvme_path))
     swapped.close()
     backward(model, 0)
     for use in (optimizer.step, optimizer.state_dict, swapped.flush, swapped.reset):

@@ -56,7 +56,7 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def make_config(nvme_path: Path, **settings: object) -> swapper.OffloadConfig:
-    # Buckets so small that the larger parameters are cut and there are many records; Adafactor and Muon need whole ones.
+    # Buckets so small that the larger parameters are cut; a pool that holds whole ones for Adafactor and Muon.
     return swapper.OffloadConfig(
         nvme_path=nvme_path,
         pool_bytes="24MiB",
