@@ -155,12 +155,7 @@ class OptimizerPlan:
         dtype = torch.float32 if master else p.dtype
         # Of the fp16 and bf16 kernels, the fused ones split among threads at multiples of 64 bytes and need no more.
         low_precision = dtype in _LOW_PRECISION and not group.get("fused")
-        if (
-            group.get("fused")
-            and dtype in _LOW_PRECISION
-            and isinstance(optimizer, torch.optim.SGD)
-            and not self.remote
-        ):
+        if group.get("fused") and dtype in _LOW_PRECISION and isinstance(optimizer, torch.optim.SGD):
             raise ConfigError(
                 f"SGD(fused=True) leaves {dtype} parameters on the CPU unchanged (a defect of torch 2.13), so there is "
                 "nothing to be exact to; use fused=False"

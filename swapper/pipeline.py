@@ -368,12 +368,15 @@ class DeviceCopies:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Start copying. Neither tensor may be freed or changed before `mark().synchronize()` or `join()`."""
+        """Start copying. Neither tensor may be changed, nor the one on the host freed, before `mark().synchronize()` or `join()`."""
         if self._stream is None:
             destination.copy_(source)
             return
         with torch.cuda.stream(self._stream):
             destination.copy_(source, non_blocking=True)
+        for tensor in (destination, source):
+            if tensor.is_cuda:
+                tensor.record_stream(self._stream)  # Its memory must not be used again before the copy is done.
 
     def mark(self) -> torch.cuda.Event | None:
         """An event that is reached when the copies so far are done; None if they are done already."""
