@@ -55,10 +55,7 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
         SwapIOError: the drive failed, or has too little free space. The optimizer is then as it was.
     """
     settings = _as_config(config)
-    if not isinstance(optimizer, Optimizer):
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} is not a torch.optim.Optimizer; wrap the one inside it"
-        )
+    _check_is_optimizer(optimizer)
     if getattr(optimizer, "swapper", None) is not None:
         raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
     device = settings.offload_optimizer.device
@@ -67,6 +64,8 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
         UnswappedOptimizer(optimizer)
         return optimizer
     plan = OptimizerPlan(optimizer, settings, next(_owners))
+    if plan.device.type == "meta":
+        raise ConfigError("the parameters are on the meta device and have no values; give the model memory first")
     if device == "nvme":
         plan.schedule(settings.pool_bytes)  # Refuses what cannot work before anything is made.
         shared = _Shared.of(settings, plan.device.type == "cuda")
@@ -184,6 +183,7 @@ def check(model: torch.nn.Module, optimizer: Optimizer, config: ConfigLike) -> C
         ConfigError: what `wrap_optimizer` would refuse.
     """
     settings = _as_config(config)
+    _check_is_optimizer(optimizer)
     refuse_unsupported(optimizer)
     device = settings.offload_optimizer.device
     plan = OptimizerPlan(optimizer, settings, 0)
@@ -292,7 +292,18 @@ def _as_config(config: ConfigLike) -> OffloadConfig:
         return config
     if isinstance(config, Mapping):
         return OffloadConfig.model_validate(dict(config))
+    if not isinstance(config, (str, os.PathLike)):
+        raise ConfigError(
+            f"config: {type(config).__name__} is not a config; give a swapper.OffloadConfig, a mapping, or the path of a "
+            "YAML or JSON file"
+        )
     return OffloadConfig.load(config)
+
+
+def _check_is_optimizer(optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise ConfigError(f"optimizer: {name} is not a torch.optim.Optimizer; wrap the one inside it")
 
 
 def _rank() -> int:

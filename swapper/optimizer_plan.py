@@ -192,7 +192,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
 
 def is_remote(device: torch.device) -> bool:
     """Whether parameters there must be copied to the host for a step."""
-    return device.type != "cpu"
+    return device.type == "cuda"
 
 
 def _device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
@@ -203,6 +203,6 @@ def _device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
         names = ", ".join(sorted(str(device) for device in devices))
         raise ConfigError(f"the parameters are on several devices ({names}); give each device an optimizer of its own")
     device = devices.pop()
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda", "meta"):
         raise ConfigError(f"the parameters are on {device}; swapper knows parameters on cpu and cuda")
     return device

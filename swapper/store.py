@@ -113,9 +113,13 @@ class TensorStore:
         self.directory, lock = _make_run_directory(nvme_path, run, rank)
         self._records: dict[RecordKey, _Record] = {}
         self._lock = [lock]
-        self._finalizer = weakref.finalize(
-            self, _remove_run_directory, self.directory, self._lock, self._records, self._pid
-        )
+        try:
+            self._finalizer = weakref.finalize(
+                self, _remove_run_directory, self.directory, self._lock, self._records, self._pid
+            )
+        except BaseException:  # Ctrl-C.
+            _remove_run_directory(self.directory, self._lock, self._records, self._pid)
+            raise
 
     def free_bytes(self) -> int:
         """Bytes that this user may still write to the drive.

@@ -874,3 +874,16 @@ def test_check_says_what_a_run_needs(nvme_path: Path, capsys: pytest.CaptureFixt
         stats = swapped.stats()
         assert report.step_written_bytes >= stats.bytes_written // 2
         assert report.disk_bytes == sum(b.length_bytes for b in swapped._plan.buckets)
+
+
+def test_check_takes_a_model_without_memory(nvme_path: Path) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(8)))
+    optimizer = adamw(model)
+    report = swapper.check(
+        model, optimizer, swapper.OffloadConfig(nvme_path=nvme_path, offload_optimizer={"device": "nvme"})
+    )
+    assert report.parameter_numel == 8 * (4096 * 4096 + 4096)
+    assert 8 <= report.step_written_bytes / report.parameter_numel < 8.1
+    with pytest.raises(swapper.ConfigError, match="meta"):
+        swapper.wrap_optimizer(optimizer, make_config(nvme_path))
