@@ -294,8 +294,8 @@ def _as_config(config: ConfigLike) -> OffloadConfig:
         return OffloadConfig.model_validate(dict(config))
     if not isinstance(config, (str, os.PathLike)):
         raise ConfigError(
-            f"config: {type(config).__name__} is not a config; give a swapper.OffloadConfig, a mapping, or the path of a "
-            "YAML or JSON file"
+            f"config: {type(config).__name__} is not a config; give a swapper.OffloadConfig, a mapping, or the path of "
+            "a YAML or JSON file"
         )
     return OffloadConfig.load(config)
 

@@ -129,6 +129,7 @@ class OptimizerSwapper:
         self._former_step: Any = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._loading: dict[int, dict[str, Any]] | None = None
+        self._later_pools: list[BufferPool] = []
         self._unplanned: set[str] = set()
         self._gradient_hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._advised = False
@@ -385,17 +386,24 @@ class OptimizerSwapper:
         """Follow what happened to `param_groups` since the last call."""
         self._group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         new = []
+        sparse = False
         for p in parameters_of(optimizer):
             if self._plan.is_planned(p):
                 self._plan.check_unchanged(p)
+                if p.grad is not None and p.grad.is_sparse and not self._plan.segments_of(p)[0].whole:
+                    self._plan.keep_whole(p)
+                    sparse = True
             elif p.requires_grad or p.grad is not None:
                 new.append(p)
         if gone := self._plan.planned_ids() - self._group_of.keys():
             self._drop_parameters(gone)
-        if self._plan.threads != torch.get_num_threads():
-            if self._plan.depends_on_threads:
-                self._plan_again(optimizer)
-            self._plan.threads = torch.get_num_threads()
+        if self._plan.threads != torch.get_num_threads() and self._plan.depends_on_threads:
+            self._plan_again(
+                optimizer, "torch.set_num_threads was called, and the bits of a low-precision step depend on it"
+            )
+        elif sparse:
+            self._plan_again(optimizer, "a sparse gradient came, which cannot be cut")
+        self._plan.threads = torch.get_num_threads()
         if new:
             self._pipeline.drop_staged()
             self._drop_scratch()  # The new ones may need a larger one.
@@ -409,6 +417,15 @@ class OptimizerSwapper:
         self._watch_gradients(optimizer)
 
     def _add_buckets(self, buckets: Sequence[Bucket]) -> None:
+        if self._store is None:
+            scratch_bytes = self._plan.scratch_bytes * self._plan.scratch_count
+            if self._plan.stored_bytes + scratch_bytes > self._pool.capacity_bytes:
+                # The first pool was made for the first buckets; these, which came later, bring one of their own.
+                needed_bytes = sum(bucket.length_bytes for bucket in buckets) + scratch_bytes
+                self._pool = BufferPool(needed_bytes, cuda=self._plan.device.type == "cuda")
+                self._later_pools.append(self._pool)
+                self._pipeline.draw_from(self._pool)
+            return
         schedule = self._plan.schedule(self._pool_bytes)
         self._pipeline.keep(self._plan.buckets[i].key for i in schedule.resident)
         if self._store is not None:
@@ -424,13 +441,9 @@ class OptimizerSwapper:
                 if bucket.length_bytes:
                     self._pipeline.forget(bucket.key)
 
-    def _plan_again(self, optimizer: Optimizer) -> None:
-        """Cut anew for another number of threads; the state goes through a scratch file."""
-        log.warning(
-            "torch.set_num_threads was called after the optimizer was wrapped: its state is being cut anew, because "
-            "the bits of a %s step depend on the number of threads",
-            "low-precision",
-        )
+    def _plan_again(self, optimizer: Optimizer, why: str) -> None:
+        """Cut anew; the state goes through a scratch file."""
+        log.warning("%s: the optimizer's state is being cut anew", why)
         parameters = list(parameters_of(optimizer))
         gathered = self._gather(parameters, self._allocator(parameters))
         state = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
@@ -507,8 +520,8 @@ class OptimizerSwapper:
         if gradient.is_sparse:
             if segment.master or not segment.whole or self._plan.remote:
                 raise SwapError(
-                    "a sparse gradient came for a parameter whose state is cut into segments; use SparseAdam, or "
-                    "dense gradients (nn.Embedding(sparse=False))"
+                    "a sparse gradient came, which can be stepped only on the CPU and without master weights; make "
+                    "it dense (nn.Embedding(sparse=False))"
                 )
         elif not segment.whole and gradient.stride() != p.stride() and not self._plan.strides_may_differ(segment):
             raise SwapError(
@@ -739,7 +752,10 @@ class OptimizerSwapper:
     def _on_load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         self._check_open()
         self._note_cut_off(optimizer)
-        self._loading = dict(state_dict["state"])
+        # By position, as torch maps them: the numbers (or names) in a state dict need not be those of `state_dict()`.
+        names = (name for group in state_dict["param_groups"] for name in group["params"])
+        state = state_dict["state"]
+        self._loading = {i: state[name] for i, name in enumerate(names) if name in state}
         return {**state_dict, "state": {}}
 
     def _on_loaded(self, optimizer: Optimizer) -> None:
@@ -864,9 +880,7 @@ class OptimizerSwapper:
             as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does, where they are not the planned ones.
         """
         parameters = list(parameters_of(optimizer))
-        by_id = {
-            id(parameters[i]): entries for i, entries in state.items() if isinstance(i, int) and i < len(parameters)
-        }
+        by_id = {id(parameters[i]): entries for i, entries in state.items() if i < len(parameters)}
         for p in parameters:
             if id(p) in by_id:
                 if not self._plan.is_planned(p):
@@ -938,6 +952,8 @@ class OptimizerSwapper:
                     self._pipeline.forget(bucket.key)
                 for segment in bucket.segments:
                     segment.forget()
+            for pool in self._later_pools:
+                pool.close()
             try:
                 self._release()
             except Exception:

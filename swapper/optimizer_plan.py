@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
+from swapper.layout import PAGE_BYTES, round_up
 from swapper.schedule import Schedule, plan_schedule
 from swapper.segments import Bucket, Segment, plan_buckets, plan_segments
 from swapper.trial import StateSpec, is_elementwise, keeps_bits, learn_state
@@ -41,6 +42,7 @@ class OptimizerPlan:
         self._segmented: dict[tuple[Any, ...], bool] = {}
         self._specs: dict[tuple[Any, ...], tuple[StateSpec, ...]] = {}
         self._planned: dict[int, tuple[Segment, ...]] = {}
+        self._kept_whole: set[int] = set()
         self._next_index = 0
         self._fused = any(group.get("fused") for group in optimizer.param_groups)
         self.buckets: list[Bucket] = []
@@ -63,6 +65,10 @@ class OptimizerPlan:
         self._next_index += len(buckets)
         self.buckets += buckets
         return buckets
+
+    def keep_whole(self, parameter: torch.nn.Parameter) -> None:
+        """Do not cut `parameter` when it is planned the next time."""
+        self._kept_whole.add(id(parameter))
 
     def segments_of(self, parameter: torch.nn.Parameter) -> tuple[Segment, ...]:
         """The parameter's segments in order; () if it is not planned."""
@@ -115,7 +121,7 @@ class OptimizerPlan:
     @property
     def scratch_bytes(self) -> int:
         """Bytes of each scratch buffer."""
-        return max((bucket.scratch_bytes for bucket in self.buckets), default=0)
+        return round_up(max((bucket.scratch_bytes for bucket in self.buckets), default=0), PAGE_BYTES)
 
     @property
     def scratch_count(self) -> int:
@@ -174,7 +180,7 @@ class OptimizerPlan:
         segments = plan_segments(
             p,
             self._specs[like],
-            segmented=self._segmented[key],
+            segmented=self._segmented[key] and id(p) not in self._kept_whole,
             low_precision=low_precision,
             threads=self.threads,
             master=master,

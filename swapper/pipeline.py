@@ -72,6 +72,12 @@ class Pipeline:
         self._lock = threading.RLock()
         pool.add_reclaimer(self._reclaim)
 
+    def draw_from(self, pool: BufferPool) -> None:
+        """Take new buffers from `pool` from now on; those that are held stay in theirs."""
+        with self._lock:
+            self._pool = pool
+            pool.add_reclaimer(self._reclaim)
+
     def keep(self, keys: Iterable[RecordKey]) -> None:
         """From now on these records stay in the pool once they are there."""
         with self._lock:
@@ -368,7 +374,7 @@ class DeviceCopies:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Start copying. Neither tensor may be changed, nor the one on the host freed, before `mark().synchronize()` or `join()`."""
+        """Start copying. Until it is done neither tensor may be changed, nor the one on the host freed."""
         if self._stream is None:
             destination.copy_(source)
             return

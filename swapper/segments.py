@@ -380,7 +380,7 @@ class Bucket:
                     view.copy_(value)
                 segment.present.add(key)
                 continue
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 if value.nbytes >= SMALL_BYTES:
                     unplanned.append(key)
                 if (
@@ -444,7 +444,8 @@ def _tie_bytes(segment: Segment) -> int:
 
 
 def _fits(tensor: torch.Tensor, slot: _Slot) -> bool:
-    return tensor.dtype == slot.dtype and tuple(tensor.shape) == slot.shape and tensor.device.type == "cpu"
+    same = tensor.dtype == slot.dtype and tuple(tensor.shape) == slot.shape
+    return same and tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
 # --- Planning ------------------------------------------------------------------------------------------------------

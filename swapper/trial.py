@@ -36,6 +36,8 @@ OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__"})
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 _STEPS = 3
+_COUPLED_STEPS = 8
+"""Enough for what adapts slowly, like D-Adaptation and Prodigy, to have moved."""
 _elementwise: set[type[Optimizer]] = {
     torch.optim.Adadelta,
     torch.optim.Adagrad,
@@ -49,6 +51,11 @@ _elementwise: set[type[Optimizer]] = {
     torch.optim.Rprop,
     torch.optim.SGD,
 }
+_whole: set[type[Optimizer]] = {torch.optim.Adafactor, torch.optim.SparseAdam}
+"""Known to be per parameter, not per element."""
+if hasattr(torch.optim, "Muon"):  # Since torch 2.9.
+    _whole.add(torch.optim.Muon)
+_early: dict[type[Optimizer], bool] = {}
 
 
 @dataclass(frozen=True)
@@ -86,8 +93,12 @@ def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
 
 def is_elementwise(optimizer: Optimizer) -> bool:
     """Whether the optimizer's `step` is that of a class known to be elementwise; a subclass with its own is not."""
+    return _is_one_of(optimizer, _elementwise)
+
+
+def _is_one_of(optimizer: Optimizer, classes: set[type[Optimizer]]) -> bool:
     step = unhooked_step(type(optimizer))
-    return any(isinstance(optimizer, cls) and unhooked_step(cls) is step for cls in _elementwise)
+    return any(isinstance(optimizer, cls) and unhooked_step(cls) is step for cls in classes)
 
 
 def learn_state(
@@ -167,6 +178,10 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
         raise ConfigError(
             f"{name}: differentiable=True keeps the graph of the step, which swapping would cut; set it to False"
         )
+    if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+        raise ConfigError(f"{name} wraps another optimizer, which does the work; wrap_optimizer the inner one")
+    if _is_one_of(optimizer, _elementwise | _whole):
+        return
     for group in optimizer.param_groups:
         shapes = {
             tuple(min(size, _PRIMES[i]) for i, size in enumerate(p.shape))
@@ -183,8 +198,12 @@ def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[i
     start = [_seeded(shape, dtype, seed) for seed in (0, 100)]
     together = _Trial(optimizer, group, [t.clone() for t in start])
     apart = _Trial(optimizer, group, [t.clone() for t in start])
-    for step in range(_STEPS):
-        gradients = [_seeded(shape, dtype, step + seed) for seed in (1, 101)]
+    for step in range(_COUPLED_STEPS):
+        # Gradients that agree from step to step, and of two sizes, bring out what adapts to all of them together.
+        gradients = [
+            scale * (_seeded(shape, dtype, seed) + 0.3 * _seeded(shape, dtype, seed + step + 1))
+            for scale, seed in ((1, 1), (8, 101))
+        ]
         together.step(gradients)
         before = dict(apart.group)
         after: dict[str, Any] = {}
@@ -193,20 +212,36 @@ def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[i
             apart.step([gradient], only=[i])
             after = dict(apart.group)
         apart.group.update(after)
+    if all(_same_bits(p.detach(), t) for p, t in zip(together.parameters, start, strict=True)):
+        raise ConfigError(
+            f"{type(optimizer).__name__} changed nothing in {_COUPLED_STEPS} trial steps on tensors of shape {shape}, "
+            "so whether it can be swapped is unknown; if it wraps another optimizer, wrap_optimizer the inner one"
+        )
+    same = all(_equal(together.group[key], apart.group[key]) for key in together.group if key != "params")
     for p, q in zip(together.parameters, apart.parameters, strict=True):
         states = together.optimizer.state[p], apart.optimizer.state[q]
-        same = states[0].keys() == states[1].keys() and all(_equal(states[0][key], states[1][key]) for key in states[0])
-        if not same or not _same_bits(p.detach(), q.detach()):
-            raise ConfigError(
-                f"{type(optimizer).__name__} computes something else when it steps one parameter at a time, so it "
-                "cannot be swapped exactly; set offload_optimizer.device to none, or use a per-parameter optimizer"
-            )
+        same &= states[0].keys() == states[1].keys() and all(
+            _equal(states[0][key], states[1][key]) for key in states[0]
+        )
+        same &= _same_bits(p.detach(), q.detach())
+    if not same:
+        raise ConfigError(
+            f"{type(optimizer).__name__} computes something else when it steps one parameter at a time, so it "
+            "cannot be swapped exactly; set offload_optimizer.device to none, or use a per-parameter optimizer"
+        )
 
 
 class _Trial:
     """A twin of the user's optimizer over tensors of ours."""
 
-    def __init__(self, optimizer: Optimizer, group: dict[str, Any], tensors: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        tensors: Sequence[torch.Tensor],
+        *,
+        state_to_start_with: bool | None = None,
+    ) -> None:
         cls = type(optimizer)
         self._step = unhooked_step(cls)
         self._name = cls.__name__
@@ -218,7 +253,7 @@ class _Trial:
         }
         if "capturable" in self.group:
             self.group["capturable"] = False
-        if self.group.get("lr") == 0:
+        if "lr" in self.group and self.group["lr"] == 0:
             self.group["lr"] = 1e-3  # A warm-up starts at 0, where nothing would be seen to change.
         self.optimizer: Optimizer = cls.__new__(cls)
         for key, value in vars(optimizer).items():
@@ -228,12 +263,13 @@ class _Trial:
             setattr(self.optimizer, key, OrderedDict())
         self.optimizer.state = defaultdict(dict)
         self.optimizer.param_groups = [self.group]
-        self._give_initial_state(optimizer, group)
+        if _makes_state_early(optimizer, group) if state_to_start_with is None else state_to_start_with:
+            self._give_initial_state(optimizer, group)
         self.group["params"] = self.parameters
 
     def _give_initial_state(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        # A class like Adagrad makes its state when it is constructed and expects it in the first step.
-        for known in group["params"]:
+        dim = self.parameters[0].dim()
+        for known in sorted(group["params"], key=lambda p: p.dim() != dim):
             state = optimizer.state.get(known)
             if not state or not known.numel():
                 continue
@@ -259,6 +295,23 @@ class _Trial:
                 f"{self._name} failed in a trial step on small tensors of shape "
                 f"{[tuple(p.shape) for p in chosen]}, so how to swap its state is unknown: {error!r}"
             ) from error
+
+
+def _makes_state_early(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the class, like Adagrad, makes its state when it is constructed and expects it in the first step."""
+    cls = type(optimizer)
+    if not any(optimizer.state.values()):
+        return _early.get(cls, False)
+    if cls not in _early:
+        p = group["params"][0]
+        shape = tuple(min(size, _PRIMES[i % len(_PRIMES)]) for i, size in enumerate(p.shape))
+        try:
+            trial = _Trial(optimizer, group, [_seeded(shape, p.dtype, 0)], state_to_start_with=False)
+            trial.step([_seeded(shape, p.dtype, 1)])
+            _early[cls] = False
+        except ConfigError:
+            _early[cls] = True
+    return _early[cls]
 
 
 def _initial(value: torch.Tensor, known: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

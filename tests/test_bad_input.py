@@ -1,13 +1,14 @@
-"""Wrong settings, wrong places, and being stopped at any moment: the right error, and nothing is lost or left behind."""
+"""Wrong settings, wrong places, being stopped at any moment: the right error, and nothing is lost or left behind."""
 
 from __future__ import annotations
 
-import ctypes
+import _thread
 import errno
 import gc
 import os
 import random
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -32,8 +33,6 @@ from torch.optim import Optimizer
 import swapper
 
 __all__ = ["plain"]
-
-HERE = Path(__file__).resolve().parent
 
 
 def train_plain(steps: int = STEPS) -> nn.Module:
@@ -173,6 +172,33 @@ def test_a_pool_too_small_for_an_optimizer_that_is_stepped_whole(nvme_path: Path
         model(torch.ones(2, 400)).sum().backward()
         optimizer.step()
     swapper.of(optimizer).close()
+
+
+def test_a_pool_larger_than_the_memory(nvme_path: Path, leaves_nothing: None) -> None:
+    with refused(swapper.SwapIOError, "pinned memory", number=errno.ENOMEM) as optimizer:
+        swapper.wrap_optimizer(
+            optimizer, {"nvme_path": nvme_path, "pool_bytes": "64TiB", "offload_optimizer": {"device": "nvme"}}
+        )
+
+
+def test_too_many_open_files(nvme_path: Path, leaves_nothing: None) -> None:
+    with Training(nvme_path, 0):  # What a process opens once is open.
+        pass
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(map(int, os.listdir("/proc/self/fd")))
+    taken = [os.open("/dev/null", os.O_RDONLY)]
+    while taken[-1] < highest:  # So that no lower number is free.
+        taken.append(os.open("/dev/null", os.O_RDONLY))
+    try:
+        with refused(swapper.SwapIOError, "ulimit -n", "bucket_bytes", number=errno.EMFILE) as optimizer:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (taken[-1] + 14, hard))
+            try:
+                swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    finally:
+        for descriptor in taken:
+            os.close(descriptor)
 
 
 def test_lbfgs(nvme_path: Path, leaves_nothing: None) -> None:
@@ -329,7 +355,7 @@ def test_sigterm_while_starting(nvme_path: Path, leaves_nothing: None, delay_s: 
         assert len(list(nvme_path.iterdir())) == 1
 
 
-@pytest.mark.parametrize("how", ["", "sys.exit()", "del optimizer", "del model", "raise SystemExit(0)"])
+@pytest.mark.parametrize("how", ["", "sys.exit()", "del optimizer"])
 def test_the_interpreter_ends_with_transfers_in_flight(nvme_path: Path, leaves_nothing: None, how: str) -> None:
     program = """
     import functools, swapper.api
@@ -364,6 +390,10 @@ def test_forked_workers_leave_everything_alone(nvme_path: Path, leaves_nothing: 
 # --- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 
+# Where Ctrl-C strikes in a finalizer of torch's or Python's own, Python drops it with a word.
+unraisable = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
+
 class CtrlC:
     """Ctrl-C at the `at`-th place where the interpreter looks for signals, and once more `again` places later.
 
@@ -388,9 +418,7 @@ class CtrlC:
                 return
             inner = inner.f_back
         self.at, self.again = (self.count + self.again if self.again else 0), 0
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(
-            ctypes.c_ulong(threading.get_ident()), ctypes.py_object(KeyboardInterrupt)
-        )
+        _thread.interrupt_main()
 
     def __enter__(self) -> CtrlC:
         sys.setprofile(self)
@@ -398,8 +426,6 @@ class CtrlC:
 
     def __exit__(self, *exc_info: object) -> None:
         sys.setprofile(None)
-        self.at = 0
-        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(threading.get_ident()), None)
 
 
 def places(seed: int, act: Callable[[], object], count: int = 12) -> list[tuple[int, int]]:
@@ -435,6 +461,7 @@ def continues(training: Training, plain: list[Snapshot], possible: range) -> Non
     training.ends_in(plain[STEPS], range(done, STEPS))
 
 
+@unraisable
 def test_ctrl_c_in_a_step(nvme_path: Path, leaves_nothing: None, plain: list[Snapshot]) -> None:
     def act(training: Training) -> None:
         run(training.model, training.optimizer, range(2, 3))
@@ -451,6 +478,7 @@ def test_ctrl_c_in_a_step(nvme_path: Path, leaves_nothing: None, plain: list[Sna
             continues(training, plain, range(2, 4))
 
 
+@unraisable
 def test_ctrl_c_in_state_dict(nvme_path: Path, leaves_nothing: None, plain: list[Snapshot]) -> None:
     with Training(nvme_path, 2) as training:
         for at, again in places(2, training.optimizer.state_dict):
@@ -463,6 +491,7 @@ def test_ctrl_c_in_state_dict(nvme_path: Path, leaves_nothing: None, plain: list
         training.ends_in(plain[STEPS], range(2, STEPS))
 
 
+@unraisable
 def test_ctrl_c_in_load_state_dict(nvme_path: Path, leaves_nothing: None, plain: list[Snapshot]) -> None:
     with Training(nvme_path, 2) as training:
         where = places(3, lambda: training.optimizer.load_state_dict(plain[3].optimizer), 16)
@@ -487,6 +516,7 @@ def test_ctrl_c_in_load_state_dict(nvme_path: Path, leaves_nothing: None, plain:
             training.ends_in(plain[STEPS], range(3, STEPS))
 
 
+@unraisable
 def test_ctrl_c_in_wrap_and_close(nvme_path: Path, leaves_nothing: None, plain: list[Snapshot]) -> None:
     def act(optimizer: Optimizer) -> None:
         swapper.of(swapper.wrap_optimizer(optimizer, make_config(nvme_path))).close()
@@ -520,6 +550,7 @@ def test_ctrl_c_in_wrap_and_close(nvme_path: Path, leaves_nothing: None, plain: 
         assert not list(nvme_path.iterdir()), (at, again)
 
 
+@unraisable
 def test_ctrl_c_in_unwrap(nvme_path: Path, leaves_nothing: None, plain: list[Snapshot]) -> None:
     with Training(nvme_path, 2) as training:
         where = places(5, lambda: swapper.unwrap_optimizer(training.optimizer), 16)
@@ -533,6 +564,7 @@ def test_ctrl_c_in_unwrap(nvme_path: Path, leaves_nothing: None, plain: list[Sna
             training.ends_in(plain[STEPS], range(2, STEPS))
 
 
+@unraisable
 @pytest.mark.parametrize("seed", range(2))
 def test_real_signals_at_random_times(
     nvme_path: Path, leaves_nothing: None, plain: list[Snapshot], seed: int, monkeypatch: pytest.MonkeyPatch

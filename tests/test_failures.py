@@ -422,6 +422,16 @@ def test_a_read_failure_while_unwrapping_leaves_it_wrapped(
         training.ends_in(plain[STEPS], range(3, STEPS))
 
 
+def test_a_state_dict_with_names_of_its_own(nvme_path: Path, plain: list[Snapshot]) -> None:
+    """torch maps state to parameters by position in the saved groups, whatever they are called there."""
+    saved = copy.deepcopy(plain[2].optimizer)
+    saved["param_groups"][0]["params"] = [f"p{i}" for i in saved["param_groups"][0]["params"]]
+    saved["state"] = {f"p{i}": entries for i, entries in saved["state"].items()}
+    with Training(nvme_path, 1) as training:
+        training.load(Snapshot(plain[2].model, saved))
+        training.ends_in(plain[STEPS], range(2, STEPS))
+
+
 # --- Somebody else at the files --------------------------------------------------------------------------------------
 
 

@@ -33,7 +33,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deepspeed": {"errors"},
     "trial": {"errors", "layout"},
     "segments": {"trial", "pipeline", "store", "buffers", "codec", "layout"},
-    "optimizer_plan": {"config", "segments", "schedule", "trial", "errors"},
+    "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
     "optimizer": OPTIMIZER,
     "gradient": PARAMETERS,
     "parameter": PARAMETERS,

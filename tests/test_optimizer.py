@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -298,7 +299,8 @@ def test_named_parameters(nvme_path: Path) -> None:
 
 
 @pytest.mark.parametrize("masters", [False, True])
-def test_add_param_group_in_the_middle(nvme_path: Path, masters: bool) -> None:
+@pytest.mark.parametrize("device", ["nvme", "cpu"])
+def test_add_param_group_in_the_middle(nvme_path: Path, masters: bool, device: str) -> None:
     dtype = torch.bfloat16 if masters else torch.float32
 
     def train(swap: bool) -> nn.Module:
@@ -307,7 +309,7 @@ def test_add_param_group_in_the_middle(nvme_path: Path, masters: bool) -> None:
         optimizer: Any
         if swap:
             optimizer = torch.optim.AdamW(first, lr=1e-2)
-            swapper.wrap_optimizer(optimizer, make_config(nvme_path, master_weights=masters))
+            swapper.wrap_optimizer(optimizer, make_config(nvme_path, master_weights=masters, device=device))
         elif masters:
             optimizer = MasterWeights(first, lambda p: torch.optim.AdamW(p, lr=1e-2))
         else:
@@ -761,6 +763,63 @@ def test_an_optimizer_that_couples_parameters_is_refused(nvme_path: Path) -> Non
     assert not list(nvme_path.iterdir())
 
 
+class Adaptive(Optimizer):
+    """Like Prodigy: one step size for all parameters, which it learns slowly."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"d": 1e-6})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            numerator = denominator = 0.0
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["start"], state["sum"] = p.clone(), torch.zeros_like(p)
+                numerator += torch.dot(p.grad.flatten(), (state["start"] - p).flatten()).item()
+                denominator += state["sum"].add_(p.grad).abs().sum().item()
+            group["d"] = max(group["d"], numerator / (denominator + 1e-12))
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["d"])
+
+
+class Around(Optimizer):
+    """Like Lookahead: another optimizer does the work."""
+
+    def __init__(self, inner: Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        return self.inner.step(closure)
+
+
+def test_what_adapts_to_all_parameters_slowly_is_refused(nvme_path: Path) -> None:
+    with pytest.raises(swapper.ConfigError, match="Adaptive"):
+        swapper.wrap_optimizer(Adaptive(make_model().parameters()), make_config(nvme_path))
+
+
+def test_an_optimizer_around_another_is_refused(nvme_path: Path) -> None:
+    model = make_model()
+    with pytest.raises(swapper.ConfigError, match="inner"):
+        swapper.wrap_optimizer(Around(adamw(model)), make_config(nvme_path))
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adafactor, torch.optim.Adagrad, torch.optim.ASGD])
+def test_wrapping_in_the_middle_of_a_run(nvme_path: Path, make: Callable[..., Optimizer]) -> None:
+    plain, model = make_model(), make_model()
+    run(plain, make(plain.parameters()), range(6))
+    optimizer = make(model.parameters())
+    run(model, optimizer, range(3))
+    with wrapped(optimizer, nvme_path):
+        run(model, optimizer, range(3, 6))
+        assert_same(plain, model)
+
+
 def test_lbfgs_is_refused_by_name(nvme_path: Path) -> None:
     with pytest.raises(swapper.ConfigError, match="LBFGS"):
         swapper.wrap_optimizer(torch.optim.LBFGS(make_model().parameters()), make_config(nvme_path))
@@ -774,7 +833,7 @@ def test_an_unknown_class_with_odd_state(nvme_path: Path, caplog: pytest.LogCapt
         run(model, optimizer, range(7))
         assert_same(plain, model)
         assert_same_state(reference.state_dict(), optimizer.state_dict())
-        assert swapped.stats().bytes_read > 0
+        assert swapped.stats().bytes_written > 0
     assert sum("'late'" in record.message for record in caplog.records) == 1
 
 
@@ -833,6 +892,25 @@ def test_sparse_gradients(nvme_path: Path) -> None:
             model(tokens).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
+        return model
+
+    assert_same(train(False), train(True))
+
+
+@pytest.mark.parametrize("make", [torch.optim.Adagrad, partial(torch.optim.SGD, lr=0.1)], ids=["Adagrad", "SGD"])
+def test_sparse_gradients_of_a_class_that_is_cut(nvme_path: Path, make: Callable[..., Optimizer]) -> None:
+    def train(swap: bool) -> nn.Module:
+        torch.manual_seed(0)
+        model = nn.Embedding(20000, 40, sparse=True)
+        optimizer = make(model.parameters())
+        if swap:
+            swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+        with torch.sparse.check_sparse_tensor_invariants(False):
+            for seed in range(3):
+                tokens = torch.randint(20000, (16,), generator=torch.Generator().manual_seed(seed))
+                model(tokens).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
         return model
 
     assert_same(train(False), train(True))
