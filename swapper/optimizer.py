@@ -26,14 +26,23 @@ from torch.optim import Optimizer
 from tqdm import tqdm
 
 from swapper.buffers import BufferPool, Lease
-from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.layout import ALIGNMENT_BYTES, round_up
+from swapper.errors import SwapError, SwapIOError
+from swapper.failure import Failure, versions
+from swapper.layout import ALIGNMENT_BYTES
 from swapper.metrics import Metrics
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
+from swapper.optimizer_state import (
+    allocate_in,
+    allocate_in_memory,
+    as_plain_state,
+    check_loadable,
+    read_segment,
+    write_segment,
+)
 from swapper.pipeline import DeviceCopies, Pipeline
 from swapper.segments import MASTER, Bucket, Opened, Scratch, Segment
 from swapper.store import TensorStore
-from swapper.trial import is_dense, unhooked_step
+from swapper.trial import unhooked_step
 
 __all__ = ["OptimizerSwapper", "Stats", "UnswappedOptimizer"]
 
@@ -122,7 +131,7 @@ class OptimizerSwapper:
         self._window_lock = threading.Lock()
         self._read_ahead = False
         self._group_of: dict[int, int] = {}
-        self._failure: _Failure | None = None
+        self._failure: Failure | None = None
         self._entered: list[Bucket] = []  # what the step that is being made, or was cut off, has touched
         self._buckets_done = 0
         self._former: dict[str, Any] = {}  # what `_narrow` replaced on the optimizer
@@ -230,7 +239,7 @@ class OptimizerSwapper:
         optimizer = self._optimizer()
         if not any(p is parameter for p in parameters_of(optimizer)):
             raise KeyError("the optimizer does not have this parameter")
-        return self._gather([parameter], _allocate_in_memory).get(id(parameter), {})
+        return self._gather([parameter], allocate_in_memory).get(id(parameter), {})
 
     def reset(self) -> None:
         """Forget all state, as if no step had been made; also the way out after `optimizer.state` was replaced.
@@ -251,14 +260,14 @@ class OptimizerSwapper:
         """Bring all state back to `optimizer.state` and undo what wrapping did. See `swapper.unwrap_optimizer`."""
         self._check_usable("unwrap")
         optimizer = self._optimizer()
-        gathered = self._gather(list(parameters_of(optimizer)), _allocate_in_memory)
+        gathered = self._gather(list(parameters_of(optimizer)), allocate_in_memory)
         state: dict[Any, dict[str, Any]] = {}
         for p in parameters_of(optimizer):
             if id(p) in gathered:
                 entries = gathered[id(p)]
                 entries.pop(MASTER, None)
                 state[p] = {
-                    key: _as_plain_state(key, value, p, self.has_masters) if isinstance(value, torch.Tensor) else value
+                    key: as_plain_state(key, value, p, self.has_masters) if isinstance(value, torch.Tensor) else value
                     for key, value in entries.items()
                 }
         try:
@@ -672,7 +681,7 @@ class OptimizerSwapper:
         self._widen(optimizer)
         what = f"step {self.metrics.steps} failed after {self._buckets_done} of {len(self._plan.buckets)} buckets"
         parameters = [segment.parameter for bucket in self._entered for segment in bucket.segments]
-        self._failure = _Failure(what, error or KeyboardInterrupt(), _versions(parameters))
+        self._failure = Failure(what, error or KeyboardInterrupt(), versions(parameters))
         self._entered = []
 
     @contextmanager
@@ -680,7 +689,7 @@ class OptimizerSwapper:
         """While all state is replaced, and from then on if that fails, nothing may use it."""
         before = self._failure
         parameters = () if before is None else before.parameters
-        self._failure = failure = _Failure(f"{what} was not finished", None, parameters)
+        self._failure = failure = Failure(f"{what} was not finished", None, parameters)
         try:
             yield
         except BaseException as error:
@@ -802,7 +811,8 @@ class OptimizerSwapper:
                     lease = self._take(bucket)
                     for segment in chosen:
                         entries = gathered.setdefault(id(segment.parameter), {})
-                        self._gather_segment(bucket, segment, lease, entries, flat)
+                        if not read_segment(bucket, segment, lease, entries, flat):
+                            self._count_reset()
                     if lease is not None:
                         self._pipeline.give_back(bucket.key)
         except BaseException:
@@ -810,39 +820,10 @@ class OptimizerSwapper:
             raise
         return gathered
 
-    def _gather_segment(
-        self,
-        bucket: Bucket,
-        segment: Segment,
-        lease: Lease | None,
-        entries: dict[str, Any],
-        flat: Callable[[torch.nn.Parameter, str, int, torch.dtype], torch.Tensor],
-    ) -> None:
-        p = segment.parameter
-        for key, value in bucket.state_of(segment, lease).items():
-            slice_of_parameter = (
-                not segment.whole and isinstance(value, torch.Tensor) and value.shape == (segment.numel,)
-            )
-            if slice_of_parameter:
-                target = flat(p, key, p.numel(), value.dtype)
-                target[segment.start : segment.stop].copy_(value)
-                entries[key] = target.as_strided(p.shape, p.stride())
-            elif key in segment.present:
-                target = flat(p, key, value.numel(), value.dtype).as_strided(value.shape, value.stride())
-                entries[key] = target.copy_(value)
-            elif key not in entries:
-                entries[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-        if segment.checksum is not None:
-            master = flat(p, MASTER, p.numel(), torch.float32)
-            bits = segment.slice_of(p.detach()).cpu().contiguous()
-            if not bucket.decode_master(segment, bits, lease, master[segment.start : segment.stop]):
-                self._count_reset()
-            entries[MASTER] = master.as_strided(p.shape, p.stride()) if is_dense(p) else master.view(p.shape)
-
     def _allocator(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[int, torch.dtype], torch.Tensor]:
         """Allocates in one mapped file without a name, so that a state dict costs disk and not memory."""
         if self._store is None:
-            return _allocate_in_memory
+            return allocate_in_memory
         total = 0
         wanted = {id(p) for p in parameters}
         for bucket in self._plan.buckets:
@@ -851,19 +832,8 @@ class OptimizerSwapper:
                     total += sum(slot.nbytes + ALIGNMENT_BYTES for slot in segment.slots.values())
                     total += 4 * segment.numel + ALIGNMENT_BYTES if segment.master else 0
         if not total:
-            return _allocate_in_memory
-        mapping = self._store.scratch(total)
-        cursor = 0
-
-        def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
-            nonlocal cursor
-            if numel == 0:
-                return torch.empty(0, dtype=dtype)
-            tensor = torch.frombuffer(mapping, dtype=dtype, count=numel, offset=cursor)
-            cursor += round_up(numel * dtype.itemsize, ALIGNMENT_BYTES)
-            return tensor
-
-        return allocate
+            return allocate_in_memory
+        return allocate_in(self._store.scratch(total))
 
     def _forget_state(self) -> None:
         for bucket in self._plan.buckets:
@@ -885,7 +855,7 @@ class OptimizerSwapper:
             if id(p) in by_id:
                 if not self._plan.is_planned(p):
                     self._add_buckets(self._plan.extend(optimizer, [p]))
-                _check_loadable(p, self._plan.segments_of(p), by_id[id(p)])
+                check_loadable(p, self._plan.segments_of(p), by_id[id(p)])
         show = self._plan.stored_bytes >= _SHOW_PROGRESS_BYTES
         with self._replacing("loading optimizer state"), torch.no_grad():
             self._forget_state()
@@ -896,42 +866,10 @@ class OptimizerSwapper:
                 lease = self._take(bucket)
                 for segment in chosen:
                     group = optimizer.param_groups[self._group_of[id(segment.parameter)]]
-                    self._import_segment(bucket, segment, lease, by_id[id(segment.parameter)], group, as_it_is)
+                    for key in write_segment(bucket, segment, lease, by_id[id(segment.parameter)], group, as_it_is):
+                        self._say_unplanned(key)
                 if lease is not None:
                     self._pipeline.put(bucket.key, bucket.finish(lease))
-
-    def _import_segment(
-        self,
-        bucket: Bucket,
-        segment: Segment,
-        lease: Lease | None,
-        entries: dict[str, Any],
-        group: dict[str, Any],
-        as_it_is: bool,
-    ) -> None:
-        p = segment.parameter
-        state: dict[str, Any] = {}
-        for key, value in entries.items():
-            if key == MASTER:
-                continue
-            if not isinstance(value, torch.Tensor):
-                state[key] = copy.deepcopy(value)
-                continue
-            value = value.detach()
-            if not segment.whole and value.shape == p.shape:
-                value = segment.slice_of(value)
-            dtype = value.dtype if as_it_is and not segment.master else _loaded_dtype(key, value, segment, group)
-            if key in segment.slots and value.shape == segment.slots[key].shape and dtype == segment.slots[key].dtype:
-                assert lease is not None
-                state[key] = segment.slots[key].view(lease).copy_(value)
-            else:
-                state[key] = value.to(device="cpu", dtype=dtype, copy=True)
-        for key in bucket.close(segment, state, lease):
-            self._say_unplanned(key)
-        if segment.master and MASTER in entries:
-            master = segment.slice_of(entries[MASTER]).to(device="cpu", dtype=torch.float32).contiguous()
-            # Encoded against the parameter that it rounds to, since the model may be loaded after the optimizer.
-            bucket.encode({segment: (master, torch.empty(segment.numel, dtype=p.dtype))}, lease)
 
     # --- The end ---------------------------------------------------------------------------------------------------
 
@@ -1012,94 +950,6 @@ class UnswappedOptimizer(OptimizerSwapper):
         return False
 
 
-_Versions = Sequence[tuple["weakref.ref[torch.nn.Parameter]", int, int]]
-
-
-def _versions(parameters: Iterable[torch.nn.Parameter]) -> _Versions:
-    return [(weakref.ref(p), p._version, p.data_ptr()) for p in {id(p): p for p in parameters}.values()]
-
-
-class _Failure:
-    """Something that ended in the middle, so that parameters and state do not belong together, or state is missing.
-
-    Args:
-        what: what failed.
-        error: why; None if it is not known yet.
-        parameters: that must be loaded before training goes on, as they are now.
-    """
-
-    def __init__(self, what: str, error: BaseException | None, parameters: _Versions) -> None:
-        self.state_loaded = False
-        self.parameters = parameters
-        self._cause: SwapIOError | None = None
-        self._text = what
-        if error is not None:
-            self.explain(error)
-
-    def explain(self, error: BaseException) -> None:
-        """Say what the reason was."""
-        self._text += f" ({type(error).__name__}: {error})"
-        # A copy has no traceback, whose frames would keep the optimizer alive.
-        self._cause = copy.copy(error) if isinstance(error, SwapIOError) else None
-
-    def check(self, operation: str) -> None:
-        """Raise unless state and parameters were loaded since."""
-        if not self.state_loaded:
-            raise SwapError(
-                f"{operation} is refused: {self._text}. Parameters and optimizer state no longer belong together: load "
-                "both from a checkpoint (model.load_state_dict and optimizer.load_state_dict)"
-            ) from self._cause
-        for reference, version, address in self.parameters:
-            p = reference()
-            if p is not None and p.numel() and p._version == version and p.data_ptr() == address:
-                raise SwapError(
-                    f"{operation} is refused: {self._text}. The optimizer's state was loaded again but the parameters "
-                    "were not: load them from the same checkpoint (model.load_state_dict)"
-                ) from self._cause
-
-
-def _check_loadable(p: torch.nn.Parameter, segments: Sequence[Segment], entries: dict[str, Any]) -> None:
-    first = segments[0]
-    if MASTER in entries and not first.master:
-        raise ConfigError(
-            "offload_optimizer.master_weights: the state to load has master weights, but they are off here; "
-            "set it to true"
-        )
-    for key, value in entries.items():
-        if not isinstance(value, torch.Tensor):
-            continue
-        expected = tuple(p.shape)
-        if key != MASTER:
-            if key not in first.slots:
-                continue
-            if first.whole:
-                expected = first.slots[key].shape
-        if tuple(value.shape) != expected:
-            raise ValueError(
-                f"state {key!r} of a parameter of shape {tuple(p.shape)} should have shape {expected} and has "
-                f"{tuple(value.shape)}; nothing was loaded"
-            )
-
-
-def _loaded_dtype(key: str, value: torch.Tensor, segment: Segment, group: dict[str, Any]) -> torch.dtype:
-    """The dtype that loaded state gets: the one that the class makes; else as `Optimizer.load_state_dict` decides."""
-    if value.dtype == segment.dtypes.get(key):
-        return value.dtype
-    if key == "step":
-        return torch.float32 if group.get("capturable") or group.get("fused") else value.dtype
-    if segment.master:
-        return torch.float32 if value.dtype.is_floating_point else value.dtype
-    return segment.parameter.dtype if segment.parameter.is_floating_point() else value.dtype
-
-
-def _as_plain_state(key: str, value: torch.Tensor, p: torch.nn.Parameter, cast: bool) -> torch.Tensor:
-    """State as the class would have made it for `p` itself: on its device and, after masters, in its dtype."""
-    if key == "step" or value.dim() == 0:
-        return value
-    dtype = p.dtype if cast and value.dtype is torch.float32 else value.dtype
-    return value.to(device=p.device, dtype=dtype)
-
-
 def _install_scheduler_wrapper(optimizer: Optimizer) -> None:
     """What a scheduler puts on the optimizer it is given, for one that was given ours and left it alone."""
     reference = weakref.ref(optimizer)
@@ -1125,10 +975,6 @@ def _return_free_memory() -> None:
     """
     if _malloc_trim is not None:
         _malloc_trim(0)
-
-
-def _allocate_in_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(numel, dtype=dtype)
 
 
 def _progress(items: Sequence[_T], what: str, show: bool) -> Iterable[_T]:

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 BASE = {"errors", "layout", "metrics"}
 HANDLE = BASE | {"handle"}
 PIPELINE = HANDLE | {"buffers", "store", "codec", "schedule", "pipeline"}
-OPTIMIZER = PIPELINE | {"config", "trial", "segments", "optimizer_plan"}
+OPTIMIZER = PIPELINE | {"config", "trial", "segments", "failure", "optimizer_plan", "optimizer_state"}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
 API = OPTIMIZER | SWAPPERS | {"checkpoint", "fastsave", "dcp"}
@@ -33,6 +33,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deepspeed": {"errors"},
     "trial": {"errors", "layout"},
     "segments": {"trial", "pipeline", "store", "buffers", "codec", "layout"},
+    "failure": {"errors"},
+    "optimizer_state": {"segments", "trial", "buffers", "layout", "errors"},
     "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
     "optimizer": OPTIMIZER,
     "gradient": PARAMETERS,

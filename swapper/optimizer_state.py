@@ -1,0 +1,165 @@
+"""State between a record and a state dict: the formats that `state_dict()` and `load_state_dict()` speak."""
+
+from __future__ import annotations
+
+import copy
+import mmap
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from swapper.buffers import Lease
+from swapper.errors import ConfigError
+from swapper.layout import ALIGNMENT_BYTES, round_up
+from swapper.segments import MASTER, Bucket, Segment
+from swapper.trial import is_dense
+
+__all__ = ["allocate_in", "allocate_in_memory", "as_plain_state", "check_loadable", "read_segment", "write_segment"]
+
+
+def read_segment(
+    bucket: Bucket,
+    segment: Segment,
+    lease: Lease | None,
+    entries: dict[str, Any],
+    flat: Callable[[torch.nn.Parameter, str, int, torch.dtype], torch.Tensor],
+) -> bool:
+    """Copy the state of `segment` into `entries`, which collects that of its parameter in the class's own format.
+
+    Args:
+        lease: the record; None if nothing of it moves.
+        flat: gives the 1-D tensor for a parameter's whole `key`: the same for each of its segments.
+
+    Returns:
+        False if the parameter was changed since its master was encoded, so that the master is `float(parameter)`.
+    """
+    p = segment.parameter
+    for key, value in bucket.state_of(segment, lease).items():
+        slice_of_parameter = not segment.whole and isinstance(value, torch.Tensor) and value.shape == (segment.numel,)
+        if slice_of_parameter:
+            target = flat(p, key, p.numel(), value.dtype)
+            target[segment.start : segment.stop].copy_(value)
+            entries[key] = target.as_strided(p.shape, p.stride())
+        elif key in segment.present:
+            target = flat(p, key, value.numel(), value.dtype).as_strided(value.shape, value.stride())
+            entries[key] = target.copy_(value)
+        elif key not in entries:
+            entries[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+    if segment.checksum is not None:
+        master = flat(p, MASTER, p.numel(), torch.float32)
+        bits = segment.slice_of(p.detach()).cpu().contiguous()
+        entries[MASTER] = master.as_strided(p.shape, p.stride()) if is_dense(p) else master.view(p.shape)
+        return bucket.decode_master(segment, bits, lease, master[segment.start : segment.stop])
+    return True
+
+
+def write_segment(
+    bucket: Bucket,
+    segment: Segment,
+    lease: Lease | None,
+    entries: dict[str, Any],
+    group: dict[str, Any],
+    as_it_is: bool,
+) -> list[str]:
+    """Make `entries`, the state of a parameter in the class's own format, the state of `segment`.
+
+    Args:
+        lease: the record; None if nothing of it moves.
+        group: the parameter's.
+        as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does, where they are not the planned ones.
+
+    Returns:
+        Keys of large state that was not planned for and stays in memory.
+    """
+    p = segment.parameter
+    state: dict[str, Any] = {}
+    for key, value in entries.items():
+        if key == MASTER:
+            continue
+        if not isinstance(value, torch.Tensor):
+            state[key] = copy.deepcopy(value)
+            continue
+        value = value.detach()
+        if not segment.whole and value.shape == p.shape:
+            value = segment.slice_of(value)
+        dtype = value.dtype if as_it_is and not segment.master else _loaded_dtype(key, value, segment, group)
+        if key in segment.slots and value.shape == segment.slots[key].shape and dtype == segment.slots[key].dtype:
+            assert lease is not None
+            state[key] = segment.slots[key].view(lease).copy_(value)
+        else:
+            state[key] = value.to(device="cpu", dtype=dtype, copy=True)
+    unplanned = bucket.close(segment, state, lease)
+    if segment.master and MASTER in entries:
+        master = segment.slice_of(entries[MASTER]).to(device="cpu", dtype=torch.float32).contiguous()
+        # Encoded against the parameter that it rounds to, since the model may be loaded after the optimizer.
+        bucket.encode({segment: (master, torch.empty(segment.numel, dtype=p.dtype))}, lease)
+    return unplanned
+
+
+def check_loadable(p: torch.nn.Parameter, segments: Sequence[Segment], entries: dict[str, Any]) -> None:
+    """Refuse state that is not that of `p`, before anything is written.
+
+    Raises:
+        ConfigError: it has master weights, which are off.
+        ValueError: a tensor has another shape than planned.
+    """
+    first = segments[0]
+    if MASTER in entries and not first.master:
+        raise ConfigError(
+            "offload_optimizer.master_weights: the state to load has master weights, but they are off here; "
+            "set it to true"
+        )
+    for key, value in entries.items():
+        if not isinstance(value, torch.Tensor):
+            continue
+        expected = tuple(p.shape)
+        if key != MASTER:
+            if key not in first.slots:
+                continue
+            if first.whole:
+                expected = first.slots[key].shape
+        if tuple(value.shape) != expected:
+            raise ValueError(
+                f"state {key!r} of a parameter of shape {tuple(p.shape)} should have shape {expected} and has "
+                f"{tuple(value.shape)}; no state was loaded"
+            )
+
+
+def _loaded_dtype(key: str, value: torch.Tensor, segment: Segment, group: dict[str, Any]) -> torch.dtype:
+    """The dtype that loaded state gets: the one that the class makes; else as `Optimizer.load_state_dict` decides."""
+    if value.dtype == segment.dtypes.get(key):
+        return value.dtype
+    if key == "step":
+        return torch.float32 if group.get("capturable") or group.get("fused") else value.dtype
+    if segment.master:
+        return torch.float32 if value.dtype.is_floating_point else value.dtype
+    return segment.parameter.dtype if segment.parameter.is_floating_point() else value.dtype
+
+
+def as_plain_state(key: str, value: torch.Tensor, p: torch.nn.Parameter, cast: bool) -> torch.Tensor:
+    """State as the class would have made it for `p` itself: on its device and, after masters, in its dtype."""
+    if key == "step" or value.dim() == 0:
+        return value
+    dtype = p.dtype if cast and value.dtype is torch.float32 else value.dtype
+    return value.to(device=p.device, dtype=dtype)
+
+
+def allocate_in_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """A 1-D tensor of `numel` elements, of undefined content."""
+    return torch.empty(numel, dtype=dtype)
+
+
+def allocate_in(mapping: mmap.mmap) -> Callable[[int, torch.dtype], torch.Tensor]:
+    """Hands out aligned 1-D tensors of `mapping`, front to back. They keep it mapped as long as they live."""
+    cursor = 0
+
+    def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
+        nonlocal cursor
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        tensor = torch.frombuffer(mapping, dtype=dtype, count=numel, offset=cursor)
+        cursor += round_up(numel * dtype.itemsize, ALIGNMENT_BYTES)
+        return tensor
+
+    return allocate
