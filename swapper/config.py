@@ -438,7 +438,8 @@ class OffloadOptimizerConfig(_Section, frozen=True):
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """Where the state is between steps. "nvme": on the drive at `nvme_path`. "cpu": in host memory, for a model on a
-    GPU; with a model on the CPU the same as "none". Default and off: "none", where the optimizer keeps it."""
+    GPU; with a model on the CPU the state only moves to page-locked memory. Default and off: "none", where the
+    optimizer keeps it."""
 
     master_weights: bool = Field(default=False, strict=True)
     """Keep an fp32 master copy of every bf16 and fp16 parameter, and step on that: mixed-precision training. fp32
@@ -578,7 +579,7 @@ class OffloadConfig(_Section, frozen=True):
     yet: "crc32c"."""
 
     gradient_accumulation_steps: int = Field(default=1, ge=1, strict=True)
-    """Backward passes for each step of the optimizer. Default and off: 1."""
+    """Backward passes for each step of the optimizer: reading ahead starts in the last of them. Default: 1."""
 
     offload_optimizer: OffloadOptimizerConfig = Field(default_factory=OffloadOptimizerConfig)
     """The optimizer's state. Default and off: device "none"."""

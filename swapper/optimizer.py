@@ -130,6 +130,7 @@ class OptimizerSwapper:
         self._scratch_leases: list[Lease] = []
         self._window_lock = threading.Lock()
         self._read_ahead = False
+        self._arrived: dict[int, int] = {}  # gradients since the last step, by parameter
         self._group_of: dict[int, int] = {}
         self._failure: Failure | None = None
         self._entered: list[Bucket] = []  # what the step that is being made, or was cut off, has touched
@@ -716,29 +717,31 @@ class OptimizerSwapper:
             lease.release()
         self._scratches, self._scratch_leases = [], []
         self._read_ahead = False
+        self._arrived.clear()
 
     # --- Read-ahead ------------------------------------------------------------------------------------------------
 
     def _watch_gradients(self, optimizer: Optimizer) -> None:
-        """Start reading when the first gradient of a window arrives."""
+        """Start reading when the first gradient arrives; with accumulation, the first of the last micro-batch."""
         if self._store is None:
             return
         self_ref = weakref.ref(self)
 
-        def on_gradient(_: torch.Tensor) -> None:
+        def on_gradient(p: torch.Tensor) -> None:
             swapper = self_ref()
             if swapper is not None:
-                swapper._on_gradient()
+                swapper._on_gradient(p)
 
         for p in parameters_of(optimizer):
             if p.requires_grad and p.is_leaf and id(p) not in self._gradient_hooks:
                 self._gradient_hooks[id(p)] = p.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
-    def _on_gradient(self) -> None:
+    def _on_gradient(self, p: torch.Tensor) -> None:
         if self._read_ahead or self._closed or self._failure is not None or os.getpid() != self._pid:
             return
         with self._window_lock:
-            if self._read_ahead:
+            arrived = self._arrived[id(p)] = self._arrived.get(id(p), 0) + 1
+            if self._read_ahead or arrived < self._plan.gradient_accumulation_steps:
                 return
             self._read_ahead = True
         try:

@@ -103,6 +103,11 @@ class OptimizerPlan:
             )
 
     @property
+    def gradient_accumulation_steps(self) -> int:
+        """Gradients that each parameter gets before a step."""
+        return self._config.gradient_accumulation_steps
+
+    @property
     def depends_on_threads(self) -> bool:
         """Whether the cuts are right for one number of threads only."""
         return any(

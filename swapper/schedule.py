@@ -62,6 +62,7 @@ def plan_schedule(sizes_bytes: Sequence[int], resident_bytes: int, work_bytes: i
             f"pool_bytes: {format_bytes(pool_bytes)} is too small. One step needs "
             f"{IN_FLIGHT} x {format_bytes(largest)} (the largest segment: one arriving, one in use, one leaving) + "
             f"{format_bytes(work_bytes)} of scratch{kept} = {format_bytes(needed)}. "
-            f"Set pool_bytes to at least {needed} or make bucket_bytes smaller"
+            f"Set pool_bytes to at least {needed}; a smaller bucket_bytes helps too, unless the optimizer steps whole "
+            "parameters"
         )
     return Schedule(tuple(sizes_bytes), frozenset(resident), needed, work_bytes + kept_bytes)

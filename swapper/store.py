@@ -449,8 +449,8 @@ def _remove_if_stale(directory: Path) -> None:
         owner = _parse_owner(text)
         if owner is None or not (owner.get("boot_id") == _boot_id() or owner.get("host") == socket.gethostname()):
             log.warning(
-                "%s belongs to a run on host %s and is left alone; if that run is dead, `swapper clean` "
-                "(or removing it by hand) frees its space",
+                "%s belongs to a run on host %s and is left alone; if that run is dead, removing it "
+                "by hand (in a later version: `swapper clean`) frees its space",
                 directory,
                 "unknown" if owner is None else owner.get("host"),
             )

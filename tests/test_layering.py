@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout": {"errors"},
     "metrics": {"errors"},
     "handle": BASE | {"_native"},
-    "buffers": HANDLE | {"_native"},  # for the slab
+    "buffers": HANDLE,
     "store": HANDLE,
     "codec": HANDLE | {"_native"},
     "schedule": {"errors", "layout"},

@@ -965,3 +965,19 @@ def test_check_takes_a_model_without_memory(nvme_path: Path) -> None:
     assert 8 <= report.step_written_bytes / report.parameter_numel < 8.1
     with pytest.raises(swapper.ConfigError, match="meta"):
         swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+
+
+def test_reading_ahead_starts_with_the_last_micro_batch(nvme_path: Path) -> None:
+    model = make_model()
+    config = make_config(nvme_path).model_copy(update={"gradient_accumulation_steps": 3})
+    optimizer = swapper.wrap_optimizer(adamw(model), config)
+    run(model, optimizer, range(1))
+    swapped = swapper.of(optimizer)
+    swapped.flush()
+    reads = []
+    for seed in range(3):
+        backward(model, seed)
+        reads.append(swapped.stats().reads)
+    assert reads[0] == reads[1] < reads[2]
+    optimizer.step()
+    swapped.close()
