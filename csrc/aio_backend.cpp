@@ -75,7 +75,7 @@ class AioBackend final : public Backend {
         block = block && count == 0;
         if (!wake_armed_) {
             if (const int error = arm_wake(); error == EAGAIN) {
-                return count;
+                block = false;  // no room: taking what is over makes some
             } else if (error != 0) {
                 throw IoError(error, "io_submit of a poll");
             }

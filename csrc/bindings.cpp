@@ -29,8 +29,12 @@ void translate(std::exception_ptr pointer) {
         if (pointer) std::rethrow_exception(pointer);
     } catch (const IoError& error) {
         const py::object type = py::module_::import("swapper.errors").attr("SwapIOError");
+        // Names of files are bytes, not always UTF-8: as `os.fsdecode` has them.
+        const auto path = py::reinterpret_steal<py::object>(
+            PyUnicode_DecodeFSDefaultAndSize(error.path.data(), static_cast<py::ssize_t>(error.path.size())));
+        if (!path) throw py::error_already_set();
         const py::object value =
-            type(error.code, error.operation, error.path, error.offset, error.length, error.detail);
+            type(error.code, error.operation, path, error.offset, error.length, error.detail);
         PyErr_SetObject(type.ptr(), value.ptr());
     } catch (const StateError& error) {
         const py::object type = py::module_::import("swapper.errors").attr("SwapError");

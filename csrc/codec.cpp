@@ -4,10 +4,10 @@
 #include <array>
 #include <atomic>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <stdexcept>
 #include <string>
-#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -244,7 +244,7 @@ class Pieces {
         others.reserve(useful);
         try {
             for (std::size_t i = 1; i < useful; ++i) others.emplace_back(std::cref(work));
-        } catch (const std::system_error&) {
+        } catch (const std::exception&) {
             // No more threads to be had: those there are take all pieces.
         }
         work();

@@ -16,7 +16,6 @@
 #include <deque>
 #include <future>
 #include <mutex>
-#include <new>
 #include <system_error>
 #include <thread>
 
@@ -40,12 +39,11 @@ struct Free {
 };
 using Block = std::unique_ptr<char, Free>;
 
+// Null where there is no memory.
 Block allocate_block(uint64_t alignment, uint64_t length) {
     // aligned_alloc asks for a length that is a multiple of the alignment; both are here, or 4096 divides it.
-    char* memory =
-        static_cast<char*>(std::aligned_alloc(alignment, (length + alignment - 1) / alignment * alignment));
-    if (memory == nullptr) throw std::bad_alloc();
-    return Block(memory);
+    return Block(
+        static_cast<char*>(std::aligned_alloc(alignment, (length + alignment - 1) / alignment * alignment)));
 }
 
 // Signals are for the threads of Python; ours would only see system calls interrupted.
@@ -74,6 +72,10 @@ std::unique_ptr<Backend> make_backend(BackendKind kind, uint32_t queue_depth) {
             break;
     }
     return make_threads_backend(queue_depth);
+}
+
+std::string ended_by(const IoError& error) {
+    return std::string("the I/O thread ended: ") + error.what();
 }
 
 // A part of a transfer on its way: one request, and what is needed to continue it.
@@ -161,6 +163,7 @@ struct Engine::Impl {
 class Engine::Worker {
   public:
     Worker(Impl& impl, uint64_t index) : impl_(impl), index_(index), parts_(impl.options.queue_depth) {
+        spare_blocks_.reserve(kBounceBlocks);
         for (Part& part : parts_) free_.push_back(&part);
         completions_.resize(parts_.size());
         batch_.reserve(parts_.size());
@@ -231,11 +234,12 @@ class Engine::Worker {
         if (generation_ != impl_.pieces_generation) {
             // Drain first: requests in flight name the pieces of the old list.
             if (in_flight_ > 0 || !ready_.empty()) return true;
-            generation_ = impl_.pieces_generation;
+            const uint64_t generation = impl_.pieces_generation;  // stays while this worker is waited for
             const std::vector<Piece> wanted = impl_.pieces_wanted;
             lock.unlock();
             const int error = backend_->set_pieces(wanted);
             lock.lock();
+            generation_ = generation;  // only now: if `set_pieces` threw, `end` has to tell whoever waits
             if (error != 0) impl_.pieces_error = error;
             --impl_.pieces_pending;
             impl_.pieces_changed.notify_all();
@@ -254,8 +258,14 @@ class Engine::Worker {
         if (!impl_.options.overlap_events && in_flight_ > 0) return;
         while (!ready_.empty()) {
             batch_.clear();
-            for (Part* part : ready_) {
-                prepare_bounce(*part);
+            for (auto at = ready_.begin(); at != ready_.end(); ++at) {
+                Part* const part = *at;
+                if (!prepare_bounce(*part)) {
+                    ready_.erase(at);
+                    finish(*part, failure(*part, ENOMEM, "no memory to copy unaligned data through"));
+                    backend_->wake();  // there is room for more from the queue: `reap` may not wait
+                    break;
+                }
                 batch_.push_back(part);
                 // What had to be copied goes before the next is copied, so that the drive works meanwhile.
                 if (impl_.options.single_submit || part->bounced) break;
@@ -285,18 +295,21 @@ class Engine::Worker {
         }
     }
 
-    // Allocated by the I/O thread, not under the mutex; kept for the next part that needs one.
-    void prepare_bounce(Part& part) {
-        if (!part.bounced || part.data != nullptr) return;
+    // Allocated by the I/O thread, not under the mutex; kept for the next part that needs one. False where
+    // there is no memory.
+    bool prepare_bounce(Part& part) {
+        if (!part.bounced || part.data != nullptr) return true;
         if (!spare_blocks_.empty()) {
             part.block = std::move(spare_blocks_.back());
             spare_blocks_.pop_back();
         } else {
             const uint64_t page = part.alignment;
             part.block = allocate_block(page, std::max(impl_.options.block_bytes, page));
+            if (!part.block) return false;
         }
         part.data = part.block.get();
         if (part.operation == Operation::kWrite) std::memcpy(part.data, part.memory, part.length);
+        return true;
     }
 
     // A request of `part` is over: go on with the rest of the part, or end it.
@@ -383,9 +396,11 @@ class Engine::Worker {
             if (failure && !impl_.broken) impl_.broken = failure;
         }
         backend_.reset();  // nothing is in flight after this, so memory may be given back
+        spare_blocks_.clear();
         if (!failure) return;
         for (Part& part : parts_) {
-            if (part.transfer) finish(part, IoError(*failure));
+            if (!part.transfer) continue;
+            finish(part, Worker::failure(part, failure->code, ended_by(*failure)));
         }
         impl_.fail_queue(*failure);
     }
@@ -478,10 +493,9 @@ void Engine::Impl::fail_queue(const IoError& error) {
     const std::lock_guard<std::mutex> lock(mutex);
     for (const std::shared_ptr<Transfer>& transfer : queue) {
         if (transfer->error_) continue;
-        transfer->error_ =
-            IoError(error.code, name_of(transfer->operation_), transfer->path(),
-                    static_cast<int64_t>(transfer->offset_), static_cast<int64_t>(transfer->length_),
-                    "the I/O thread ended: " + std::string(error.what()));
+        transfer->error_ = IoError(error.code, name_of(transfer->operation_), transfer->path(),
+                                   static_cast<int64_t>(transfer->offset_),
+                                   static_cast<int64_t>(transfer->length_), ended_by(error));
         if (transfer->parts_ > 0) continue;
         finished.push_back(transfer);
         transfer->complete();
@@ -516,6 +530,7 @@ Engine::Engine(const EngineOptions& options) : impl_(std::make_unique<Impl>(opti
                       "block_bytes, queue_depth or threads out of range");
     }
     try {
+        impl_->workers.reserve(options.threads);  // a worker that is not in the list could not be ended
         for (uint32_t i = 0; i < options.threads; ++i) {
             impl_->workers.push_back(std::make_unique<Worker>(*impl_, i));
         }
@@ -574,6 +589,7 @@ std::string Engine::register_slab(std::shared_ptr<Slab> slab) {
     Impl& impl = checked();
     const std::lock_guard<std::mutex> control(impl.control_mutex);
     if (std::find(impl.slabs.begin(), impl.slabs.end(), slab) != impl.slabs.end()) return "";
+    impl.slabs.reserve(impl.slabs.size() + 1);  // what is registered must be kept: adding it may not fail
     std::vector<Piece> before;
     {
         const std::lock_guard<std::mutex> lock(impl.mutex);
@@ -639,6 +655,7 @@ std::string probe_backend(BackendKind kind, bool fixed) {
         if (!fixed) return "";
         const auto page = static_cast<uint64_t>(::sysconf(_SC_PAGESIZE));
         const Block block = allocate_block(page, page);
+        if (!block) return std::string("a page of memory: ") + std::strerror(ENOMEM);
         const int error = backend->set_pieces({{block.get(), page}});
         if (error != 0) return std::string("registering a page of memory: ") + std::strerror(error);
         backend->set_pieces({});

@@ -128,10 +128,10 @@ class FaultBackend final : public Backend {
         return count;
     }
 
-    std::unique_ptr<Backend> inner_;
+    std::list<Passed> passed_;        // addresses are stable
+    std::unique_ptr<Backend> inner_;  // goes before them: after a failure it still completes what was passed
     std::shared_ptr<FaultPlan> plan_;
     std::mt19937_64 random_;
-    std::list<Passed> passed_;  // addresses are stable
     std::vector<Held> held_;
 };
 

@@ -6,7 +6,10 @@
 #include <condition_variable>
 #include <deque>
 #include <mutex>
+#include <new>
+#include <system_error>
 #include <thread>
+#include <vector>
 
 #include "backend.h"
 #include "error.h"
@@ -22,11 +25,14 @@ class ThreadsBackend final : public Backend {
     explicit ThreadsBackend(uint32_t queue_depth) {
         const uint32_t count = std::min(queue_depth, kMaxThreads);
         threads_.reserve(count);
+        finished_.reserve(queue_depth);
         try {
             for (uint32_t i = 0; i < count; ++i) threads_.emplace_back([this] { run(); });
         } catch (const std::system_error& error) {
             // Some threads are enough; none is a failure.
             if (threads_.empty()) throw IoError(error.code().value(), "start I/O threads");
+        } catch (const std::bad_alloc&) {
+            if (threads_.empty()) throw;
         }
     }
 
@@ -101,7 +107,7 @@ class ThreadsBackend final : public Backend {
     std::condition_variable submitted_;
     std::condition_variable completed_;
     std::deque<Request*> waiting_;
-    std::deque<Completion> finished_;
+    std::vector<Completion> finished_;  // has room for all, so that no thread can fail at adding one
     bool woken_ = false;
     bool stopping_ = false;
     std::vector<std::thread> threads_;

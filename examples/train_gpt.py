@@ -68,20 +68,20 @@ def parse_arguments() -> Arguments:
         allow_abbrev=False,
     )
     parser.add_argument("--size", choices=SIZES, default="tiny", help="nanoGPT's size class")
-    parser.add_argument("--vocab-size", type=int, default=256, help="token ids; bytes need 256")
+    parser.add_argument("--vocab-size", type=positive, default=256, help="token ids; bytes need 256")
     parser.add_argument("--tied", action="store_true", help="share the embedding's weight with the output layer")
     parser.add_argument("--data", type=Path, help="file to train on instead of Python's own source files")
     parser.add_argument("--config", type=Path, default=_CONFIG, help="what to swap, and how")
     parser.add_argument("--nvme-path", type=Path, help="directory to swap to, instead of the config's")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--context", type=int, help="bytes in a window, instead of the size class's")
+    parser.add_argument("--steps", type=positive, default=600)
+    parser.add_argument("--batch-size", type=positive, default=8)
+    parser.add_argument("--context", type=positive, help="bytes in a window, instead of the size class's")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--device", choices=["cpu", "cuda", "auto"], default="auto")
     parser.add_argument("--optimizer", choices=NAMES, default="adamw")
     parser.add_argument("--lr", type=float, help="peak learning rate, instead of the optimizer's own")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's, on the CPU")
+    parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="torch's, on the CPU")
     mode = parser.add_mutually_exclusive_group()
     mode.add_argument("--compare", action="store_true", help="then run the same steps without swapping, and compare")
     mode.add_argument("--plain", action="store_true", help="run without swapping")
@@ -90,7 +90,25 @@ def parse_arguments() -> Arguments:
     arguments = parser.parse_args(namespace=Arguments())
     if arguments.device == "auto":
         arguments.device = "cuda" if torch.cuda.is_available() else "cpu"
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: torch sees no CUDA device here")
+    if arguments.vocab_size < 256:
+        parser.error("--vocab-size: a byte can have 256 values")
+    if arguments.lr is not None and arguments.lr < 0:
+        parser.error("--lr: must not be negative")
+    if arguments.data is not None and not arguments.data.is_file():
+        parser.error(f"--data: {arguments.data} is not a file")
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        parser.error(f"--json: {arguments.json.parent} is not a directory")
     return arguments
+
+
+def positive(text: str) -> int:
+    """A whole number of 1 or more, for argparse."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{value} is less than 1")
+    return value
 
 
 def make_model(arguments: Arguments) -> GPT:

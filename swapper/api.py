@@ -194,7 +194,8 @@ def check(model: torch.nn.Module, optimizer: Optimizer, config: ConfigLike) -> C
     scratch_bytes = plan.scratch_bytes * plan.scratch_count
     if nvme:
         schedule = plan.schedule(settings.pool_bytes)
-        pool_bytes, needed_bytes = settings.pool_bytes, schedule.pool_bytes
+        # A config also asks for three whole buckets, though the largest of this model may be smaller.
+        pool_bytes, needed_bytes = settings.pool_bytes, max(schedule.pool_bytes, 3 * settings.bucket_bytes)
         read_bytes = plan.stored_bytes - (schedule.held_bytes - scratch_bytes)
         assert settings.nvme_path is not None
         check_nvme_path(settings.nvme_path)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import os
 import threading
 import weakref
@@ -25,50 +26,70 @@ class PoolExhausted(SwapError):
     """No free extent of the pool is long enough, and nothing in it can be reclaimed."""
 
 
-class _Extents:
+class _Extent(weakref.ref["Lease"]):
+    """A part of the pool. A weak reference to its lease, so that it is told when that dies.
+
+    [Note: giving back] Memory comes back by one call of C code: `deque.append`, from `Lease.release` or as the callback
+    of this reference. So it works at any moment and in any thread, and neither Ctrl-C nor a finalizer that the garbage
+    collector runs can come in between. They do so only after calls and in loops, never between two assignments: on that
+    relies what the pool then does with it, which can be cut off and done again.
+    """
+
+    start: int = 0
+    stop: int = 0
+    taken: bool = False
+    """Whether `start` to `stop` is missing in the pool's free pieces."""
+    transfer: Transfer | None = None
+
+    def is_over(self) -> bool:
+        """Whether nothing is in flight in it."""
+        return self.transfer is None or self.transfer.done()
+
+
+class _FreePieces:
     """The free parts of a range of addresses, in order, never touching each other. Not thread-safe.
 
     First fit: long-lived leases settle at the low end, and the high end stays in one piece for the large ones.
     """
 
     def __init__(self, length_bytes: int) -> None:
-        self._starts = [0] if length_bytes else []
-        self._stops = [length_bytes] if length_bytes else []
+        self._pieces = [(0, length_bytes)]
 
-    def take(self, length_bytes: int) -> int | None:
-        """Remove the first `length_bytes` that are free in one piece; None if there are none."""
-        for i, (start, stop) in enumerate(zip(self._starts, self._stops, strict=True)):
+    def take(self, extent: _Extent, length_bytes: int) -> bool:
+        """Let `extent` be the first `length_bytes` that are free in one piece. False if there are none."""
+        for i, (start, stop) in enumerate(self._pieces):
             if stop - start < length_bytes:
                 continue
-            if stop - start == length_bytes:
-                del self._starts[i], self._stops[i]
-            else:
-                self._starts[i] = start + length_bytes
-            return start
-        return None
+            middle = start + length_bytes
+            rest = [(middle, stop)] if middle < stop else []
+            extent.start, extent.stop, extent.taken = start, middle, True
+            self._pieces[i : i + 1] = rest
+            return True
+        return False
 
-    def put(self, start: int, length_bytes: int) -> None:
-        """Add what `take` removed, joined with its free neighbours."""
-        stop = start + length_bytes
-        i = bisect.bisect_left(self._starts, start)
-        assert i == len(self._starts) or stop <= self._starts[i], "freed twice"
-        assert i == 0 or self._stops[i - 1] <= start, "freed twice"
-        joins_next = i < len(self._starts) and self._starts[i] == stop
-        joins_previous = i > 0 and self._stops[i - 1] == start
-        if joins_previous and joins_next:
-            self._stops[i - 1] = self._stops[i]
-            del self._starts[i], self._stops[i]
-        elif joins_previous:
-            self._stops[i - 1] = stop
-        elif joins_next:
-            self._starts[i] = start
-        else:
-            self._starts.insert(i, start)
-            self._stops.insert(i, stop)
+    def put(self, extent: _Extent) -> None:
+        """Add what `take` removed, joined with its free neighbours. Nothing happens if it is here already."""
+        if not extent.taken:
+            return
+        start, stop = extent.start, extent.stop
+        i = j = bisect.bisect_left(self._pieces, (start, stop))
+        if i > 0 and self._pieces[i - 1][1] == start:
+            i -= 1
+            start = self._pieces[i][0]
+        if j < len(self._pieces) and self._pieces[j][0] == stop:
+            stop = self._pieces[j][1]
+            j += 1
+        joined = [(start, stop)]
+        extent.taken = False
+        self._pieces[i:j] = joined
+
+    def total_bytes(self) -> int:
+        """Length of all free pieces."""
+        return sum(stop - start for start, stop in self._pieces)
 
     def largest_bytes(self) -> int:
         """Length of the longest free piece."""
-        return max((stop - start for start, stop in zip(self._starts, self._stops, strict=True)), default=0)
+        return max((stop - start for start, stop in self._pieces), default=0)
 
 
 class Lease:
@@ -79,29 +100,35 @@ class Lease:
 
     Attributes:
         length_bytes: as asked for.
-        transfer: set it to what is in flight in this buffer; None if nothing is. When the lease is given back the
-            memory goes to nobody else before that transfer is over.
     """
 
-    __slots__ = ("__weakref__", "_extent_bytes", "_pool", "_start", "_tensor", "length_bytes", "transfer")
+    __slots__ = ("__weakref__", "_extent", "_pool", "_tensor", "length_bytes")
 
-    def __init__(
-        self, pool: BufferPool, start: int, extent_bytes: int, length_bytes: int, tensor: torch.Tensor
-    ) -> None:
-        self._pool: BufferPool | None = pool
-        self._start = start
-        self._extent_bytes = extent_bytes
-        self._tensor = tensor
+    def __init__(self, pool: BufferPool, length_bytes: int) -> None:
         self.length_bytes = length_bytes
-        self.transfer: Transfer | None = None
+        self._pool: BufferPool | None = pool
+        self._extent = _Extent(self, pool._given_back.append)  # See [Note: giving back].
+        self._tensor = pool._memory[:0]  # Until `try_acquire` knows which.
 
     def __repr__(self) -> str:
-        return f"Lease({self.length_bytes} bytes at {self._start}{', released' if self.released else ''})"
+        return f"Lease({self.length_bytes} bytes at {self._extent.start}{', released' if self.released else ''})"
 
     @property
     def released(self) -> bool:
         """Whether it was given back."""
         return self._pool is None
+
+    @property
+    def transfer(self) -> Transfer | None:
+        """What is in flight in this buffer, set by its owner; None if nothing is.
+
+        When the lease is given back the memory goes to nobody else before this is over.
+        """
+        return self._extent.transfer
+
+    @transfer.setter
+    def transfer(self, transfer: Transfer | None) -> None:
+        self._extent.transfer = transfer
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -137,20 +164,14 @@ class Lease:
         """Give the memory back, at once or when `transfer` is over. Idempotent; never waits."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            transfer, self.transfer = self.transfer, None
             del self._tensor
-            pool._returned.append((self._start, self._extent_bytes, transfer))
+            pool._given_back.append(self._extent)
 
     def __enter__(self) -> Lease:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.release()
-
-    def __del__(self) -> None:
-        # May run at any allocation, in a thread that holds the pool's lock: `release` only appends to a deque.
-        if getattr(self, "_pool", None) is not None:
-            self.release()
 
 
 class BufferPool:
@@ -178,12 +199,10 @@ class BufferPool:
         self._pid = os.getpid()
         self._slab = Slab(self.capacity_bytes)
         self._memory = torch.frombuffer(self._slab, dtype=torch.uint8)
-        self._free = _Extents(self.capacity_bytes)
+        self._free = _FreePieces(self.capacity_bytes)
+        # Not for `close`, which a finalizer may call at any allocation, in a thread that holds it.
         self._lock = threading.Lock()
-        # Given back, seen at the next call: appending needs no lock, so a finalizer can do it anywhere.
-        self._returned: deque[tuple[int, int, Transfer | None]] = deque()
-        self._retiring: list[tuple[int, int, Transfer]] = []  # given back with a transfer still in flight
-        self._used_bytes = 0
+        self._given_back: deque[_Extent] = deque()  # to be freed; some still with a transfer in flight
         self._reclaimers: list[Callable[[], Callable[[], bool] | None]] = []
         self._closed = False
         if cuda:
@@ -193,7 +212,7 @@ class BufferPool:
             handle.register(self._slab)
 
     def __repr__(self) -> str:
-        return f"BufferPool({self._used_bytes} of {self.capacity_bytes} bytes used)"
+        return f"BufferPool({self._used_bytes()} of {self.capacity_bytes} bytes used)"
 
     @property
     def locked(self) -> bool:
@@ -211,7 +230,7 @@ class BufferPool:
         self._check_process()
         with self._lock:
             self._collect()
-            return self._used_bytes
+            return self._used_bytes()
 
     def add_reclaimer(self, callback: Callable[[], bool]) -> None:
         """Ask `callback` to give leases back when the pool is short.
@@ -245,12 +264,13 @@ class BufferPool:
             if self._closed:
                 raise SwapError("the buffer pool is closed")
             self._collect()
-            start = self._free.take(extent_bytes)
-            if start is None:
+            lease = Lease(self, length_bytes)
+            if not self._free.take(lease._extent, extent_bytes):
                 return None
-            self._used_bytes += extent_bytes
-            self.peak_used_bytes = max(self.peak_used_bytes, self._used_bytes)
-        return Lease(self, start, extent_bytes, length_bytes, self._memory[start : start + length_bytes])
+            self.peak_used_bytes = max(self.peak_used_bytes, self._used_bytes())
+        start = lease._extent.start
+        lease._tensor = self._memory[start : start + length_bytes]
+        return lease
 
     def acquire(self, length_bytes: int) -> Lease:
         """Lease memory: free memory first, then what reclaimers drop, then what transfers in flight will free.
@@ -269,7 +289,7 @@ class BufferPool:
             lease = self.try_acquire(length_bytes)  # Another thread may have given back since.
         if lease is None:
             with self._lock:
-                used, largest = self._used_bytes, self._free.largest_bytes()
+                used, largest = self._used_bytes(), self._free.largest_bytes()
             raise PoolExhausted(
                 f"no room for {length_bytes} bytes in the buffer pool: of {self.capacity_bytes} bytes {used} are "
                 f"leased and {self.capacity_bytes - used} free, the longest piece {largest}; raise `pool_bytes`"
@@ -283,12 +303,10 @@ class BufferPool:
         """
         if os.getpid() != self._pid:
             return
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        while self._wait_for_one():
-            pass
+        self._closed = True
+        for extent in list(self._given_back):
+            if extent.transfer is not None:
+                extent.transfer.settle()
         self._finalizer()
 
     def __enter__(self) -> BufferPool:
@@ -299,37 +317,30 @@ class BufferPool:
 
     def _collect(self) -> None:
         """Free what was given back and is at rest. Under the lock."""
-        while self._returned:
-            start, extent_bytes, transfer = self._returned.popleft()
-            if transfer is None:
-                self._put(start, extent_bytes)
-            else:
-                self._retiring.append((start, extent_bytes, transfer))
-        retiring, self._retiring = self._retiring, []
-        for start, extent_bytes, transfer in retiring:
-            if transfer.done():
-                self._put(start, extent_bytes)
-            else:
-                self._retiring.append((start, extent_bytes, transfer))
+        for extent in list(self._given_back):
+            if extent.is_over():
+                self._free.put(extent)  # A lease that is released and then collected is there twice.
+                self._given_back.remove(extent)
 
-    def _put(self, start: int, extent_bytes: int) -> None:
-        self._free.put(start, extent_bytes)
-        self._used_bytes -= extent_bytes
+    def _used_bytes(self) -> int:
+        return self.capacity_bytes - self._free.total_bytes()
 
     def _reclaim(self) -> bool:
         for reference in list(self._reclaimers):
             callback = reference()
             if callback is None:
-                self._reclaimers.remove(reference)
+                with contextlib.suppress(ValueError):  # Another thread was faster.
+                    self._reclaimers.remove(reference)
             elif callback():
                 return True
         return False
 
     def _wait_for_one(self) -> bool:
-        """Wait until the oldest retiring transfer is over. False if there is none."""
+        """Wait for the transfer in what was given back first. False if there is none."""
         with self._lock:
             self._collect()
-            transfer = self._retiring[0][2] if self._retiring else None
+            given_back = list(self._given_back)  # Other threads append.
+        transfer = next((extent.transfer for extent in given_back if extent.transfer is not None), None)
         if transfer is None:
             return False
         # Waits without observing: a failure belongs to whoever waits for the transfer, or to the handle's `close`.

@@ -159,7 +159,7 @@ class _Ledger:
     finished transfers, which `sweep` takes at every call.
     """
 
-    __slots__ = ("_lock", "engine", "failed", "in_flight", "pid")
+    __slots__ = ("_finished", "_lock", "engine", "failed", "in_flight", "pid")
 
     def __init__(self, engine: _native.Engine) -> None:
         self.engine = engine
@@ -167,6 +167,7 @@ class _Ledger:
         # The storage, not the tensor: `tensor.data = ...` would otherwise free the memory under the transfer.
         self.in_flight: dict[int, torch.UntypedStorage] = {}
         self.failed: dict[int, _native.Transfer] = {}
+        self._finished: list[_native.Transfer] = []  # taken from the engine, not yet told to the tables
         # So that nobody sees a finished transfer in neither table. Re-entrant: the finalizer of the handle may run at
         # any allocation.
         self._lock = threading.RLock()
@@ -174,10 +175,15 @@ class _Ledger:
     def sweep(self) -> None:
         """Let go of the memory of finished transfers and note those that failed."""
         with self._lock:
-            for transfer in self.engine.take_finished():
-                if transfer.failed():
-                    self.failed[transfer.key] = transfer
-                self.in_flight.pop(transfer.key, None)
+            # Taken and kept in one call, in which no Ctrl-C can be raised; what comes after can be done again.
+            self._finished.extend(itertools.chain.from_iterable(iter(self.engine.take_finished, [])))
+            for transfer in list(self._finished):
+                key, failed = transfer.key, transfer.failed()
+                if key in self.in_flight:
+                    if failed:
+                        self.failed[key] = transfer
+                    del self.in_flight[key]
+            self._finished.clear()
 
 
 class Transfer:
@@ -394,16 +400,18 @@ class AsyncIOHandle:
             direct: False: do not use O_DIRECT even where the file system has it.
 
         Raises:
-            ValueError: no such mode.
+            ValueError: no such mode, or a null character in `path`.
             SwapIOError: it cannot be opened; EISDIR for a directory.
         """
         self._check_process()
         if mode not in ("r", "w", "rw"):
             raise ValueError(f"mode: {mode!r} is none of 'r', 'w', 'rw'")
-        name = os.fspath(path)
+        name = os.fsdecode(path)
+        if "\0" in name:
+            raise ValueError(f"path: {name!r} has a null character")
         use_direct = direct and self._rung != "buffered"
         make = mode != "r" if create is None else create
-        return File(name, _native.File(name, mode, make, truncate, exclusive, use_direct))
+        return File(name, _native.File(os.fsencode(name), mode, make, truncate, exclusive, use_direct))
 
     def read(self, file: File, tensor: torch.Tensor, offset_bytes: int = 0) -> Transfer:
         """Start filling `tensor` from the file. Returns at once.
@@ -415,7 +423,7 @@ class AsyncIOHandle:
             offset_bytes: where in the file the first byte is.
 
         Raises:
-            ValueError: `tensor` is not contiguous or not on the CPU, or `offset_bytes` is out of range.
+            ValueError: `tensor` is not contiguous, not on the CPU or without memory, or `offset_bytes` is out of range.
             SwapError: the handle is closed, or this is a forked child.
             SwapIOError: from `wait()`.
         """
@@ -438,17 +446,27 @@ class AsyncIOHandle:
         length_bytes = tensor.numel() * tensor.element_size()
         if not 0 <= offset_bytes <= _MAX_OFFSET_BYTES - length_bytes:
             raise ValueError(f"offset_bytes: {offset_bytes} is out of range")
+        storage = tensor.untyped_storage()
+        if storage.nbytes() < tensor.storage_offset() * tensor.element_size() + length_bytes:
+            raise ValueError("a transfer needs a tensor with memory; the storage of this one was made smaller than it")
         ledger = self._ledger
         ledger.sweep()
         start = ledger.engine.read if operation == "read" else ledger.engine.write
         key = next(self._keys)
-        ledger.in_flight[key] = tensor.untyped_storage()  # Before it starts: it may be over when `start` returns.
+        arguments = (file._open(), tensor.data_ptr(), length_bytes, offset_bytes, key)
+        started: list[_native.Transfer] = []
         try:
-            native = start(file._open(), tensor.data_ptr(), length_bytes, offset_bytes, key)
+            ledger.in_flight[key] = storage  # Before it starts: it may be over when `start` returns.
+            started.extend(itertools.starmap(start, [arguments]))  # One call, in which no Ctrl-C can be raised.
+            return Transfer(ledger, started[0], operation, file.path, offset_bytes, length_bytes)
         except BaseException:
-            del ledger.in_flight[key]
+            if started:
+                # Ctrl-C: nobody will know of the transfer, so it ends here, before its memory has another owner.
+                with contextlib.suppress(SwapIOError):
+                    started[0].wait()
+            else:
+                ledger.in_flight.pop(key, None)
             raise
-        return Transfer(ledger, native, operation, file.path, offset_bytes, length_bytes)
 
     def register(self, slab: Slab) -> bool:
         """Register memory with the kernel, so that transfers in it cost less CPU. Waits for what is in flight.
@@ -529,7 +547,7 @@ def _close_unattended(ledger: _Ledger) -> None:
         return
     ledger.engine.close()
     ledger.sweep()
-    for transfer in ledger.failed.values():
+    for transfer in list(ledger.failed.values()):
         try:
             transfer.wait()
         except SwapIOError as error:

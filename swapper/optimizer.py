@@ -382,13 +382,14 @@ class OptimizerSwapper:
         ]
 
     def _check_state(self, optimizer: Optimizer) -> None:
-        # Reading `optimizer.state[p]` leaves an empty entry: it says nothing and is dropped.
-        found = any(optimizer.state.values())
-        if optimizer.state is not self._state or found:
-            what = "entries were put into optimizer.state" if found else "optimizer.state was replaced"
+        # An empty entry is what reading `optimizer.state[p]` leaves: whoever did that was misled.
+        if optimizer.state is not self._state or optimizer.state:
+            what = "optimizer.state was read or written" if optimizer.state else "optimizer.state was replaced"
             raise SwapError(
-                f"{what} since the last step, but the state of a swapped optimizer is on disk. Load state with "
-                "optimizer.load_state_dict(...); to start from no state, call optimizer.swapper.reset()"
+                f"{what} since the last step, but the state of a swapped optimizer is on disk. Read it with "
+                "optimizer.swapper.state(parameter) and load it with optimizer.load_state_dict(...); clear "
+                "optimizer.state to go on as if nothing had happened, or call optimizer.swapper.reset() to start from "
+                "no state"
             )
         optimizer.state.clear()
 

@@ -44,6 +44,8 @@ _SAFETENSORS_NAMES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.complex64: "F32",  # with a last dimension of 2
+    torch.complex128: "F64",
 }
 
 
@@ -236,7 +238,8 @@ class Bucket:
                 if segment.master == "split":
                     tail_bytes_max += codec.ties_bytes_max(segment.numel)
             for key, dtype, shape, stride in tensors:
-                entries.append(Entry(f"{number}.{key}", _SAFETENSORS_NAMES[dtype], shape))
+                stored = (*shape, 2) if dtype.is_complex else shape
+                entries.append(Entry(f"{number}.{key}", _SAFETENSORS_NAMES[dtype], stored))
                 places.append((segment, key, dtype, shape, stride))
         layout = plan_record(entries, tail_bytes_max)
         for (segment, key, dtype, shape, stride), offset in zip(places, layout.offsets_bytes, strict=True):

@@ -7,6 +7,7 @@ parameters nor the global random state.
 from __future__ import annotations
 
 import copy
+import math
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,8 @@ OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__"})
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 _STEPS = 3
+_REAL_NUMEL = 1 << 18
+"""Parameters of at most so many elements are tried in their own shape."""
 _COUPLED_STEPS = 8
 """Enough for what adapts slowly, like D-Adaptation and Prodigy, to have moved."""
 _elementwise: set[type[Optimizer]] = {
@@ -106,7 +109,8 @@ def learn_state(
 ) -> tuple[StateSpec, ...]:
     """The tensors that the state of a parameter will hold once it was stepped.
 
-    Sizes are replaced by small primes for the trial, equal sizes by equal ones, and back in the state that comes of it.
+    For a large parameter sizes are replaced by small primes in the trial, equal sizes by equal ones, and back in the
+    state that comes of it.
 
     Args:
         optimizer: the user's.
@@ -118,6 +122,8 @@ def learn_state(
         ConfigError: the class fails in the trial.
     """
     sizes = sorted({size for size in like.shape if size > 1})
+    if like.numel() <= _REAL_NUMEL:
+        sizes = []
     small = {size: min(_PRIMES[i], size) if i < len(_PRIMES) else size for i, size in enumerate(sizes)}
     if len(set(small.values())) < len(small):
         small = {size: size for size in sizes}
@@ -131,6 +137,8 @@ def learn_state(
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             full = tuple(large.get(size, size) for size in value.shape)
+            if tuple(value.shape) == (math.prod(shape),):
+                full = (like.numel(),)
             same = full == tuple(like.shape) and is_dense(like)
             stride = like.stride() if same else _contiguous_stride(full)
             specs.append(StateSpec(key, value.dtype, full, stride))
@@ -180,6 +188,11 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
         )
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         raise ConfigError(f"{name} wraps another optimizer, which does the work; wrap_optimizer the inner one")
+    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    if stray := [key for key, value in optimizer.state.items() if value and id(key) not in parameters]:
+        raise ConfigError(
+            f"{name} has state that belongs to no parameter of it ({stray[0]!r}), which cannot be swapped"
+        )
     if _is_one_of(optimizer, _elementwise | _whole):
         return
     for group in optimizer.param_groups:
@@ -195,7 +208,8 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
 
 def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> None:
     dtype = next(p.dtype for p in group["params"])
-    start = [_seeded(shape, dtype, seed) for seed in (0, 100)]
+    # So small that an update of any usual size changes them, in bf16 too.
+    start = [_seeded(shape, dtype, seed) * 2.0**-12 for seed in (0, 100)]
     together = _Trial(optimizer, group, [t.clone() for t in start])
     apart = _Trial(optimizer, group, [t.clone() for t in start])
     for step in range(_COUPLED_STEPS):
@@ -208,16 +222,24 @@ def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[i
         before = dict(apart.group)
         after: dict[str, Any] = {}
         for i, gradient in enumerate(gradients):
+            apart.group.clear()  # With what the class has put in, as a step has it for each bucket.
             apart.group.update(before)
             apart.step([gradient], only=[i])
             after = dict(apart.group)
         apart.group.update(after)
-    if all(_same_bits(p.detach(), t) for p, t in zip(together.parameters, start, strict=True)):
+    stray = [key for key in together.optimizer.state if not any(key is p for p in together.parameters)]
+    if stray:
+        raise ConfigError(
+            f"{type(optimizer).__name__} keeps state that belongs to no parameter ({stray[0]!r}); it cannot be swapped"
+        )
+    untouched = not any(together.optimizer.state.values())
+    if untouched and all(_same_bits(p.detach(), t) for p, t in zip(together.parameters, start, strict=True)):
         raise ConfigError(
             f"{type(optimizer).__name__} changed nothing in {_COUPLED_STEPS} trial steps on tensors of shape {shape}, "
             "so whether it can be swapped is unknown; if it wraps another optimizer, wrap_optimizer the inner one"
         )
-    same = all(_equal(together.group[key], apart.group[key]) for key in together.group if key != "params")
+    groups = [{key: v for key, v in trial.group.items() if key != "params"} for trial in (together, apart)]
+    same = _equal(*groups)
     for p, q in zip(together.parameters, apart.parameters, strict=True):
         states = together.optimizer.state[p], apart.optimizer.state[q]
         same &= states[0].keys() == states[1].keys() and all(
@@ -337,6 +359,10 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _equal(a: object, b: object) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.shape == b.shape and _same_bits(a.reshape(-1), b.reshape(-1))
+    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+        return type(a) is type(b) and len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     return type(a) is type(b) and bool(a == b)
 
 

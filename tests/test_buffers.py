@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import itertools
 import os
 import random
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from interrupts import interrupted_at
 
 from swapper.buffers import BufferPool, Lease, PoolExhausted
 from swapper.errors import SwapError, SwapIOError
@@ -136,6 +140,53 @@ def test_pool_says_whether_it_is_locked(pool: BufferPool) -> None:
     assert pool.capacity_bytes == MIB
     with BufferPool(5000) as small:
         assert small.capacity_bytes == 8192
+
+
+def test_ctrl_c_anywhere_loses_no_memory(pool: BufferPool) -> None:
+    def use() -> None:
+        with pool.acquire(3 * PAGE):
+            collected = pool.acquire(PAGE)
+            kept = pool.acquire(5 * PAGE)
+            del collected
+            pool.acquire(2 * PAGE).release()
+            kept.release()
+            with pytest.raises(PoolExhausted):
+                pool.acquire(MIB)
+
+    for n in itertools.count():
+        interrupted = interrupted_at(n, use, "buffers.py")
+        assert pool.used_bytes == 0, n
+        pool.acquire(MIB).release()
+        if not interrupted:
+            break
+    assert n > 100
+
+
+def test_finalizer_may_close_the_pool_at_any_allocation() -> None:
+    class Owner:
+        pass
+
+    gc.disable()
+    thresholds = gc.get_threshold()
+    try:
+        for allocations in range(30):
+            gc.collect(0)
+            pool = BufferPool(MIB)
+            lease = pool.acquire(PAGE)
+            owner: Any = Owner()
+            owner.itself = owner
+            weakref.finalize(owner, pool.close)
+            del owner
+            gc.set_threshold(gc.get_count()[0] + allocations)
+            gc.enable()
+            with contextlib.suppress(SwapError):
+                pool.acquire(PAGE)
+            gc.disable()
+            lease.release()
+            assert pool.used_bytes == 0
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.enable()
 
 
 # --- Reclaiming -----------------------------------------------------------------------------------------------------

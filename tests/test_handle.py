@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interrupts import interrupted_at
 
 from swapper.errors import SwapError, SwapIOError
 from swapper.handle import AsyncIOHandle, FaultPlan, Slab, Transfer, probe
@@ -222,6 +223,23 @@ def test_directory(handle: AsyncIOHandle, tmp_path: Path, mode: str) -> None:
     assert raised.value.errno == errno.EISDIR
 
 
+def test_name_that_is_not_utf8(handle: AsyncIOHandle, tmp_path: Path) -> None:
+    name = os.fsencode(tmp_path) + b"/\xff"
+    for path in (name, os.fsdecode(name)):
+        with handle.open(path, "w") as file:
+            assert file.path == os.fsdecode(name)
+    assert os.listdir(os.fsencode(tmp_path)) == [b"\xff"]
+    with pytest.raises(SwapIOError) as raised:
+        handle.open(name + b"/missing")
+    assert raised.value.path == os.fsdecode(name + b"/missing")
+
+
+def test_null_character_in_a_name(handle: AsyncIOHandle, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="null"):
+        handle.open(tmp_path / "file\0.tail", "w")
+    assert not list(tmp_path.iterdir())
+
+
 def test_wrong_mode(handle: AsyncIOHandle, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="mode"):
         handle.open(tmp_path / "file", "w+")
@@ -236,6 +254,11 @@ def test_tensors_that_cannot_be_moved_are_refused(handle: AsyncIOHandle, tmp_pat
             handle.write(file, torch.zeros(4, 4).t())
         with pytest.raises(ValueError, match="CPU"):
             handle.write(file, torch.zeros(4, device="meta"))
+        for numel in (1000, 0):
+            shrunk = torch.zeros(2000)[1:]
+            shrunk.untyped_storage().resize_(numel)
+            with pytest.raises(ValueError, match="memory"):
+                handle.write(file, shrunk)
         with pytest.raises(ValueError, match="dense"):
             handle.write(file, torch.eye(3).to_sparse())
         with pytest.raises(ValueError, match="contiguous"):
@@ -449,6 +472,39 @@ def test_failure_during_another_error_does_not_hide_it(backend: str, tmp_path: P
         raise KeyError
 
 
+def test_no_memory_for_unaligned_data_fails_only_that_transfer(tmp_path: Path) -> None:
+    program = f"""
+import errno, resource, torch
+from pathlib import Path
+from swapper.errors import SwapIOError
+from swapper.handle import AsyncIOHandle
+memory = torch.zeros(1 << 16, dtype=torch.uint8)
+start = -memory.data_ptr() % 4096
+aligned, unaligned = memory[start : start + 8192], memory[start + 1 : start + 8193]
+for backend in {CONFORMING!r}:
+    handle = AsyncIOHandle(backend=backend, block_bytes=1 << 30, queue_depth=1)
+    file = handle.open({str(tmp_path / "file")!r}, "rw")
+    handle.write(file, aligned).wait()
+    if file.direct:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        before = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (used + (512 << 20), before[1]))
+        for transfer in [handle.write(file, unaligned) for _ in range(3)]:
+            try:
+                transfer.wait(10)
+            except SwapIOError as error:
+                assert (error.errno, error.operation, error.path) == (errno.ENOMEM, "write", file.path), error
+            else:
+                raise AssertionError
+        handle.write(file, aligned).wait(10)
+        resource.setrlimit(resource.RLIMIT_AS, before)
+    handle.write(file, unaligned).wait(10)
+    handle.close()
+"""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], timeout=60, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.skipif("uring" not in AVAILABLE, reason="io_uring is not available")
 def test_broken_backend_fails_its_transfers_and_later_ones(tmp_path: Path) -> None:
     """The ring's descriptor is replaced behind the handle's back."""
@@ -582,6 +638,47 @@ def test_ctrl_c_interrupts_the_wait_and_not_the_transfer(backend: str, tmp_path:
         assert time.monotonic() - begin < 0.3 or transfer.done()
         timer.join()
         assert transfer.wait() == 16 * BLOCK
+
+
+def test_ctrl_c_while_a_transfer_starts_leaves_nothing_in_flight(tmp_path: Path) -> None:
+    plan = FaultPlan(delay_us=2000)
+    source = torch.empty(8 * 4096, dtype=torch.uint8)
+    with (
+        AsyncIOHandle(block_bytes=4096, queue_depth=1, faults=plan) as handle,
+        handle.open(tmp_path / "file", "rw") as file,
+    ):
+
+        def start() -> None:
+            handle._start("write", file, source, 0)
+
+        outcomes = set()
+        for n in itertools.count():
+            source.fill_(1)
+            file.truncate(0)
+            interrupted = interrupted_at(n, start, "handle.py")
+            if not interrupted:
+                break
+            assert handle.in_flight == 0, n
+            source.fill_(2)  # What is in flight, known or not, would write this.
+            handle.write(file, source[:1], 1 << 20).wait()
+            outcomes.add((tmp_path / "file").read_bytes()[: source.nbytes])
+        assert outcomes == {b"\0" * source.nbytes, b"\1" * source.nbytes}
+
+
+def test_ctrl_c_while_finished_transfers_are_taken_loses_none(tmp_path: Path) -> None:
+    for n in itertools.count():
+        handle = AsyncIOHandle(faults=FaultPlan(eio=1.0))
+        with handle.open(tmp_path / "file", "rw") as file:
+            started = [handle.write(file, random_bytes(10)) for _ in range(2)]
+        while not all(transfer.done() for transfer in started):
+            time.sleep(0.0005)
+        interrupted = interrupted_at(n, lambda handle=handle: handle.in_flight, "handle.py")  # type: ignore[misc]
+        assert (handle.in_flight, handle.unobserved_failures) == (0, 2), n
+        with pytest.raises(SwapIOError, match="1 more transfers failed"):
+            handle.close()
+        if not interrupted:
+            break
+    assert n > 5
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")

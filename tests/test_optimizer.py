@@ -558,7 +558,10 @@ def test_state_put_in_or_replaced_is_an_error_that_names_reset(nvme_path: Path) 
     optimizer = adamw(model)
     with wrapped(optimizer, nvme_path) as swapped:
         run(model, optimizer, range(1))
-        assert optimizer.state[model[0].weight] == {}  # Only looking is allowed.
+        assert optimizer.state[model[0].weight] == {}  # Who looks here would believe that there is no state.
+        with pytest.raises(swapper.SwapError, match=r"swapper\.state"):
+            optimizer.step()
+        optimizer.state.clear()
         run(model, optimizer, range(1, 2))
         optimizer.state[model[0].weight]["exp_avg"] = torch.zeros(3)
         with pytest.raises(swapper.SwapError, match="reset"):
@@ -981,3 +984,87 @@ def test_reading_ahead_starts_with_the_last_micro_batch(nvme_path: Path) -> None
     assert reads[0] == reads[1] < reads[2]
     optimizer.step()
     swapped.close()
+
+
+class Counting(Optimizer):
+    """Makes a counter in the group in its first step, and keeps its state in a list, a dict and a flat tensor."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["step"] = group.get("step", 0) + 1
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["flat"] = torch.zeros(p.numel())
+                    state["list"] = [torch.zeros_like(p), torch.zeros(3)]
+                    state["dict"] = {"average": torch.zeros_like(p)}
+                state["flat"].add_(p.grad.flatten())
+                state["list"][0].add_(p.grad)
+                state["dict"]["average"].lerp_(p.grad, 0.1)
+                update = state["flat"].view_as(p) + state["list"][0] + state["dict"]["average"]
+                p.sub_(update, alpha=group["lr"] / group["step"])
+
+
+def test_counters_made_in_the_first_step_and_state_in_containers(nvme_path: Path) -> None:
+    plain, model = make_model(), make_model()
+    run(plain, Counting(plain.parameters()))
+    optimizer = Counting(model.parameters())
+    with wrapped(optimizer, nvme_path) as swapped:
+        run(model, optimizer)
+        assert_same(plain, model)
+        assert optimizer.param_groups[0]["step"] == 4
+        assert swapped.stats().bytes_written > 0
+
+
+def test_state_that_belongs_to_no_parameter_is_refused(nvme_path: Path) -> None:
+    class Global(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+            self.state["count"] = self.state.get("count", 0) + 1  # type: ignore[index,call-overload]
+            return super().step(closure)
+
+    model = make_model()
+    with pytest.raises(swapper.ConfigError, match="count"):
+        swapper.wrap_optimizer(Global(model.parameters(), lr=0.1), make_config(nvme_path))
+
+
+def test_a_custom_class_with_a_small_step_in_bf16(nvme_path: Path) -> None:
+    class Sign(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 1e-5})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad.sign(), alpha=self.param_groups[0]["lr"])
+
+    model = make_model(torch.bfloat16)
+    with wrapped(Sign(model.parameters()), nvme_path):
+        pass
+
+
+def test_complex_parameters(nvme_path: Path) -> None:
+    def train(swap: bool) -> tuple[torch.Tensor, int]:
+        generator = torch.Generator().manual_seed(0)
+        p = nn.Parameter(torch.randn(90, 70, dtype=torch.cfloat, generator=generator))
+        optimizer = torch.optim.AdamW([p], lr=1e-2)
+        if swap:
+            swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+        for _ in range(3):
+            p.grad = torch.randn(90, 70, dtype=torch.cfloat, generator=generator)
+            optimizer.step()
+        written = 0
+        if swap:
+            written = swapper.of(optimizer).stats().bytes_written
+            swapper.of(optimizer).close()
+        return torch.view_as_real(p.detach()), written
+
+    plain, swapped = train(False), train(True)
+    assert same_bits(plain[0], swapped[0])
+    assert swapped[1] >= 3 * 2 * 90 * 70 * 8

@@ -157,6 +157,29 @@ void close_drains(BackendKind kind) {
     for (const auto& transfer : transfers) CHECK(transfer->done() && transfer->result() == 2 * kBlock);
 }
 
+// As after a failure of the engine: what is in flight may not touch memory that is given back afterwards.
+void backend_ends_with_requests_in_flight(BackendKind kind) {
+    const auto file = open_file("in_flight", true);
+    std::vector<char> data(64 * kBlock);
+    std::vector<swapper::Request> requests(8);
+    {
+        const auto make = kind == BackendKind::kAio     ? swapper::make_aio_backend
+                          : kind == BackendKind::kUring ? swapper::make_uring_backend
+                                                        : swapper::make_threads_backend;
+        const auto backend = swapper::make_fault_backend(make(8), std::make_shared<FaultPlan>(), 0);
+        for (size_t i = 0; i < requests.size(); ++i) {
+            swapper::Request* const request = &requests[i];
+            request->operation = Operation::kWrite;
+            request->fd = file->buffered_fd();
+            request->data = data.data() + i * 8 * kBlock;
+            request->length = 8 * kBlock;
+            request->offset = i * 8 * kBlock;
+            CHECK(backend->submit(&request, 1) == 1);
+        }
+    }
+    CHECK(file->size() == data.size());
+}
+
 void run(BackendKind kind) {
     for (const bool direct : {true, false}) {
         round_trips(kind, nullptr, direct);
@@ -174,6 +197,7 @@ void run(BackendKind kind) {
     callers_share_an_engine(kind);
     failures_are_reported(kind);
     close_drains(kind);
+    backend_ends_with_requests_in_flight(kind);
 }
 
 }  // namespace
@@ -193,7 +217,7 @@ int main() {
         std::printf("%s: %s\n", kind_name, reason.empty() ? "passed" : ("skipped, " + reason).c_str());
     }
     for (const char* file :
-         {"round_trips", "caller0", "caller1", "caller2", "caller3", "failures", "close"}) {
+         {"round_trips", "caller0", "caller1", "caller2", "caller3", "failures", "close", "in_flight"}) {
         ::unlink((directory + "/" + file).c_str());
     }
     CHECK(::rmdir(name) == 0);

@@ -1,0 +1,54 @@
+"""Ctrl-C at every place where the interpreter can raise it."""
+
+from __future__ import annotations
+
+import dis
+import functools
+import sys
+from collections.abc import Callable
+from types import CodeType, FrameType
+from typing import Any
+
+
+@functools.cache
+def _names(code: CodeType) -> dict[int, str]:
+    return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
+
+
+def interrupted_at(n: int, function: Callable[[], object], file_name: str) -> bool:
+    """Call `function` with a KeyboardInterrupt at the n-th place, from 0, in the code of `swapper/file_name`.
+
+    The interpreter raises it on entry to a function, after a call, and where a loop goes back.
+
+    Returns:
+        False if there are fewer places: `function` has returned.
+    """
+    left = n
+    before: dict[FrameType, str] = {}
+
+    def trace(frame: FrameType, event: str, argument: object) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith(f"swapper/{file_name}"):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event != "opcode":
+            return trace
+        name = _names(frame.f_code)[frame.f_lasti]
+        last, before[frame] = before.get(frame, "RESUME"), name
+        # Tracing would raise it after the return, in the caller; the interpreter still does before.
+        if last.startswith(("RESUME", "CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE")) and name != "RETURN_VALUE":
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        function()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(former)
+        before.clear()
+    return False
