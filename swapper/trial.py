@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -359,7 +359,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 def _equal(a: object, b: object) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.shape == b.shape and _same_bits(a.reshape(-1), b.reshape(-1))
-    if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
+    if isinstance(a, (list, tuple, deque)) and isinstance(b, (list, tuple, deque)):
         return type(a) is type(b) and len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
