@@ -42,7 +42,7 @@ from swapper.optimizer_state import (
 from swapper.pipeline import DeviceCopies, Pipeline
 from swapper.segments import MASTER, Bucket, Opened, Scratch, Segment
 from swapper.store import TensorStore
-from swapper.trial import unhooked_step
+from swapper.trial import same_layout, unhooked_step
 
 __all__ = ["OptimizerSwapper", "Stats", "UnswappedOptimizer"]
 
@@ -534,7 +534,7 @@ class OptimizerSwapper:
                     "a sparse gradient came, which can be stepped only on the CPU and without master weights; make "
                     "it dense (nn.Embedding(sparse=False))"
                 )
-        elif not segment.whole and gradient.stride() != p.stride() and not self._plan.strides_may_differ(segment):
+        elif not (segment.whole or same_layout(gradient, p) or self._plan.strides_may_differ(segment)):
             raise SwapError(
                 f"a gradient has strides {gradient.stride()} and its parameter {p.stride()}; stepped in segments that "
                 "would give other bits. Assign gradients in the parameter's layout: torch.empty_like(p).copy_(gradient)"

@@ -19,7 +19,7 @@ from swapper.buffers import Lease
 from swapper.layout import ALIGNMENT_BYTES, CUT_NUMEL, Entry, RecordLayout, plan_record, round_up, segment_cuts
 from swapper.pipeline import DeviceCopies
 from swapper.store import RecordKey
-from swapper.trial import StateSpec, is_dense
+from swapper.trial import StateSpec, is_dense, same_layout
 
 __all__ = ["MASTER", "Bucket", "Opened", "Scratch", "Segment", "plan_buckets", "plan_segments"]
 
@@ -141,7 +141,7 @@ class Segment:
         p, tensor = self.parameter, tensor.detach()
         if not is_dense(p):
             return tensor.reshape(-1)[self.start : self.stop]
-        if tensor.stride() != p.stride():
+        if not same_layout(tensor, p):
             tensor = torch.empty_strided(p.shape, p.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
         return tensor.as_strided((tensor.numel(),), (1,))[self.start : self.stop]
 

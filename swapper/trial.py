@@ -28,6 +28,7 @@ __all__ = [
     "learn_state",
     "refuse_unsupported",
     "register_elementwise",
+    "same_layout",
     "unhooked_step",
 ]
 
@@ -376,6 +377,12 @@ def is_dense(tensor: torch.Tensor) -> bool:
             return False
         expected *= size
     return True
+
+
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether elements of two tensors of one shape lie in the same order. Strides of dimensions of one say nothing."""
+    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(stride_a == stride_b for size, stride_a, stride_b in strides if size > 1)
 
 
 def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

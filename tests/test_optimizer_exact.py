@@ -246,6 +246,36 @@ def test_a_gradient_with_other_strides_than_its_parameter(nvme_path: Path) -> No
     assert same_bits(run(False), run(True))
 
 
+def test_strides_of_dimensions_of_one_do_not_matter(nvme_path: Path) -> None:
+    def run(swap: bool) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        p = nn.Parameter(torch.randn(1, 1, 90000, generator=generator).to(torch.bfloat16))
+        optimizer = torch.optim.AdamW([p], lr=1e-2)
+        if swap:
+            swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+        for _ in range(3):
+            gradient = torch.randn(90000, generator=generator).to(torch.bfloat16)
+            p.grad = gradient.as_strided((1, 1, 90000), (7, 1, 1))
+            optimizer.step()
+        if swap:
+            assert len(swapper.of(optimizer)._plan.segments_of(p)) > 1
+            swapper.of(optimizer).close()
+        return p
+
+    assert same_bits(run(False), run(True))
+
+
+def test_gradients_whose_layout_would_change_bits_are_refused(nvme_path: Path) -> None:
+    p = nn.Parameter(torch.zeros(300, 400, dtype=torch.bfloat16))
+    optimizer = swapper.wrap_optimizer(torch.optim.AdamW([p]), make_config(nvme_path))
+    p.grad = torch.ones(400, 300, dtype=torch.bfloat16).t()
+    with pytest.raises(swapper.SwapError, match="empty_like"):
+        optimizer.step()
+    p.grad = torch.empty_like(p).copy_(p.grad)
+    optimizer.step()
+    swapper.of(optimizer).close()
+
+
 def test_special_values_survive_the_master_encoding(nvme_path: Path) -> None:
     values = torch.tensor([0.0, -0.0, float("inf"), -float("inf"), float("nan"), 3.4e38, 1e-40, 1.00390625])
 
