@@ -294,3 +294,56 @@ def test_special_values_survive_the_master_encoding(nvme_path: Path) -> None:
     plain, swapped = run(False), run(True)
     assert torch.equal(plain.isnan(), swapped.isnan())
     assert same_bits(plain.nan_to_num(), swapped.nan_to_num())
+
+
+@pytest.mark.parametrize("name", ["Adam", "Adagrad", "RMSprop", "Adam-amsgrad", "SGD-nesterov"])
+def test_low_precision_respects_the_chunks_of_torchs_threads(nvme_path: Path, threads: int, name: str) -> None:
+    """Kernels whose scalar tails round otherwise than their vectors, on sizes whose chunks all have tails."""
+
+    def run(swap: bool) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = (70001, 150003, 210005)
+        parameters = [nn.Parameter(torch.randn(n, generator=generator).to(torch.bfloat16)) for n in shapes]
+        optimizer = {**OPTIMIZERS, **MORE}[name](parameters)
+        if swap:
+            config = make_config(nvme_path).model_copy(update={"bucket_bytes": "96KiB"})
+            swapper.wrap_optimizer(optimizer, config)
+            assert all(len(swapper.of(optimizer)._plan.segments_of(p)) > 1 for p in parameters)
+        for _ in range(3):
+            for p in parameters:
+                p.grad = torch.randn(p.shape, generator=generator).to(torch.bfloat16)
+            optimizer.step()
+        if swap:
+            swapper.of(optimizer).close()
+        return [p.detach() for p in parameters]
+
+    assert all(same_bits(p, q) for p, q in zip(run(False), run(True), strict=True))
+
+
+def test_ties_of_several_masters_in_one_record(nvme_path: Path) -> None:
+    """Half of these masters lie half-way between two bf16 numbers, and in each step another one has no gradient."""
+
+    def run(swap: bool) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        values = torch.tensor([1.0, 1.25, 1.5, 1.75])
+        draws = [torch.randint(4, (8000,), generator=generator) for _ in range(6)]
+        parameters = [nn.Parameter(values[draw].to(torch.bfloat16)) for draw in draws]
+        optimizer: Optimizer | MasterWeights
+        if swap:
+            optimizer = torch.optim.SGD(parameters, lr=2.0**-8, momentum=0.5)
+            swapper.wrap_optimizer(optimizer, make_config(nvme_path, master_weights=True))
+            assert max(len(bucket.segments) for bucket in swapper.of(optimizer)._plan.buckets) > 1
+        else:
+            optimizer = MasterWeights(parameters, lambda p: torch.optim.SGD(p, lr=2.0**-8, momentum=0.5))
+        for step in range(6):
+            for i, p in enumerate(parameters):
+                signs = torch.randint(2, p.shape, generator=generator) * 2 - 1
+                p.grad = None if i == step else signs.to(torch.bfloat16)
+            optimizer.step()
+        if isinstance(optimizer, MasterWeights):
+            return [p.detach() for p in optimizer.masters]
+        masters = [swapper.of(optimizer).state(p)["master_param"] for p in parameters]
+        swapper.of(optimizer).close()
+        return masters
+
+    assert all(same_bits(p, q) for p, q in zip(run(False), run(True), strict=True))
