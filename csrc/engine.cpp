@@ -196,6 +196,14 @@ class Engine::Worker {
         if (!ended_) backend_->wake();
     }
 
+    // There is something new in the queue. One system call for many transfers: a worker that is awake, or has no
+    // room, comes to the queue by itself. Under the engine's mutex.
+    void offer() {
+        if (!wants_parts_) return;
+        wants_parts_ = false;
+        wake();
+    }
+
     // Under the engine's mutex.
     bool ended() const { return ended_; }
 
@@ -231,6 +239,7 @@ class Engine::Worker {
     // Takes parts from the queue. False when there is nothing left to do, ever.
     bool fill() {
         std::unique_lock<std::mutex> lock(impl_.mutex);
+        wants_parts_ = false;
         if (generation_ != impl_.pieces_generation) {
             // Drain first: requests in flight name the pieces of the old list.
             if (in_flight_ > 0 || !ready_.empty()) return true;
@@ -251,6 +260,7 @@ class Engine::Worker {
             if (part->bounced) ++bounces_;
             ready_.push_back(part);
         }
+        wants_parts_ = !free_.empty();
         return !(impl_.stopping && impl_.queue.empty() && ready_.empty() && in_flight_ == 0);
     }
 
@@ -408,7 +418,8 @@ class Engine::Worker {
     Impl& impl_;
     const uint64_t index_;
     std::unique_ptr<Backend> backend_;
-    bool ended_ = false;  // under the engine's mutex
+    bool ended_ = false;        // under the engine's mutex
+    bool wants_parts_ = false;  // likewise: it waits, with room for parts that are not there yet
     std::vector<Part> parts_;
     std::vector<Part*> free_;
     std::deque<Part*> ready_;  // to be submitted, in this order
@@ -573,7 +584,7 @@ std::shared_ptr<Transfer> Engine::start(Operation operation, std::shared_ptr<con
         return transfer;
     }
     impl.queue.push_back(transfer);
-    impl.wake_all();
+    for (const std::unique_ptr<Worker>& worker : impl.workers) worker->offer();
     return transfer;
 }
 
