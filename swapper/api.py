@@ -21,8 +21,9 @@ from swapper.handle import AsyncIOHandle
 from swapper.layout import PAGE_BYTES
 from swapper.optimizer import OptimizerSwapper, UnswappedOptimizer
 from swapper.optimizer_plan import OptimizerPlan
+from swapper.runs import check_nvme_path
 from swapper.schedule import format_bytes
-from swapper.store import TensorStore, check_nvme_path
+from swapper.store import TensorStore
 from swapper.trial import refuse_unsupported
 
 __all__ = ["CheckReport", "check", "of", "unwrap_optimizer", "wrap_optimizer"]

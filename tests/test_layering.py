@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 
 BASE = {"errors", "layout", "metrics"}
 HANDLE = BASE | {"handle"}
-PIPELINE = HANDLE | {"buffers", "store", "codec", "schedule", "pipeline"}
+PIPELINE = HANDLE | {"buffers", "runs", "store", "codec", "schedule", "pipeline"}
 OPTIMIZER = PIPELINE | {"config", "trial", "segments", "failure", "optimizer_plan", "optimizer_state"}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
@@ -25,7 +25,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"errors"},
     "handle": BASE | {"_native"},
     "buffers": HANDLE,
-    "store": HANDLE,
+    "runs": {"errors", "layout"},
+    "store": HANDLE | {"runs"},
     "codec": HANDLE | {"_native"},
     "schedule": {"errors", "layout"},
     "pipeline": PIPELINE - {"pipeline"},
@@ -54,7 +55,11 @@ MAY_IMPORT: dict[str, set[str]] = {
 TYPES_ONLY = {("store", "buffers")}
 """Imports under `if TYPE_CHECKING`: the store is given leases, and knows no pool."""
 
-OTHER_PACKAGES = {"config": {"pydantic", "pydantic_core", "yaml"}, "optimizer": {"tqdm"}}
+OTHER_PACKAGES = {
+    "config": {"pydantic", "pydantic_core", "yaml"},
+    "optimizer": {"tqdm"},
+    "cli": {"typer", "rich", "yaml", "matplotlib"},
+}
 """What may be imported besides torch and the standard library."""
 
 PURE = {"errors", "layout", "schedule"}

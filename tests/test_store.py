@@ -24,11 +24,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from swapper import store as store_module
+from swapper import runs as runs_module
 from swapper.buffers import BufferPool
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.handle import AsyncIOHandle, FaultPlan
-from swapper.store import NvmePathError, RecordKey, TensorStore, check_nvme_path, remove_stale_runs
+from swapper.runs import NvmePathError, check_nvme_path, remove_stale_runs
+from swapper.store import RecordKey, TensorStore
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -105,7 +106,7 @@ def make_leftover(nvme_path: Path, name: str = "swapper-dead-0", **owner: object
     """What a killed run left, made without a process."""
     directory = nvme_path / name
     directory.mkdir(mode=0o700)
-    described = {"boot_id": store_module._boot_id(), "host": socket.gethostname(), "pid": 1, "run": "dead", "rank": 0}
+    described = {"boot_id": runs_module._boot_id(), "host": socket.gethostname(), "pid": 1, "run": "dead", "rank": 0}
     (directory / "lock").write_text(json.dumps({**described, **owner}))
     (directory / KEY.file_name).write_bytes(b"x" * 10_000)
     return directory
@@ -425,7 +426,7 @@ def test_many_processes_clean_up_and_start_at_once(nvme_path: Path, caplog: pyte
     script = """
 import logging, os, sys
 from pathlib import Path
-from swapper.store import _make_run_directory, remove_stale_runs
+from swapper.runs import make_run_directory, remove_stale_runs
 logging.basicConfig(format="%(message)s")
 path = Path(sys.argv[1])
 gate_out, gate_in = os.pipe()
@@ -438,7 +439,7 @@ for rank in range(8):
             os.read(gate_out, 1)
             for turn in range(5):
                 remove_stale_runs(path)
-                directory, lock = _make_run_directory(path, f"turn{turn}", rank)
+                directory, lock = make_run_directory(path, f"turn{turn}", rank)
                 remove_stale_runs(path)
                 assert sorted(os.listdir(directory)) == ["lock"]
                 (directory / "record").write_bytes(b"x" * 5000)
@@ -610,7 +611,7 @@ def test_a_drive_that_turns_read_only_is_given_up_with_a_word(
 
 def memory_path() -> Path | None:
     path = Path("/dev/shm")
-    return path if path.is_dir() and os.access(path, os.W_OK) and store_module._file_system(path) == "tmpfs" else None
+    return path if path.is_dir() and os.access(path, os.W_OK) and runs_module._file_system(path) == "tmpfs" else None
 
 
 @pytest.mark.skipif(memory_path() is None, reason="no tmpfs at /dev/shm")
@@ -648,9 +649,9 @@ MOUNTS = """\
 def test_a_slow_kind_of_path_is_said_once(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, words: str | None
 ) -> None:
-    monkeypatch.setattr(store_module, "_file_system", lambda path: kind)
-    monkeypatch.setattr(store_module, "_is_rotating", lambda path: False)
-    monkeypatch.setattr(store_module, "_warned", set())
+    monkeypatch.setattr(runs_module, "_file_system", lambda path: kind)
+    monkeypatch.setattr(runs_module, "_is_rotating", lambda path: False)
+    monkeypatch.setattr(runs_module, "_warned", set())
     for _ in range(2):
         check_nvme_path(nvme_path)
     assert len(caplog.records) == (words is not None)
@@ -660,9 +661,9 @@ def test_a_slow_kind_of_path_is_said_once(
 def test_a_rotating_disk_is_said_once(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(store_module, "_file_system", lambda path: "ext4")
-    monkeypatch.setattr(store_module, "_is_rotating", lambda path: True)
-    monkeypatch.setattr(store_module, "_warned", set())
+    monkeypatch.setattr(runs_module, "_file_system", lambda path: "ext4")
+    monkeypatch.setattr(runs_module, "_is_rotating", lambda path: True)
+    monkeypatch.setattr(runs_module, "_warned", set())
     for _ in range(2):
         check_nvme_path(nvme_path)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -678,7 +679,7 @@ def test_the_file_system_is_found_in_the_table_of_mounts(nvme_path: Path, monkey
     monkeypatch.setattr(
         Path, "read_text", lambda path, *args, **kwargs: real(table if "mountinfo" in str(path) else path, **kwargs)
     )
-    assert store_module._file_system(nvme_path) == "zonefs"
+    assert runs_module._file_system(nvme_path) == "zonefs"
 
 
 # --- Space ------------------------------------------------------------------------------------------------------------
