@@ -21,6 +21,7 @@ from swapper.handle import AsyncIOHandle
 from swapper.layout import PAGE_BYTES
 from swapper.optimizer import OptimizerSwapper, UnswappedOptimizer
 from swapper.optimizer_plan import OptimizerPlan
+from swapper.parameter import ParameterSwapper
 from swapper.runs import check_nvme_path
 from swapper.schedule import format_bytes
 from swapper.store import TensorStore
@@ -29,6 +30,7 @@ from swapper.trial import refuse_unsupported
 __all__ = ["CheckReport", "check", "of", "unwrap_optimizer", "wrap_optimizer"]
 
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
+_ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
 ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
 
 _owners = itertools.count()
@@ -56,6 +58,15 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
         SwapIOError: the drive failed, or has too little free space. The optimizer is then as it was.
     """
     settings = _as_config(config)
+    if settings.offload_param.device != "none":
+        raise ConfigError(
+            f"offload_param.device: {settings.offload_param.device} needs the model too: call "
+            "swapper.offload(model, optimizer, config) instead of wrap_optimizer"
+        )
+    return _wrap(optimizer, settings)
+
+
+def _wrap(optimizer: _OptimizerT, settings: OffloadConfig) -> _OptimizerT:
     _check_is_optimizer(optimizer)
     if getattr(optimizer, "swapper", None) is not None:
         raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
@@ -88,6 +99,35 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
             release()
         raise
     return optimizer
+
+
+def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple[_ModelT, _OptimizerT]:
+    """Put on disk what `config` names: optimizer state, gradients, parameters. Gives the same two objects back.
+
+    Args:
+        model: on the CPU. Its modules are hooked; its parameters stay the objects they are.
+        optimizer: of the model's parameters.
+        config: see `wrap_optimizer`.
+
+    Raises:
+        ConfigError: the config cannot work with this model and optimizer.
+        SwapIOError: the drive failed, or has too little free space.
+    """
+    settings = _as_config(config)
+    optimizer = _wrap(optimizer, settings)
+    if settings.offload_param.device == "none":
+        return model, optimizer
+    shared = _Shared.of(settings, False)
+    swapper = getattr(optimizer, "swapper", None)
+    reserved = 0
+    if isinstance(swapper, OptimizerSwapper):
+        reserved = swapper._plan.schedule(settings.pool_bytes).pool_bytes
+    budget = settings.pool_bytes - reserved
+    parameters = ParameterSwapper(model, next(_owners), settings.bucket_bytes, budget, shared.pool, shared.store)
+    if isinstance(swapper, OptimizerSwapper):
+        swapper.parameters = parameters
+    object.__setattr__(model, "swapper", parameters)
+    return model, optimizer
 
 
 def unwrap_optimizer(optimizer: _OptimizerT, *, drop_masters: bool = False) -> _OptimizerT:

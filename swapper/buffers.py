@@ -160,6 +160,13 @@ class Lease:
             )
         return self.tensor[offset_bytes:stop].view(dtype)
 
+    def own_view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """As `view`, with a storage of its own: how many tensors share it says whether any use is left."""
+        self.view(offset_bytes, numel, dtype)
+        assert self._pool is not None
+        start = self._extent.start + offset_bytes
+        return torch.frombuffer(self._pool._slab, dtype=dtype, count=numel, offset=start)
+
     def release(self) -> None:
         """Give the memory back, at once or when `transfer` is over. Idempotent; never waits."""
         pool, self._pool = self._pool, None

@@ -25,7 +25,23 @@ from torch import Tensor
 from swapper import _native
 from swapper.errors import SwapError
 
-__all__ = ["checksum", "join_master", "split_master", "ties_bytes_max"]
+__all__ = ["SAFETENSORS_NAMES", "checksum", "join_master", "split_master", "ties_bytes_max"]
+
+SAFETENSORS_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.complex64: "F32",  # with a last dimension of 2
+    torch.complex128: "F64",
+}
+"""The name that the file format has for each element type that it knows."""
 
 _LOW_DTYPES = (torch.int16, torch.uint16)
 

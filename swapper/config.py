@@ -89,7 +89,9 @@ _NOT_YET: tuple[_NotYet, ...] = (
     _NotYet("offload_optimizer.encoding", lambda value: value in ("bf16", "int8"), "use encoding: exact"),
     _NotYet("offload_optimizer.step_in_backward", lambda value: value is True, "use step_in_backward: false"),
     _NotYet("offload_gradient.device", lambda value: value != "none", "use device: none, gradients stay in memory"),
-    _NotYet("offload_param.device", lambda value: value != "none", "use device: none, parameters stay in memory"),
+    _NotYet(
+        "offload_param.device", lambda value: value == "cpu", "use device: nvme, or none: parameters stay in memory"
+    ),
     _NotYet("offload_param.resident_bytes", lambda value: value > 0, "use resident_bytes: 0"),
     _NotYet("checkpoint.keep_last", lambda value: value is not None, "use keep_last: null and prune old ones yourself"),
 )

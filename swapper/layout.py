@@ -53,6 +53,7 @@ __all__ = [
     "format_bytes",
     "keeps_bits",
     "plan_record",
+    "plan_whole_tensors",
     "round_up",
     "segment_cuts",
 ]
@@ -322,12 +323,7 @@ def plan_record(entries: Sequence[Entry], tail_bytes_max: int = 0) -> RecordLayo
         offsets.append(cursor)
         cursor += entry.length_bytes
     tail = round_up(cursor, ALIGNMENT_BYTES)
-    # The header's size depends on the offsets it prints, and they on its size. So each entry is given room for the
-    # longest: its two offsets and the two of the pad before it, 20 digits each, and the words come to less than 200.
-    room = 256  # braces, the last pad, the tail
-    for entry in entries:
-        room += len(json.dumps(entry.name)) + sum(len(str(size)) + 1 for size in entry.shape) + 200
-    payload = round_up(room, PAGE_BYTES)
+    payload = _payload_bytes(entries)
     return RecordLayout(
         entries=tuple(entries),
         offsets_bytes=tuple(payload + offset for offset in offsets),
@@ -335,6 +331,30 @@ def plan_record(entries: Sequence[Entry], tail_bytes_max: int = 0) -> RecordLayo
         tail_offset_bytes=payload + tail,
         length_bytes=round_up(payload + tail + tail_bytes_max, PAGE_BYTES),
     )
+
+
+def plan_whole_tensors(entries: Sequence[Entry]) -> RecordLayout:
+    """Lay out a record of `entries` one after another, without padding between them and without a tail.
+
+    Those that are to lie at multiples of 64 bytes come first, and their sizes are multiples of it.
+    """
+    payload = _payload_bytes(entries)
+    offsets: list[int] = []
+    cursor = payload
+    for entry in entries:
+        offsets.append(cursor)
+        cursor += entry.length_bytes
+    return RecordLayout(tuple(entries), tuple(offsets), payload, cursor, round_up(cursor, PAGE_BYTES))
+
+
+def _payload_bytes(entries: Sequence[Entry]) -> int:
+    """Where the payload starts."""
+    # The header's size depends on the offsets it prints, and they on its size. So each entry is given room for the
+    # longest: its two offsets and the two of the pad before it, 20 digits each, and the words come to less than 200.
+    room = 256  # braces, the last pad, the tail
+    for entry in entries:
+        room += len(json.dumps(entry.name)) + sum(len(str(size)) + 1 for size in entry.shape) + 200
+    return round_up(room, PAGE_BYTES)
 
 
 def format_bytes(count: int) -> str:

@@ -17,9 +17,9 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -88,6 +88,16 @@ class Stats:
     late_failures: int
 
 
+class SwappedParameters(Protocol):
+    """What a step asks of parameters that are on disk too."""
+
+    def stepping(self, parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
+        """Within it `parameters` have their values and may be changed."""
+
+    def end_round(self) -> None:
+        """A step is over."""
+
+
 class OptimizerSwapper:
     """Swaps the state of one optimizer. Made by `swapper.wrap_optimizer`; found at `optimizer.swapper`.
 
@@ -113,6 +123,7 @@ class OptimizerSwapper:
         store: TensorStore | None,
         release: Callable[[], None],
     ) -> None:
+        self.parameters: SwappedParameters | None = None
         self._optimizer_ref = weakref.ref(optimizer)
         self._class_step = unhooked_step(type(optimizer))
         self._plan = plan
@@ -476,9 +487,11 @@ class OptimizerSwapper:
     def _run_buckets(self, optimizer: Optimizer, work: list[tuple[Bucket, list[Segment]]], show: bool) -> None:
         changes: dict[int, dict[str, Any]] = {}
         self._buckets_done = 0
+        present = ExitStack()
         try:
             self._hold_scratch()
             self._copies.begin()
+            present = self._present(work, 0)
             pending = self._fetch(work, 0)
             for i, (bucket, _) in enumerate(_progress(work, "writing optimizer state", show)):
                 assert pending is not None
@@ -496,7 +509,13 @@ class OptimizerSwapper:
                 self._buckets_done += 1
                 scratch.event = self._copies.mark()
                 if not self._plan.remote:
+                    # The next before this one goes: a record that both are windows of is written once.
+                    following = self._present(work, i + 1)
+                    present.close()
+                    present = following
                     pending = self._fetch(work, i + 1)
+            if self.parameters is not None:
+                self.parameters.end_round()
             self._copies.join()
             self._drop_scratch()
             if self._plan.stored_bytes > self._pool_bytes:
@@ -512,6 +531,15 @@ class OptimizerSwapper:
         except BaseException as error:
             self._fail(optimizer, error)
             raise
+        finally:
+            present.close()
+
+    def _present(self, work: list[tuple[Bucket, list[Segment]]], i: int) -> ExitStack:
+        """Have the parameters of bucket `i` there, if they are swapped, until the result is closed."""
+        stack = ExitStack()
+        if self.parameters is not None and i < len(work):
+            stack.enter_context(self.parameters.stepping([segment.parameter for segment in work[i][1]]))
+        return stack
 
     def _fetch(
         self, work: list[tuple[Bucket, list[Segment]]], i: int

@@ -33,21 +33,6 @@ SEGMENT_NUMEL = 1 << 19
 """Most elements of a segment. torch's scratch for one, a few times 2 MiB in fp32, then fits the caches, and is so small
 that the allocator, which adapts to what was freed, goes on giving larger tensors pages of their own."""
 
-_SAFETENSORS_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "F32",  # with a last dimension of 2
-    torch.complex128: "F64",
-}
-
 
 @dataclass(frozen=True, slots=True)
 class _Slot:
@@ -239,7 +224,7 @@ class Bucket:
                     tail_bytes_max += codec.ties_bytes_max(segment.numel)
             for key, dtype, shape, stride in tensors:
                 stored = (*shape, 2) if dtype.is_complex else shape
-                entries.append(Entry(f"{number}.{key}", _SAFETENSORS_NAMES[dtype], stored))
+                entries.append(Entry(f"{number}.{key}", codec.SAFETENSORS_NAMES[dtype], stored))
                 places.append((segment, key, dtype, shape, stride))
         layout = plan_record(entries, tail_bytes_max)
         for (segment, key, dtype, shape, stride), offset in zip(places, layout.offsets_bytes, strict=True):
@@ -480,7 +465,7 @@ def plan_segments(
     moving = tuple(
         spec
         for spec in specs
-        if spec.dtype in _SAFETENSORS_NAMES and math.prod(spec.shape) * spec.dtype.itemsize >= SMALL_BYTES
+        if spec.dtype in codec.SAFETENSORS_NAMES and math.prod(spec.shape) * spec.dtype.itemsize >= SMALL_BYTES
     )
     dtypes = {spec.key: spec.dtype for spec in specs}
     whole = Segment(parameter, 0, numel, True, master, moving, dtypes, parameter.dtype)

@@ -17,7 +17,7 @@ PIPELINE = HANDLE | {"buffers", "runs", "store", "codec", "schedule", "pipeline"
 OPTIMIZER = PIPELINE | {"config", "trial", "segments", "failure", "optimizer_plan", "optimizer_state"}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
-API = OPTIMIZER | SWAPPERS | {"checkpoint", "fastsave", "dcp"}
+API = OPTIMIZER | SWAPPERS | {"evicted", "order", "parameter_records", "checkpoint", "fastsave", "dcp"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -38,8 +38,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer_state": {"segments", "trial", "buffers", "layout", "errors"},
     "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
     "optimizer": OPTIMIZER,
+    "evicted": {"errors"},
+    "order": set(),
+    "parameter_records": {"layout", "codec", "trial"},
     "gradient": PARAMETERS,
-    "parameter": PARAMETERS,
+    "parameter": PARAMETERS | {"evicted", "order", "parameter_records"},
     "checkpoint": OPTIMIZER | SWAPPERS,
     "fastsave": HANDLE | {"buffers"},
     "dcp": HANDLE | {"buffers", "fastsave"},

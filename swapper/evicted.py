@@ -1,0 +1,126 @@
+"""Parameters whose values are away: how they look to everybody, and how any use brings the values back.
+
+An evicted parameter stays the object that it was. Its `data` is one NaN expanded to its shape, and its class is
+`EvictedParameter`, whose `__torch_function__` sees every use: what asks for metadata is answered as if nothing had
+happened, everything else waits until the values are there and then runs on them as it would have done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from torch.utils._pytree import tree_iter
+
+from swapper.errors import SwapError
+
+__all__ = ["EvictedParameter", "Home", "evict", "home_of", "restore"]
+
+_ATTRIBUTE = "_swapper_home"
+"""Name of the attribute of a parameter that says where its values come from."""
+
+
+class Home(Protocol):
+    """Where the values of one parameter come from."""
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Of the parameter when its values are there."""
+
+    def present(self, homes: Iterable[Home]) -> AbstractContextManager[None]:
+        """Within it the values of the parameters of `homes` are there, this one's among them."""
+
+
+_METADATA = frozenset(
+    {
+        "__get__ shape", "__get__ dtype", "__get__ device", "__get__ layout", "__get__ ndim", "__get__ names",
+        "__get__ requires_grad", "__set__ requires_grad", "__get__ is_leaf", "__get__ grad", "__set__ grad",
+        "__delete__ grad", "__get__ grad_fn", "__get__ _grad", "__set__ _grad", "__get__ _grad_fn", "__get__ output_nr",
+        "__get__ _version", "__get__ retains_grad", "__get__ _backward_hooks", "__set__ _backward_hooks",
+        "__get__ _post_accumulate_grad_hooks", "__set__ _post_accumulate_grad_hooks", "__get__ grad_dtype",
+        "__get__ is_cpu", "__get__ is_cuda", "__get__ is_ipu", "__get__ is_maia", "__get__ is_meta",
+        "__get__ is_mkldnn", "__get__ is_mps", "__get__ is_mtia", "__get__ is_nested", "__get__ is_quantized",
+        "__get__ is_sparse", "__get__ is_sparse_csr", "__get__ is_vulkan", "__get__ is_xla", "__get__ is_xpu",
+        "__get__ itemsize", "__get__ nbytes", "__get__ name", "__get__ volatile", "__get__ _base",
+        "__len__", "dim", "ndimension", "numel", "nelement", "size", "element_size", "is_floating_point", "is_complex",
+        "is_signed", "is_inference", "get_device", "register_hook", "register_post_accumulate_grad_hook",
+        "requires_grad_", "is_same_size", "__hash__", "is_conj", "is_neg", "has_names", "dense_dim", "sparse_dim",
+    }
+)  # fmt: skip
+"""What is answered without the values: functions and attributes (getter, setter, deleter) of a tensor."""
+
+_LAYOUT = frozenset({"stride", "is_contiguous", "dim_order"})
+"""What is answered for the strides that the parameter has when its values are there."""
+
+
+def _name_of(func: Callable[..., Any]) -> str:
+    name: str = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):  # of an attribute
+        return f"{name} {getattr(getattr(func, '__self__', None), '__name__', '')}"
+    return name
+
+
+class EvictedParameter(torch.nn.Parameter):
+    """The class of a parameter while its values are away."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`, with the values there unless it only asks for metadata."""
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        if name in _METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in _LAYOUT and (home := home_of(args[0])) is not None:
+            like = args[0]
+            with torch._C.DisableTorchFunctionSubclass():
+                like = torch.empty_strided(like.shape, home.stride, dtype=like.dtype, device="meta")
+                return func(like, *args[1:], **kwargs)
+        homes = [home for item in tree_iter((args, kwargs)) if (home := home_of(item)) is not None]
+        if not homes:  # `func` is about the class, not about one of its parameters.
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        with homes[0].present(homes), torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise SwapError(
+            "a model whose parameters are swapped cannot be copied: the copy would need its own place on the drive. "
+            "Copy it before swapper.offload, or copy model.state_dict()"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise SwapError(
+            "a model whose parameters are swapped cannot be pickled. Save model.state_dict() instead, or use "
+            "`with swapper.gathered(model)` around it"
+        )
+
+
+def home_of(item: object) -> Home | None:
+    """Where the values of a swapped parameter come from; None for anything else. Whether they are away or not."""
+    if not isinstance(item, torch.nn.Parameter):
+        return None
+    home: Home | None = item.__dict__.get(_ATTRIBUTE)
+    return home
+
+
+def evict(parameter: torch.nn.Parameter, home: Home) -> None:
+    """Take the values away from `parameter`. It keeps its shape, dtype, version, gradient and hooks."""
+    parameter.__dict__[_ATTRIBUTE] = home
+    hollow = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    parameter.data = hollow
+    parameter.__class__ = EvictedParameter
+
+
+def restore(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """Let `values`, of the parameter's shape and dtype, be its values, without a copy."""
+    parameter.__class__ = torch.nn.Parameter
+    parameter.data = values

@@ -1,0 +1,693 @@
+"""`ParameterSwapper`: a model whose parameters are on disk and come when they are used.
+
+[Note: three ways to the values] A module's own forward is hooked: its parameters are attached before it and let go
+after it. What autograd saved is packed as a place in a record and looked up in backward. Any other use of a parameter
+that is away goes through `EvictedParameter`. So what the hooks did not foresee is slower, and never wrong.
+
+[Note: when a buffer may go] A record's buffer is given up only when no tensor but ours shares its memory: each
+parameter's values have a storage of their own while they are in the pool, and its use count says whether a view of
+them is left anywhere. And its bytes are compared, by checksum, with what is stored: what user code changed in place,
+even behind autograd's back, is written first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from swapper import codec
+from swapper.buffers import BufferPool, Lease, PoolExhausted
+from swapper.errors import ConfigError, SwapError, SwapIOError
+from swapper.evicted import Home, evict, restore
+from swapper.handle import Transfer
+from swapper.layout import format_bytes
+from swapper.metrics import Metrics
+from swapper.order import Order, Use
+from swapper.parameter_records import ParameterPlace, ParameterRecord, modules_with_parameters, plan_parameter_records
+from swapper.store import RecordKey, TensorStore
+
+__all__ = ["ParameterSwapper"]
+
+log = logging.getLogger(__name__)
+
+
+class _State(enum.Enum):
+    """Where the values of a record are."""
+
+    STORED = enum.auto()
+    """On the drive. No buffer."""
+    ARRIVING = enum.auto()
+    """Being read into its buffer."""
+    HERE = enum.auto()
+    """In its buffer, as stored or newer; perhaps being written from there."""
+
+
+@dataclass(eq=False, slots=True)
+class _Held:
+    """A record, and what is in memory of it."""
+
+    plan: ParameterRecord
+    key: RecordKey
+    state: _State = _State.STORED
+    lease: Lease | None = None
+    values: list[torch.Tensor] = field(default_factory=list)
+    """HERE: the values of each parameter, 1-D, in storages of their own."""
+    checksums: list[int] = field(default_factory=list)
+    """Of each parameter as last written."""
+    pins: int = 0
+    attached: int = 0
+    """How often it was attached; the parameters see the values while this is not 0."""
+    changed: bool = False
+    """Known to be newer than what is stored."""
+
+    @property
+    def number(self) -> int:
+        return self.plan.number
+
+    def foreign_uses(self) -> bool:
+        """Whether tensors that we do not know of share the memory. See [Note: when a buffer may go]."""
+        ours = 3 if self.attached else 2  # `values`, the Python object of the storage, and the parameter
+        return any(torch._C._storage_Use_Count(t.untyped_storage()._cdata) > ours for t in self.values)
+
+
+class _PlaceHome:
+    """Where the values of one parameter come from. See `evicted.Home`."""
+
+    __slots__ = ("held", "place", "swapper")
+
+    def __init__(self, swapper: ParameterSwapper, held: _Held, place: ParameterPlace) -> None:
+        self.swapper = weakref.ref(swapper)
+        self.held = held
+        self.place = place
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        return self.place.stride
+
+    def present(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
+        swapper = self.swapper()
+        if swapper is None:
+            raise SwapError("the values of this parameter are gone: its swapper was closed")
+        return swapper.present({home.held: None for home in homes if isinstance(home, _PlaceHome)})
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A tensor that autograd saved, as a place in a record."""
+
+    held: _Held
+    index: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    storage_offset: int
+    version: int
+
+
+class ParameterSwapper:
+    """Keeps the parameters of `model` on disk, and brings each record in when it is used, ahead where it can.
+
+    Args:
+        model: its parameters are taken away, its modules hooked. Only weak references are kept.
+        owner: number of this swapper among those of the process; part of every record's key.
+        bucket_bytes: see `plan_parameter_records`.
+        budget_bytes: the most of the pool that records may hold.
+        pool, store: where buffers come from and records go.
+
+    Raises:
+        ConfigError: the budget is too small for two of the largest record.
+        SwapIOError: the records could not be written. The model is as it was.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        owner: int,
+        bucket_bytes: int,
+        budget_bytes: int,
+        pool: BufferPool,
+        store: TensorStore,
+    ) -> None:
+        records, self.stays = plan_parameter_records(model, bucket_bytes)
+        largest = max((record.length_bytes for record in records), default=0)
+        if 2 * largest > budget_bytes:
+            raise ConfigError(
+                f"pool_bytes: {format_bytes(budget_bytes)} are left for parameters, and 2 x {format_bytes(largest)} "
+                "(the largest record: one in use, one arriving) are needed; set pool_bytes to at least "
+                f"{pool.capacity_bytes + 2 * largest - budget_bytes}"
+            )
+        self.metrics = Metrics()
+        self._pool = pool
+        self._store = store
+        self._budget_bytes = budget_bytes
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._all = [_Held(record, RecordKey(owner, "param", record.number)) for record in records]
+        self._held_bytes = 0
+        self._dropped: list[Transfer] = []
+        self._by_address: dict[int, tuple[_Held, int]] = {}
+        self._threads = threading.local()
+        self._awaiting: list[_Held] = []  # attached until their gradient is accumulated
+        self._model = weakref.ref(model)
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._closed = False
+        count = len(records)
+        forward = [Use("forward", i) for i in range(count)]
+        backward = [Use("backward", i) for i in reversed(range(count))]
+        self._order = Order([*forward, *backward, *(Use("step", i) for i in range(count))])
+        self._home: dict[torch.nn.Parameter, _Held] = {}
+        for name, reason in self.stays.items():
+            log.warning("parameter %s stays in memory: %s", name, reason)
+        store.plan({held.key: held.plan.file_bytes for held in self._all})
+        pool.add_reclaimer(self._reclaim)
+        try:
+            for held in self._all:
+                self._adopt(held)
+            self._install(model)
+        except BaseException:
+            self._give_everything_back()
+            raise
+
+    # --- What users call -------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write what changed and wait until it is on disk.
+
+        Raises:
+            SwapIOError: a write failed.
+        """
+        self._check_open()
+        with self._lock:
+            for held in self._all:
+                if held.state is _State.HERE and self._is_newer(held):
+                    self._write(held)
+            for held in self._all:
+                self._settle_write(held)
+
+    @contextmanager
+    def present(self, records: Iterable[_Held], phase: str = "") -> Iterator[None]:
+        """Within it the parameters of `records` have their values. Changes are kept.
+
+        Args:
+            records: of this swapper.
+            phase: for what, to know the use by in the next round; "" finds it out.
+        """
+        self._check_open()
+        wanted = list(records)
+        with self._lock:
+            self._attach_all(wanted, phase or _phase())
+        try:
+            yield
+        finally:
+            self._detach_all(wanted)
+
+    def records_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[_Held]:
+        """The records that hold `parameters`, each once; those that stay in memory have none."""
+        return list(dict.fromkeys(self._home[p] for p in parameters if p in self._home))
+
+    @contextmanager
+    def stepping(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
+        """Within it `parameters` have their values and are changed; afterwards they are written behind."""
+        records = self.records_of(parameters)
+        with self.present(records, "step"):
+            with self._lock:
+                for held in records:
+                    self._settle_write(held)
+                    held.changed = True
+            yield
+
+    def end_round(self) -> None:
+        """A step is over: the order of use since the last one is what to expect until the next one."""
+        with self._lock:
+            self._order.end_round()
+
+    def close(self, *, keep_values: bool) -> None:
+        """Undo everything.
+
+        Args:
+            keep_values: bring all parameters back into memory of their own; else their values are gone.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        with self._lock:
+            if keep_values:
+                for held in self._all:
+                    with self.present([held]):
+                        copies = [p.detach().clone(memory_format=torch.preserve_format) for p in _parameters(held)]
+                    for place, copy in zip(held.plan.places, copies, strict=True):
+                        place.parameter.__dict__.pop("_swapper_home", None)
+                        restore(place.parameter, copy)
+            self._closed = True
+            for hook in self._hooks:
+                hook.remove()
+            for held in self._all:
+                if held.lease is not None:
+                    if held.lease.transfer is not None:
+                        with contextlib.suppress(SwapIOError):
+                            held.lease.transfer.wait()
+                        held.lease.transfer = None
+                    self._release(held)
+            for held in self._all:
+                self._store.forget(held.key)
+
+    # --- Taking over the model -------------------------------------------------------------------------------------
+
+    def _adopt(self, held: _Held) -> None:
+        """Write the values of a record, and take them from the parameters."""
+        self._make_room(held)
+        assert held.lease is not None
+        header = held.plan.layout.header(0)
+        held.lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        self._open(held)
+        for place, values in zip(held.plan.places, held.values, strict=True):
+            values.as_strided(place.shape, place.stride).copy_(place.parameter.detach())
+        self._write(held)
+        for place in held.plan.places:
+            self._home[place.parameter] = held
+            evict(place.parameter, _PlaceHome(self, held, place))
+
+    def _give_everything_back(self) -> None:
+        """After a failed construction: the values of what was taken over are in the pool or on the drive."""
+        for held in self._all:
+            if all(place.parameter in self._home for place in held.plan.places):
+                with self.present([held]):
+                    copies = [p.detach().clone(memory_format=torch.preserve_format) for p in _parameters(held)]
+                for place, copy in zip(held.plan.places, copies, strict=True):
+                    place.parameter.__dict__.pop("_swapper_home", None)
+                    restore(place.parameter, copy)
+            if held.lease is not None:
+                if held.lease.transfer is not None:
+                    held.lease.transfer.settle()
+                self._release(held)
+            self._store.forget(held.key)
+        for hook in self._hooks:
+            hook.remove()
+        self._closed = True
+
+    def _install(self, model: torch.nn.Module) -> None:
+        self_ref = weakref.ref(self)
+        wanted = dict.fromkeys(module for _, module in modules_with_parameters(model))
+        wanted.setdefault(model, None)
+        for module in wanted:
+            records = self.records_of(_used_by(module))
+
+            def before(module: torch.nn.Module, args: Any, records: list[_Held] = records) -> None:
+                if (swapper := self_ref()) is not None:
+                    swapper._enter(module, records)
+
+            def after(module: torch.nn.Module, args: Any, output: Any) -> None:
+                if (swapper := self_ref()) is not None:
+                    swapper._leave(module)
+
+            self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
+            self._hooks.append(module.register_forward_hook(after, always_call=True))
+        for held in self._all:
+            for place in held.plan.places:
+                if place.parameter.requires_grad and not _is_contiguous(place):
+                    self._watch_gradient(held, place.parameter)
+
+    def _watch_gradient(self, held: _Held, parameter: torch.nn.Parameter) -> None:
+        """Have a parameter there when its gradient is accumulated, because autograd gives that the same strides."""
+        self_ref = weakref.ref(self)
+
+        def before(gradient: torch.Tensor) -> None:
+            if (swapper := self_ref()) is not None:
+                with swapper._lock:
+                    swapper._attach_all([held], "backward")
+                    swapper._awaiting.append(held)
+
+        def after(parameter: torch.Tensor) -> None:
+            if (swapper := self_ref()) is not None:
+                with swapper._lock:
+                    if held in swapper._awaiting:
+                        swapper._awaiting.remove(held)
+                        swapper._detach_all([held])
+
+        self._hooks.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+
+    # --- Forward ---------------------------------------------------------------------------------------------------
+
+    def _attach_all(self, records: Sequence[_Held], phase: str) -> None:
+        """Bring `records` and attach them: all, or after an exception none."""
+        attached = 0
+        for held in records:
+            held.pins += 1
+        try:
+            for held in records:
+                self._bring(held, phase)
+            for held in records:
+                attached += 1
+                self._attach(held)
+        except BaseException:
+            for held in records[:attached]:
+                self._detach(held)
+            for held in records:
+                held.pins -= 1
+            raise
+
+    def _detach_all(self, records: Sequence[_Held]) -> None:
+        with self._lock, contextlib.ExitStack() as all_of_them:
+            for held in records:
+                all_of_them.callback(self._let_go, held)
+
+    def _let_go(self, held: _Held) -> None:
+        try:
+            self._detach(held)
+        finally:
+            held.pins -= 1
+
+    def _enter(self, module: torch.nn.Module, records: list[_Held]) -> None:
+        self._check_open()
+        if torch.compiler.is_compiling():
+            raise SwapError("torch.compile of a model whose parameters are swapped is not supported; do not compile it")
+        running = self._running_here()
+        if module is self._model() and (running or (self._awaiting and torch._C._current_graph_task_id() == -1)):
+            self._unwind(running)  # A forward that Ctrl-C cut off did not leave: torch calls no hooks then.
+        with self._lock:
+            self._attach_all(records, _phase())
+        hooks = None
+        if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+            hooks.__enter__()
+        running.append((module, records, hooks))
+
+    def _leave(self, module: torch.nn.Module) -> None:
+        running = self._running_here()
+        if not any(entered is module for entered, _, _ in running):
+            return  # Its `_enter` failed.
+        while True:
+            entered, records, hooks = running.pop()
+            if hooks is not None:
+                hooks.__exit__()
+            self._detach_all(records)
+            if entered is module:
+                return
+
+    def _running_here(self) -> list[tuple[torch.nn.Module, list[_Held], Any]]:
+        """The forwards that this thread is in, the innermost last."""
+        if not hasattr(self._threads, "running"):
+            self._threads.running = []
+        running: list[tuple[torch.nn.Module, list[_Held], Any]] = self._threads.running
+        return running
+
+    def _unwind(self, running: list[tuple[torch.nn.Module, list[_Held], Any]]) -> None:
+        while running:
+            self._leave(running[0][0])
+        with self._lock:
+            awaiting, self._awaiting = self._awaiting, []
+            self._detach_all(awaiting)
+
+    def _attach(self, held: _Held) -> None:
+        held.attached += 1
+        if held.attached == 1:
+            for place, values in zip(held.plan.places, held.values, strict=True):
+                restore(place.parameter, values.as_strided(place.shape, place.stride))
+
+    def _detach(self, held: _Held) -> None:
+        held.attached -= 1
+        if held.attached > 0:
+            return
+        for place, values in zip(held.plan.places, held.values, strict=True):
+            p = place.parameter
+            if p.data_ptr() != values.data_ptr():  # The user gave it other values: `p.data = ...`.
+                if p.shape != place.shape or p.dtype != place.dtype or p.device != values.device:
+                    raise SwapError(
+                        f"{place.name} was {tuple(place.shape)} x {place.dtype} and was given data of "
+                        f"{tuple(p.shape)} x {p.dtype} on {p.device}; convert or move the model before swapper.offload"
+                    )
+                values.as_strided(place.shape, place.stride).copy_(p.detach())
+            home = p.__dict__["_swapper_home"]
+            evict(p, home)
+        if held.changed:
+            self._write(held)
+
+    # --- What autograd saves ---------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Packed:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return tensor
+        found = self._by_address.get(tensor.untyped_storage().data_ptr())
+        if found is None:
+            return tensor
+        held, index = found
+        version = held.plan.places[index].parameter._version
+        return _Packed(held, index, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), version)
+
+    def _unpack(self, packed: torch.Tensor | _Packed) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        held = packed.held
+        place = held.plan.places[packed.index]
+        if place.parameter._version != packed.version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"parameter {place.name} is at version {place.parameter._version}; expected version {packed.version} "
+                "instead"
+            )
+        self._check_open()
+        with self._lock:
+            held.pins += 1
+            try:
+                self._bring(held, "backward")
+                values = held.values[packed.index]
+                view = values if packed.dtype == place.dtype else values.view(packed.dtype)
+                return view.as_strided(packed.size, packed.stride, packed.storage_offset)
+            finally:
+                held.pins -= 1
+
+    # --- Records in and out ----------------------------------------------------------------------------------------
+
+    def _bring(self, held: _Held, phase: str) -> None:
+        """Have `held`, which is pinned, HERE. Starts to read what will be used after it."""
+        self._order.note(Use(phase, held.number))
+        if held.state is _State.STORED:
+            self._make_room(held)
+            self._read(held)
+        self._read_ahead()
+        if held.state is _State.ARRIVING:
+            assert held.lease is not None
+            assert held.lease.transfer is not None
+            if held.lease.transfer.done():
+                self.metrics.hits += 1
+            try:
+                with self.metrics.span("swapper.wait_read", "wait_read_s"):
+                    held.lease.transfer.wait()
+            except SwapIOError:
+                self._release(held)
+                raise
+            held.lease.transfer = None
+            self._open(held)
+        elif held.lease is not None:
+            self.metrics.hits += 1
+
+    def _read(self, held: _Held) -> None:
+        assert held.lease is not None
+        try:
+            held.lease.transfer = self._store.read(held.key, held.lease)
+        except BaseException:
+            self._release(held)
+            raise
+        held.state = _State.ARRIVING
+        self.metrics.reads += 1
+        self.metrics.bytes_read += held.plan.file_bytes
+
+    def _open(self, held: _Held) -> None:
+        """Make the views of a buffer whose bytes are there."""
+        lease = held.lease
+        assert lease is not None
+        held.values = []
+        for index, place in enumerate(held.plan.places):
+            values = lease.own_view(place.offset_bytes, place.numel, place.dtype)
+            held.values.append(values)
+            self._by_address[values.data_ptr()] = (held, index)
+        if held.state is _State.ARRIVING:
+            for place, values in zip(held.plan.places, held.values, strict=True):
+                if place.offset_bytes != place.file_offset_bytes:
+                    stored = _in_file(lease, place)
+                    values.as_strided(place.shape, place.stride).copy_(stored.view(place.shape))
+        held.state = _State.HERE
+
+    def _is_newer(self, held: _Held) -> bool:
+        """Whether the values differ from what is stored. See [Note: when a buffer may go]."""
+        return held.changed or [codec.checksum(values) for values in held.values] != held.checksums
+
+    def _write(self, held: _Held) -> None:
+        """Start writing a record that is HERE."""
+        self._settle_write(held)
+        lease = held.lease
+        assert lease is not None
+        for place, values in zip(held.plan.places, held.values, strict=True):
+            if place.offset_bytes != place.file_offset_bytes:
+                _in_file(lease, place).view(place.shape).copy_(values.as_strided(place.shape, place.stride))
+        checksums = [codec.checksum(values) for values in held.values]
+        lease.transfer = self._store.write(held.key, lease, held.plan.file_bytes)
+        held.checksums, held.changed = checksums, False
+        self.metrics.writes += 1
+        self.metrics.bytes_written += held.plan.file_bytes
+
+    def _settle_write(self, held: _Held) -> None:
+        """Wait for the write of a record that is HERE, if one is in flight.
+
+        Raises:
+            SwapIOError: it failed. The values are still in memory, and will be written again.
+        """
+        if held.state is not _State.HERE or held.lease is None or held.lease.transfer is None:
+            return
+        try:
+            with self.metrics.span("swapper.wait_write", "wait_write_s"):
+                held.lease.transfer.wait()
+        except SwapIOError:
+            held.changed = True
+            raise
+        finally:
+            if held.lease.transfer.done():
+                held.lease.transfer = None
+
+    def _read_ahead(self) -> None:
+        """Start reading what will be used next, as far as the budget goes."""
+        looked = set()
+        for number in self._order.upcoming():
+            if number in looked:
+                continue
+            looked.add(number)
+            held = self._all[number]
+            if held.state is not _State.STORED:
+                continue
+            while self._held_bytes + held.plan.length_bytes > self._budget_bytes:
+                victim = self._victim(idle_only=True)
+                # A victim that is needed sooner than what would take its place is not one.
+                if victim is None or self._order.distance(victim.number) <= self._order.distance(number):
+                    return
+                self._evict(victim)
+            lease = self._pool.try_acquire(held.plan.length_bytes)
+            if lease is None:
+                return
+            held.lease = lease
+            self._held_bytes += lease.length_bytes
+            self._read(held)
+
+    def _make_room(self, held: _Held) -> None:
+        """Get a buffer for a record that is STORED."""
+        length = held.plan.length_bytes
+        while True:
+            if self._held_bytes + length <= self._budget_bytes:
+                lease = self._pool.try_acquire(length)
+                if lease is not None:
+                    break
+            victim = self._victim(idle_only=True) or self._victim(idle_only=False)
+            if victim is not None:
+                self._evict(victim)
+                continue
+            if self._held_bytes + length <= self._budget_bytes:
+                lease = self._pool.acquire(length)
+                break
+            kept = [other for other in self._all if other.state is _State.HERE]
+            raise PoolExhausted(
+                f"no room for {format_bytes(length)} of parameters: {format_bytes(self._held_bytes)} of "
+                f"{format_bytes(self._budget_bytes)} are held by {len(kept)} records that are in use at once or of "
+                "which user code keeps views; raise pool_bytes, or do not keep views of parameters"
+            )
+        held.lease = lease
+        self._held_bytes += lease.length_bytes
+
+    def _victim(self, *, idle_only: bool) -> _Held | None:
+        """The record that is needed last among those that may go."""
+        best, best_distance = None, -1
+        for held in self._all:
+            if held.state is _State.STORED or held.pins or held.attached:
+                continue
+            if held.state is _State.HERE:
+                transfer = held.lease.transfer if held.lease is not None else None
+                if idle_only and transfer is not None and not transfer.done():
+                    continue
+                if held.foreign_uses():
+                    continue
+            distance = self._order.distance(held.number)
+            if distance > best_distance:
+                best, best_distance = held, distance
+        return best
+
+    def _evict(self, held: _Held) -> None:
+        """Give up the buffer of a record that nobody uses; what is newer in it is written first."""
+        if held.state is _State.HERE:
+            self._settle_write(held)
+            if self._is_newer(held):
+                self._write(held)
+                self._settle_write(held)
+        self._release(held)
+
+    def _release(self, held: _Held) -> None:
+        lease = held.lease
+        assert lease is not None
+        if held.state is _State.ARRIVING and lease.transfer is not None:
+            self._dropped.append(lease.transfer)
+        for transfer in [transfer for transfer in self._dropped if transfer.done()]:
+            self._dropped.remove(transfer)
+            with contextlib.suppress(SwapIOError):  # Nobody wanted what it read.
+                transfer.wait()
+        for values in held.values:
+            self._by_address.pop(values.data_ptr(), None)
+        held.values = []
+        self._held_bytes -= lease.length_bytes
+        held.lease, held.state = None, _State.STORED
+        lease.release()
+
+    def _reclaim(self) -> bool:
+        """Give a buffer back to a pool that is short."""
+        if self._closed or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            victim = self._victim(idle_only=True) or self._victim(idle_only=False)
+            if victim is None:
+                return False
+            self._evict(victim)
+            return True
+        finally:
+            self._lock.release()
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise SwapError(
+                "a model whose parameters are swapped was used in a forked process; its files and buffers "
+                "belong to the parent"
+            )
+        if self._closed:
+            raise SwapError("the swapper of this model was closed, and the values of its parameters are gone")
+
+
+def _parameters(held: _Held) -> list[torch.nn.Parameter]:
+    return [place.parameter for place in held.plan.places]
+
+
+def _in_file(lease: Lease, place: ParameterPlace) -> torch.Tensor:
+    """The values of a parameter where the file has them, in the order of indices, 1-D."""
+    data = lease.tensor[place.file_offset_bytes : place.file_offset_bytes + place.length_bytes]
+    if place.file_offset_bytes % place.dtype.itemsize == 0:
+        return data.view(place.dtype)
+    raise AssertionError("tensors of smaller items come after those of larger ones")
+
+
+def _used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters that the forward of `module` itself uses, as far as can be known before it runs."""
+    whole = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
+    # These choose another kernel in evaluation if a parameter of a module below them is not an ordinary one.
+    yield from module.parameters(recurse=isinstance(module, whole))
+
+
+def _is_contiguous(place: ParameterPlace) -> bool:
+    return torch.empty_strided(place.shape, place.stride, device="meta").is_contiguous()
+
+
+def _phase() -> str:
+    return "backward" if torch._C._current_graph_task_id() != -1 else "forward"

@@ -1,0 +1,166 @@
+"""Which parameters of a model are swapped, grouped into records, and how each record is laid out.
+
+A record holds whole tensors under their names in `model.state_dict()` and nothing else, one after another without
+holes, so that its published form opens with every tool that knows safetensors. Those whose size is a multiple of 64
+bytes come first, each then aligned for the kernels that use it in place. The others follow tightly packed, and are
+copied to aligned places behind them when the record is in a buffer. So are those whose elements lie in another order
+than that of their indices (channels_last), because the format has them in that order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from swapper.codec import SAFETENSORS_NAMES
+from swapper.layout import ALIGNMENT_BYTES, PAGE_BYTES, Entry, RecordLayout, plan_whole_tensors, round_up
+from swapper.trial import is_dense
+
+__all__ = ["GROUP_BYTES", "ParameterPlace", "ParameterRecord", "plan_parameter_records", "why_not"]
+
+GROUP_BYTES = 16 << 20
+"""Small modules that follow one another share a record of about this size: one long transfer instead of many short."""
+
+
+@dataclass(eq=False, slots=True)
+class ParameterPlace:
+    """A parameter in its record.
+
+    Attributes:
+        name: in the model's state dict.
+        shape, stride, dtype: of the parameter.
+        file_offset_bytes: where the file has it.
+        offset_bytes: where the buffer has it for the kernels, a multiple of 64; often the same place.
+    """
+
+    parameter: torch.nn.Parameter
+    name: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    file_offset_bytes: int
+    offset_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.shape.numel()
+
+    @property
+    def length_bytes(self) -> int:
+        """Bytes of the values."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(eq=False, slots=True)
+class ParameterRecord:
+    """Parameters that are swapped together.
+
+    Attributes:
+        number: place in the order of registration.
+        places: the parameters.
+        layout: of the file.
+        file_bytes: length of the file, a multiple of 4096.
+        length_bytes: length of a buffer for it; more than the file where parameters have aligned copies.
+    """
+
+    number: int
+    places: tuple[ParameterPlace, ...]
+    layout: RecordLayout
+    file_bytes: int
+    length_bytes: int
+    moved: tuple[ParameterPlace, ...] = field(init=False)
+    """Those whose place in the buffer is not that in the file."""
+
+    def __post_init__(self) -> None:
+        self.moved = tuple(place for place in self.places if place.offset_bytes != place.file_offset_bytes)
+
+
+def why_not(parameter: torch.nn.Parameter) -> str:
+    """Why `parameter` stays in memory; "" if it can be swapped."""
+    if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
+        return f"its class is {type(parameter).__name__}"
+    if parameter.layout is not torch.strided or not is_dense(parameter):
+        return "its elements do not lie densely in memory"
+    if not parameter.dtype.is_floating_point or parameter.dtype not in SAFETENSORS_NAMES:
+        return f"its dtype is {parameter.dtype}"
+    if parameter.numel() == 0:
+        return "it is empty"
+    if not parameter.is_leaf:
+        return "it is computed from others"
+    return ""
+
+
+def modules_with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules that own parameters, with the prefix of their names, in order of registration, each once."""
+    for name, module in model.named_modules():
+        if any(parameter is not None for parameter in module._parameters.values()):
+            yield f"{name}." if name else "", module
+
+
+def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[list[ParameterRecord], dict[str, str]]:
+    """Group the parameters of `model`.
+
+    Args:
+        model: its parameters are in memory, or on the meta device.
+        bucket_bytes: a record is longer only if one module's parameters are.
+
+    Returns:
+        The records; and for each parameter that stays in memory, by name, the reason.
+    """
+    stays: dict[str, str] = {}
+    seen: set[torch.nn.Parameter] = set()
+    storages: dict[int, str] = {}
+    groups: list[list[tuple[str, torch.nn.Parameter]]] = []
+    total_bytes = 0
+    for prefix, module in modules_with_parameters(model):
+        unit = []
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in seen:
+                continue
+            seen.add(parameter)
+            reason = "it belongs to a ScriptModule" if isinstance(module, torch.jit.ScriptModule) else ""
+            reason = reason or why_not(parameter)
+            if not reason and parameter.device.type != "meta":
+                address = parameter.untyped_storage().data_ptr()
+                if (other := storages.setdefault(address, prefix + name)) != prefix + name:
+                    reason = f"it shares memory with {other}"
+            if reason:
+                stays[prefix + name] = reason
+            else:
+                unit.append((prefix + name, parameter))
+        unit_bytes = sum(parameter.nbytes for _, parameter in unit)
+        if not unit:
+            continue
+        if not groups or total_bytes + unit_bytes > min(GROUP_BYTES, bucket_bytes):
+            groups.append([])
+            total_bytes = 0
+        groups[-1] += unit
+        total_bytes += unit_bytes
+    return [_plan_record(number, group) for number, group in enumerate(groups)], stays
+
+
+def _plan_record(number: int, group: list[tuple[str, torch.nn.Parameter]]) -> ParameterRecord:
+    def rank(item: tuple[str, torch.nn.Parameter]) -> int:
+        # Of those that lie tightly packed, the ones with wide elements come first: each is then at a multiple of them.
+        p = item[1]
+        return 0 if p.nbytes % ALIGNMENT_BYTES == 0 else 17 - p.dtype.itemsize
+
+    ordered = sorted(group, key=rank)  # stable
+    layout = plan_whole_tensors(
+        [
+            Entry(name, SAFETENSORS_NAMES[p.dtype], (*p.shape, 2) if p.dtype.is_complex else tuple(p.shape))
+            for name, p in ordered
+        ]
+    )
+    places = []
+    cursor = round_up(layout.tail_offset_bytes, ALIGNMENT_BYTES)
+    for (name, p), file_offset in zip(ordered, layout.offsets_bytes, strict=True):
+        offset = file_offset
+        if file_offset % ALIGNMENT_BYTES or not p.is_contiguous():
+            offset, cursor = cursor, round_up(cursor + p.nbytes, ALIGNMENT_BYTES)
+        places.append(ParameterPlace(p, name, p.shape, p.stride(), p.dtype, file_offset, offset))
+    length = max(layout.length_bytes, round_up(cursor, PAGE_BYTES))
+    return ParameterRecord(number, tuple(places), layout, layout.length_bytes, length)
