@@ -92,7 +92,7 @@ def _name_of(func: Callable[..., Any]) -> str:
 class GradientAwayParameter(torch.nn.Parameter):
     """The class of a parameter while its values are there and its gradient is away."""
 
-    @property  # type: ignore[override]
+    @property
     def grad(self) -> torch.Tensor | None:
         """The gradient; one that is away is brought back into memory for good."""
         away = self.__dict__.get(_GRADIENT)
@@ -172,20 +172,19 @@ def evict(parameter: torch.nn.Parameter, home: Home) -> None:
 
 def restore(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
     """Let `values`, of the parameter's shape and dtype, be its values, without a copy."""
-    kept: type[torch.nn.Parameter] = GradientAwayParameter if _GRADIENT in parameter.__dict__ else torch.nn.Parameter
-    parameter.__class__ = kept
+    parameter.__class__ = GradientAwayParameter if _GRADIENT in parameter.__dict__ else torch.nn.Parameter  # type: ignore[assignment]
     parameter.data = values
 
 
 def raw_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """The gradient that autograd knows of."""
-    gradient: torch.Tensor | None = torch.Tensor.grad.__get__(parameter)
+    gradient: torch.Tensor | None = vars(torch._C.TensorBase)["grad"].__get__(parameter)
     return gradient
 
 
 def set_raw_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Change the gradient that autograd knows of."""
-    torch.Tensor.grad.__set__(parameter, gradient)  # type: ignore[union-attr]
+    vars(torch._C.TensorBase)["grad"].__set__(parameter, gradient)
 
 
 def set_gradient_home(parameter: torch.nn.Parameter, home: GradientHome) -> None:
