@@ -6,7 +6,7 @@ import itertools
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from swapper.buffers import BufferPool
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
+from swapper.gradient import GradientPart, GradientSwapper
 from swapper.handle import AsyncIOHandle
 from swapper.layout import PAGE_BYTES
 from swapper.optimizer import OptimizerSwapper, UnswappedOptimizer
@@ -24,6 +25,7 @@ from swapper.optimizer_plan import OptimizerPlan
 from swapper.parameter import ParameterSwapper
 from swapper.runs import check_nvme_path
 from swapper.schedule import format_bytes
+from swapper.segments import Bucket
 from swapper.store import TensorStore
 from swapper.trial import refuse_unsupported
 
@@ -115,19 +117,45 @@ def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple
     """
     settings = _as_config(config)
     optimizer = _wrap(optimizer, settings)
-    if settings.offload_param.device == "none":
+    if settings.offload_param.device == "none" and settings.offload_gradient.device != "nvme":
         return model, optimizer
     shared = _Shared.of(settings, False)
     swapper = getattr(optimizer, "swapper", None)
-    reserved = 0
+    budget = settings.pool_bytes
     if isinstance(swapper, OptimizerSwapper):
-        reserved = swapper._plan.schedule(settings.pool_bytes).pool_bytes
-    budget = settings.pool_bytes - reserved
-    parameters = ParameterSwapper(model, next(_owners), settings.bucket_bytes, budget, shared.pool, shared.store)
-    if isinstance(swapper, OptimizerSwapper):
-        swapper.parameters = parameters
-    object.__setattr__(model, "swapper", parameters)
+        budget -= swapper._plan.schedule(settings.pool_bytes).pool_bytes
+        if settings.offload_gradient.device == "nvme":
+            gradients = GradientSwapper(
+                gradient_parts(swapper._plan.buckets),
+                next(_owners),
+                settings.gradient_accumulation_steps,
+                shared.pool,
+                shared.store,
+            )
+            swapper.gradients = gradients
+            budget -= 3 * gradients.largest_bytes
+
+            def zero_grad(set_to_none: bool = True) -> None:
+                gradients.clear()
+                type(optimizer).zero_grad(optimizer, set_to_none)
+
+            vars(optimizer)["zero_grad"] = zero_grad
+    if settings.offload_param.device == "nvme":
+        parameters = ParameterSwapper(model, next(_owners), settings.bucket_bytes, budget, shared.pool, shared.store)
+        if isinstance(swapper, OptimizerSwapper):
+            swapper.parameters = parameters
+        object.__setattr__(model, "swapper", parameters)
     return model, optimizer
+
+
+def gradient_parts(buckets: Iterable[Bucket]) -> list[tuple[torch.nn.Parameter, list[GradientPart]]]:
+    """What each parameter's gradient is cut into: the part in each bucket."""
+    parts: dict[int, tuple[torch.nn.Parameter, list[GradientPart]]] = {}
+    for bucket in buckets:
+        for p in {id(segment.parameter): segment.parameter for segment in bucket.segments}.values():
+            mine = [segment for segment in bucket.segments if segment.parameter is p]
+            parts.setdefault(id(p), (p, []))[1].append(GradientPart(mine[0].start, mine[-1].stop))
+    return list(parts.values())
 
 
 def unwrap_optimizer(optimizer: _OptimizerT, *, drop_masters: bool = False) -> _OptimizerT:

@@ -88,7 +88,7 @@ _NOT_YET: tuple[_NotYet, ...] = (
     _NotYet("verify", lambda value: value == "crc32c", "use verify: none"),
     _NotYet("offload_optimizer.encoding", lambda value: value in ("bf16", "int8"), "use encoding: exact"),
     _NotYet("offload_optimizer.step_in_backward", lambda value: value is True, "use step_in_backward: false"),
-    _NotYet("offload_gradient.device", lambda value: value != "none", "use device: none, gradients stay in memory"),
+    _NotYet("offload_gradient.device", lambda value: value == "cpu", "use device: nvme, or none: they stay in memory"),
     _NotYet(
         "offload_param.device", lambda value: value == "cpu", "use device: nvme, or none: parameters stay in memory"
     ),

@@ -7,8 +7,9 @@ happened, everything else waits until the values are there and then runs on them
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -16,10 +17,26 @@ from torch.utils._pytree import tree_iter
 
 from swapper.errors import SwapError
 
-__all__ = ["EvictedParameter", "Home", "evict", "home_of", "restore"]
+__all__ = [
+    "EvictedParameter",
+    "GradientAwayParameter",
+    "GradientHome",
+    "Home",
+    "clear_gradient_home",
+    "evict",
+    "gradient_lent",
+    "home_of",
+    "raw_gradient",
+    "restore",
+    "set_gradient_home",
+    "set_raw_gradient",
+]
 
 _ATTRIBUTE = "_swapper_home"
 """Name of the attribute of a parameter that says where its values come from."""
+
+_GRADIENT = "_swapper_gradient_home"
+"""Name of the attribute of a parameter that says where its gradient is, while that is away."""
 
 
 class Home(Protocol):
@@ -31,6 +48,16 @@ class Home(Protocol):
 
     def present(self, homes: Iterable[Home]) -> AbstractContextManager[None]:
         """Within it the values of the parameters of `homes` are there, this one's among them."""
+
+
+class GradientHome(Protocol):
+    """Where gradients are that are away."""
+
+    def bring_back(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Have the gradient in memory again, for good."""
+
+    def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+        """Forget the gradients of `parameters`."""
 
 
 _METADATA = frozenset(
@@ -62,7 +89,30 @@ def _name_of(func: Callable[..., Any]) -> str:
     return name
 
 
-class EvictedParameter(torch.nn.Parameter):
+class GradientAwayParameter(torch.nn.Parameter):
+    """The class of a parameter while its values are there and its gradient is away."""
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The gradient; one that is away is brought back into memory for good."""
+        away = self.__dict__.get(_GRADIENT)
+        home = None if away is None else away()
+        return raw_gradient(self) if home is None else home.bring_back(self)
+
+    @grad.setter
+    def grad(self, gradient: torch.Tensor | None) -> None:
+        away = self.__dict__.get(_GRADIENT)
+        home = None if away is None else away()
+        if home is not None:
+            home.clear([self])
+        set_raw_gradient(self, gradient)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+
+class EvictedParameter(GradientAwayParameter):
     """The class of a parameter while its values are away."""
 
     @classmethod
@@ -122,5 +172,42 @@ def evict(parameter: torch.nn.Parameter, home: Home) -> None:
 
 def restore(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
     """Let `values`, of the parameter's shape and dtype, be its values, without a copy."""
-    parameter.__class__ = torch.nn.Parameter
+    parameter.__class__ = GradientAwayParameter if _GRADIENT in parameter.__dict__ else torch.nn.Parameter  # type: ignore[assignment]
     parameter.data = values
+
+
+def raw_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """The gradient that autograd knows of."""
+    gradient: torch.Tensor | None = vars(torch._C.TensorBase)["grad"].__get__(parameter)
+    return gradient
+
+
+def set_raw_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Change the gradient that autograd knows of."""
+    vars(torch._C.TensorBase)["grad"].__set__(parameter, gradient)
+
+
+def set_gradient_home(parameter: torch.nn.Parameter, home: GradientHome) -> None:
+    """From now on reading `parameter.grad` asks `home`, of which a weak reference is kept."""
+    parameter.__dict__[_GRADIENT] = weakref.ref(home)
+    if type(parameter) is torch.nn.Parameter:
+        parameter.__class__ = GradientAwayParameter
+
+
+def clear_gradient_home(parameter: torch.nn.Parameter) -> None:
+    """Undo `set_gradient_home`. Idempotent."""
+    parameter.__dict__.pop(_GRADIENT, None)
+    if type(parameter) is GradientAwayParameter:
+        parameter.__class__ = torch.nn.Parameter
+
+
+@contextmanager
+def gradient_lent(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> Iterator[None]:
+    """Within it `gradient` is the parameter's, as if it had never been away."""
+    home = parameter.__dict__.pop(_GRADIENT)
+    set_raw_gradient(parameter, gradient)
+    try:
+        yield
+    finally:
+        set_raw_gradient(parameter, None)
+        parameter.__dict__[_GRADIENT] = home

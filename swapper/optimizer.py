@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from swapper.buffers import BufferPool, Lease
 from swapper.errors import SwapError, SwapIOError
+from swapper.evicted import gradient_lent, raw_gradient
 from swapper.failure import Failure, versions
 from swapper.layout import ALIGNMENT_BYTES
 from swapper.metrics import Metrics
@@ -98,6 +99,30 @@ class SwappedParameters(Protocol):
         """A step is over."""
 
 
+class SwappedGradients(Protocol):
+    """What a step asks of gradients that are on disk too."""
+
+    def has(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether there is a gradient, wherever it is."""
+
+    def is_away(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether it is on disk."""
+
+    def stage(self, parameter: torch.nn.Parameter, start: int) -> bool:
+        """Start reading the part of it that starts at `start`. False if there is no room."""
+
+    def taken(self, parameter: torch.nn.Parameter, start: int) -> AbstractContextManager[torch.Tensor]:
+        """Within it that part is there: 1-D, in memory order."""
+
+    def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+        """Forget the gradients that are on disk."""
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`."""
+
+
 class OptimizerSwapper:
     """Swaps the state of one optimizer. Made by `swapper.wrap_optimizer`; found at `optimizer.swapper`.
 
@@ -124,6 +149,8 @@ class OptimizerSwapper:
         release: Callable[[], None],
     ) -> None:
         self.parameters: SwappedParameters | None = None
+        self.gradients: SwappedGradients | None = None
+        self._gradient_slices: dict[Segment, torch.Tensor] = {}
         self._optimizer_ref = weakref.ref(optimizer)
         self._class_step = unhooked_step(type(optimizer))
         self._plan = plan
@@ -239,6 +266,8 @@ class OptimizerSwapper:
         """
         self._check_open()
         parameters = list(parameters_of(self._optimizer()))
+        if self.gradients is not None:
+            return self.gradients.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
@@ -389,8 +418,11 @@ class OptimizerSwapper:
         return [
             segment
             for segment in bucket.segments
-            if segment.parameter.grad is not None and id(segment.parameter) in self._group_of
+            if self._has_gradient(segment.parameter) and id(segment.parameter) in self._group_of
         ]
+
+    def _has_gradient(self, p: torch.nn.Parameter) -> bool:
+        return raw_gradient(p) is not None if self.gradients is None else self.gradients.has(p)
 
     def _check_state(self, optimizer: Optimizer) -> None:
         # An empty entry is what reading `optimizer.state[p]` leaves: whoever did that was misled.
@@ -412,10 +444,11 @@ class OptimizerSwapper:
         for p in parameters_of(optimizer):
             if self._plan.is_planned(p):
                 self._plan.check_unchanged(p)
-                if p.grad is not None and p.grad.is_sparse and not self._plan.segments_of(p)[0].whole:
+                gradient = raw_gradient(p)
+                if gradient is not None and gradient.is_sparse and not self._plan.segments_of(p)[0].whole:
                     self._plan.keep_whole(p)
                     sparse = True
-            elif p.requires_grad or p.grad is not None:
+            elif p.requires_grad or raw_gradient(p) is not None:
                 new.append(p)
         if gone := self._plan.planned_ids() - self._group_of.keys():
             self._drop_parameters(gone)
@@ -476,7 +509,9 @@ class OptimizerSwapper:
             self._plan.threads = torch.get_num_threads()
             try:
                 self._add_buckets(
-                    self._plan.extend(optimizer, [p for p in parameters if p.requires_grad or p.grad is not None])
+                    self._plan.extend(
+                        optimizer, [p for p in parameters if p.requires_grad or raw_gradient(p) is not None]
+                    )
                 )
             except BaseException:
                 self._plan.buckets.clear()
@@ -535,11 +570,34 @@ class OptimizerSwapper:
             present.close()
 
     def _present(self, work: list[tuple[Bucket, list[Segment]]], i: int) -> ExitStack:
-        """Have the parameters of bucket `i` there, if they are swapped, until the result is closed."""
+        """Have the parameters and gradients of bucket `i` there, if they are swapped, until the result is closed."""
         stack = ExitStack()
-        if self.parameters is not None and i < len(work):
-            stack.enter_context(self.parameters.stepping([segment.parameter for segment in work[i][1]]))
+        self._gradient_slices = {}
+        if i >= len(work):
+            return stack
+        active = work[i][1]
+        try:
+            if self.parameters is not None:
+                stack.enter_context(self.parameters.stepping([segment.parameter for segment in active]))
+            if self.gradients is not None:
+                self._take_gradients(self.gradients, active, stack)
+        except BaseException:
+            stack.close()
+            raise
         return stack
+
+    def _take_gradients(self, gradients: SwappedGradients, active: Sequence[Segment], stack: ExitStack) -> None:
+        for p in {id(segment.parameter): segment.parameter for segment in active}.values():
+            if not gradients.is_away(p):
+                continue
+            mine = [segment for segment in active if segment.parameter is p]
+            start = mine[0].start
+            part = stack.enter_context(gradients.taken(p, start))
+            if mine[0].whole and not mine[0].master:  # The class is given the parameter itself.
+                stack.enter_context(gradient_lent(p, part.as_strided(p.shape, p.stride())))
+                continue
+            for segment in mine:
+                self._gradient_slices[segment] = part[segment.start - start : segment.stop - start]
 
     def _fetch(
         self, work: list[tuple[Bucket, list[Segment]]], i: int
@@ -551,11 +609,12 @@ class OptimizerSwapper:
         scratch.reset()
         for segment in active:
             self._check_gradient(segment)
-        return bucket.fetch(active, scratch, self._copies), scratch, self._copies.mark()
+        return bucket.fetch(active, self._gradient_slices, scratch, self._copies), scratch, self._copies.mark()
 
     def _check_gradient(self, segment: Segment) -> None:
-        p, gradient = segment.parameter, segment.parameter.grad
-        assert gradient is not None
+        p, gradient = segment.parameter, raw_gradient(segment.parameter)
+        if gradient is None:  # On disk, in the layout of its parameter.
+            return
         if gradient.is_sparse:
             if segment.master or not segment.whole or self._plan.remote:
                 raise SwapError(
@@ -575,9 +634,13 @@ class OptimizerSwapper:
         return lease
 
     def _stage_ahead(self, work: Iterable[tuple[Bucket, list[Segment]]], start: int) -> None:
-        for bucket, _ in list(work)[start : start + 64]:
+        for bucket, active in list(work)[start : start + 64]:
             if bucket.length_bytes and not self._pipeline.stage(bucket.key, bucket.length_bytes):
                 return
+            if self.gradients is not None:
+                for segment in active:
+                    if not self.gradients.stage(segment.parameter, segment.start):
+                        return
 
     def _call_class(
         self,

@@ -8,7 +8,7 @@ encoded, what the class replaced copied back).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -231,13 +231,32 @@ class Bucket:
             segment.slots[key] = _Slot(offset, dtype, shape, stride, math.prod(shape))
         return layout
 
-    def fetch(self, active: Sequence[Segment], scratch: Scratch, copies: DeviceCopies) -> list[Opened]:
-        """Get at the parameters and gradients of `active`; starts copying those that are on an accelerator."""
+    def fetch(
+        self,
+        active: Sequence[Segment],
+        gradients: Mapping[Segment, torch.Tensor],
+        scratch: Scratch,
+        copies: DeviceCopies,
+    ) -> list[Opened]:
+        """Get at the parameters and gradients of `active`; starts copying those that are on an accelerator.
+
+        Args:
+            active: segments with a gradient, whose parameters are there.
+            gradients: slices, 1-D and in memory order, of those gradients that are not at their parameters.
+            scratch: for copies from an accelerator.
+            copies: starts them.
+        """
         opened = []
         for segment in active:
             p = segment.parameter
-            assert p.grad is not None
             item = Opened(segment)
+            if segment in gradients:
+                item.gradient = gradients[segment]
+                if segment.master or not segment.whole:
+                    item.bits = segment.slice_of(p.detach())
+                opened.append(item)
+                continue
+            assert p.grad is not None
             if self._remote:
                 item.bits = scratch.take(segment.numel, p.dtype)
                 copies.copy(item.bits, segment.slice_of(p.detach()))

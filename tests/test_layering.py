@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 BASE = {"errors", "layout", "metrics"}
 HANDLE = BASE | {"handle"}
 PIPELINE = HANDLE | {"buffers", "runs", "store", "codec", "schedule", "pipeline"}
-OPTIMIZER = PIPELINE | {"config", "trial", "segments", "failure", "optimizer_plan", "optimizer_state"}
+OPTIMIZER = PIPELINE | {"config", "trial", "segments", "failure", "optimizer_plan", "optimizer_state", "evicted"}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
 API = OPTIMIZER | SWAPPERS | {"evicted", "order", "parameter_records", "checkpoint", "fastsave", "dcp"}
@@ -41,7 +41,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evicted": {"errors"},
     "order": set(),
     "parameter_records": {"layout", "codec", "trial"},
-    "gradient": PARAMETERS,
+    "gradient": PARAMETERS | {"evicted", "trial"},
     "parameter": PARAMETERS | {"evicted", "order", "parameter_records"},
     "checkpoint": OPTIMIZER | SWAPPERS,
     "fastsave": HANDLE | {"buffers"},
