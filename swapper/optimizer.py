@@ -17,7 +17,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -94,6 +94,11 @@ class SwappedParameters(Protocol):
 
     def stepping(self, parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
         """Within it `parameters` have their values and may be changed."""
+
+    def staying(
+        self, parameters: Iterable[torch.nn.Parameter], following: Iterable[torch.nn.Parameter]
+    ) -> AbstractContextManager[None]:
+        """Within it those of `following` that lie together with some of `parameters`, which are there, stay there."""
 
     def end_round(self) -> None:
         """A step is over."""
@@ -544,10 +549,9 @@ class OptimizerSwapper:
                 self._buckets_done += 1
                 scratch.event = self._copies.mark()
                 if not self._plan.remote:
-                    # The next before this one goes: a record that both are windows of is written once.
-                    following = self._present(work, i + 1)
-                    present.close()
-                    present = following
+                    with self._staying(work, i):
+                        present.close()
+                        present = self._present(work, i + 1)
                     pending = self._fetch(work, i + 1)
             if self.parameters is not None:
                 self.parameters.end_round()
@@ -568,6 +572,13 @@ class OptimizerSwapper:
             raise
         finally:
             present.close()
+
+    def _staying(self, work: list[tuple[Bucket, list[Segment]]], i: int) -> AbstractContextManager[None]:
+        """Keep the parameter records that bucket `i` and the next are both windows of: they are then written once."""
+        if self.parameters is None or i + 1 >= len(work):
+            return nullcontext()
+        mine, following = ([segment.parameter for segment in active] for _, active in work[i : i + 2])
+        return self.parameters.staying(mine, following)
 
     def _present(self, work: list[tuple[Bucket, list[Segment]]], i: int) -> ExitStack:
         """Have the parameters and gradients of bucket `i` there, if they are swapped, until the result is closed."""

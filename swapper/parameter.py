@@ -226,6 +226,13 @@ class ParameterSwapper:
                     held.changed = True
             yield
 
+    def staying(
+        self, parameters: Iterable[torch.nn.Parameter], following: Iterable[torch.nn.Parameter]
+    ) -> contextlib.AbstractContextManager[None]:
+        """Within it the records stay that hold some of `parameters`, which are there, and some of `following`."""
+        here = set(self.records_of(parameters))
+        return self.present([held for held in self.records_of(following) if held in here], "step")
+
     def end_round(self) -> None:
         """A step is over: the order of use since the last one is what to expect until the next one."""
         with self._lock:
