@@ -23,6 +23,7 @@ from swapper.layout import PAGE_BYTES
 from swapper.optimizer import OptimizerSwapper, UnswappedOptimizer
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.parameter import ParameterSwapper
+from swapper.parameter_records import plan_parameter_records
 from swapper.runs import check_nvme_path
 from swapper.schedule import format_bytes
 from swapper.segments import Bucket
@@ -68,7 +69,9 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
     return _wrap(optimizer, settings)
 
 
-def _wrap(optimizer: _OptimizerT, settings: OffloadConfig) -> _OptimizerT:
+def _wrap(
+    optimizer: _OptimizerT, settings: OffloadConfig, records: Mapping[int, tuple[int, int]] | None = None
+) -> _OptimizerT:
     _check_is_optimizer(optimizer)
     if getattr(optimizer, "swapper", None) is not None:
         raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
@@ -77,7 +80,7 @@ def _wrap(optimizer: _OptimizerT, settings: OffloadConfig) -> _OptimizerT:
     if device == "none" and not settings.offload_optimizer.master_weights:
         UnswappedOptimizer(optimizer)
         return optimizer
-    plan = OptimizerPlan(optimizer, settings, next(_owners))
+    plan = OptimizerPlan(optimizer, settings, next(_owners), records)
     if plan.device.type == "meta":
         raise ConfigError("the parameters are on the meta device and have no values; give the model memory first")
     if device == "nvme":
@@ -116,7 +119,11 @@ def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple
         SwapIOError: the drive failed, or has too little free space.
     """
     settings = _as_config(config)
-    optimizer = _wrap(optimizer, settings)
+    records = None
+    if settings.offload_param.device == "nvme":
+        planned, _ = plan_parameter_records(model, settings.bucket_bytes)
+        records = {id(place.parameter): (r.number, r.length_bytes) for r in planned for place in r.places}
+    optimizer = _wrap(optimizer, settings, records)
     if settings.offload_param.device == "none" and settings.offload_gradient.device != "nvme":
         return model, optimizer
     shared = _Shared.of(settings, False)

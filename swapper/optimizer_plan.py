@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ class OptimizerPlan:
         optimizer: the user's. Not kept.
         config: `bucket_bytes` and `offload_optimizer` count here.
         owner: number of this optimizer among those of the process; part of every record's key.
+        records: see `plan_buckets`.
 
     Attributes:
         buckets: in the order in which they are stepped.
@@ -36,9 +37,16 @@ class OptimizerPlan:
         ConfigError: the optimizer, or a parameter of it, cannot be swapped.
     """
 
-    def __init__(self, optimizer: Optimizer, config: OffloadConfig, owner: int) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        config: OffloadConfig,
+        owner: int,
+        records: Mapping[int, tuple[int, int]] | None = None,
+    ) -> None:
         self._config = config
         self._owner = owner
+        self._records = records or {}
         self._segmented: dict[tuple[Any, ...], bool] = {}
         self._specs: dict[tuple[Any, ...], tuple[StateSpec, ...]] = {}
         self._planned: dict[int, tuple[Segment, ...]] = {}
@@ -61,7 +69,9 @@ class OptimizerPlan:
                     made = self._plan_parameter(optimizer, number, group, p)
                     self._planned[id(p)] = tuple(made)
                     segments += made
-        buckets = plan_buckets(self._owner, self._next_index, segments, self._config.bucket_bytes, self.remote)
+        buckets = plan_buckets(
+            self._owner, self._next_index, segments, self._config.bucket_bytes, self.remote, self._records
+        )
         self._next_index += len(buckets)
         self.buckets += buckets
         return buckets

@@ -513,24 +513,43 @@ def plan_segments(
 
 
 def plan_buckets(
-    owner: int, first_index: int, segments: Sequence[Segment], bucket_bytes: int, remote: bool
+    owner: int,
+    first_index: int,
+    segments: Sequence[Segment],
+    bucket_bytes: int,
+    remote: bool,
+    records: Mapping[int, tuple[int, int]],
 ) -> list[Bucket]:
-    """Group segments, in order, into buckets of at most `bucket_bytes` of record and scratch (or of one segment)."""
+    """Group segments, in order, into buckets of at most `bucket_bytes` of record and scratch (or of one segment).
+
+    Args:
+        owner, first_index, remote: of the buckets.
+        segments: in order.
+        bucket_bytes: the most, except of one segment.
+        records: where parameters are on disk too, by their `id`: the number of the record that has them, and its bytes.
+            A step needs all records of a bucket at once, so together they are no longer than the longest of all.
+    """
     buckets: list[Bucket] = []
     group: list[Segment] = []
     total_bytes = 0
+    touched: dict[int, int] = {}
+    touched_bytes_max = max((length for _, length in records.values()), default=0)
 
     def finish() -> None:
         nonlocal total_bytes
         if group:
             buckets.append(Bucket(RecordKey(owner, "optim", first_index + len(buckets)), group, remote))
             group.clear()
+            touched.clear()
             total_bytes = 0
 
     for segment in segments:
         cost_bytes = _cost_bytes(segment, remote)
-        if total_bytes + cost_bytes > bucket_bytes:
+        uses = dict([record]) if (record := records.get(id(segment.parameter))) is not None else {}
+        too_far = sum({**touched, **uses}.values()) > touched_bytes_max
+        if total_bytes + cost_bytes > bucket_bytes or too_far:
             finish()
+        touched.update(uses)
         group.append(segment)
         total_bytes += cost_bytes
     finish()
