@@ -165,7 +165,8 @@ def home_of(item: object) -> Home | None:
 def evict(parameter: torch.nn.Parameter, home: Home) -> None:
     """Take the values away from `parameter`. It keeps its shape, dtype, version, gradient and hooks."""
     parameter.__dict__[_ATTRIBUTE] = home
-    hollow = torch.full((1,), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    with torch.inference_mode(False):  # Else the parameter would be one of that mode, and be of no use after it.
+        hollow = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
     parameter.data = hollow
     parameter.__class__ = EvictedParameter
 

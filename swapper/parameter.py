@@ -515,7 +515,8 @@ class ParameterSwapper:
         assert lease is not None
         held.values = []
         for index, place in enumerate(held.plan.places):
-            values = lease.own_view(place.offset_bytes, place.numel, place.dtype)
+            with torch.inference_mode(False):  # They outlive that mode.
+                values = lease.own_view(place.offset_bytes, place.numel, place.dtype)
             held.values.append(values)
             self._by_address[values.data_ptr()] = (held, index)
         if held.state is _State.ARRIVING:
