@@ -100,6 +100,15 @@ def modules_with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch
             yield f"{name}." if name else "", module
 
 
+def _names_by_storage(model: torch.nn.Module) -> dict[int, list[str]]:
+    """The parameters and buffers, each once, that each storage holds: what changes one of them may change the others."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout is torch.strided and type(tensor.data) is torch.Tensor:
+            names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    return names
+
+
 def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[list[ParameterRecord], dict[str, str]]:
     """Group the parameters of `model`.
 
@@ -112,7 +121,7 @@ def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[l
     """
     stays: dict[str, str] = {}
     seen: set[torch.nn.Parameter] = set()
-    storages: dict[int, str] = {}
+    sharing = _names_by_storage(model)
     groups: list[list[tuple[str, torch.nn.Parameter]]] = []
     total_bytes = 0
     for prefix, module in modules_with_parameters(model):
@@ -124,9 +133,9 @@ def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[l
             reason = "it belongs to a ScriptModule" if isinstance(module, torch.jit.ScriptModule) else ""
             reason = reason or why_not(parameter)
             if not reason and parameter.device.type != "meta":
-                address = parameter.untyped_storage().data_ptr()
-                if (other := storages.setdefault(address, prefix + name)) != prefix + name:
-                    reason = f"it shares memory with {other}"
+                names = sharing[parameter.untyped_storage().data_ptr()]
+                if others := [other for other in names if other != prefix + name]:
+                    reason = f"it shares memory with {', '.join(others)}"
             if reason:
                 stays[prefix + name] = reason
             else:
