@@ -130,7 +130,8 @@ def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple
     swapper = getattr(optimizer, "swapper", None)
     budget = settings.pool_bytes
     if isinstance(swapper, OptimizerSwapper):
-        budget -= swapper._plan.schedule(settings.pool_bytes).pool_bytes
+        if settings.offload_optimizer.device == "nvme":  # Else it takes nothing from this pool.
+            budget -= swapper._plan.schedule(settings.pool_bytes).pool_bytes
         if settings.offload_gradient.device == "nvme":
             gradients = GradientSwapper(
                 gradient_parts(swapper._plan.buckets),

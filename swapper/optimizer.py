@@ -1014,12 +1014,16 @@ class UnswappedOptimizer(OptimizerSwapper):
         self._closed = False
         self._pid = os.getpid()
         self._failure = None
+        self.parameters = None
+        self.gradients = None
         self._counting = optimizer.register_step_post_hook(self._count)
         self.metrics = Metrics()
         vars(optimizer)["swapper"] = self
 
     def _count(self, *_: object) -> None:
         self.metrics.steps += 1
+        if self.parameters is not None:
+            self.parameters.end_round()
 
     def stats(self) -> Stats:
         """Only `steps` is counted: nothing moves."""

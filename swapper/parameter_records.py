@@ -101,7 +101,7 @@ def modules_with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch
 
 
 def _names_by_storage(model: torch.nn.Module) -> dict[int, list[str]]:
-    """The parameters and buffers, each once, that each storage holds: what changes one of them may change the others."""
+    """The parameters and buffers, each once, in each storage: what changes one of them may change the others."""
     names: dict[int, list[str]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if tensor.layout is torch.strided and type(tensor.data) is torch.Tensor:
