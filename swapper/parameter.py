@@ -425,19 +425,23 @@ class ParameterSwapper:
         held.attached -= 1
         if held.attached > 0:
             return
+        refused = ""
         for place, values in zip(held.plan.places, held.values, strict=True):
             p = place.parameter
             if p.data_ptr() != values.data_ptr():  # The user gave it other values: `p.data = ...`.
-                if p.shape != place.shape or p.dtype != place.dtype or p.device != values.device:
-                    raise SwapError(
+                if p.shape == place.shape and p.dtype == place.dtype and p.device == values.device:
+                    values.as_strided(place.shape, place.stride).copy_(p.detach())
+                else:
+                    refused = refused or (
                         f"{place.name} was {tuple(place.shape)} x {place.dtype} and was given data of "
                         f"{tuple(p.shape)} x {p.dtype} on {p.device}; convert or move the model before swapper.offload"
                     )
-                values.as_strided(place.shape, place.stride).copy_(p.detach())
-            home = p.__dict__["_swapper_home"]
-            evict(p, home)
+                    restore(p, values.as_strided(place.shape, place.stride))
+            evict(p, p.__dict__["_swapper_home"])
         if held.changed:
             self._write(held)
+        if refused:
+            raise SwapError(refused)
 
     # --- What autograd saves ---------------------------------------------------------------------------------------
 
