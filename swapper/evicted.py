@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch.utils._pytree import tree_iter
@@ -142,16 +142,18 @@ class EvictedParameter(GradientAwayParameter):
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise SwapError(
-            "a model whose parameters are swapped cannot be copied: the copy would need its own place on the drive. "
-            "Copy it before swapper.offload, or copy model.state_dict()"
-        )
+        refuse_copy()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise SwapError(
-            "a model whose parameters are swapped cannot be pickled. Save model.state_dict() instead, or use "
-            "`with swapper.gathered(model)` around it"
-        )
+        refuse_copy()
+
+
+def refuse_copy() -> NoReturn:
+    """What copying and pickling a model meets."""
+    raise SwapError(
+        "a model whose parameters are swapped cannot be copied or pickled: the copy would need its own place on the "
+        "drive. Copy or save model.state_dict(), or copy the model before swapper.offload"
+    )
 
 
 def home_of(item: object) -> Home | None:

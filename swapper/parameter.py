@@ -28,7 +28,7 @@ import torch
 from swapper import codec
 from swapper.buffers import BufferPool, Lease, PoolExhausted
 from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.evicted import Home, evict, restore
+from swapper.evicted import Home, evict, refuse_copy, restore
 from swapper.handle import Transfer
 from swapper.layout import format_bytes
 from swapper.metrics import Metrics
@@ -99,6 +99,25 @@ class _PlaceHome:
         if swapper is None:
             raise SwapError("the values of this parameter are gone: its swapper was closed")
         return swapper.present({home.held: None for home in homes if isinstance(home, _PlaceHome)})
+
+
+class _ForwardHooks:
+    """What is hooked to one module."""
+
+    def __init__(self, swapper: ParameterSwapper, records: list[_Held]) -> None:
+        self._swapper = weakref.ref(swapper)
+        self._records = records
+
+    def before(self, module: torch.nn.Module, args: Any) -> None:
+        if (swapper := self._swapper()) is not None:
+            swapper._enter(module, self._records)
+
+    def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
+        if (swapper := self._swapper()) is not None:
+            swapper._leave(module)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_copy()
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,22 +321,12 @@ class ParameterSwapper:
         self._closed = True
 
     def _install(self, model: torch.nn.Module) -> None:
-        self_ref = weakref.ref(self)
         wanted = dict.fromkeys(module for _, module in modules_with_parameters(model))
         wanted.setdefault(model, None)
         for module in wanted:
-            records = self.records_of(_used_by(module))
-
-            def before(module: torch.nn.Module, args: Any, records: list[_Held] = records) -> None:
-                if (swapper := self_ref()) is not None:
-                    swapper._enter(module, records)
-
-            def after(module: torch.nn.Module, args: Any, output: Any) -> None:
-                if (swapper := self_ref()) is not None:
-                    swapper._leave(module)
-
-            self._hooks.append(module.register_forward_pre_hook(before, prepend=True))
-            self._hooks.append(module.register_forward_hook(after, always_call=True))
+            hooks = _ForwardHooks(self, self.records_of(_used_by(module)))
+            self._hooks.append(module.register_forward_pre_hook(hooks.before, prepend=True))
+            self._hooks.append(module.register_forward_hook(hooks.after, always_call=True))
         for held in self._all:
             for place in held.plan.places:
                 if place.parameter.requires_grad and not _is_contiguous(place):
