@@ -8,11 +8,12 @@ happened, everything else waits until the values are there and then runs on them
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NoReturn, Protocol
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_iter
 
 from swapper.errors import SwapError
@@ -134,6 +135,8 @@ class EvictedParameter(GradientAwayParameter):
             with torch._C.DisableTorchFunctionSubclass():
                 like = torch.empty_strided(like.shape, home.stride, dtype=like.dtype, device="meta")
                 return func(like, *args[1:], **kwargs)
+        if func is torch.autograd.grad:
+            return _grad(*args, **kwargs)
         homes = [home for item in tree_iter((args, kwargs)) if (home := home_of(item)) is not None]
         if not homes:  # `func` is about the class, not about one of its parameters.
             with torch._C.DisableTorchFunctionSubclass():
@@ -146,6 +149,20 @@ class EvictedParameter(GradientAwayParameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()
+
+
+def _grad(outputs: Any, inputs: Sequence[Any], *, materialize_grads: bool = False, **options: Any) -> Any:
+    """`torch.autograd.grad` of parameters that are away: it needs to know which they are, not their values.
+
+    Backward runs Python code, which must see evicted parameters for what they are: so the call has none of them.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        edges = [get_gradient_edge(p) if isinstance(p, torch.Tensor) else p for p in inputs]
+    options["allow_unused"] = materialize_grads or options.get("allow_unused", False)
+    gradients = torch.autograd.grad(outputs, edges, **options)
+    if not materialize_grads:
+        return gradients
+    return tuple(torch.zeros_like(p) if g is None else g for p, g in zip(inputs, gradients, strict=True))
 
 
 def refuse_copy() -> NoReturn:
