@@ -28,7 +28,7 @@ import torch
 from swapper import codec
 from swapper.buffers import BufferPool, Lease, PoolExhausted
 from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.evicted import Home, evict, refuse_copy, restore
+from swapper.evicted import Home, evict, home_of, refuse_copy, restore
 from swapper.handle import Transfer
 from swapper.layout import format_bytes
 from swapper.metrics import Metrics
@@ -98,7 +98,7 @@ class _PlaceHome:
         swapper = self.swapper()
         if swapper is None:
             raise SwapError("the values of this parameter are gone: its swapper was closed")
-        return swapper.present({home.held: None for home in homes if isinstance(home, _PlaceHome)})
+        return swapper._used({home.held: None for home in homes if isinstance(home, _PlaceHome)})
 
 
 class _ForwardHooks:
@@ -229,6 +229,16 @@ class ParameterSwapper:
             yield
         finally:
             self._detach_all(wanted)
+
+    @contextmanager
+    def _used(self, records: Iterable[_Held]) -> Iterator[None]:
+        """As `present`, for an operation outside of what is hooked: autograd would save the parameter itself."""
+        wanted = list(records)
+        parameters = [p for held in wanted for p in _parameters(held)]
+        if _in_transform():
+            _refuse_in_transform(parameters)
+        with self.present(wanted), self._saving_places(parameters) or contextlib.nullcontext():
+            yield
 
     def records_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[_Held]:
         """The records that hold `parameters`, each once; those that stay in memory have none."""
@@ -390,11 +400,17 @@ class ParameterSwapper:
         running = self._running_here()
         if module is self._model() and (running or (self._awaiting and torch._C._current_graph_task_id() == -1)):
             self._unwind(running)  # A forward that Ctrl-C cut off did not leave: torch calls no hooks then.
+        if _in_transform():
+            _refuse_in_transform(_used_by(module))
+            records = []  # Called by functional_call, with other values.
         with self._lock:
             self._attach_all(records, _phase())
-        hooks = None
-        if torch.is_grad_enabled() and torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-            hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+        try:
+            hooks = self._saving_places(module._parameters.values())
+        except BaseException:
+            self._detach_all(records)
+            raise
+        if hooks is not None:
             hooks.__enter__()
         running.append((module, records, hooks))
 
@@ -453,6 +469,26 @@ class ParameterSwapper:
             raise SwapError(refused)
 
     # --- What autograd saves ---------------------------------------------------------------------------------------
+
+    def _saving_places(self, used: Iterable[object]) -> torch.autograd.graph.saved_tensors_hooks | None:
+        """Within it autograd saves parameters as places; None if nothing is saved, or others decide on it.
+
+        Args:
+            used: what is used within it; others than our parameters are of no interest.
+
+        Raises:
+            SwapError: nobody may decide, and autograd would save our parameters themselves.
+        """
+        if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return None
+        if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+            if any(home_of(item) is not None for item in used):
+                raise SwapError(
+                    "swapped parameters are used where saved tensors hooks are disabled, and autograd could not let "
+                    "them go"
+                )
+            return None
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Packed:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
@@ -708,6 +744,23 @@ def _used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 def _is_contiguous(place: ParameterPlace) -> bool:
     return torch.empty_strided(place.shape, place.stride, device="meta").is_contiguous()
+
+
+def _in_transform() -> bool:
+    """Whether a transform of torch.func runs: what it sees are not tensors with memory."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _refuse_in_transform(used: Iterable[torch.Tensor]) -> None:
+    for tensor in used:
+        inner = tensor
+        while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+            inner = torch._C._functorch.get_unwrapped(inner)
+        if home_of(inner) is not None:
+            raise SwapError(
+                "a transform of torch.func uses swapped parameters, and could not let them go; call the model by "
+                "torch.func.functional_call with copies of them"
+            )
 
 
 def _phase() -> str:
