@@ -18,7 +18,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -131,6 +131,22 @@ class _Packed:
     stride: tuple[int, ...]
     storage_offset: int
     version: int
+
+
+class _Hollow(torch.Tensor):
+    """Looks like a tensor that was saved, and knows where its values are."""
+
+    packed: _Packed
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Detached it is itself; of anything else the result is a plain tensor."""
+        if func is torch.Tensor.detach:
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
 
 
 class ParameterSwapper:
@@ -479,8 +495,10 @@ class ParameterSwapper:
         Raises:
             SwapError: nobody may decide, and autograd would save our parameters themselves.
         """
-        if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if not torch.is_grad_enabled():
             return None
+        if (others := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            return self._with_checkpoint(*others) if others[0].__module__ == "torch.utils.checkpoint" else None
         if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
             if any(home_of(item) is not None for item in used):
                 raise SwapError(
@@ -489,6 +507,30 @@ class ParameterSwapper:
                 )
             return None
         return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _with_checkpoint(
+        self, pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+    ) -> torch.autograd.graph.saved_tensors_hooks:
+        """The hooks of activation checkpointing, which keep what is recomputed until backward has used it, as places.
+
+        In forward they keep nothing. What they keep of a parameter when they recompute is a tensor of its shape without
+        values that knows the place, and it comes out of their unpacking as the object that went in.
+        """
+        recomputes = "_recomputation_hook" in pack.__qualname__
+
+        def pack_places(tensor: torch.Tensor) -> Any:
+            packed = self._pack(tensor) if recomputes else tensor
+            if not isinstance(packed, _Packed):
+                return pack(tensor)
+            hollow = torch.full((), float("nan"), dtype=tensor.dtype).expand(tensor.shape).as_subclass(_Hollow)
+            hollow.packed = packed
+            return pack(hollow)
+
+        def unpack_places(saved: Any) -> torch.Tensor:
+            tensor = unpack(saved)
+            return self._unpack(tensor.packed) if isinstance(tensor, _Hollow) else tensor
+
+        return torch.autograd.graph.saved_tensors_hooks(pack_places, unpack_places)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Packed:
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
