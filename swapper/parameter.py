@@ -110,11 +110,44 @@ class _ForwardHooks:
 
     def before(self, module: torch.nn.Module, args: Any) -> None:
         if (swapper := self._swapper()) is not None:
-            swapper._enter(module, self._records)
+            # In training this class leaves its parameters to the modules that own them.
+            alone = module.training and isinstance(module, torch.nn.TransformerEncoderLayer)
+            swapper._enter(module, [] if alone else self._records)
 
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if (swapper := self._swapper()) is not None:
             swapper._leave(module)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_copy()
+
+
+class _Forward:
+    """The `forward` of a module that, when it or one below it has hooks, takes another path with other bits."""
+
+    def __init__(self, module: torch.nn.Module, hooks: _ForwardHooks) -> None:
+        self._module = weakref.ref(module)
+        self._hooks = hooks
+        self._former = vars(module).get("forward")
+        vars(module)["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self._module()
+        assert module is not None
+        self._hooks.before(module, args)
+        try:
+            return self._former(*args, **kwargs) if self._former else type(module).forward(module, *args, **kwargs)
+        finally:
+            self._hooks.after(module, args, None)
+
+    def remove(self) -> None:
+        """Undo. Idempotent."""
+        module = self._module()
+        if module is None or vars(module).get("forward") is not self:
+            return
+        del vars(module)["forward"]
+        if self._former is not None:
+            vars(module)["forward"] = self._former
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()
@@ -194,7 +227,7 @@ class ParameterSwapper:
         self._threads = threading.local()
         self._awaiting: list[_Held] = []  # attached until their gradient is accumulated
         self._model = weakref.ref(model)
-        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle | _Forward] = []
         self._closed = False
         count = len(records)
         forward = [Use("forward", i) for i in range(count)]
@@ -349,8 +382,14 @@ class ParameterSwapper:
     def _install(self, model: torch.nn.Module) -> None:
         wanted = dict.fromkeys(module for _, module in modules_with_parameters(model))
         wanted.setdefault(model, None)
+        layers = [module for module in model.modules() if isinstance(module, torch.nn.TransformerEncoderLayer)]
+        wanted.update(dict.fromkeys(layers))
+        without_hooks = {module for layer in layers for module in layer.modules()}
         for module in wanted:
             hooks = _ForwardHooks(self, self.records_of(_used_by(module)))
+            if module in without_hooks:
+                self._hooks.append(_Forward(module, hooks))
+                continue
             self._hooks.append(module.register_forward_pre_hook(hooks.before, prepend=True))
             self._hooks.append(module.register_forward_hook(hooks.after, always_call=True))
         for held in self._all:
@@ -779,7 +818,7 @@ def _in_file(lease: Lease, place: ParameterPlace) -> torch.Tensor:
 
 def _used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     """The parameters that the forward of `module` itself uses, as far as can be known before it runs."""
-    whole = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer, torch.nn.TransformerDecoderLayer)
+    whole = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
     # These choose another kernel in evaluation if a parameter of a module below them is not an ordinary one.
     yield from module.parameters(recurse=isinstance(module, whole))
 
