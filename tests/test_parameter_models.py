@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
-from twins import Run, adamw, run_twice
+from twins import Run, run_twice
 
 Inputs = Callable[[torch.Generator], tuple[torch.Tensor, ...]]
 WIDTH = 48
@@ -61,7 +60,7 @@ class OddShapes(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         sizes = [WIDTH, 37, 53, 61, 47, 59, 31]
-        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in zip(sizes, sizes[1:], strict=False))
+        self.layers = nn.ModuleList(nn.Linear(a, b) for a, b in itertools.pairwise(sizes))
         self.scale = nn.Parameter(torch.tensor(1.5))  # no dimensions
         self.one = nn.Parameter(torch.ones(1, 1))
 
@@ -197,7 +196,7 @@ class T5Stack(nn.Module):
     def __init__(self, embedding: nn.Embedding, decoder: bool) -> None:
         super().__init__()
         self.embedding = embedding
-        self.blocks = nn.ModuleList(T5Block(decoder) for _ in range(2))
+        self.blocks = nn.ModuleList(T5Block(decoder) for _ in range(1))
         self.bias = nn.Embedding(8, 1)
 
     def forward(self, x: torch.Tensor, memory: torch.Tensor | None = None) -> torch.Tensor:
@@ -333,8 +332,10 @@ class MultiheadAttention(nn.Module):
         self.first = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
         self.second = nn.MultiheadAttention(WIDTH, 4, batch_first=True, kdim=WIDTH, vdim=24, add_bias_kv=True)
         self.narrow = nn.Linear(WIDTH, 24)
+        self.rest = Mlp(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.rest(x)
         x = x + self.first(x, x, x, need_weights=False)[0]
         return x + self.second(x, x, self.narrow(x))[0]
 
@@ -398,7 +399,7 @@ class Convolutions(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.one = nn.Sequential(*(nn.Conv1d(WIDTH, WIDTH, 3, padding=1) for _ in range(2)))
+        self.one = nn.Sequential(*(nn.Conv1d(WIDTH, WIDTH, 3, padding=1) for _ in range(5)))
         self.three = nn.Conv3d(3, 24, 3, padding=1).to(memory_format=torch.channels_last_3d)
         self.mix = nn.Bilinear(WIDTH, 24, 20)
 
@@ -415,23 +416,25 @@ class Recurrent(nn.Module):
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
         self.inner = kind(WIDTH, 20, num_layers=2, bidirectional=True, batch_first=True, dropout=0.1)
-        self.out = nn.Linear(40, WIDTH)
+        self.back = kind(40, WIDTH, batch_first=True)
+        self.out = Mlp(4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.out(self.inner(x)[0])
+        return self.out(self.back(self.inner(x)[0])[0])
 
 
 class Cells(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.lstm, self.gru = nn.LSTMCell(WIDTH, WIDTH), nn.GRUCell(WIDTH, WIDTH)
+        self.rest = Mlp(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = c = torch.zeros(x.shape[0], WIDTH)
         for t in range(x.shape[1]):
             h, c = self.lstm(x[:, t], (h, c))
             h = self.gru(x[:, t], h)
-        return h
+        return self.rest(h)
 
 
 # --- Odd structures ---------------------------------------------------------------------------------------------------
@@ -566,9 +569,9 @@ class Dtypes(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.half = nn.Linear(WIDTH, WIDTH, dtype=torch.float16)
-        self.bfloat = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
-        self.double = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.f16 = nn.Linear(WIDTH, WIDTH, dtype=torch.float16)
+        self.bf16 = nn.Linear(WIDTH, WIDTH, dtype=torch.bfloat16)
+        self.f64 = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.mixed = nn.ParameterDict(
             {
                 "f64": nn.Parameter(torch.randn(7, dtype=torch.float64)),
@@ -585,9 +588,9 @@ class Dtypes(nn.Module):
         self.last = Mlp(3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.half(x.half()).float()
-        x = self.bfloat(x.bfloat16()).double()
-        x = self.double(x).float()
+        x = self.f16(x.half()).float()
+        x = self.bf16(x.bfloat16()).double()
+        x = self.f64(x).float()
         p = self.mixed
         x = x * p["f64"].sum().float() + p["f16"].float().sum() + p["f32"].prod() + p["bf16"].float().mean()
         x = (x * p["complex"]).abs() + p["integers"] + p["bytes"] * p["mask"]
@@ -603,7 +606,7 @@ class SharedStorage(nn.Module):
         self.first, self.second = nn.Parameter(both[0]), nn.Parameter(both[1])
         same = torch.randn(WIDTH, WIDTH) * 0.1
         self.third, self.fourth = nn.Parameter(same), nn.Parameter(same.view(WIDTH, WIDTH))
-        self.rest = Mlp(3)
+        self.rest = Mlp(6)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.rest(x @ self.first @ self.second + x @ self.third @ self.fourth)
@@ -671,7 +674,6 @@ class Case:
     inputs: Inputs
     spare_bytes: int = 0
     """Of pool: for modules that use several records at once."""
-    autocast: bool = True
 
 
 CASES: dict[str, Case] = {
@@ -712,12 +714,12 @@ CASES: dict[str, Case] = {
     "codebook": Case(VqVae, vectors),
     "methods instead of forward": Case(WithoutForward, vectors),
 }
-BLOCKS = [name for name, case in CASES.items() if name not in ("odd shapes",)]
+WITH_BLOCKS = ["gpt2 tied", "llama", "mamba", "mixtral", "resnet", "used twice", "lora", "frozen"]
+AUTOCAST = ["gpt2 functionally tied", "t5", "mamba", "mixtral", "torch encoder", "resnet channels_last", "lstm", "lora"]
 
 
-@pytest.fixture(params=CASES, ids=lambda name: name.replace(" ", "-").replace(",", ""))
-def case(request: pytest.FixtureRequest) -> Case:
-    return CASES[request.param]
+def each(names: Iterable[str]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("name", names, ids=lambda name: name.replace(" ", "-").replace(",", ""))
 
 
 def loss_of(run: Run, inputs: Inputs, label: str = "loss") -> torch.Tensor:
@@ -727,7 +729,10 @@ def loss_of(run: Run, inputs: Inputs, label: str = "loss") -> torch.Tensor:
     return loss
 
 
-def test_train_accumulate_and_evaluate(case: Case, nvme_path: Path) -> None:
+@each(CASES)
+def test_train_accumulate_and_evaluate(name: str, nvme_path: Path) -> None:
+    case = CASES[name]
+
     def program(run: Run) -> None:
         for _ in range(2):
             loss_of(run, case.inputs).backward()
@@ -747,3 +752,105 @@ def test_train_accumulate_and_evaluate(case: Case, nvme_path: Path) -> None:
         run.finish_step("several forwards")
 
     run_twice(nvme_path, case.make, program, spare_bytes=case.spare_bytes)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, block: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.block = block
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.use_reentrant and not x.requires_grad:
+            x = x.detach().requires_grad_()  # Else nothing in the block gets a gradient.
+        y: torch.Tensor = checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+        return y
+
+
+class CheckpointedInside(nn.Module):
+    """Recomputes the forward of a block without calling the block, whose hooks then do not run."""
+
+    def __init__(self, block: nn.Module, use_reentrant: bool) -> None:
+        super().__init__()
+        self.block = block
+        self.use_reentrant = use_reentrant
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.use_reentrant and not x.requires_grad:
+            x = x.detach().requires_grad_()
+        y: torch.Tensor = checkpoint(self.block.forward, x, use_reentrant=self.use_reentrant)
+        return y
+
+
+@each(WITH_BLOCKS)
+@pytest.mark.parametrize("wrapper", [Checkpointed, CheckpointedInside], ids=["blocks", "forwards"])
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved", "reentrant"])
+def test_activation_checkpointing(
+    name: str,
+    wrapper: Callable[[nn.Module, bool], nn.Module],
+    use_reentrant: bool,
+    nvme_path: Path,
+) -> None:
+    case = CASES[name]
+
+    def make() -> nn.Module:
+        model = case.make()
+        blocks = model.blocks
+        assert isinstance(blocks, nn.ModuleList)
+        for i, block in enumerate(blocks):
+            blocks[i] = wrapper(block, use_reentrant)
+        return model
+
+    def program(run: Run) -> None:
+        for _ in range(2):
+            for _ in range(2):
+                loss_of(run, case.inputs).backward()
+            run.finish_step()
+
+    run_twice(nvme_path, make, program, spare_bytes=case.spare_bytes)
+
+
+@each(AUTOCAST)
+def test_autocast(name: str, nvme_path: Path) -> None:
+    case = CASES[name]
+
+    def program(run: Run) -> None:
+        for _ in range(2):
+            for _ in range(2):
+                with torch.autocast("cpu", torch.bfloat16):
+                    loss = loss_of(run, case.inputs)
+                loss.backward()
+            run.finish_step()
+        with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+            run.model.eval()
+            run.note("evaluated", run.model(*case.inputs(run.generator)))
+
+    run_twice(nvme_path, case.make, program, spare_bytes=case.spare_bytes)
+
+
+@each(["mlp", "gpt2 tied", "resnet channels_last", "lstm", "mixtral", "odd shapes", "t5"])
+@pytest.mark.parametrize("kind", ["SGD", "momentum", "Adafactor", "in memory"])
+def test_optimizers(name: str, kind: str, nvme_path: Path) -> None:
+    case = CASES[name]
+
+    def optimizer(model: nn.Module) -> torch.optim.Optimizer:
+        decayed = [p for p in model.parameters() if p.dim() > 1]
+        groups = [
+            {"params": decayed, "weight_decay": 0.1},
+            {"params": [p for p in model.parameters() if p.dim() <= 1], "weight_decay": 0.0},
+        ]
+        if kind == "SGD":
+            return torch.optim.SGD(groups, lr=0.1)
+        if kind == "momentum":
+            return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+        if kind == "Adafactor":
+            return torch.optim.Adafactor(groups)
+        return torch.optim.AdamW(groups)
+
+    def program(run: Run) -> None:
+        for _ in range(3):
+            loss_of(run, case.inputs).backward()
+            run.finish_step()
+
+    device = "none" if kind == "in memory" else "nvme"
+    run_twice(nvme_path, case.make, program, optimizer, spare_bytes=case.spare_bytes, optimizer_device=device)

@@ -40,8 +40,10 @@ def swapper_of(model: nn.Module) -> ParameterSwapper:
 def facts_of(model: nn.Module) -> list[tuple[object, ...]]:
     """What the parameters of `model` are, apart from their values; the objects themselves by their ids."""
     return [
-        (name, id(p), p.shape, p.dtype, p.device, p.layout, p.stride(), p.numel(), p.nbytes, p.ndim, len(p.shape))
-        + (p.requires_grad, p.is_leaf, p.is_contiguous(), isinstance(p, nn.Parameter), p.element_size(), p.size())
+        (
+            *(name, id(p), p.shape, p.dtype, p.device, p.layout, p.stride(), p.numel(), p.nbytes, p.ndim, p.size()),
+            *(p.requires_grad, p.is_leaf, p.is_contiguous(), p.is_inference(), isinstance(p, nn.Parameter)),
+        )
         for name, p in model.named_parameters(remove_duplicate=False)
     ]
 
@@ -145,7 +147,7 @@ def offloaded(
             with small_records():
                 offload(model, optimizer, _config(nvme_path, pool_bytes, optimizer_device))
         except ConfigError as error:
-            found = re.search(r"set pool_bytes to at least '?(\d+)", str(error))
+            found = re.search(r"[Ss]et pool_bytes to at least '?(\d+)", str(error))
             if found is None or int(found[1]) <= pool_bytes:
                 raise
             pool_bytes = int(found[1])
