@@ -193,7 +193,7 @@ class ParameterSwapper:
         pool, store: where buffers come from and records go.
 
     Raises:
-        ConfigError: the budget is too small for two of the largest record.
+        ConfigError: the budget is too small for two of the largest record, or for what a module uses at once.
         SwapIOError: the records could not be written. The model is as it was.
     """
 
@@ -208,11 +208,15 @@ class ParameterSwapper:
     ) -> None:
         records, self.stays = plan_parameter_records(model, bucket_bytes)
         largest = max((record.length_bytes for record in records), default=0)
-        if 2 * largest > budget_bytes:
+        needed, why = 2 * largest, f"2 x {format_bytes(largest)} (the largest record: one in use, one arriving)"
+        together, name = _longest_together(model, records)
+        if together > needed:
+            needed = together
+            why = f"{format_bytes(together)} (what {name or 'the model'} uses itself, and the modules it runs in,)"
+        if needed > budget_bytes:
             raise ConfigError(
-                f"pool_bytes: {format_bytes(budget_bytes)} are left for parameters, and 2 x {format_bytes(largest)} "
-                "(the largest record: one in use, one arriving) are needed; set pool_bytes to at least "
-                f"{pool.capacity_bytes + 2 * largest - budget_bytes}"
+                f"pool_bytes: {format_bytes(budget_bytes)} are left for parameters, and {why} are needed; set "
+                f"pool_bytes to at least {pool.capacity_bytes + needed - budget_bytes}"
             )
         self.metrics = Metrics()
         self._pool = pool
@@ -821,6 +825,18 @@ def _used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     whole = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
     # These choose another kernel in evaluation if a parameter of a module below them is not an ordinary one.
     yield from module.parameters(recurse=isinstance(module, whole))
+
+
+def _longest_together(model: torch.nn.Module, records: Iterable[ParameterRecord]) -> tuple[int, str]:
+    """The most bytes of records that are there while a module runs inside others, and the name of that module."""
+    record_of = {place.parameter: record for record in records for place in record.places}
+
+    def walk(name: str, module: torch.nn.Module, outer: frozenset[ParameterRecord]) -> tuple[int, str]:
+        used = outer | {record_of[p] for p in _used_by(module) if p in record_of}
+        below = [walk(f"{name}.{key}".lstrip("."), child, used) for key, child in module.named_children()]
+        return max([(sum(record.length_bytes for record in used), name), *below], key=lambda item: item[0])
+
+    return walk("", model, frozenset())
 
 
 def _is_contiguous(place: ParameterPlace) -> bool:
