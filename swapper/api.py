@@ -149,7 +149,14 @@ def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple
 
             vars(optimizer)["zero_grad"] = zero_grad
     if settings.offload_param.device == "nvme":
-        parameters = ParameterSwapper(model, next(_owners), settings.bucket_bytes, budget, shared.pool, shared.store)
+        try:
+            parameters = ParameterSwapper(
+                model, next(_owners), settings.bucket_bytes, budget, shared.pool, shared.store
+            )
+        except BaseException:
+            if isinstance(swapper, OptimizerSwapper):
+                swapper.unwrap()
+            raise
         if isinstance(swapper, OptimizerSwapper):
             swapper.parameters = parameters
         object.__setattr__(model, "swapper", parameters)
