@@ -29,7 +29,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
-from twins import Run, adamw, close, facts_of, offloaded, run_twice, swapper_of
+from twins import Run, adamw, close, facts_of, offloaded, run_twice, small_records, swapper_of
 
 from swapper.api import offload
 from swapper.buffers import PoolExhausted
@@ -901,6 +901,24 @@ def test_a_parameter_longer_than_half_of_the_pool_is_refused_with_the_sum(nvme_p
     model[0](torch.randn(2, 256)).sum().backward()
     optimizer.step()
     assert not torch.equal(model[0].bias, before[1])
+
+
+def test_modules_that_use_more_at_once_than_the_pool_has_are_refused_by_name(nvme_path: Path) -> None:
+    model = nn.Sequential(*(nn.TransformerEncoderLayer(64, 4, 64, batch_first=True) for _ in range(2)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = OffloadConfig(
+        nvme_path=nvme_path, pool_bytes="144KiB", bucket_bytes="16KiB", offload_param={"device": "nvme"},
+        offload_optimizer={"device": "nvme"},
+    )  # fmt: skip
+    with (
+        small_records(),
+        pytest.raises(ConfigError, match=r"what 0\S* uses itself, and .* at least \d+"),
+    ):
+        offload(model, optimizer, config)
+    assert not hasattr(optimizer, "swapper")
+    assert not list(nvme_path.iterdir())
+    model(torch.randn(2, 5, 64)).sum().backward()
+    optimizer.step()
 
 
 @pytest.mark.parametrize("what", ["model", "block"])

@@ -18,7 +18,7 @@ from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.parameter import ParameterSwapper
 
-__all__ = ["Run", "adamw", "facts_of", "offloaded", "run_twice", "swapper_of"]
+__all__ = ["Run", "adamw", "close", "facts_of", "offloaded", "run_twice", "small_records", "swapper_of"]
 
 BUCKET_BYTES = 16384
 GROUP_BYTES = 8192
