@@ -49,6 +49,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "lightning": {"api", "checkpoint", "config"},
     "fabric": {"api", "checkpoint", "config"},
     "cli": API | {"api"},
+    "__main__": {"cli"},
     "__init__": API | {"api"},
 }
 """Module of the package: the modules of the package that it may import."""
