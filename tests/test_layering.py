@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deepnvme": {"handle", "gds"},
     "lightning": {"api", "checkpoint", "config"},
     "fabric": {"api", "checkpoint", "config"},
-    "cli": API | {"api"},
+    "cli": API | {"api", "gds"},
     "__main__": {"cli"},
     "__init__": API | {"api"},
 }
