@@ -8,6 +8,7 @@
 #include <memory>
 #include <string>
 
+#include "checksums.h"
 #include "codec.h"
 #include "crc32c.h"
 #include "engine.h"
@@ -86,9 +87,11 @@ uint64_t wait_transfer(const Transfer& transfer, std::optional<double> timeout_s
 }
 
 std::shared_ptr<Transfer> start(Engine& engine, Operation operation, std::shared_ptr<File> file,
-                                uintptr_t address, uint64_t length, uint64_t offset, uint64_t key) {
+                                uintptr_t address, uint64_t length, uint64_t offset, uint64_t key,
+                                std::shared_ptr<Checksums> checksums) {
     // The engine's own copy: it drops the last reference, and that may close the file, on its own thread.
-    return engine.start(operation, std::move(file), reinterpret_cast<char*>(address), length, offset, key);
+    return engine.start(operation, std::move(file), reinterpret_cast<char*>(address), length, offset, key,
+                        std::move(checksums));
 }
 
 void bind_engine(py::module_& module) {
@@ -116,6 +119,11 @@ void bind_engine(py::module_& module) {
         .def("preallocate", &File::preallocate, "length_bytes"_a, NoGil())
         .def("truncate", &File::truncate, "length_bytes"_a, NoGil())
         .def("sync", &File::sync, NoGil());
+
+    py::class_<Checksums, std::shared_ptr<Checksums>>(module, "Checksums")
+        .def(py::init<uint64_t, uint64_t>(), "length_bytes"_a, "block_bytes"_a)
+        .def_property_readonly("length_bytes", &Checksums::length)
+        .def_property_readonly("block_bytes", &Checksums::block_bytes);
 
     py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer")
         .def_property_readonly("key", &Transfer::key)
@@ -178,17 +186,19 @@ void bind_engine(py::module_& module) {
         .def(
             "read",
             [](Engine& engine, std::shared_ptr<File> file, uintptr_t address, uint64_t length,
-               uint64_t offset, uint64_t key) {
-                return start(engine, Operation::kRead, std::move(file), address, length, offset, key);
+               uint64_t offset, uint64_t key, std::shared_ptr<Checksums> checksums) {
+                return start(engine, Operation::kRead, std::move(file), address, length, offset, key,
+                             std::move(checksums));
             },
-            "file"_a, "address"_a, "length_bytes"_a, "offset_bytes"_a, "key"_a)
+            "file"_a, "address"_a, "length_bytes"_a, "offset_bytes"_a, "key"_a, "checksums"_a)
         .def(
             "write",
             [](Engine& engine, std::shared_ptr<File> file, uintptr_t address, uint64_t length,
-               uint64_t offset, uint64_t key) {
-                return start(engine, Operation::kWrite, std::move(file), address, length, offset, key);
+               uint64_t offset, uint64_t key, std::shared_ptr<Checksums> checksums) {
+                return start(engine, Operation::kWrite, std::move(file), address, length, offset, key,
+                             std::move(checksums));
             },
-            "file"_a, "address"_a, "length_bytes"_a, "offset_bytes"_a, "key"_a)
+            "file"_a, "address"_a, "length_bytes"_a, "offset_bytes"_a, "key"_a, "checksums"_a)
         .def("take_finished", &Engine::take_finished)
         .def("register_slab", &Engine::register_slab, "slab"_a, NoGil())
         .def(

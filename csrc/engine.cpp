@@ -87,20 +87,22 @@ struct Part : Request {
     uint64_t alignment = 1;  // of offset and length, while it goes direct
     int buffered_fd = -1;    // where the rest goes if the direct descriptor cannot have it
     bool bounced = false;
-    Block block;  // holds the bytes if `bounced`
+    Block block;          // holds the bytes if `bounced`
+    bool summed = false;  // the checksums of what is to be written are noted
     uint32_t retries = 0;
 };
 
 }  // namespace
 
 Transfer::Transfer(Operation operation, std::shared_ptr<const File> file, char* data, uint64_t length,
-                   uint64_t offset, uint64_t key)
+                   uint64_t offset, uint64_t key, std::shared_ptr<Checksums> checksums)
     : operation_(operation),
       file_(std::move(file)),
       data_(data),
       length_(length),
       offset_(offset),
-      key_(key) {}
+      key_(key),
+      checksums_(std::move(checksums)) {}
 
 bool Transfer::wait(int64_t timeout_ms) const {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
@@ -196,8 +198,8 @@ class Engine::Worker {
         if (!ended_) backend_->wake();
     }
 
-    // There is something new in the queue. One system call for many transfers: a worker that is awake, or has no
-    // room, comes to the queue by itself. Under the engine's mutex.
+    // There is something new in the queue. One system call for many transfers: a worker that is awake, or has
+    // no room, comes to the queue by itself. Under the engine's mutex.
     void offer() {
         if (!wants_parts_) return;
         wants_parts_ = false;
@@ -277,8 +279,9 @@ class Engine::Worker {
                     break;
                 }
                 batch_.push_back(part);
-                // What had to be copied goes before the next is copied, so that the drive works meanwhile.
-                if (impl_.options.single_submit || part->bounced) break;
+                const bool summed = note_checksums(*part);
+                // What had to be touched goes before the next is touched, so that the drive works meanwhile.
+                if (impl_.options.single_submit || part->bounced || summed) break;
             }
             const size_t taken = backend_->submit(batch_.data(), batch_.size());
             in_flight_ += taken;
@@ -322,6 +325,34 @@ class Engine::Worker {
         return true;
     }
 
+    // Whether there were checksums to note, before the kernel gets the bytes.
+    static bool note_checksums(Part& part) {
+        Checksums* const checksums = part.transfer->checksums();
+        if (checksums == nullptr || part.operation != Operation::kWrite || part.summed) return false;
+        checksums->record(part.offset, part.data, part.length);
+        part.summed = true;
+        return true;
+    }
+
+    // All bytes of `part` have moved.
+    void complete(Part& part) {
+        const Checksums* const checksums = part.transfer->checksums();
+        if (part.operation == Operation::kWrite) return finish(part, std::nullopt);
+        if (part.bounced) std::memcpy(part.memory, part.block.get(), part.part_length);
+        if (checksums != nullptr) {
+            const uint64_t bad = checksums->first_difference(part.part_offset, part.memory, part.part_length);
+            const uint64_t end = part.part_offset + part.part_length;
+            if (bad != end) {
+                const uint64_t length = std::min(checksums->block_bytes(), end - bad);
+                return finish(part, IoError(EBADMSG, name_of(part.operation), part.transfer->path(),
+                                            static_cast<int64_t>(bad), static_cast<int64_t>(length),
+                                            "the checksum of this block is not that of what was written: "
+                                            "the drive gave back other bytes"));
+            }
+        }
+        finish(part, std::nullopt);
+    }
+
     // A request of `part` is over: go on with the rest of the part, or end it.
     void advance(Part& part, int64_t result) {
         const bool read = part.operation == Operation::kRead;
@@ -339,8 +370,7 @@ class Engine::Worker {
             return;
         }
         if (result == part.length) {
-            if (part.bounced && read) std::memcpy(part.memory, part.block.get(), part.part_length);
-            finish(part, std::nullopt);
+            complete(part);
             return;
         }
         if (result == 0) {
@@ -453,6 +483,11 @@ bool Engine::Impl::cut(Part& part, bool may_bounce) {
     } else if (direct) {
         length = length / page * page;
         if (length == 0) length = page;  // pages larger than `block_bytes`
+        if (transfer.checksums() != nullptr && length < left && left <= options.block_bytes) {
+            direct =
+                false;  // the end of a file that is no multiple of a page: the last block stays in one part
+            length = left;
+        }
     }
     const bool bounced = direct && reinterpret_cast<uintptr_t>(memory) % file.memory_alignment() != 0;
     if (bounced && !may_bounce) return false;
@@ -463,7 +498,7 @@ bool Engine::Impl::cut(Part& part, bool may_bounce) {
         if (memory < piece.data || memory >= piece.data + piece.length) continue;
         const auto room = static_cast<uint64_t>(piece.data + piece.length - memory);
         const uint64_t whole = std::min(length, direct ? room / page * page : room);
-        if (whole > 0) {
+        if (whole > 0 && (whole == length || transfer.checksums() == nullptr)) {  // blocks stay whole
             length = whole;
             buffer_index = static_cast<int>(i);
         }
@@ -481,6 +516,7 @@ bool Engine::Impl::cut(Part& part, bool may_bounce) {
     part.offset = part.part_offset = offset;
     part.length = part.part_length = static_cast<uint32_t>(length);
     part.buffer_index = buffer_index;
+    part.summed = false;
     part.retries = 0;
 
     transfer.cut_ += length;
@@ -569,12 +605,24 @@ Engine::Impl& Engine::checked() const {
 }
 
 std::shared_ptr<Transfer> Engine::start(Operation operation, std::shared_ptr<const File> file, char* data,
-                                        uint64_t length, uint64_t offset, uint64_t key) {
+                                        uint64_t length, uint64_t offset, uint64_t key,
+                                        std::shared_ptr<Checksums> checksums) {
     Impl& impl = checked();
     if (offset > INT64_MAX || length > INT64_MAX - offset) {
         throw IoError(EFBIG, name_of(operation), file->path());
     }
-    auto transfer = std::make_shared<Transfer>(operation, std::move(file), data, length, offset, key);
+    if (checksums) {
+        const uint64_t block = checksums->block_bytes();
+        const uint64_t page = file->offset_alignment();
+        if (impl.options.block_bytes % block != 0 || (block % page != 0 && page % block != 0)) {
+            throw std::invalid_argument("the blocks of the checksums do not divide those of the engine");
+        }
+        if (offset % block != 0) throw std::invalid_argument("the offset is not the start of a block");
+        if (offset + length > checksums->length())
+            throw std::invalid_argument("beyond what the checksums cover");
+    }
+    auto transfer = std::make_shared<Transfer>(operation, std::move(file), data, length, offset, key,
+                                               std::move(checksums));
     const std::lock_guard<std::mutex> lock(impl.mutex);
     if (impl.stopping) throw StateError("the I/O handle is closed");
     if (impl.broken) throw IoError(*impl.broken);

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "backend.h"
+#include "checksums.h"
 #include "error.h"
 #include "fault_backend.h"
 #include "file.h"
@@ -24,13 +25,14 @@ namespace swapper {
 class Transfer {
   public:
     Transfer(Operation operation, std::shared_ptr<const File> file, char* data, uint64_t length,
-             uint64_t offset, uint64_t key);
+             uint64_t offset, uint64_t key, std::shared_ptr<Checksums> checksums);
 
     Operation operation() const { return operation_; }
     const std::string& path() const { return file_->path(); }
     uint64_t length() const { return length_; }
     uint64_t offset() const { return offset_; }
     uint64_t key() const { return key_; }
+    Checksums* checksums() const { return checksums_.get(); }
 
     bool done() const { return state_.load(std::memory_order_acquire) != kPending; }
     bool failed() const { return state_.load(std::memory_order_acquire) == kFailed; }
@@ -55,6 +57,7 @@ class Transfer {
     const uint64_t length_;
     const uint64_t offset_;
     const uint64_t key_;
+    const std::shared_ptr<Checksums> checksums_;  // may be null
 
     // The engine's, under its mutex. Bytes before `cut_` have been given out as parts, `parts_` of which are
     // not over.
@@ -89,8 +92,12 @@ class Engine {
     Engine& operator=(const Engine&) = delete;
 
     // `key` is the caller's, to know the transfer by in `take_finished`. A length of 0 is done on return.
+    // With `checksums` a write sets them and a read is checked against them, on the I/O threads; a read that
+    // does not match fails with EBADMSG and the offset of the block. Throws std::invalid_argument unless
+    // `offset` is the start of one of their blocks, those divide `block_bytes`, and they reach far enough.
     std::shared_ptr<Transfer> start(Operation operation, std::shared_ptr<const File> file, char* data,
-                                    uint64_t length, uint64_t offset, uint64_t key = 0);
+                                    uint64_t length, uint64_t offset, uint64_t key = 0,
+                                    std::shared_ptr<Checksums> checksums = nullptr);
 
     // Transfers that are done, each returned once.
     std::vector<std::shared_ptr<Transfer>> take_finished();

@@ -32,6 +32,20 @@ class File:
     def truncate(self, length_bytes: int) -> None: ...
     def sync(self) -> None: ...
 
+class Checksums:
+    """What a file should hold: a CRC-32C of each block of its first `length_bytes`, in memory.
+
+    Args:
+        length_bytes: of the file, at most.
+        block_bytes: a multiple of 4096 that divides the handle's `block_bytes`.
+    """
+
+    def __init__(self, length_bytes: int, block_bytes: int) -> None: ...
+    @property
+    def length_bytes(self) -> int: ...
+    @property
+    def block_bytes(self) -> int: ...
+
 class Transfer:
     @property
     def key(self) -> int: ...
@@ -81,8 +95,24 @@ class Engine:
         overlap_events: bool,
         faults: FaultPlan | None,
     ) -> None: ...
-    def read(self, file: File, address: int, length_bytes: int, offset_bytes: int, key: int) -> Transfer: ...
-    def write(self, file: File, address: int, length_bytes: int, offset_bytes: int, key: int) -> Transfer: ...
+    def read(
+        self,
+        file: File,
+        address: int,
+        length_bytes: int,
+        offset_bytes: int,
+        key: int,
+        checksums: Checksums | None,
+    ) -> Transfer: ...
+    def write(
+        self,
+        file: File,
+        address: int,
+        length_bytes: int,
+        offset_bytes: int,
+        key: int,
+        checksums: Checksums | None,
+    ) -> Transfer: ...
     def take_finished(self) -> list[Transfer]: ...
     def register_slab(self, slab: Slab) -> str: ...
     def unregister_slab(self, slab: Slab) -> None: ...

@@ -27,10 +27,21 @@ from typing import NamedTuple
 import torch
 
 from swapper import _native
-from swapper._native import FaultPlan, Slab
+from swapper._native import Checksums, FaultPlan, Slab
 from swapper.errors import SwapError, SwapIOError
 
-__all__ = ["BACKENDS", "AsyncIOHandle", "FaultPlan", "File", "Probe", "Refusal", "Slab", "Transfer", "probe"]
+__all__ = [
+    "BACKENDS",
+    "AsyncIOHandle",
+    "Checksums",
+    "FaultPlan",
+    "File",
+    "Probe",
+    "Refusal",
+    "Slab",
+    "Transfer",
+    "probe",
+]
 
 BACKENDS = ("uring+fixed", "uring", "aio", "threads", "buffered")
 """The rungs of the ladder, best first."""
@@ -413,7 +424,9 @@ class AsyncIOHandle:
         make = mode != "r" if create is None else create
         return File(name, _native.File(os.fsencode(name), mode, make, truncate, exclusive, use_direct))
 
-    def read(self, file: File, tensor: torch.Tensor, offset_bytes: int = 0) -> Transfer:
+    def read(
+        self, file: File, tensor: torch.Tensor, offset_bytes: int = 0, *, checksums: Checksums | None = None
+    ) -> Transfer:
         """Start filling `tensor` from the file. Returns at once.
 
         Args:
@@ -421,23 +434,30 @@ class AsyncIOHandle:
             tensor: contiguous, on the CPU, any dtype. Filled without autograd noticing. Its content is undefined until
                 the transfer is over; its storage is kept until then.
             offset_bytes: where in the file the first byte is.
+            checksums: check what arrives against them, on the I/O threads. Each block must have been written with them,
+                in one piece.
 
         Raises:
-            ValueError: `tensor` is not contiguous, not on the CPU or without memory, or `offset_bytes` is out of range.
+            ValueError: `tensor` is not contiguous, not on the CPU or without memory, or `offset_bytes` is out of range,
+                or not the start of one of the blocks of `checksums`.
             SwapError: the handle is closed, or this is a forked child.
-            SwapIOError: from `wait()`.
+            SwapIOError: from `wait()`; EBADMSG, with the offset of the block, where the bytes are not those written.
         """
-        return self._start("read", file, tensor, offset_bytes)
+        return self._start("read", file, tensor, offset_bytes, checksums)
 
-    def write(self, file: File, tensor: torch.Tensor, offset_bytes: int = 0) -> Transfer:
+    def write(
+        self, file: File, tensor: torch.Tensor, offset_bytes: int = 0, *, checksums: Checksums | None = None
+    ) -> Transfer:
         """Start writing `tensor` into the file. Returns at once.
 
         Args and errors as for `read`. `tensor` must not change until the transfer is over. What was written survives a
-        loss of power only after `File.sync`.
+        loss of power only after `File.sync`. `checksums` are set for the blocks written, on the I/O threads.
         """
-        return self._start("write", file, tensor, offset_bytes)
+        return self._start("write", file, tensor, offset_bytes, checksums)
 
-    def _start(self, operation: str, file: File, tensor: torch.Tensor, offset_bytes: int) -> Transfer:
+    def _start(
+        self, operation: str, file: File, tensor: torch.Tensor, offset_bytes: int, checksums: Checksums | None
+    ) -> Transfer:
         self._check_process()
         if tensor.device.type != "cpu" or tensor.layout != torch.strided:
             raise ValueError(f"a transfer needs a dense CPU tensor, not {tensor.layout} on {tensor.device}")
@@ -453,7 +473,7 @@ class AsyncIOHandle:
         ledger.sweep()
         start = ledger.engine.read if operation == "read" else ledger.engine.write
         key = next(self._keys)
-        arguments = (file._open(), tensor.data_ptr(), length_bytes, offset_bytes, key)
+        arguments = (file._open(), tensor.data_ptr(), length_bytes, offset_bytes, key, checksums)
         started: list[_native.Transfer] = []
         try:
             ledger.in_flight[key] = storage  # Before it starts: it may be over when `start` returns.

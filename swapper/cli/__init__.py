@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from swapper.cli import machine, report, runs
+from swapper.cli import bench, machine, report, runs, tune
 from swapper.cli.output import complain
 from swapper.errors import SwapError
 
@@ -68,6 +68,8 @@ def _root(
 app.command("report")(report.report)
 app.command("ls")(runs.ls)
 app.command("clean")(runs.clean)
+app.command("bench")(bench.bench)
+app.command("tune")(tune.tune)
 
 
 def main() -> None:
