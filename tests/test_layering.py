@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 
 BASE = {"errors", "layout", "metrics"}
 HANDLE = BASE | {"handle"}
-PIPELINE = HANDLE | {"buffers", "runs", "store", "codec", "schedule", "pipeline"}
+PIPELINE = HANDLE | {"transfers", "buffers", "runs", "speed", "store", "codec", "schedule", "pipeline"}
 OPTIMIZER = PIPELINE | {"config", "trial", "segments", "failure", "optimizer_plan", "optimizer_state"}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
@@ -25,9 +25,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "metrics": {"errors"},
     "handle": BASE | {"_native"},
     "gds": HANDLE,
-    "buffers": HANDLE,
+    "transfers": HANDLE,
+    "buffers": HANDLE | {"transfers"},
     "runs": {"errors", "layout"},
-    "store": HANDLE | {"runs"},
+    "speed": HANDLE | {"runs"},
+    "store": HANDLE | {"transfers", "runs", "speed"},
     "codec": HANDLE | {"_native"},
     "schedule": {"errors", "layout"},
     "pipeline": PIPELINE - {"pipeline"},
