@@ -138,6 +138,7 @@ struct Engine::Impl {
     bool cut(Part& part, bool may_bounce);
     void part_over(Part& part, std::optional<IoError> error);
     void fail_queue(const IoError& error);
+    void over(const std::shared_ptr<Transfer>& transfer);
     void wake_all();
     int set_pieces(const std::vector<Piece>& wanted);
 
@@ -541,9 +542,14 @@ void Engine::Impl::part_over(Part& part, std::optional<IoError> error) {
     if (error && !transfer.error_) transfer.error_ = std::move(error);
     if (--transfer.parts_ > 0) return;  // drained before it is reported
     if (transfer.error_ || transfer.cut_ == transfer.length_) {
-        finished.push_back(part.transfer);
-        transfer.complete();
+        over(part.transfer);
     }
+}
+
+// Nothing of it is in flight any more. Under the mutex.
+void Engine::Impl::over(const std::shared_ptr<Transfer>& transfer) {
+    if (transfer->key_ != 0) finished.push_back(transfer);
+    transfer->complete();
 }
 
 void Engine::Impl::fail_queue(const IoError& error) {
@@ -554,8 +560,7 @@ void Engine::Impl::fail_queue(const IoError& error) {
                                    static_cast<int64_t>(transfer->offset_),
                                    static_cast<int64_t>(transfer->length_), ended_by(error));
         if (transfer->parts_ > 0) continue;
-        finished.push_back(transfer);
-        transfer->complete();
+        over(transfer);
     }
     queue.clear();
 }
@@ -653,8 +658,7 @@ std::shared_ptr<Transfer> Engine::enqueue(std::shared_ptr<Transfer> transfer) {
     if (impl.stopping) throw StateError("the I/O handle is closed");
     if (impl.broken) throw IoError(*impl.broken);
     if (transfer->length() == 0) {
-        impl.finished.push_back(transfer);
-        transfer->complete();
+        impl.over(transfer);
         return transfer;
     }
     impl.queue.push_back(transfer);

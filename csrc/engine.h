@@ -93,10 +93,11 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // `key` is the caller's, to know the transfer by in `take_finished`. A length of 0 is done on return.
-    // With `checksums` a write sets them and a read is checked against them, on the I/O threads; a read that
-    // does not match fails with EBADMSG and the offset of the block. Throws std::invalid_argument unless
-    // `offset` is the start of one of their blocks, those divide `block_bytes`, and they reach far enough.
+    // `key` is the caller's, to know the transfer by in `take_finished`; 0: it is not to be there. A length
+    // of 0 is done on return. With `checksums` a write sets them and a read is checked against them, on the
+    // I/O threads; a read that does not match fails with EBADMSG and the offset of the block. Throws
+    // std::invalid_argument unless `offset` is the start of one of their blocks, those divide `block_bytes`,
+    // and they reach far enough.
     std::shared_ptr<Transfer> start(Operation operation, std::shared_ptr<const File> file, char* data,
                                     uint64_t length, uint64_t offset, uint64_t key = 0,
                                     std::shared_ptr<Checksums> checksums = nullptr);
@@ -107,7 +108,7 @@ class Engine {
     std::shared_ptr<Transfer> start_on_device(Operation operation, DeviceTarget device, char* data,
                                               uint64_t length, uint64_t offset);
 
-    // Transfers that are done, each returned once.
+    // Transfers with a key that are done, each returned once.
     std::vector<std::shared_ptr<Transfer>> take_finished();
 
     // Registers the slab with the kernel, in pieces, so that it need not map pages at each request. Waits for

@@ -385,6 +385,7 @@ class Bounce:
 
         Raises:
             SwapError: closed.
+            SwapIOError: there is no thread to be had.
         """
         with self._lock:
             if self._closed:
@@ -397,9 +398,11 @@ class Bounce:
             try:
                 self._thread = thread
                 thread.start()
-            except BaseException:
-                # Ctrl-C. If it did start it sees that it is not wanted; nobody else could start a job meanwhile.
+            except BaseException as error:
+                # If it did start, before a Ctrl-C, it sees that it is not wanted. Nobody else had a job in meanwhile.
                 self._thread = None
+                if isinstance(error, RuntimeError):
+                    raise SwapIOError(errno.EAGAIN, "start helper thread", detail=str(error)) from None
                 raise
 
     def withdraw(self, job: Job) -> bool:

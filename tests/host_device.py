@@ -14,12 +14,16 @@ import torch
 class HostEvent:
     def __init__(self) -> None:
         self._reached = threading.Event()
+        self.error: Exception | None = None
 
     def query(self) -> bool:
+        if self._reached.is_set() and self.error is not None:
+            raise self.error
         return self._reached.is_set()
 
     def synchronize(self) -> None:
         self._reached.wait()
+        self.query()
 
     def reach(self) -> None:
         self._reached.set()
@@ -52,7 +56,9 @@ class HostCopies:
     """What the tests take for the caller's stream."""
     delay_s: ClassVar[float] = 0.0
     fail_at: ClassVar[int] = 0
-    """The n-th copy from now on, counted from 1, fails."""
+    """The n-th copy from now on, counted from 1, fails: its event cannot be recorded."""
+    fail_late_at: ClassVar[int] = 0
+    """The n-th copy from now on fails after its start, which its event tells."""
     copies: ClassVar[int] = 0
     copied_bytes: ClassVar[int] = 0
     locked: ClassVar[dict[int, int]] = {}
@@ -61,7 +67,7 @@ class HostCopies:
     @classmethod
     def reset(cls) -> None:
         cls.current = HostStream()
-        cls.delay_s, cls.fail_at, cls.copies, cls.copied_bytes = 0.0, 0, 0, 0
+        cls.delay_s, cls.fail_at, cls.fail_late_at, cls.copies, cls.copied_bytes = 0.0, 0, 0, 0, 0
         cls.locked, cls.refuse_lock = {}, False
 
     def __init__(self, device: torch.device) -> None:
@@ -77,10 +83,6 @@ class HostCopies:
         cls = HostCopies
         cls.copies += 1
         cls.copied_bytes += source.numel()
-        if cls.fail_at:
-            cls.fail_at -= 1
-            if not cls.fail_at:
-                raise RuntimeError("CUDA error: an illegal memory access was encountered")
         assert destination.dtype == source.dtype == torch.uint8 and destination.shape == source.shape
 
         def work() -> None:
@@ -88,7 +90,17 @@ class HostCopies:
             destination.copy_(source)
 
         self.stream.push(work)
-        return self.stream.record()
+        error = RuntimeError("CUDA error: an illegal memory access was encountered")
+        if cls.fail_at:
+            cls.fail_at -= 1
+            if not cls.fail_at:
+                raise error
+        event = self.stream.record()
+        if cls.fail_late_at:
+            cls.fail_late_at -= 1
+            if not cls.fail_late_at:
+                event.error = error
+        return event
 
     def settle(self) -> None:
         self.stream.record().synchronize()

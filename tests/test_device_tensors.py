@@ -362,20 +362,23 @@ def test_failed_transfer_has_nothing_in_flight(backend: str, tmp_path: Path, ope
         assert memory.eq(3).all() and path.read_bytes() == now
 
 
+@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
 @pytest.mark.parametrize("operation", ["read", "write"])
-def test_failure_of_the_device_is_a_failure_of_the_transfer(tmp_path: Path, operation: str) -> None:
+def test_failure_of_the_device_is_a_failure_of_the_transfer(tmp_path: Path, operation: str, late: bool) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"\1" * (10 * CHUNK))
     memory = torch.zeros(10 * CHUNK, dtype=torch.uint8)
-    HostCopies.delay_s, HostCopies.fail_at = 0.005, 3
+    HostCopies.delay_s = 0.02
+    HostCopies.fail_at, HostCopies.fail_late_at = (0, 3) if late else (3, 0)
     with make_handle() as handle, handle.open(path, "rw") as file:
         start = handle.read if operation == "read" else handle.write
         with pytest.raises(SwapIOError, match="illegal memory access") as raised:
             start(file, memory).wait()
         assert (raised.value.errno, raised.value.operation) == (errno.EIO, operation)
         copies = HostCopies.copies
-        time.sleep(0.05)
-        assert HostCopies.copies == copies
+        memory.fill_(3)
+        time.sleep(0.1)
+        assert HostCopies.copies == copies and memory.eq(3).all()
         assert start(file, memory).wait() == 10 * CHUNK
 
 
@@ -416,6 +419,21 @@ def test_failure_that_nobody_saw_is_raised_by_close(tmp_path: Path) -> None:
     with pytest.raises(SwapIOError, match="2 more transfers failed"):
         handle.close()
     handle.close()
+
+
+def test_no_thread_to_be_had_is_an_error_and_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with make_handle() as handle, handle.open(tmp_path / "file", "rw") as file:
+        handle._ledger.bounce.copies(torch.device("cpu"))  # The host's streams are threads too.
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(SwapIOError, match="can't start new thread"):
+                handle.write(file, random_bytes(10))
+        assert handle.in_flight == 0
+        assert handle.write(file, random_bytes(5)).wait() == 5
+        assert file.size_bytes() == 5
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
