@@ -649,7 +649,7 @@ def test_ctrl_c_while_a_transfer_starts_leaves_nothing_in_flight(tmp_path: Path)
     ):
 
         def start() -> None:
-            handle._start("write", file, source, 0)
+            handle.write(file, source)
 
         outcomes = set()
         for n in itertools.count():
