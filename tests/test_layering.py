@@ -48,7 +48,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deepnvme": {"handle", "gds", "errors"},
     "lightning": {"api", "checkpoint", "config"},
     "fabric": {"api", "checkpoint", "config"},
-    "cli": API | {"api"},
+    "cli": API | {"api", "gds"},
+    "__main__": {"cli"},
     "__init__": API | {"api"},
 }
 """Module of the package: the modules of the package that it may import."""
