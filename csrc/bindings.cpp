@@ -149,6 +149,7 @@ void bind_engine(py::module_& module) {
                                [](const Slab& slab) { return reinterpret_cast<uintptr_t>(slab.data()); })
         .def_property_readonly("locked", &Slab::locked)
         .def_property_readonly("lock_reason", &Slab::lock_refusal)
+        .def("unlock", &Slab::unlock)  // with the GIL, which orders it with `locked`
         .def_buffer([](const Slab& slab) {
             if (!slab.in_owner_process()) throw StateError("this memory belongs to the parent process");
             return py::buffer_info(reinterpret_cast<uint8_t*>(slab.data()),

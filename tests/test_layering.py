@@ -48,7 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fastsave": HANDLE | {"buffers"},
     "dcp": HANDLE | {"buffers", "fastsave"},
     "api": API,
-    "deepnvme": {"handle", "gds"},
+    "deepnvme": {"handle", "gds", "errors"},
     "lightning": {"api", "checkpoint", "config"},
     "fabric": {"api", "checkpoint", "config"},
     "cli": API | {"api", "gds"},
