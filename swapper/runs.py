@@ -470,16 +470,18 @@ def _judged(directory: Path, flags: int, operation: int) -> Iterator[_Verdict | 
     """
     lock = -1
     try:
-        lock = os.open(directory / _LOCK, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # Whatever it is that has this name: opening it must neither follow it nor wait for it.
+        lock = os.open(directory / _LOCK, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        ours = stat.S_ISREG(os.fstat(lock).st_mode)
     except FileNotFoundError:
         os.lstat(directory)
+        ours = True
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EISDIR):
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise
-        yield None  # A link or a directory: none of ours.
-        return
+        ours = False  # A link, a directory, a socket.
     try:
-        yield _verdict(directory, lock, operation)
+        yield _verdict(directory, lock, operation) if ours else None
     finally:
         if lock >= 0:
             os.close(lock)
