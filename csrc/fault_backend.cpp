@@ -114,7 +114,7 @@ class FaultBackend final : public Backend {
         if (result > at->reported) {
             result = at->reported;
             // Whoever believes that the rest arrived shall see that it did not.
-            if (outer.operation == Operation::kRead) {
+            if (outer.operation == Operation::kRead && outer.device == nullptr) {
                 std::memset(outer.data + result, 0xAB, outer.length - static_cast<size_t>(result));
             }
         }

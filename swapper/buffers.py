@@ -13,6 +13,7 @@ from types import MethodType
 
 import torch
 
+from swapper.bounce import page_lock, page_unlock
 from swapper.errors import SwapError
 from swapper.handle import AsyncIOHandle, Slab
 from swapper.transfers import AnyTransfer
@@ -207,7 +208,7 @@ class BufferPool:
         self._reclaimers: list[Callable[[], Callable[[], bool] | None]] = []
         self._closed = False
         if cuda:
-            _cuda_register(self._slab)
+            page_lock(self._slab.address, self._slab.length_bytes)
         self._finalizer = weakref.finalize(self, _unregister, self._slab, handles, cuda, self._pid)
         for handle in handles:
             handle.register(self._slab)
@@ -359,13 +360,6 @@ def _round_up(length_bytes: int) -> int:
     return -(-length_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _cuda_register(slab: Slab) -> None:
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(cudart.cudaHostRegister(slab.address, slab.length_bytes, 0))
-    if status != 0:
-        raise SwapError(f"cudaHostRegister of {slab.length_bytes} bytes failed: CUDA error {status}")
-
-
 def _unregister(slab: Slab, handles: tuple[AsyncIOHandle, ...], cuda: bool, pid: int) -> None:
     if os.getpid() != pid:
         return
@@ -373,4 +367,4 @@ def _unregister(slab: Slab, handles: tuple[AsyncIOHandle, ...], cuda: bool, pid:
         if not handle.closed:
             handle.unregister(slab)
     if cuda:
-        torch.cuda.cudart().cudaHostUnregister(slab.address)  # type: ignore[no-untyped-call]
+        page_unlock(slab.address)

@@ -55,6 +55,7 @@ __all__ = [
     "format_size",
     "json_schema",
     "parse_size",
+    "read_mapping",
 ]
 
 _Model = TypeVar("_Model", bound="_Section")
@@ -716,7 +717,7 @@ class OffloadConfig(_Section, frozen=True):
         path = Path(path)
         if path.suffix not in (".yaml", ".yml", ".json"):
             raise ConfigError(f"{path}: a config file's name ends in .yaml, .yml or .json, not in {path.suffix!r}")
-        document = _read_mapping(path)
+        document = read_mapping(path)
         if isinstance(document.get("$schema"), str):
             del document["$schema"]
         if nvme_path is not None:
@@ -766,7 +767,7 @@ class OffloadConfig(_Section, frozen=True):
         if isinstance(source, Mapping):
             name, document = "DeepSpeed config", dict(source)
         else:
-            name, document = str(Path(source)), _read_mapping(Path(source))
+            name, document = str(Path(source)), read_mapping(Path(source))
         try:
             values, unhonoured = translate(document)
             if nvme_path is not None:
@@ -831,8 +832,12 @@ def _parse_json(text: str | bytes | bytearray) -> Any:
         raise ConfigError("not a config: nested too deeply") from None
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
-    """The content of a YAML or JSON file; by its name's end, JSON where that says nothing."""
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The content of a YAML or JSON file; by its name's end, JSON where that says nothing.
+
+    Raises:
+        ConfigError: it cannot be read, is not valid, gives a key twice, or is no mapping. Starts with the path.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

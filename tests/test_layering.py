@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 
 BASE = {"errors", "layout", "metrics"}
-HANDLE = BASE | {"handle"}
+HANDLE = BASE | {"bounce", "handle"}
 PIPELINE = HANDLE | {"transfers", "buffers", "runs", "speed", "store", "codec", "schedule", "pipeline"}
 OPTIMIZER = PIPELINE | {"config", "trial", "segments", "failure", "optimizer_plan", "optimizer_state"}
 PARAMETERS = PIPELINE | {"config"}
@@ -23,7 +23,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "layout": {"errors"},
     "metrics": {"errors"},
-    "handle": BASE | {"_native"},
+    "bounce": {"errors"},
+    "handle": BASE | {"_native", "bounce"},
+    "gds": HANDLE | {"_native"},
     "transfers": HANDLE,
     "buffers": HANDLE | {"transfers"},
     "runs": {"errors", "layout"},
@@ -46,10 +48,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fastsave": HANDLE | {"buffers"},
     "dcp": HANDLE | {"buffers", "fastsave"},
     "api": API,
-    "deepnvme": {"handle"},
+    "deepnvme": {"handle", "gds", "errors"},
     "lightning": {"api", "checkpoint", "config"},
     "fabric": {"api", "checkpoint", "config"},
-    "cli": API | {"api"},
+    "cli": API | {"api", "gds"},
+    "__main__": {"cli"},
     "__init__": API | {"api"},
 }
 """Module of the package: the modules of the package that it may import."""
@@ -138,7 +141,7 @@ def test_a_pure_module_knows_neither_torch_nor_files(module: str) -> None:
 
 def test_only_the_layer_above_the_native_core_imports_it() -> None:
     users = {module for module in modules() for name, _ in imported(module) if name.startswith("swapper._native")}
-    assert users <= {"handle", "codec", "buffers"}
+    assert users <= {"handle", "gds", "codec", "buffers"}
 
 
 def test_the_table_has_no_circle() -> None:
