@@ -149,6 +149,7 @@ void bind_engine(py::module_& module) {
                                [](const Slab& slab) { return reinterpret_cast<uintptr_t>(slab.data()); })
         .def_property_readonly("locked", &Slab::locked)
         .def_property_readonly("lock_reason", &Slab::lock_refusal)
+        .def("unlock", &Slab::unlock)  // with the GIL, which orders it with `locked`
         .def_buffer([](const Slab& slab) {
             if (!slab.in_owner_process()) throw StateError("this memory belongs to the parent process");
             return py::buffer_info(reinterpret_cast<uint8_t*>(slab.data()),
@@ -181,7 +182,7 @@ void bind_engine(py::module_& module) {
     py::class_<FaultPlan, std::shared_ptr<FaultPlan>>(module, "FaultPlan")
         .def(py::init([](uint64_t seed, double short_transfer, double eio, double enospc, double eintr,
                          double eagain, uint32_t delay_us, bool reorder, int64_t fail_read_at,
-                         int64_t fail_write_at, int fail_errno) {
+                         int64_t fail_write_at, int fail_errno, uint64_t bytes_per_second) {
                  auto plan = std::make_shared<FaultPlan>();
                  plan->seed = seed;
                  plan->short_transfer = short_transfer;
@@ -194,11 +195,12 @@ void bind_engine(py::module_& module) {
                  plan->fail_read_at = fail_read_at;
                  plan->fail_write_at = fail_write_at;
                  plan->fail_error = fail_errno;
+                 plan->bytes_per_second = bytes_per_second;
                  return plan;
              }),
              py::kw_only(), "seed"_a = 0, "short"_a = 0.0, "eio"_a = 0.0, "enospc"_a = 0.0, "eintr"_a = 0.0,
              "eagain"_a = 0.0, "delay_us"_a = 0, "reorder"_a = false, "fail_read_at"_a = 0,
-             "fail_write_at"_a = 0, "fail_errno"_a = EIO)
+             "fail_write_at"_a = 0, "fail_errno"_a = EIO, "bytes_per_second"_a = 0)
         .def_property(
             "fail_read_at", [](const FaultPlan& plan) { return plan.fail_read_at.load(); },
             [](FaultPlan& plan, int64_t n) { plan.fail_read_at = n; })
@@ -208,6 +210,9 @@ void bind_engine(py::module_& module) {
         .def_property(
             "fail_errno", [](const FaultPlan& plan) { return plan.fail_error.load(); },
             [](FaultPlan& plan, int error) { plan.fail_error = error; })
+        .def_property(
+            "bytes_per_second", [](const FaultPlan& plan) { return plan.bytes_per_second.load(); },
+            [](FaultPlan& plan, uint64_t rate) { plan.bytes_per_second = rate; })
         .def_property_readonly("reads", [](const FaultPlan& plan) { return plan.reads.load(); })
         .def_property_readonly("writes", [](const FaultPlan& plan) { return plan.writes.load(); });
 

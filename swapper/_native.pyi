@@ -15,6 +15,8 @@ class Slab:
     def locked(self) -> bool: ...
     @property
     def lock_reason(self) -> str: ...
+    def unlock(self) -> None:
+        """Let the system page it out. The memory stays."""
 
 class File:
     def __init__(self, path: bytes, mode: str, create: bool, truncate: bool, exclusive: bool, direct: bool) -> None: ...
@@ -58,11 +60,15 @@ class FaultPlan:
 
     The n-th read or write request from now on, counted from 1 over the whole handle, fails with `fail_errno`;
     0 for none. Parts of one transfer and retries count singly. `reads` and `writes` are the requests seen.
+
+    `bytes_per_second` caps the throughput of the handle, over all its threads, reads and writes together: a completion
+    is held until what was submitted so far would have been moved at that rate, by the steady clock. 0: no limit.
     """
 
     fail_read_at: int
     fail_write_at: int
     fail_errno: int
+    bytes_per_second: int
     def __init__(
         self,
         *,
@@ -77,6 +83,7 @@ class FaultPlan:
         fail_read_at: int = 0,
         fail_write_at: int = 0,
         fail_errno: int = 5,
+        bytes_per_second: int = 0,
     ) -> None: ...
     @property
     def reads(self) -> int: ...

@@ -274,16 +274,20 @@ class Transfer:
         self._ledger.sweep()
         return moved
 
-    def settle(self) -> None:
+    def settle(self, timeout: float | None = None) -> None:
         """Wait until it is over, well or not. A failure stays unobserved: `wait` or `AsyncIOHandle.close` raises it.
 
+        Args:
+            timeout: seconds; None waits for as long as it takes.
+
         Raises:
+            TimeoutError: it is still in flight.
             SwapError: in a forked child.
         """
         if os.getpid() != self._ledger.pid:
             raise SwapError("this transfer was started before a fork: it can be waited for in the parent only")
         with contextlib.suppress(SwapIOError):
-            self._native.wait(None)
+            self._native.wait(timeout)
         self._ledger.sweep()
 
 

@@ -13,7 +13,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 
 BASE = {"errors", "layout", "metrics"}
 HANDLE = BASE | {"bounce", "handle"}
-PIPELINE = HANDLE | {"buffers", "runs", "store", "codec", "schedule", "pipeline"}
+PIPELINE = HANDLE | {"transfers", "buffers", "runs", "speed", "store", "codec", "schedule", "pipeline"}
 OPTIMIZER = PIPELINE | {"config", "trial", "segments", "failure", "optimizer_plan", "optimizer_state"}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
@@ -26,9 +26,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "bounce": {"errors"},
     "handle": BASE | {"_native", "bounce"},
     "gds": HANDLE | {"_native"},
-    "buffers": HANDLE,
+    "transfers": HANDLE,
+    "buffers": HANDLE | {"transfers"},
     "runs": {"errors", "layout"},
-    "store": HANDLE | {"runs"},
+    "speed": HANDLE | {"runs"},
+    "store": HANDLE | {"transfers", "runs", "speed"},
     "codec": HANDLE | {"_native"},
     "schedule": {"errors", "layout"},
     "pipeline": PIPELINE - {"pipeline"},
@@ -46,10 +48,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fastsave": HANDLE | {"buffers"},
     "dcp": HANDLE | {"buffers", "fastsave"},
     "api": API,
-    "deepnvme": {"handle", "gds"},
+    "deepnvme": {"handle", "gds", "errors"},
     "lightning": {"api", "checkpoint", "config"},
     "fabric": {"api", "checkpoint", "config"},
-    "cli": API | {"api"},
+    "cli": API | {"api", "gds"},
+    "__main__": {"cli"},
     "__init__": API | {"api"},
 }
 """Module of the package: the modules of the package that it may import."""
