@@ -318,25 +318,30 @@ def test_a_file_cut_short_on_one_drive_is_not_read_as_zeros(
         assert caught.value.path == str(drives.files()[drive])
 
 
+@pytest.mark.parametrize("drive", [0, 1])
 @pytest.mark.usefixtures("fine_stripes")
 def test_a_write_whose_start_is_interrupted_leaves_no_record_of_two_halves(
-    paths: list[Path], speeds: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    paths: list[Path], speeds: Callable[..., None], monkeypatch: pytest.MonkeyPatch, drive: int
 ) -> None:
     speeds(1, 1)
-    with Drives(paths) as drives, drives.pool.acquire(MiB) as lease:
+    with Drives(paths, delay_us=20_000) as drives, drives.pool.acquire(MiB) as lease:
         drives.store.plan({KEY: MiB})
         drives.store.write(KEY, lease, MiB).wait()
+        before = [plan.writes for plan in drives.plans]
 
         def interrupted(*_: object, **__: object) -> None:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(drives.handles[1], "write", interrupted)
+            patch.setattr(drives.handles[drive], "write", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 drives.store.write(KEY, lease, MiB)
-        assert not drives.handles[0].in_flight, "what was started is over: nobody will wait for it"
+        assert not any(handle.in_flight for handle in drives.handles), "what was started is over: nobody waits for it"
+        written = [plan.writes - one for plan, one in zip(drives.plans, before, strict=True)]
+        assert written[drive] == 0
         with pytest.raises(SwapIOError, match="interrupted"):
             drives.store.read(KEY, lease)
+        drives.store.discard(KEY)
         drives.store.write(KEY, lease, MiB).wait()
         assert drives.store.read(KEY, lease).wait() == MiB
 
@@ -354,6 +359,27 @@ def test_forgetting_removes_every_part_and_makes_room_for_others(
             for key in keys(3):
                 drives.store.forget(key)
             assert [os.listdir(directory) for directory in drives.store.directories] == [["lock"], ["lock"]]
+
+
+@pytest.mark.usefixtures("fine_stripes")
+def test_what_is_planned_later_counts_what_is_there_and_not_what_is_forgotten(
+    paths: list[Path], speeds: Callable[..., None]
+) -> None:
+    speeds(3, 1)
+    with Drives(paths) as drives:
+
+        def count() -> list[int]:
+            return [len(list(directory.glob("*.safetensors"))) for directory in drives.store.directories]
+
+        for key in keys(8):
+            drives.store.plan({key: PAGE})
+        assert count() == [6, 2]
+        on_second = [key for key in keys(8) if drives.files(key)[1].exists()]
+        for key in on_second:
+            drives.store.forget(key)
+        assert count() == [6, 0]
+        drives.store.plan(dict.fromkeys(on_second, PAGE))
+        assert count() == [6, 2]
 
 
 @pytest.mark.usefixtures("fine_stripes")
@@ -532,6 +558,30 @@ def test_all_handles_are_closed_whatever_one_raises(paths: list[Path]) -> None:
     _close_all(handles)
 
 
+class Registering:
+    """Stands for a handle, where a pool only registers its memory."""
+
+    closed = False
+
+    def __init__(self) -> None:
+        self.slabs: list[object] = []
+
+    def register(self, slab: object) -> None:
+        self.slabs.append(slab)
+
+    def unregister(self, slab: object) -> None:
+        self.slabs.remove(slab)
+
+
+def test_the_pool_is_registered_with_every_handle_until_it_is_closed() -> None:
+    handles = [Registering(), Registering(), Registering()]
+    pool = BufferPool(MiB, *handles)  # type: ignore[arg-type]
+    assert [len(handle.slabs) for handle in handles] == [1, 1, 1]
+    handles[1].closed = True
+    pool.close()
+    assert [len(handle.slabs) for handle in handles] == [0, 1, 0]
+
+
 # --- Speed ------------------------------------------------------------------------------------------------------------
 
 
@@ -596,6 +646,32 @@ def test_a_drive_that_fails_while_it_is_measured_is_refused(
         assert f"{operation} of" in str(caught.value) and "nvme_path" in str(caught.value)
         assert not list(paths[0].iterdir()) + list(paths[1].iterdir())
         _close_all(handles)  # Raises what nobody was told.
+
+
+def test_a_drive_on_which_everything_fails_leaves_nothing_for_close_to_raise(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(speed_module, "_FIRST_PASS_S", 60.0)
+    plan = FaultPlan()
+    handle = AsyncIOHandle(faults=plan)
+    real = handle.read
+    failures = 0
+
+    def failing(*args: Any) -> Any:
+        nonlocal failures
+        plan.fail_read_at = 1
+        transfer = real(*args)
+        while plan.fail_read_at:
+            time.sleep(0.0001)
+        failures += 1
+        return transfer
+
+    monkeypatch.setattr(handle, "read", failing)
+    with pytest.raises(NvmePathError):
+        speed_module.measure_speeds([paths[0]], [handle])
+    assert failures > 10
+    assert handle.unobserved_failures == 0
+    handle.close()
 
 
 def test_an_interrupt_while_a_drive_is_measured_leaves_nothing(
