@@ -1,5 +1,5 @@
-// The calls of cuFile over memory of the host, for tests: what it is asked is checked, counted, and made to fail.
-// Built and controlled by test_gds.py.
+// The calls of cuFile over memory of the host, for tests: what it is asked is checked, counted, and made to
+// fail. Built and controlled by test_gds.py.
 #include <fcntl.h>
 #include <sys/types.h>
 #include <unistd.h>
@@ -44,7 +44,9 @@ std::set<Handle*> handles;
 std::map<const char*, size_t> buffers;
 std::map<const void*, int> in_use;  // handles and bases of buffers
 
-Status fails_with(const char* name) { return {static_cast<int>(values[name]), values[name] == 5011 ? 999 : 0}; }
+Status fails_with(const char* name) {
+    return {static_cast<int>(values[name]), values[name] == 5011 ? 999 : 0};
+}
 
 ssize_t move(bool read, void* handle_, char* base, size_t length, off_t offset, off_t base_offset) {
     auto* const handle = static_cast<Handle*>(handle_);
@@ -187,7 +189,8 @@ ssize_t cuFileRead(void* handle, void* base, size_t length, off_t offset, off_t 
 }
 
 ssize_t cuFileWrite(void* handle, const void* base, size_t length, off_t offset, off_t base_offset) {
-    return move(false, handle, const_cast<char*>(static_cast<const char*>(base)), length, offset, base_offset);
+    return move(false, handle, const_cast<char*>(static_cast<const char*>(base)), length, offset,
+                base_offset);
 }
 
 }  // extern "C"

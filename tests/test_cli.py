@@ -284,8 +284,10 @@ sys.stdin.read()
     assert abs(run["started_unix_s"] + run["age_s"] - time.time()) < 60
     assert f"pid {process.pid} ({run['program']})" in line
     # Killed, it is stale, and another process may get its pid.
+    described = json.loads((directory / "lock").read_text())
+    (directory / "lock").write_text(json.dumps({**described, "pid": os.getpid()}))
     [run] = as_json("ls", nvme_path)["runs"]
-    assert (run["state"], run["pid"], run["program"]) == ("stale", process.pid, None)
+    assert (run["state"], run["pid"], run["program"]) == ("stale", os.getpid(), None)
 
 
 def test_ls_changes_nothing_and_holds_nothing(nvme_path: Path) -> None:
@@ -555,7 +557,8 @@ def test_the_question_does_not_get_into_json(nvme_path: Path) -> None:
     assert [entry["path"] for entry in json.loads(stdout)["removed"]] == [str(directory)]
 
 
-def test_force_removes_another_hosts_directory_and_only_that(nvme_path: Path) -> None:
+def test_force_removes_another_hosts_directory_and_only_that(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWAPPER_NVME_PATH", str(nvme_path))
     foreign = leftover(nvme_path, "swapper-foreign-0", **ELSEWHERE)
     other = leftover(nvme_path, "swapper-foreign-1", **ELSEWHERE)
     stale = leftover(nvme_path)
@@ -642,6 +645,14 @@ def test_what_comes_alive_meanwhile_is_left_alone(nvme_path: Path, monkeypatch: 
     assert [(entry["path"], entry["state"]) for entry in data["left"]] == [(str(directory), "alive")]
     assert (directory / "lock").exists()
     os.close(locks.pop())
+
+
+def test_what_turns_out_to_be_another_hosts_is_left_alone(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = leftover(nvme_path)
+    meanwhile(monkeypatch, lambda path: (path / "lock").write_text(json.dumps(ELSEWHERE)))
+    data = as_json("clean", "--yes", nvme_path)
+    assert [(entry["path"], entry["state"]) for entry in data["left"]] == [(str(directory), "unknown")]
+    assert (directory / RECORD).exists()
 
 
 def test_two_cleaners_count_what_they_free_once(nvme_path: Path) -> None:

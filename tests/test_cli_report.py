@@ -22,9 +22,10 @@ from typer.testing import CliRunner, Result
 from swapper.cli import app, drive, machine
 from swapper.cli import report as report_module
 from swapper.cli.drive import Directory, Drive
-from swapper.cli.machine import CudaDevice, CuFile, Limits, Machine, SlabTrial
+from swapper.cli.machine import CudaDevice, Limits, Machine, SlabTrial
 from swapper.cli.report import Finding, Mark, Report, findings
 from swapper.errors import SwapIOError
+from swapper.gds import CuFileProbe, probe_cufile
 from swapper.handle import BACKENDS, AsyncIOHandle, File, Probe, probe
 from swapper.runs import Mount
 
@@ -61,7 +62,7 @@ KEYS = {
     "limits": "memlock_bytes memlock_hard_bytes may_lock_any aio_max_nr aio_nr io_uring_disabled seccomp",
     "slab": "length_bytes allocated reason locked lock_reason registered register_reason huge_bytes "
     "transparent_hugepage",
-    "cufile": "library reason",
+    "cufile": "available reason library version driver_open nvidia_fs compatibility_mode compatibility_reason",
 }
 DIRECTORY_KEYS = (
     "path error change file_system mount_point source direct direct_reason alignment_bytes memory_alignment_bytes "
@@ -98,6 +99,7 @@ def test_what_is_reported_is_what_the_engine_says(nvme_path: Path) -> None:
         assert directory["alignment_bytes"] == file.alignment_bytes
         assert directory["memory_alignment_bytes"] == file.memory_alignment_bytes
         assert directory["preallocated"] == file.preallocate(4096)
+    assert data["cufile"] == probe_cufile()._asdict()
     assert directory["error"] == ""
     assert directory["total_bytes"] > directory["free_bytes"] > 0
     assert data["machine"]["memory_bytes"] == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -633,7 +635,7 @@ GOOD = Report(
     cuda=[],
     cuda_reason="none was found",
     nvidia_driver=False,
-    cufile=CuFile(None, "not found"),
+    cufile=CuFileProbe(False, "there is no CUDA device", "", "", False, "", None, ""),
     directories=[
         Directory(
             "/mnt", "", "", "ext4", "/mnt", "/dev/nvme0n1", True, "", 4096, 512, True, "", GiB, 2 * GiB, 0, [a_drive()]
@@ -680,6 +682,9 @@ def test_nothing_is_advised_where_all_is_well(monkeypatch: pytest.MonkeyPatch) -
 
 GPU = [CudaDevice("H100", 80 * GiB)]
 FINITE = {"memlock_bytes": 8 * MiB, "memlock_hard_bytes": 8 * MiB}
+CUFILE = CuFileProbe(True, "", "libcufile.so.0", "1.15", True, "2.20", False, "")
+NO_DRIVER = CuFileProbe(False, "the driver cannot be opened", "libcufile.so.0", "1.15", False, "", None, "")
+COPYING = CuFileProbe(False, "it would copy", "libcufile.so.0", "1.15", True, "", True, "nvidia-fs is not loaded")
 NO_URING = refused("uring+fixed", "uring")
 
 
@@ -726,7 +731,10 @@ NO_URING = refused("uring+fixed", "uring")
         ),
         (changed(backends=refused("uring+fixed", "uring", "aio")), "I/O backends: aio", "io_setup"),
         (changed(nvidia_driver=True), "GPUs: CUDA", "torch with CUDA"),
-        (changed(cuda=GPU), "GPUs: cuFile", "nvidia-cufile"),
+        (changed(cuda=GPU), "GPUs: cuFile", "pip install nvidia-cufile"),
+        (changed(cuda=GPU, cufile=NO_DRIVER), "GPUs: cuFile", "gdscheck -p"),
+        (changed(cuda=GPU, cufile=COPYING), "GPUs: cuFile", "modprobe nvidia-fs"),
+        (changed(cuda=GPU, cufile=COPYING._replace(available=True, reason="")), "GPUs: cuFile", "modprobe nvidia-fs"),
         (changed(directories=directory(error="x", change="do y")), "/mnt: usable", "do y"),
         (changed(directories=directory(file_system="tmpfs")), "/mnt: file system", "memory"),
         (changed(directories=directory(file_system="nfs4")), "/mnt: file system", "network"),
@@ -757,7 +765,9 @@ def test_what_is_worse_than_it_could_be_ends_with_what_to_change(found: Report, 
         (changed(limits={**FINITE, "may_lock_any": True}), "Limits: RLIMIT_MEMLOCK"),
         (changed(limits={**FINITE, "memlock_bytes": 64 * GiB}), "Limits: RLIMIT_MEMLOCK"),
         (changed(machine={"omp_wait_policy": None}, cuda=GPU), "Machine: OMP_WAIT_POLICY"),
-        (changed(cuda=GPU, cufile=CuFile("libcufile.so.0", "")), "GPUs: cuFile"),
+        (changed(cuda=GPU, cufile=CUFILE), "GPUs: cuFile"),
+        (changed(cuda=GPU, cufile=CUFILE._replace(compatibility_mode=None, nvidia_fs="")), "GPUs: cuFile"),
+        (changed(cufile=NO_DRIVER), "GPUs: cuFile"),
     ],
 )
 def test_what_does_no_harm_is_not_advised_about(found: Report, name: str) -> None:
@@ -778,23 +788,6 @@ def test_the_summary_says_each_change_once(monkeypatch: pytest.MonkeyPatch) -> N
     ]
     assert "/c\\x1b[31m" in text
     assert [change["name"] for change in as_json()["changes"]] == ["uring+fixed", "uring", "left over"]
-
-
-def test_cufile_is_found_by_its_package_or_by_the_loader(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(machine.importlib.metadata, "files", lambda name: None)
-    monkeypatch.setattr(machine.ctypes.util, "find_library", lambda name: None)
-    assert machine.try_cufile() == CuFile(None, "libcufile.so was not found")
-    monkeypatch.setattr(machine.ctypes.util, "find_library", lambda name: f"lib{name}.so.0")
-    assert machine.try_cufile() == CuFile("libcufile.so.0", "")
-
-    class Installed:
-        name = "libcufile.so.0"
-
-        def locate(self) -> Path:
-            return tmp_path / self.name
-
-    monkeypatch.setattr(machine.importlib.metadata, "files", lambda name: [Installed()])
-    assert machine.try_cufile() == CuFile(str(tmp_path / "libcufile.so.0"), "")
 
 
 @pytest.mark.cuda
