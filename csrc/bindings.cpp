@@ -11,6 +11,7 @@
 #include "checksums.h"
 #include "codec.h"
 #include "crc32c.h"
+#include "cufile.h"
 #include "engine.h"
 #include "error.h"
 #include "fault_backend.h"
@@ -47,6 +48,7 @@ BackendKind backend_kind(const std::string& name) {
     if (name == "threads") return BackendKind::kThreads;
     if (name == "aio") return BackendKind::kAio;
     if (name == "uring") return BackendKind::kUring;
+    if (name == "cufile") return BackendKind::kCuFile;
     throw py::value_error("unknown backend: " + name);
 }
 
@@ -94,6 +96,51 @@ std::shared_ptr<Transfer> start(Engine& engine, Operation operation, std::shared
                         std::move(checksums));
 }
 
+std::shared_ptr<Transfer> start_on_device(Engine& engine, const std::string& operation,
+                                          std::shared_ptr<RegisteredFile> file, uintptr_t address,
+                                          uint64_t length, uint64_t offset, uintptr_t base, int device) {
+    return engine.start_on_device(operation == "read" ? Operation::kRead : Operation::kWrite,
+                                  {std::move(file), reinterpret_cast<char*>(base), device},
+                                  reinterpret_cast<char*>(address), length, offset);
+}
+
+void bind_cufile(py::module_& module) {
+    py::class_<CuFile, std::shared_ptr<CuFile>>(module, "CuFile")
+        .def_property_readonly("path", &CuFile::path)
+        .def_property_readonly("version", &CuFile::version)
+        .def("open_driver", &CuFile::open_driver, NoGil())
+        .def("properties",
+             [](const CuFile& library) -> std::optional<std::tuple<unsigned, unsigned, unsigned, unsigned>> {
+                 const auto found = library.properties();
+                 if (!found) return std::nullopt;
+                 return std::tuple(found->nvfs_major, found->nvfs_minor, found->status_flags,
+                                   found->control_flags);
+             })
+        .def("parameter", &CuFile::parameter, "index"_a)
+        .def(
+            "register_file",
+            [](std::shared_ptr<CuFile> library, std::shared_ptr<File> file, int device) {
+                return std::make_shared<RegisteredFile>(std::move(library), std::move(file), device);
+            },
+            "file"_a, "device"_a, NoGil())
+        .def(
+            "register_memory",
+            [](std::shared_ptr<CuFile> library, uintptr_t address, uint64_t length, int device) {
+                return std::make_shared<RegisteredMemory>(std::move(library),
+                                                          reinterpret_cast<char*>(address), length, device);
+            },
+            "address"_a, "length_bytes"_a, "device"_a, NoGil());
+    py::class_<RegisteredFile, std::shared_ptr<RegisteredFile>>(module, "RegisteredFile");
+    py::class_<RegisteredMemory, std::shared_ptr<RegisteredMemory>>(module, "RegisteredMemory");
+    module.def(
+        "load_cufile",
+        [](const std::vector<std::string>& names) {
+            const py::gil_scoped_release released;
+            return std::const_pointer_cast<CuFile>(CuFile::load(names));
+        },
+        "names"_a);
+}
+
 void bind_engine(py::module_& module) {
     py::class_<Slab, std::shared_ptr<Slab>>(module, "Slab", py::buffer_protocol())
         .def(py::init<uint64_t>(), "length_bytes"_a, NoGil())
@@ -102,6 +149,7 @@ void bind_engine(py::module_& module) {
                                [](const Slab& slab) { return reinterpret_cast<uintptr_t>(slab.data()); })
         .def_property_readonly("locked", &Slab::locked)
         .def_property_readonly("lock_reason", &Slab::lock_refusal)
+        .def("unlock", &Slab::unlock)  // with the GIL, which orders it with `locked`
         .def_buffer([](const Slab& slab) {
             if (!slab.in_owner_process()) throw StateError("this memory belongs to the parent process");
             return py::buffer_info(reinterpret_cast<uint8_t*>(slab.data()),
@@ -134,7 +182,7 @@ void bind_engine(py::module_& module) {
     py::class_<FaultPlan, std::shared_ptr<FaultPlan>>(module, "FaultPlan")
         .def(py::init([](uint64_t seed, double short_transfer, double eio, double enospc, double eintr,
                          double eagain, uint32_t delay_us, bool reorder, int64_t fail_read_at,
-                         int64_t fail_write_at, int fail_errno) {
+                         int64_t fail_write_at, int fail_errno, uint64_t bytes_per_second) {
                  auto plan = std::make_shared<FaultPlan>();
                  plan->seed = seed;
                  plan->short_transfer = short_transfer;
@@ -147,11 +195,12 @@ void bind_engine(py::module_& module) {
                  plan->fail_read_at = fail_read_at;
                  plan->fail_write_at = fail_write_at;
                  plan->fail_error = fail_errno;
+                 plan->bytes_per_second = bytes_per_second;
                  return plan;
              }),
              py::kw_only(), "seed"_a = 0, "short"_a = 0.0, "eio"_a = 0.0, "enospc"_a = 0.0, "eintr"_a = 0.0,
              "eagain"_a = 0.0, "delay_us"_a = 0, "reorder"_a = false, "fail_read_at"_a = 0,
-             "fail_write_at"_a = 0, "fail_errno"_a = EIO)
+             "fail_write_at"_a = 0, "fail_errno"_a = EIO, "bytes_per_second"_a = 0)
         .def_property(
             "fail_read_at", [](const FaultPlan& plan) { return plan.fail_read_at.load(); },
             [](FaultPlan& plan, int64_t n) { plan.fail_read_at = n; })
@@ -161,6 +210,9 @@ void bind_engine(py::module_& module) {
         .def_property(
             "fail_errno", [](const FaultPlan& plan) { return plan.fail_error.load(); },
             [](FaultPlan& plan, int error) { plan.fail_error = error; })
+        .def_property(
+            "bytes_per_second", [](const FaultPlan& plan) { return plan.bytes_per_second.load(); },
+            [](FaultPlan& plan, uint64_t rate) { plan.bytes_per_second = rate; })
         .def_property_readonly("reads", [](const FaultPlan& plan) { return plan.reads.load(); })
         .def_property_readonly("writes", [](const FaultPlan& plan) { return plan.writes.load(); });
 
@@ -199,6 +251,8 @@ void bind_engine(py::module_& module) {
                              std::move(checksums));
             },
             "file"_a, "address"_a, "length_bytes"_a, "offset_bytes"_a, "key"_a, "checksums"_a)
+        .def("start_on_device", &start_on_device, "operation"_a, "file"_a, "address"_a, "length_bytes"_a,
+             "offset_bytes"_a, "base"_a, "device"_a)
         .def("take_finished", &Engine::take_finished)
         .def("register_slab", &Engine::register_slab, "slab"_a, NoGil())
         .def(
@@ -257,6 +311,7 @@ void bind_codec(py::module_& module) {
 
 PYBIND11_MODULE(_native, module) {
     py::register_exception_translator(&swapper::translate);
+    swapper::bind_cufile(module);
     swapper::bind_engine(module);
     swapper::bind_codec(module);
 }

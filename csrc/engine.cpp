@@ -68,6 +68,8 @@ std::unique_ptr<Backend> make_backend(BackendKind kind, uint32_t queue_depth) {
             return make_aio_backend(queue_depth);
         case BackendKind::kUring:
             return make_uring_backend(queue_depth);
+        case BackendKind::kCuFile:
+            return make_cufile_backend(queue_depth);
         case BackendKind::kThreads:
             break;
     }
@@ -95,14 +97,15 @@ struct Part : Request {
 }  // namespace
 
 Transfer::Transfer(Operation operation, std::shared_ptr<const File> file, char* data, uint64_t length,
-                   uint64_t offset, uint64_t key, std::shared_ptr<Checksums> checksums)
+                   uint64_t offset, uint64_t key, std::shared_ptr<Checksums> checksums, DeviceTarget device)
     : operation_(operation),
       file_(std::move(file)),
       data_(data),
       length_(length),
       offset_(offset),
       key_(key),
-      checksums_(std::move(checksums)) {}
+      checksums_(std::move(checksums)),
+      device_(std::move(device)) {}
 
 bool Transfer::wait(int64_t timeout_ms) const {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
@@ -135,6 +138,7 @@ struct Engine::Impl {
     bool cut(Part& part, bool may_bounce);
     void part_over(Part& part, std::optional<IoError> error);
     void fail_queue(const IoError& error);
+    void over(const std::shared_ptr<Transfer>& transfer);
     void wake_all();
     int set_pieces(const std::vector<Piece>& wanted);
 
@@ -358,6 +362,10 @@ class Engine::Worker {
         const bool read = part.operation == Operation::kRead;
         if (result < 0) {
             const int error = static_cast<int>(-result);
+            if (error > kCuFileErrors) {
+                finish(part, failure(part, cufile_errno(error), cufile_error_text(error)));
+                return;
+            }
             if ((error == EINTR || error == EAGAIN) && ++part.retries <= kMaxRetries) {
                 // The first time at once; then whatever is short in the kernel gets time to come back.
                 if (error == EAGAIN && part.retries > 1) {
@@ -489,7 +497,9 @@ bool Engine::Impl::cut(Part& part, bool may_bounce) {
             length = left;
         }
     }
-    const bool bounced = direct && reinterpret_cast<uintptr_t>(memory) % file.memory_alignment() != 0;
+    const bool on_device = transfer.device_.file != nullptr;
+    const bool bounced =
+        direct && !on_device && reinterpret_cast<uintptr_t>(memory) % file.memory_alignment() != 0;
     if (bounced && !may_bounce) return false;
 
     int buffer_index = -1;
@@ -516,6 +526,7 @@ bool Engine::Impl::cut(Part& part, bool may_bounce) {
     part.offset = part.part_offset = offset;
     part.length = part.part_length = static_cast<uint32_t>(length);
     part.buffer_index = buffer_index;
+    part.device = on_device ? &transfer.device_ : nullptr;
     part.summed = false;
     part.retries = 0;
 
@@ -531,9 +542,14 @@ void Engine::Impl::part_over(Part& part, std::optional<IoError> error) {
     if (error && !transfer.error_) transfer.error_ = std::move(error);
     if (--transfer.parts_ > 0) return;  // drained before it is reported
     if (transfer.error_ || transfer.cut_ == transfer.length_) {
-        finished.push_back(part.transfer);
-        transfer.complete();
+        over(part.transfer);
     }
+}
+
+// Nothing of it is in flight any more. Under the mutex.
+void Engine::Impl::over(const std::shared_ptr<Transfer>& transfer) {
+    if (transfer->key_ != 0) finished.push_back(transfer);
+    transfer->complete();
 }
 
 void Engine::Impl::fail_queue(const IoError& error) {
@@ -544,8 +560,7 @@ void Engine::Impl::fail_queue(const IoError& error) {
                                    static_cast<int64_t>(transfer->offset_),
                                    static_cast<int64_t>(transfer->length_), ended_by(error));
         if (transfer->parts_ > 0) continue;
-        finished.push_back(transfer);
-        transfer->complete();
+        over(transfer);
     }
     queue.clear();
 }
@@ -621,14 +636,29 @@ std::shared_ptr<Transfer> Engine::start(Operation operation, std::shared_ptr<con
         if (offset + length > checksums->length())
             throw std::invalid_argument("beyond what the checksums cover");
     }
-    auto transfer = std::make_shared<Transfer>(operation, std::move(file), data, length, offset, key,
-                                               std::move(checksums));
+    return enqueue(std::make_shared<Transfer>(operation, std::move(file), data, length, offset, key,
+                                              std::move(checksums), DeviceTarget{}));
+}
+
+std::shared_ptr<Transfer> Engine::start_on_device(Operation operation, DeviceTarget device, char* data,
+                                                  uint64_t length, uint64_t offset) {
+    const std::shared_ptr<const File> file = device.file->file();
+    const uint64_t page = file->offset_alignment();
+    if (!file->direct() || checked().options.backend != BackendKind::kCuFile || offset % page != 0 ||
+        length % page != 0 || offset > INT64_MAX || length > INT64_MAX - offset) {
+        throw std::invalid_argument("not a transfer for cuFile");
+    }
+    return enqueue(
+        std::make_shared<Transfer>(operation, file, data, length, offset, 0, nullptr, std::move(device)));
+}
+
+std::shared_ptr<Transfer> Engine::enqueue(std::shared_ptr<Transfer> transfer) {
+    Impl& impl = checked();
     const std::lock_guard<std::mutex> lock(impl.mutex);
     if (impl.stopping) throw StateError("the I/O handle is closed");
     if (impl.broken) throw IoError(*impl.broken);
-    if (length == 0) {
-        impl.finished.push_back(transfer);
-        transfer->complete();
+    if (transfer->length() == 0) {
+        impl.over(transfer);
         return transfer;
     }
     impl.queue.push_back(transfer);

@@ -44,7 +44,8 @@ class FaultBackend final : public Backend {
     struct Passed {  // what `inner` sees in place of `outer`
         Request inner;
         Request* outer;
-        uint32_t reported;  // at most this many bytes are admitted to have moved
+        uint32_t reported;      // at most this many bytes are admitted to have moved
+        Clock::time_point due;  // not over before this
     };
     struct Held {
         Completion completion;
@@ -70,19 +71,38 @@ class FaultBackend final : public Backend {
 
     bool submit_one(Request* request) {
         if (const int error = drawn_error(*request); error != 0) {
-            hold({request, -error});
+            hold({request, -error}, Clock::now());
             return true;
         }
-        Passed& passed = passed_.emplace_back(Passed{*request, request, request->length});
+        Passed& passed = passed_.emplace_back(Passed{*request, request, request->length, {}});
         if (request->length > 1 && chance(plan_->short_transfer)) {
             passed.reported = std::uniform_int_distribution<uint32_t>(1, request->length - 1)(random_);
             // Keeps what O_DIRECT asks of lengths, wherever the request itself did.
             passed.inner.length = std::min((passed.reported + 4095) / 4096 * 4096, request->length);
         }
         Request* inner = &passed.inner;
-        if (inner_->submit(&inner, 1) == 1) return true;
-        passed_.pop_back();
-        return false;
+        if (inner_->submit(&inner, 1) != 1) {
+            passed_.pop_back();
+            return false;
+        }
+        passed.due = when_moved(request->length);
+        return true;
+    }
+
+    // When a drive of the plan's speed would have moved `length` more bytes.
+    Clock::time_point when_moved(uint32_t length) {
+        const auto now = Clock::now();
+        const uint64_t rate = plan_->bytes_per_second.load();
+        if (rate == 0) return now;
+        using std::chrono::nanoseconds;
+        const auto needed_ns = static_cast<int64_t>(uint64_t{1000000000} * length / rate);
+        const int64_t now_ns = std::chrono::duration_cast<nanoseconds>(now.time_since_epoch()).count();
+        int64_t busy_ns = plan_->busy_until_ns.load();
+        int64_t done_ns = 0;
+        do {
+            done_ns = std::max(busy_ns, now_ns) + needed_ns;
+        } while (!plan_->busy_until_ns.compare_exchange_weak(busy_ns, done_ns));
+        return Clock::time_point(std::chrono::duration_cast<Clock::duration>(nanoseconds(done_ns)));
     }
 
     void finish(const Completion& completion) {
@@ -94,21 +114,21 @@ class FaultBackend final : public Backend {
         if (result > at->reported) {
             result = at->reported;
             // Whoever believes that the rest arrived shall see that it did not.
-            if (outer.operation == Operation::kRead) {
+            if (outer.operation == Operation::kRead && outer.device == nullptr) {
                 std::memset(outer.data + result, 0xAB, outer.length - static_cast<size_t>(result));
             }
         }
-        hold({at->outer, result});
+        hold({at->outer, result}, at->due);
         passed_.erase(at);
     }
 
-    void hold(const Completion& completion) {
+    void hold(const Completion& completion, Clock::time_point earliest) {
         auto due = Clock::now();
         if (plan_->delay_us > 0) {
             due += std::chrono::microseconds(
                 std::uniform_int_distribution<uint32_t>(0, plan_->delay_us)(random_));
         }
-        held_.push_back({completion, due});
+        held_.push_back({completion, std::max(due, earliest)});
     }
 
     size_t emit(Completion* completions, size_t capacity) {

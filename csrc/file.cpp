@@ -85,6 +85,8 @@ void File::open_direct(int flags) {
     UniqueFd fd(open_retrying(same_file.c_str(), flags | O_DIRECT));
     if (!fd.valid() && errno == ENOENT) fd = UniqueFd(open_retrying(path_.c_str(), flags | O_DIRECT));
     if (!fd.valid()) {
+        // Not a property of the file: closing others helps, and the page cache would be slow without a word.
+        if (errno == EMFILE || errno == ENFILE) throw IoError(errno, "open", path_);
         // EINVAL is the answer of a file system without O_DIRECT; anything else is as good a reason.
         direct_refusal_ = std::string("open with O_DIRECT: ") + std::strerror(errno);
         return;

@@ -21,9 +21,9 @@ import torch
 
 from swapper.buffers import BufferPool, Lease
 from swapper.errors import SwapIOError
-from swapper.handle import Transfer
 from swapper.metrics import Metrics
 from swapper.store import RecordKey, TensorStore
+from swapper.transfers import AnyTransfer
 
 __all__ = ["DeviceCopies", "Pipeline", "Place"]
 
@@ -68,7 +68,7 @@ class Pipeline:
         self._metrics = metrics
         self._held: dict[RecordKey, _Held] = {}
         self._resident: frozenset[RecordKey] = frozenset()
-        self._dropped: list[Transfer] = []  # reads that are not wanted any more
+        self._dropped: list[AnyTransfer] = []  # reads that are not wanted any more
         self._lock = threading.RLock()
         pool.add_reclaimer(self._reclaim)
 

@@ -23,7 +23,7 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -33,12 +33,15 @@ from swapper.layout import format_bytes
 
 __all__ = [
     "MEMORY_FILE_SYSTEMS",
+    "FileSystem",
     "Mount",
     "NvmePathError",
     "Removal",
     "RunDirectory",
     "RunState",
     "check_nvme_path",
+    "check_nvme_paths",
+    "file_systems",
     "find_runs",
     "is_network_file_system",
     "make_run_directory",
@@ -129,6 +132,59 @@ def check_nvme_path(path: Path) -> None:
         _warn_once(
             f"nvme_path: the kernel says that the drive of {path} rotates; a solid-state drive is many times faster"
         )
+
+
+def check_nvme_paths(paths: Sequence[Path]) -> None:
+    """`check_nvme_path` for each of them; and refuse two that are not two places.
+
+    Raises:
+        NvmePathError: as for `check_nvme_path`.
+        ConfigError: as for `check_nvme_path`; or two are one directory, or one is inside the other.
+    """
+    for path in paths:
+        check_nvme_path(path)
+    for i, path in enumerate(paths):
+        for other in paths[:i]:
+            if os.path.samefile(path, other):
+                raise ConfigError(f"nvme_path: {other} and {path} are the same directory; name each drive once")
+            for inner, outer in ((path, other), (other, path)):
+                if any(os.path.samefile(parent, outer) for parent in inner.resolve().parents):
+                    raise ConfigError(f"nvme_path: {inner} is inside {outer}; name directories beside each other")
+    for file_system in file_systems(paths):
+        if len(file_system.members) > 1:
+            names = " and ".join(str(paths[i]) for i in file_system.members)
+            _warn_once(f"nvme_path: {names} are on one file system; together they are no faster than one of them")
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """A file system that holds one or several of some directories.
+
+    Attributes:
+        members: the places of its directories in the list that was given.
+        free_bytes: what this user may still write to it.
+    """
+
+    members: tuple[int, ...]
+    free_bytes: int
+
+
+def file_systems(directories: Sequence[Path]) -> list[FileSystem]:
+    """The file systems of the directories, with their free space now, which those that share one share too.
+
+    Raises:
+        SwapIOError: a directory is gone.
+    """
+    members: dict[int, list[int]] = {}
+    free_bytes: dict[int, int] = {}
+    for i, directory in enumerate(directories):
+        try:
+            device, status = os.stat(directory).st_dev, os.statvfs(directory)
+        except OSError as error:
+            raise SwapIOError(error.errno or errno.EIO, "look for free space in", directory) from error
+        members.setdefault(device, []).append(i)
+        free_bytes[device] = status.f_bavail * status.f_frsize
+    return [FileSystem(tuple(found), free_bytes[device]) for device, found in members.items()]
 
 
 def _warn_once(message: str) -> None:
@@ -470,16 +526,18 @@ def _judged(directory: Path, flags: int, operation: int) -> Iterator[_Verdict | 
     """
     lock = -1
     try:
-        lock = os.open(directory / _LOCK, flags | os.O_CLOEXEC | os.O_NOFOLLOW)
+        # Whatever it is that has this name: opening it must neither follow it nor wait for it.
+        lock = os.open(directory / _LOCK, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        ours = stat.S_ISREG(os.fstat(lock).st_mode)
     except FileNotFoundError:
         os.lstat(directory)
+        ours = True
     except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.EISDIR):
+        if error.errno not in (errno.ELOOP, errno.EISDIR, errno.ENXIO):
             raise
-        yield None  # A link or a directory: none of ours.
-        return
+        ours = False  # A link, a directory, a socket.
     try:
-        yield _verdict(directory, lock, operation)
+        yield _verdict(directory, lock, operation) if ours else None
     finally:
         if lock >= 0:
             os.close(lock)

@@ -23,7 +23,7 @@ import torch
 import yaml
 from typer.testing import CliRunner, Result
 
-from swapper.cli import app, chart, tune, witness
+from swapper.cli import app, chart, config_file, tune, witness
 from swapper.cli.config_file import aio_yaml, check_config_file, write_aio
 from swapper.cli.contestants import NewFile, Transfers
 from swapper.cli.fio import Fio, FioProgram, find_fio
@@ -1096,6 +1096,15 @@ def test_an_aio_section_that_others_refer_to_is_not_cut_out(tmp_path: Path) -> N
     with pytest.raises(ConfigError, match=r"config\.yaml"):
         write_aio(path, TUNED, [])
     assert path.read_text() == text
+
+
+def test_a_change_of_anything_else_is_caught(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text("pool_bytes: 2GiB\n")
+    monkeypatch.setattr(config_file, "_with_section", lambda text, section, path: "pool_bytes: 3GiB\n" + section)
+    with pytest.raises(ConfigError, match="cannot be replaced alone"):
+        write_aio(path, TUNED, [])
+    assert path.read_text() == "pool_bytes: 2GiB\n"
 
 
 # --- The benchmark -------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import gc
 import itertools
 import os
 import random
+import resource
 import signal
 import subprocess
 import sys
@@ -650,7 +651,7 @@ def test_ctrl_c_while_a_transfer_starts_leaves_nothing_in_flight(tmp_path: Path)
     ):
 
         def start() -> None:
-            handle._start("write", file, source, 0)
+            handle.write(file, source)
 
         outcomes = set()
         for n in itertools.count():
@@ -849,3 +850,41 @@ def test_slab_is_resident_and_goes_away() -> None:
     del slab
     gc.collect()
     assert resident_bytes() - before < 8 << 20
+
+
+def test_small_slab_takes_no_more_than_its_pages() -> None:
+    """Programs make many; with RLIMIT_MEMLOCK at 64 KiB even one huge page could not be locked."""
+
+    def locked_bytes() -> int:
+        status = Path("/proc/self/status").read_text()
+        return next(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith("VmLck"))
+
+    before, page = locked_bytes(), os.sysconf("SC_PAGESIZE")
+    slab = Slab(page + 1)
+    if not slab.locked:
+        pytest.skip("this process may not lock two pages")
+    assert slab.address % page == 0 and locked_bytes() - before == 2 * page
+    memory = torch.frombuffer(slab, dtype=torch.uint8).fill_(5)
+    for _ in range(2):
+        slab.unlock()
+        assert not slab.locked and slab.lock_reason and locked_bytes() == before
+    assert int(memory.sum()) == 5 * (page + 1)
+
+
+def test_descriptors_used_up_are_an_error_and_not_a_slow_file(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with AsyncIOHandle() as handle:
+        handle.open(tmp_path / "file", "w").close()
+        lowest = os.dup(0)
+        os.close(lowest)
+        for left in range(2):  # A file that is direct takes two.
+            resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + left, limits[1]))
+            try:
+                file = handle.open(tmp_path / "file")
+            except SwapIOError as error:
+                assert error.errno == errno.EMFILE
+            else:
+                assert left == 1 and "EINVAL" not in file.direct_reason and "many" not in file.direct_reason
+                file.close()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, limits)

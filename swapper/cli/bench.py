@@ -75,9 +75,14 @@ def bench(
         list[Path] | None,
         typer.Option("--dir", metavar="DIR", help="A directory on a drive; several are also measured side by side."),
     ] = None,
-    size: Annotated[int, typer.Option(parser=size_argument, metavar="SIZE", help="Of the tensor in each.")] = 1 << 30,
+    size: Annotated[
+        int, typer.Option(parser=size_argument, metavar="SIZE", show_default="1GiB", help="Of the tensor in each.")
+    ] = 1 << 30,
     block_size: Annotated[
-        int, typer.Option(parser=size_argument, metavar="SIZE", help="The most that one request moves.")
+        int,
+        typer.Option(
+            parser=size_argument, metavar="SIZE", show_default="4MiB", help="The most that one request moves."
+        ),
     ] = 4 << 20,
     queue_depth: Annotated[int, typer.Option(min=1, max=4096, help="Requests in flight, per thread.")] = 32,
     threads: Annotated[int, typer.Option(min=1, max=64, help="I/O threads for each directory.")] = 1,

@@ -86,7 +86,7 @@ def _with_section(text: str, section: str, path: Path) -> str:
         if isinstance(key, yaml.ScalarNode) and key.value == "aio":
             first = key.start_mark.line
             # An alias is composed as the node that it stands for, which is before it.
-            last = first if value.start_mark.index < key.end_mark.index else max(first, _last_line(value))
+            last = max(first, _last_line(value))
             return "".join([*lines[:first], *new, *lines[last + 1 :]])
     if lines and not lines[-1].endswith("\n"):
         lines[-1] += "\n"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes.util
 import importlib.metadata
 import os
 import platform
@@ -20,7 +18,6 @@ from swapper.handle import AsyncIOHandle, Slab
 from swapper.runs import mounts
 
 __all__ = [
-    "CuFile",
     "CudaDevice",
     "Limits",
     "Machine",
@@ -32,7 +29,6 @@ __all__ = [
     "read_int",
     "read_text",
     "swapper_version",
-    "try_cufile",
     "try_slab",
 ]
 
@@ -329,27 +325,3 @@ def cuda_devices() -> tuple[list[CudaDevice], str]:
 def has_nvidia_driver() -> bool:
     """Whether there is a GPU driver, with or without a torch that uses it."""
     return (PROC / "driver/nvidia").exists()
-
-
-@dataclass(frozen=True)
-class CuFile:
-    """Whether transfers between a drive and GPU memory can go without the host's memory.
-
-    Attributes:
-        library: the library that was found, a path or a name for the loader; None if there is none.
-        reason: why cuFile cannot be used; "" if nothing speaks against it.
-    """
-
-    library: str | None
-    reason: str
-
-
-def try_cufile() -> CuFile:
-    """Look for cuFile. The one place where `swapper report` asks about it."""
-    for name in ("nvidia-cufile", "nvidia-cufile-cu13", "nvidia-cufile-cu12"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            for file in importlib.metadata.files(name) or []:
-                if file.name.startswith("libcufile.so"):
-                    return CuFile(str(file.locate()), "")
-    library = ctypes.util.find_library("cufile")
-    return CuFile(library, "" if library else "libcufile.so was not found")

@@ -17,7 +17,6 @@ from swapper.cli.directories import directories_or_default
 from swapper.cli.drive import Directory, Drive, look_at_directory
 from swapper.cli.machine import (
     CudaDevice,
-    CuFile,
     Limits,
     Machine,
     SlabTrial,
@@ -26,10 +25,10 @@ from swapper.cli.machine import (
     limits,
     machine,
     swapper_version,
-    try_cufile,
     try_slab,
 )
 from swapper.cli.output import complain, make_console, print_json, printable
+from swapper.gds import CuFileProbe, probe_cufile
 from swapper.handle import Probe, probe
 from swapper.layout import format_bytes
 from swapper.runs import MEMORY_FILE_SYSTEMS, is_network_file_system
@@ -57,7 +56,7 @@ class Report:
     cuda: list[CudaDevice]
     cuda_reason: str
     nvidia_driver: bool
-    cufile: CuFile
+    cufile: CuFileProbe
     directories: list[Directory]
 
     @property
@@ -78,7 +77,7 @@ def make_report(directories: list[Path]) -> Report:
         cuda=cuda,
         cuda_reason=cuda_reason,
         nvidia_driver=has_nvidia_driver(),
-        cufile=try_cufile(),
+        cufile=probe_cufile(),
         directories=[look_at_directory(path) for path in directories],
     )
 
@@ -287,15 +286,27 @@ def _of_gpus(found: Report) -> Iterator[Finding]:
         mark = Mark.WORSE if change else Mark.NEUTRAL
         yield Finding(section, "CUDA", mark, f"none: {found.cuda_reason}", change)
         yield Finding(section, "cuFile", Mark.NEUTRAL, "not needed without a CUDA device")
-    elif found.cufile.reason:
-        yield _judge(
-            section,
-            "cuFile",
-            f"no: {found.cufile.reason}; GPU tensors go through host memory",
-            "pip install nvidia-cufile, or install the system's package of GPUDirect Storage",
-        )
+    elif found.cufile.available:
+        value = f"cuFile {found.cufile.version or 'of unknown version'}, {found.cufile.library}"
+        if found.cufile.compatibility_mode is None:
+            value += "; whether it passes by host memory cannot be told"
+        yield _judge(section, "cuFile", value, _cufile_change(found.cufile))
     else:
-        yield Finding(section, "cuFile", Mark.FINE, f"found: {_text(found.cufile.library)}")
+        value = f"no: {found.cufile.reason}; GPU tensors go through host memory"
+        yield _judge(section, "cuFile", value, _cufile_change(found.cufile))
+
+
+def _cufile_change(about: CuFileProbe) -> str:
+    if not about.library:
+        return "pip install nvidia-cufile, or install the system's package of GPUDirect Storage"
+    if about.compatibility_mode:
+        return (
+            "install GPUDirect Storage and run sudo modprobe nvidia-fs; "
+            "in /etc/cufile.json force_compat_mode must not be true"
+        )
+    return (
+        "" if about.available else "install GPUDirect Storage of the version of the GPU's driver; gdscheck -p says more"
+    )
 
 
 def _of_directory(directory: Directory) -> Iterator[Finding]:
@@ -437,7 +448,7 @@ def _as_json(found: Report, lines: list[Finding]) -> dict[str, object]:
         for line in lines
         if line.mark is Mark.WORSE
     ]
-    return {**asdict(found), "backends": backends, "changes": changes}
+    return {**asdict(found), "backends": backends, "cufile": found.cufile._asdict(), "changes": changes}
 
 
 def _print(found: Report, lines: list[Finding]) -> None:

@@ -131,7 +131,10 @@ def tune(
     read: Annotated[bool, typer.Option("--read/--no-read", help="Measure reads.")] = True,
     write: Annotated[bool, typer.Option("--write/--no-write", help="Measure writes.")] = True,
     io_size: Annotated[
-        int, typer.Option(parser=size_argument, metavar="SIZE", help="Of the tensor for each directory.")
+        int,
+        typer.Option(
+            parser=size_argument, metavar="SIZE", show_default="1GiB", help="Of the tensor for each directory."
+        ),
     ] = 1 << 30,
     gpu: Annotated[bool, typer.Option("--gpu", help="With tensors on the GPU.")] = False,
     gds: Annotated[bool, typer.Option("--gds", help="With --gpu: by GPUDirect Storage.")] = False,

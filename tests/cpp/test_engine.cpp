@@ -101,8 +101,8 @@ void callers_share_an_engine(BackendKind kind) {
             const Slab slab(2 << 20);
             for (int turn = 0; turn < 20; ++turn) {
                 fill(slab.data(), 100000, static_cast<uint64_t>(turn));
-                wait(*engine.start(Operation::kWrite, file, slab.data(), 100000, 0));
-                wait(*engine.start(Operation::kRead, file, slab.data() + (1 << 20), 100000, 0));
+                wait(*engine.start(Operation::kWrite, file, slab.data(), 100000, 0, 1));
+                wait(*engine.start(Operation::kRead, file, slab.data() + (1 << 20), 100000, 0, 1));
                 CHECK(std::memcmp(slab.data(), slab.data() + (1 << 20), 100000) == 0);
                 engine.take_finished();
             }
@@ -122,7 +122,7 @@ void failures_are_reported(BackendKind kind) {
     Engine engine(options);
     const Slab slab(2 << 20);
     const auto file = open_file(directory / "failures");
-    wait(*engine.start(Operation::kWrite, file, slab.data(), 100000, 0));
+    wait(*engine.start(Operation::kWrite, file, slab.data(), 100000, 0, 1));
     CHECK(error_of(*engine.start(Operation::kRead, file, slab.data(), 100000, 1)) == ENODATA);
     options.faults->fail_error = ENOSPC;
     options.faults->fail_write_at = 2;
