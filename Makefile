@@ -10,15 +10,26 @@ NATIVE := $(wildcard csrc/*.cpp csrc/*.h)
 OMP_WAIT_POLICY ?= PASSIVE
 export OMP_WAIT_POLICY
 
-.PHONY: help build train test lint sanitize schema clean
+# The package with its core under AddressSanitizer and UBSan. PYTHONMALLOC: what a Python object gives back is given back,
+# so that a transfer into it is seen. The format names the library of each frame, for tests/conftest.py to find our leaks.
+# Tests: whatever uses the core directly, and one run of it all from the top; the others are about arithmetic.
+ASAN := build/asan
+ASAN_ENVIRONMENT = PYTHONMALLOC=malloc UBSAN_OPTIONS=print_stacktrace=1 \
+    ASAN_OPTIONS='detect_leaks=1:leak_check_at_exit=0:abort_on_error=1:stack_trace_format="    \#%n %p %F %L %M"'
+# Sanitizers take places in memory where a kernel that places at random, with many bits, may have put something before.
+FIXED_PLACES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+SANITIZED_TESTS = $(sort $(shell grep -lE '^(from|import) swapper.*(_native|handle|buffers|codec|deepnvme)' tests/test_*.py) \
+    tests/test_optimizer.py)
+
+.PHONY: help build train test lint sanitize sanitize-core sanitize-python schema clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train      train a small GPT with its optimizer state on disk (under five minutes)"
-	@echo "make test       every check there is: lint, then all tests"
+	@echo "make test       lint, then all tests"
 	@echo "make lint       ruff, mypy, clang-format"
-	@echo "make sanitize   the native core's own tests under ASan, UBSan and TSan"
-	@echo "make build      set up .venv and build the native core (DEBUG=1, SANITIZE=address|thread|undefined)"
+	@echo "make sanitize   the native core under ASan, UBSan and TSan: its own tests, then those in Python that use it"
+	@echo "make build      set up .venv and build the native core (DEBUG=1 for assertions)"
 	@echo "make schema     write config/schema.json anew"
 	@echo "make clean      remove what was built, but not .venv"
 
@@ -37,8 +48,32 @@ lint: $(VENV)/.built
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
 
-sanitize:
-	$(MAKE) -C tests/cpp sanitize
+sanitize: sanitize-core sanitize-python
+
+sanitize-core: build/.sanitizers
+	@$(MAKE) --no-print-directory -C tests/cpp -j2 sanitize
+
+# In the tree's directory, which Python searches first: nothing shall find the package's other build.
+sanitize-python: $(ASAN)/.built
+	@find $(ASAN)/swapper -name '*.py' -delete
+	@$(BIN)/python setup.py -q build_py --build-lib $(ASAN)
+	@preload=$$(ldd $(ASAN)/swapper/_native*.so | awk '/lib(asan|ubsan|stdc\+\+)\./ { printf "%s ", $$3 }'); \
+	    cd $(ASAN) && $(FIXED_PLACES) env PYTHONPATH=$(CURDIR)/$(ASAN) LD_PRELOAD="$$preload" $(ASAN_ENVIRONMENT) \
+	    SWAPPER_FUZZ_SECONDS=20 $(abspath $(BIN))/python -m pytest -q -c $(CURDIR)/pyproject.toml \
+	    $(SANITIZED_TESTS:%=$(CURDIR)/%)
+
+build/.sanitizers:
+	@mkdir -p build
+	@for sanitizer in address undefined thread; do \
+	    echo 'int main() {}' | $(CXX) -x c++ -fsanitize=$$sanitizer -o $@ - 2>/dev/null || { rm -f $@; \
+	    echo "$(CXX) cannot link with -fsanitize=$$sanitizer: install its run-time (on Fedora: dnf install libasan" \
+	        "libubsan libtsan; on Debian and Ubuntu it comes with g++), or name another compiler: make sanitize CXX=..."; \
+	    exit 1; }; done
+
+$(ASAN)/.built: $(VENV)/.made setup.py $(NATIVE) | build/.sanitizers
+	@echo "Building the native core under AddressSanitizer and UBSan"
+	@SANITIZE=address,undefined $(BIN)/python setup.py -q build_ext --force --build-lib $(ASAN) --build-temp $(ASAN)
+	@touch $@
 
 schema: $(VENV)/.built
 	$(BIN)/python -W ignore -m swapper.config --schema config/schema.json

@@ -473,6 +473,7 @@ def test_failure_during_another_error_does_not_hide_it(backend: str, tmp_path: P
         raise KeyError
 
 
+@pytest.mark.unsanitized("its shadow memory does not fit under RLIMIT_AS")
 def test_no_memory_for_unaligned_data_fails_only_that_transfer(tmp_path: Path) -> None:
     program = f"""
 import errno, resource, torch
@@ -776,6 +777,7 @@ def test_registered_memory_moves_the_same_bytes(tmp_path: Path) -> None:
         assert handle.backend == "uring+fixed"
 
 
+@pytest.mark.unsanitized("it turns mlock into nothing, so none is refused")
 @pytest.mark.skipif("uring+fixed" not in AVAILABLE, reason="io_uring cannot register memory here")
 def test_refused_registration_falls_to_plain_io_uring_with_the_reason(tmp_path: Path) -> None:
     """In a process without CAP_IPC_LOCK and with a small RLIMIT_MEMLOCK."""
