@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -258,7 +259,9 @@ def test_what_others_move_on_the_drive_is_told(data: Path, drive: Path) -> None:
 
     figure = figure_of(Scripted(data, "read", read))
     assert not figure.refusal
-    assert "others moved up to 0.03 GB on the drive in 1 of 1 runs" in figure.flag
+    told = re.search(r"others moved up to ([0-9.]+) GB on the drive in 1 of 1 runs", figure.flag)
+    assert told is not None, figure.flag
+    assert float(told[1]) >= 0.03  # more where another program really is there
 
 
 def test_without_a_device_an_account_or_a_cold_cache_is_needed(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:
