@@ -32,7 +32,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, overload
 import torch
 
 from swapper.errors import SwapError, SwapIOError
-from swapper.gds import GDSHandle
+from swapper.gds import GDSHandle, probe_cufile
 from swapper.handle import AsyncIOHandle, File, Slab, Transfer
 
 __all__ = [
@@ -619,14 +619,12 @@ class gds_handle(aio_handle):
             False where cuFile is not to be had. Transfers work all the same.
 
         Raises:
-            ValueError: it is not on a GPU.
+            ValueError: it is not on a GPU, or not contiguous.
         """
-        _check_device("pin_device_tensor", tensor)
         return self._handle.pin(tensor)
 
     def unpin_device_tensor(self, tensor: torch.Tensor) -> bool:
-        """Undo `pin_device_tensor`. Returns False if it was not pinned."""
-        _check_device("unpin_device_tensor", tensor)
+        """Undo `pin_device_tensor`. Returns False if it was not pinned. Errors as there."""
         return self._handle.unpin(tensor)
 
 
@@ -670,11 +668,6 @@ def _path_of_descriptor(descriptor: int) -> str:
     if access == os.O_RDONLY:
         raise SwapIOError(errno.EBADF, "write", path, detail=f"descriptor {descriptor} was opened for reading only")
     return path
-
-
-def _check_device(method: str, tensor: torch.Tensor) -> None:
-    if tensor.device.type != "cuda":
-        raise ValueError(f"{method}: a tensor on a GPU is needed, not on {tensor.device}")
 
 
 def _finish_all(operations: Iterable[_Operation]) -> None:
@@ -822,13 +815,10 @@ class GDSBuilder(AsyncIOBuilder):
 
     def is_compatible(self, verbose: bool = False) -> bool:
         """Whether a `gds_handle` goes by cuFile here. With `verbose`, a warning in the log says why not."""
-        handle = GDSHandle()
-        try:
-            if verbose and not handle.gds_available:
-                log.warning("GPUDirect Storage is not available: %s", handle.gds_reason)
-            return handle.gds_available
-        finally:
-            handle.close()
+        found = probe_cufile()
+        if verbose and not found.available:
+            log.warning("GPUDirect Storage is not available: %s", found.reason)
+        return found.available
 
 
 class UtilsBuilder(AsyncIOBuilder):
