@@ -26,9 +26,9 @@ SANITIZED_TESTS = $(sort $(shell grep -lE '^(from|import) swapper.*(_native|hand
 
 help:
 	@echo "make train      train a small GPT with its optimizer state on disk (under five minutes)"
-	@echo "make test       lint, then all tests"
+	@echo "make test       lint, then all tests, a minute of fuzz among them (SWAPPER_FUZZ_SECONDS)"
 	@echo "make lint       ruff, mypy, clang-format"
-	@echo "make sanitize   the native core under ASan, UBSan and TSan: its own tests, then those in Python that use it"
+	@echo "make sanitize   under ASan, UBSan and TSan: the native core's own tests, then those in Python that use it"
 	@echo "make build      set up .venv and build the native core (DEBUG=1 for assertions)"
 	@echo "make schema     write config/schema.json anew"
 	@echo "make clean      remove what was built, but not .venv"
@@ -40,13 +40,13 @@ train: $(VENV)/.built
 	$(BIN)/python examples/train_gpt.py --nvme-path .swapper --compare
 
 test: lint
-	$(BIN)/python -m pytest -q
+	SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-60} $(BIN)/python -m pytest -q
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(wildcard tests/*.cpp tests/cpp/*.cpp tests/cpp/*.h)
 
 sanitize: sanitize-core sanitize-python
 
@@ -54,12 +54,12 @@ sanitize-core: build/.sanitizers
 	@$(MAKE) --no-print-directory -C tests/cpp -j2 sanitize
 
 # In the tree's directory, which Python searches first: nothing shall find the package's other build.
-sanitize-python: $(ASAN)/.built
+sanitize-python: $(VENV)/.built $(ASAN)/.built
 	@find $(ASAN)/swapper -name '*.py' -delete
 	@$(BIN)/python setup.py -q build_py --build-lib $(ASAN)
 	@preload=$$(ldd $(ASAN)/swapper/_native*.so | awk '/lib(asan|ubsan|stdc\+\+)\./ { printf "%s ", $$3 }'); \
 	    cd $(ASAN) && $(FIXED_PLACES) env PYTHONPATH=$(CURDIR)/$(ASAN) LD_PRELOAD="$$preload" $(ASAN_ENVIRONMENT) \
-	    SWAPPER_FUZZ_SECONDS=20 $(abspath $(BIN))/python -m pytest -q -c $(CURDIR)/pyproject.toml \
+	    SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-20} $(abspath $(BIN))/python -m pytest -q -c $(CURDIR)/pyproject.toml \
 	    $(SANITIZED_TESTS:%=$(CURDIR)/%)
 
 build/.sanitizers:
