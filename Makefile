@@ -10,16 +10,16 @@ NATIVE := $(wildcard csrc/*.cpp csrc/*.h)
 OMP_WAIT_POLICY ?= PASSIVE
 export OMP_WAIT_POLICY
 
-# The package with its core under AddressSanitizer and UBSan. PYTHONMALLOC: what a Python object gives back is given back,
-# so that a transfer into it is seen. The format names the library of each frame, for tests/conftest.py to find our leaks.
-# Tests: whatever uses the core directly, and one run of it all from the top; the others are about arithmetic.
+# The package with its core under AddressSanitizer and UBSan. PYTHONMALLOC: what a Python object gives back is given
+# back, so that a transfer into it is seen. The format names the library of each frame: tests/conftest.py looks for ours.
+# Tests: whatever uses the core directly, and one file of it all from the top; the others are about arithmetic.
 ASAN := build/asan
 ASAN_ENVIRONMENT = PYTHONMALLOC=malloc UBSAN_OPTIONS=print_stacktrace=1 \
     ASAN_OPTIONS='detect_leaks=1:leak_check_at_exit=0:abort_on_error=1:stack_trace_format="    \#%n %p %F %L %M"'
 # Sanitizers take places in memory where a kernel that places at random, with many bits, may have put something before.
 FIXED_PLACES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
-SANITIZED_TESTS = $(sort $(shell grep -lE '^(from|import) swapper.*(_native|handle|buffers|codec|deepnvme)' tests/test_*.py) \
-    tests/test_optimizer.py)
+USES_CORE := ^(from|import) swapper.*(_native|handle|buffers|codec|deepnvme)
+SANITIZED_TESTS = $(sort tests/test_optimizer.py $(shell grep -lE '$(USES_CORE)' tests/test_*.py))
 
 .PHONY: help build train test lint sanitize sanitize-core sanitize-python schema clean
 .DELETE_ON_ERROR:
@@ -53,14 +53,15 @@ sanitize: sanitize-core sanitize-python
 sanitize-core: build/.sanitizers
 	@$(MAKE) --no-print-directory -C tests/cpp -j2 sanitize
 
-# In the tree's directory, which Python searches first: nothing shall find the package's other build.
+# In the tree's directory, which Python searches first: nothing shall find the package's other build. --capture=sys: else
+# pytest would keep a sanitizer's report, which ends the process, to itself.
 sanitize-python: $(VENV)/.built $(ASAN)/.built
 	@find $(ASAN)/swapper -name '*.py' -delete
 	@$(BIN)/python setup.py -q build_py --build-lib $(ASAN)
 	@preload=$$(ldd $(ASAN)/swapper/_native*.so | awk '/lib(asan|ubsan|stdc\+\+)\./ { printf "%s ", $$3 }'); \
 	    cd $(ASAN) && $(FIXED_PLACES) env PYTHONPATH=$(CURDIR)/$(ASAN) LD_PRELOAD="$$preload" $(ASAN_ENVIRONMENT) \
-	    SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-20} $(abspath $(BIN))/python -m pytest -q -c $(CURDIR)/pyproject.toml \
-	    $(SANITIZED_TESTS:%=$(CURDIR)/%)
+	    SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-20} $(abspath $(BIN))/python -m pytest -q --capture=sys \
+	    -c $(CURDIR)/pyproject.toml $(SANITIZED_TESTS:%=$(CURDIR)/%)
 
 build/.sanitizers:
 	@mkdir -p build

@@ -51,6 +51,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     if not SANITIZED or "detect_leaks=1" not in os.environ.get("ASAN_OPTIONS", ""):
         return
     gc.collect()
+    print("\nlooking for lost memory (a run that ends here may not ptrace its own threads)", flush=True)
     with tempfile.TemporaryFile() as report:
         RUNTIME.__sanitizer_set_report_fd(ctypes.c_void_p(report.fileno()))
         RUNTIME.__lsan_do_recoverable_leak_check()
@@ -58,7 +59,7 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         report.seek(0)
         leaks = [text for text in report.read().decode(errors="replace").split("\n\n") if " leak of " in text]
     ours = [leak for leak in leaks if Path(_native.__file__).name in leak]
-    print(f"\nmemory lost: {len(ours)} times by the core, {len(leaks) - len(ours)} times by others", *ours, sep="\n")
+    print(f"memory lost: {len(ours)} times by the core, {len(leaks) - len(ours)} times by others", *ours, sep="\n")
     if ours:
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

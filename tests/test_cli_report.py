@@ -189,6 +189,7 @@ def test_memory_is_no_drive() -> None:
     assert any("memory" in change["change"] for change in as_json("/dev/shm")["changes"])
 
 
+@pytest.mark.unsanitized("it turns mlock into nothing")
 def test_a_locked_memory_limit_is_met_for_real(nvme_path: Path) -> None:
     def limited() -> None:
         resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))

@@ -530,6 +530,7 @@ def test_buffers_are_kept_while_they_are_in_flight(faulty: Callable[..., aio_han
 
 
 @NEEDS_LOCK
+@pytest.mark.unsanitized("it turns mlock into nothing")
 def test_buffers_are_let_go_when_their_operation_is_over(tmp_path: Path) -> None:
     h = aio_handle()
     before = locked_bytes()
@@ -911,6 +912,7 @@ def test_a_refusal_by_the_drive_is_raised(
         assert call(t, path, False, False) == 1
 
 
+@pytest.mark.unsanitized("UBSan looks at memory through a pipe, for which no descriptor is left")
 def test_many_pending_operations_do_not_run_out_of_descriptors(tmp_path: Path) -> None:
     run(f"""
 import resource, torch
@@ -1097,6 +1099,7 @@ def test_a_locked_tensor_is_what_was_asked_for(make: type[aio_handle], tmp_path:
 
 
 @NEEDS_LOCK
+@pytest.mark.unsanitized("it turns mlock into nothing")
 def test_locked_is_what_the_system_says() -> None:
     before = locked_bytes()
     h = aio_handle()
@@ -1208,6 +1211,7 @@ def test_memory_that_is_not_to_be_had_is_an_error() -> None:
         h.new_cpu_locked_tensor(1.5, torch.zeros(1))  # type: ignore[arg-type]
 
 
+@pytest.mark.unsanitized("it turns mlock into nothing")
 def test_memory_that_cannot_be_locked_is_an_error() -> None:
     """In a process without CAP_IPC_LOCK, and with the RLIMIT_MEMLOCK of many containers."""
     run("""

@@ -67,7 +67,10 @@ class Options:
 
 @dataclass(frozen=True)
 class Step:
-    """One thing that the user does. `offset_bytes` is the new length where `action` is "truncate"."""
+    """One thing that the user does. "give" is a write from a tensor that is then let go.
+
+    `offset_bytes` is the new length of "truncate" and "preallocate".
+    """
 
     action: str
     offset_bytes: int
@@ -90,6 +93,7 @@ def several(steps: st.SearchStrategy[T]) -> st.SearchStrategy[list[T]]:
     return st.integers(1, 30).flatmap(lambda count: st.lists(steps, min_size=count, max_size=count))
 
 
+TRANSFERS = ("read", "write", "give")
 RATES = st.sampled_from((0.0, 0.0, 0.02, 0.3))
 FAULTS = st.fixed_dictionaries(
     {
@@ -121,7 +125,7 @@ OPTIONS = st.builds(
 STEP = st.builds(
     Step,
     action=st.sampled_from(
-        ("read",) * 6 + ("write",) * 6 + ("poll", "settle", "truncate", "preallocate", "reopen", "register")
+        ("read",) * 6 + ("write",) * 5 + ("give",) + ("poll", "settle", "truncate", "preallocate", "reopen", "register")
     ),
     offset_bytes=edges(40),
     length_bytes=edges(24),
@@ -151,7 +155,7 @@ class Pending:
 
     step: Step
     transfer: Transfer
-    memory: torch.Tensor
+    memory: torch.Tensor | None  # None once it was let go
     place: int
     data: bytes | None
     extends: bool
@@ -159,7 +163,7 @@ class Pending:
 
     @property
     def writes(self) -> bool:
-        return self.step.action == "write"
+        return self.step.action != "read"
 
     @property
     def end_bytes(self) -> int:
@@ -261,7 +265,7 @@ class World:
 
     def run(self, steps: list[Step]) -> None:
         for step in steps:
-            if step.action in ("read", "write"):
+            if step.action in TRANSFERS:
                 self.start(step)
             elif step.action == "poll":
                 self.poll(step.offset_bytes)
@@ -305,9 +309,20 @@ class World:
         unseen = [p for p in self.pending if p.transfer._native.failed() and not p.failure_seen]
         assert raised == bool(unseen), "close() raises what nobody has seen, and nothing else"
 
+    def give(self, step: Step, data: bytes) -> Transfer:
+        """Write from memory that others may have at once, if nothing holds it."""
+        length_bytes = step.misalignment + step.length_bytes
+        tensor = torch.empty(length_bytes, dtype=torch.uint8)
+        view(tensor[step.misalignment :])[:] = data
+        transfer = self.handle.write(self.file, tensor[step.misalignment :], step.offset_bytes)
+        del tensor
+        torch.zeros(length_bytes, dtype=torch.uint8)
+        return transfer
+
     def start(self, step: Step) -> None:
-        writes, end = step.action == "write", step.offset_bytes + step.length_bytes
+        writes, end = step.action != "read", step.offset_bytes + step.length_bytes
         extends = step.length_bytes > 0 and end > len(self.content)
+        data: bytes | None
         if any(
             (writes or other.writes)
             and ((step.offset_bytes < other.end_bytes and other.step.offset_bytes < end) or (extends and other.extends))
@@ -315,6 +330,10 @@ class World:
         ):
             self.settle()  # The order of the two is not promised, so neither is what comes of them.
             extends = step.length_bytes > 0 and end > len(self.content)
+        if step.action == "give":
+            data = noise_bytes(self.noise, step.length_bytes)
+            self.pending.append(Pending(step, self.give(step, data), None, 0, data, extends))
+            return
         placed = self.arena.place(step.length_bytes, step.misalignment)
         if placed is None:
             self.settle()
@@ -322,7 +341,6 @@ class World:
             assert placed is not None
         memory, place = placed
         self.arena.put(memory, place, noise_bytes(self.noise, step.length_bytes))
-        data: bytes | None
         if writes:
             data = bytes(view(memory))
             transfer = self.handle.write(self.file, memory, step.offset_bytes)
@@ -342,12 +360,14 @@ class World:
             except SwapIOError as error:
                 self.explain(error, pending)
                 # What failed is over too: this stays.
-                self.arena.put(pending.memory, pending.place, noise_bytes(self.noise, pending.step.length_bytes))
+                if pending.memory is not None:
+                    self.arena.put(pending.memory, pending.place, noise_bytes(self.noise, pending.step.length_bytes))
                 if pending.writes:
                     unknown.append(pending)
                 continue
             assert pending.data is not None, f"{pending.step} is beyond the end at {len(self.content)}"
             if not pending.writes:
+                assert pending.memory is not None
                 assert bytes(view(pending.memory)) == pending.data, f"wrong bytes were read: {pending.step}"
                 self.arena.expect(pending.memory, pending.place, pending.data)
             elif pending.data:
@@ -386,7 +406,8 @@ class World:
     def explain(self, error: SwapIOError, pending: Pending) -> None:
         """`error` has to be one that was asked for."""
         step = pending.step
-        assert (error.operation, error.path) == (step.action, str(self.path))
+        operation = "write" if pending.writes else "read"
+        assert (error.operation, error.path) == (operation, str(self.path))
         assert (error.offset_bytes, error.length_bytes) == (step.offset_bytes, step.length_bytes)
         asked_for = step.length_bytes > 0 and (
             (error.errno == errno.EIO and self.faults.get("eio", 0) > 0)
@@ -395,7 +416,7 @@ class World:
             or (error.errno == MARKED_ERRNO and self.plan is not None)
         )
         assert asked_for, f"nothing explains {error!r} of {step}"
-        self.marked_seen[step.action] += error.errno == MARKED_ERRNO
+        self.marked_seen[operation] += error.errno == MARKED_ERRNO
 
     def release(self) -> None:
         """After a success or in the middle of a failure."""
@@ -446,7 +467,7 @@ def test_random_transfers_are_exact_or_fail_as_asked(tmp_path: Path, capsys: pyt
         finally:
             world.release()
         cases += 1
-        transfers += sum(step.action in ("read", "write") for step in steps)
+        transfers += sum(step.action in TRANSFERS for step in steps)
 
     seeds = fuzz(case, SECONDS * 0.8)
     with capsys.disabled():

@@ -777,7 +777,7 @@ def test_registered_memory_moves_the_same_bytes(tmp_path: Path) -> None:
         assert handle.backend == "uring+fixed"
 
 
-@pytest.mark.unsanitized("it turns mlock into nothing, so none is refused")
+@pytest.mark.unsanitized("it turns mlock into nothing")
 @pytest.mark.skipif("uring+fixed" not in AVAILABLE, reason="io_uring cannot register memory here")
 def test_refused_registration_falls_to_plain_io_uring_with_the_reason(tmp_path: Path) -> None:
     """In a process without CAP_IPC_LOCK and with a small RLIMIT_MEMLOCK."""
@@ -852,6 +852,7 @@ def test_slab_is_resident_and_goes_away() -> None:
     assert resident_bytes() - before < 8 << 20
 
 
+@pytest.mark.unsanitized("it turns mlock into nothing")
 def test_small_slab_takes_no_more_than_its_pages() -> None:
     """Programs make many; with RLIMIT_MEMLOCK at 64 KiB even one huge page could not be locked."""
 
