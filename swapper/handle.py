@@ -527,12 +527,11 @@ class AsyncIOHandle:
         if os.getpid() != self._ledger.pid:
             return
         self._closed = True
-        self._finalizer.detach()
         self._ledger.engine.close()
         self._ledger.sweep()
         failed = list(self._ledger.failed.values())
-        self._ledger.failed.clear()
         if not failed:
+            self._finalizer.detach()
             return
         try:
             failed[0].wait()
@@ -541,9 +540,14 @@ class AsyncIOHandle:
             detail = f"{error.detail}; nobody had waited for it{more}".removeprefix("; ")
             number = error.errno
             assert number is not None
-            raise SwapIOError(
-                number, error.operation, error.path, error.offset_bytes, error.length_bytes, detail
-            ) from None
+            try:
+                raise SwapIOError(
+                    number, error.operation, error.path, error.offset_bytes, error.length_bytes, detail
+                ) from None
+            finally:
+                # Forgotten only while it is raised: a Ctrl-C before leaves it to the next call, or to the finalizer.
+                self._ledger.failed.clear()
+                self._finalizer.detach()
 
     def __enter__(self) -> AsyncIOHandle:
         return self
