@@ -23,7 +23,19 @@ using namespace py::literals;
 namespace swapper {
 namespace {
 
-using NoGil = py::call_guard<py::gil_scoped_release>;
+// Lets other threads of Python run. At interpreter exit Python ends a daemon thread that wants to go on, by
+// unwinding its stack: pybind11's own guard, whose destructor may not throw, would abort the process.
+class GilReleased {
+  public:
+    GilReleased() : state_(PyEval_SaveThread()) {}
+    ~GilReleased() noexcept(false) { PyEval_RestoreThread(state_); }
+    GilReleased(const GilReleased&) = delete;
+    GilReleased& operator=(const GilReleased&) = delete;
+
+  private:
+    PyThreadState* state_;
+};
+using NoGil = py::call_guard<GilReleased>;
 
 void translate(std::exception_ptr pointer) {
     try {
@@ -58,7 +70,7 @@ std::shared_ptr<File> open_file(std::string path, const std::string& mode, bool 
     options.truncate = truncate;
     options.exclusive = exclusive;
     options.direct = direct;
-    const py::gil_scoped_release released;
+    const GilReleased released;
     return std::make_shared<File>(std::move(path), options);
 }
 
@@ -78,7 +90,7 @@ uint64_t wait_transfer(const Transfer& transfer, std::optional<double> timeout_s
             throw py::error_already_set();
         }
         {
-            const py::gil_scoped_release released;
+            const GilReleased released;
             transfer.wait(std::min(kSliceMs, static_cast<int64_t>(std::ceil(left_ms))));
         }
         if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -176,7 +188,7 @@ void bind_engine(py::module_& module) {
                  options.single_submit = single_submit;
                  options.overlap_events = overlap_events;
                  options.faults = std::move(faults);
-                 const py::gil_scoped_release released;
+                 const GilReleased released;
                  return std::make_shared<Engine>(options);
              }),
              py::kw_only(), "backend"_a, "block_bytes"_a, "queue_depth"_a, "threads"_a, "single_submit"_a,
