@@ -145,8 +145,8 @@ void bind_engine(py::module_& module) {
 
     py::class_<FaultPlan, std::shared_ptr<FaultPlan>>(module, "FaultPlan")
         .def(py::init([](uint64_t seed, double short_transfer, double eio, double enospc, double eintr,
-                         double eagain, uint32_t delay_us, bool reorder, int64_t fail_read_at,
-                         int64_t fail_write_at, int fail_errno) {
+                         double eagain, double einval, double full, uint32_t delay_us, bool reorder,
+                         int64_t fail_read_at, int64_t fail_write_at, int fail_errno) {
                  auto plan = std::make_shared<FaultPlan>();
                  plan->seed = seed;
                  plan->short_transfer = short_transfer;
@@ -154,6 +154,8 @@ void bind_engine(py::module_& module) {
                  plan->enospc = enospc;
                  plan->eintr = eintr;
                  plan->eagain = eagain;
+                 plan->einval = einval;
+                 plan->full = full;
                  plan->delay_us = delay_us;
                  plan->reorder = reorder;
                  plan->fail_read_at = fail_read_at;
@@ -162,8 +164,8 @@ void bind_engine(py::module_& module) {
                  return plan;
              }),
              py::kw_only(), "seed"_a = 0, "short"_a = 0.0, "eio"_a = 0.0, "enospc"_a = 0.0, "eintr"_a = 0.0,
-             "eagain"_a = 0.0, "delay_us"_a = 0, "reorder"_a = false, "fail_read_at"_a = 0,
-             "fail_write_at"_a = 0, "fail_errno"_a = EIO)
+             "eagain"_a = 0.0, "einval"_a = 0.0, "full"_a = 0.0, "delay_us"_a = 0, "reorder"_a = false,
+             "fail_read_at"_a = 0, "fail_write_at"_a = 0, "fail_errno"_a = EIO)
         .def_property(
             "fail_read_at", [](const FaultPlan& plan) { return plan.fail_read_at.load(); },
             [](FaultPlan& plan, int64_t n) { plan.fail_read_at = n; })

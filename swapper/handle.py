@@ -87,8 +87,6 @@ class File:
 
     Attributes:
         path: as given.
-        direct: whether transfers bypass the page cache (O_DIRECT). The unaligned head and tail of one do not.
-        direct_reason: why `direct` is False; "" where it is True.
         alignment_bytes: transfers whose offset and length are multiples of this go direct in whole; 1 where the file is
             not direct. Never less than a page. Unaligned ones are right too, only slower.
         memory_alignment_bytes: tensors whose address is a multiple of this are used in place, others are copied in
@@ -97,18 +95,17 @@ class File:
 
     __slots__ = (
         "__weakref__",
+        "_direct",
+        "_direct_reason",
         "_native",
         "alignment_bytes",
-        "direct",
-        "direct_reason",
         "memory_alignment_bytes",
         "path",
     )
 
     def __init__(self, path: str, native: _native.File) -> None:
         self.path = path
-        self.direct = native.direct
-        self.direct_reason = native.direct_reason
+        self._direct, self._direct_reason = native.direct, native.direct_reason
         self.alignment_bytes = native.alignment_bytes
         self.memory_alignment_bytes = native.memory_alignment_bytes
         self._native: _native.File | None = native
@@ -120,6 +117,26 @@ class File:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._native is None
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers bypass the page cache (O_DIRECT). The unaligned head and tail of one do not.
+
+        Turns False when the file system has refused a direct transfer, which then went through the page cache.
+        """
+        self._look()
+        return self._direct
+
+    @property
+    def direct_reason(self) -> str:
+        """Why `direct` is False; "" where it is True."""
+        self._look()
+        return self._direct_reason
+
+    def _look(self) -> None:
+        native = self._native
+        if native is not None:
+            self._direct, self._direct_reason = native.direct, native.direct_reason
 
     def _open(self) -> _native.File:
         if self._native is None:
@@ -154,6 +171,7 @@ class File:
 
     def close(self) -> None:
         """Give the descriptors back, once no transfer needs them. Idempotent."""
+        self._look()
         self._native = None
 
     def __enter__(self) -> File:
