@@ -24,7 +24,19 @@ using namespace py::literals;
 namespace swapper {
 namespace {
 
-using NoGil = py::call_guard<py::gil_scoped_release>;
+// Lets other threads of Python run. At interpreter exit Python ends a daemon thread that wants to go on, by
+// unwinding its stack: pybind11's own guard, whose destructor may not throw, would abort the process.
+class GilReleased {
+  public:
+    GilReleased() : state_(PyEval_SaveThread()) {}
+    ~GilReleased() noexcept(false) { PyEval_RestoreThread(state_); }
+    GilReleased(const GilReleased&) = delete;
+    GilReleased& operator=(const GilReleased&) = delete;
+
+  private:
+    PyThreadState* state_;
+};
+using NoGil = py::call_guard<GilReleased>;
 
 void translate(std::exception_ptr pointer) {
     try {
@@ -60,7 +72,7 @@ std::shared_ptr<File> open_file(std::string path, const std::string& mode, bool 
     options.truncate = truncate;
     options.exclusive = exclusive;
     options.direct = direct;
-    const py::gil_scoped_release released;
+    const GilReleased released;
     return std::make_shared<File>(std::move(path), options);
 }
 
@@ -80,7 +92,7 @@ uint64_t wait_transfer(const Transfer& transfer, std::optional<double> timeout_s
             throw py::error_already_set();
         }
         {
-            const py::gil_scoped_release released;
+            const GilReleased released;
             transfer.wait(std::min(kSliceMs, static_cast<int64_t>(std::ceil(left_ms))));
         }
         if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -181,8 +193,9 @@ void bind_engine(py::module_& module) {
 
     py::class_<FaultPlan, std::shared_ptr<FaultPlan>>(module, "FaultPlan")
         .def(py::init([](uint64_t seed, double short_transfer, double eio, double enospc, double eintr,
-                         double eagain, uint32_t delay_us, bool reorder, int64_t fail_read_at,
-                         int64_t fail_write_at, int fail_errno, uint64_t bytes_per_second) {
+                         double eagain, double einval, double full, uint32_t delay_us, bool reorder,
+                         int64_t fail_read_at, int64_t fail_write_at, int fail_errno,
+                         uint64_t bytes_per_second) {
                  auto plan = std::make_shared<FaultPlan>();
                  plan->seed = seed;
                  plan->short_transfer = short_transfer;
@@ -190,6 +203,8 @@ void bind_engine(py::module_& module) {
                  plan->enospc = enospc;
                  plan->eintr = eintr;
                  plan->eagain = eagain;
+                 plan->einval = einval;
+                 plan->full = full;
                  plan->delay_us = delay_us;
                  plan->reorder = reorder;
                  plan->fail_read_at = fail_read_at;
@@ -199,8 +214,8 @@ void bind_engine(py::module_& module) {
                  return plan;
              }),
              py::kw_only(), "seed"_a = 0, "short"_a = 0.0, "eio"_a = 0.0, "enospc"_a = 0.0, "eintr"_a = 0.0,
-             "eagain"_a = 0.0, "delay_us"_a = 0, "reorder"_a = false, "fail_read_at"_a = 0,
-             "fail_write_at"_a = 0, "fail_errno"_a = EIO, "bytes_per_second"_a = 0)
+             "eagain"_a = 0.0, "einval"_a = 0.0, "full"_a = 0.0, "delay_us"_a = 0, "reorder"_a = false,
+             "fail_read_at"_a = 0, "fail_write_at"_a = 0, "fail_errno"_a = EIO, "bytes_per_second"_a = 0)
         .def_property(
             "fail_read_at", [](const FaultPlan& plan) { return plan.fail_read_at.load(); },
             [](FaultPlan& plan, int64_t n) { plan.fail_read_at = n; })
@@ -228,7 +243,7 @@ void bind_engine(py::module_& module) {
                  options.single_submit = single_submit;
                  options.overlap_events = overlap_events;
                  options.faults = std::move(faults);
-                 const py::gil_scoped_release released;
+                 const GilReleased released;
                  return std::make_shared<Engine>(options);
              }),
              py::kw_only(), "backend"_a, "block_bytes"_a, "queue_depth"_a, "threads"_a, "single_submit"_a,

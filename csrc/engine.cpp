@@ -22,7 +22,8 @@
 namespace swapper {
 namespace {
 
-// EINTR and EAGAIN in a row, without a byte moved, before a part is given up; about 2 s of EAGAIN.
+// EINTR, or want of something in the kernel, in a row, without a byte moved, before a part is given up; about
+// 2 s of the latter.
 constexpr uint32_t kMaxRetries = 200;
 // Bounce blocks per I/O thread, each of `block_bytes`: enough to overlap copying with the drive.
 constexpr size_t kBounceBlocks = 8;
@@ -91,6 +92,8 @@ struct Part : Request {
     bool bounced = false;
     Block block;          // holds the bytes if `bounced`
     bool summed = false;  // the checksums of what is to be written are noted
+    bool refused_direct =
+        false;  // goes through the page cache, because the direct descriptor answered EINVAL
     uint32_t retries = 0;
 };
 
@@ -290,10 +293,8 @@ class Engine::Worker {
             const size_t taken = backend_->submit(batch_.data(), batch_.size());
             in_flight_ += taken;
             ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(taken));
-            if (taken == batch_.size()) {
-                starved_ = 0;
-                continue;
-            }
+            if (taken > 0) starved_ = 0;
+            if (taken == batch_.size()) continue;
             // No room in the kernel. If nothing of ours is in flight it is others who fill it: let time pass.
             if (in_flight_ == 0) {
                 if (++starved_ > kMaxRetries) throw IoError(EAGAIN, "submit");
@@ -310,6 +311,9 @@ class Engine::Worker {
         for (size_t i = 0; i < count; ++i) {
             advance(static_cast<Part&>(*completions_[i].request), completions_[i].result);
         }
+        if (backoff_ms_ == 0) return;
+        // Once for all that came back: in turn, a deep queue would take minutes to give up.
+        std::this_thread::sleep_for(std::chrono::milliseconds(std::exchange(backoff_ms_, 0)));
     }
 
     // Allocated by the I/O thread, not under the mutex; kept for the next part that needs one. False where
@@ -340,6 +344,7 @@ class Engine::Worker {
 
     // All bytes of `part` have moved.
     void complete(Part& part) {
+        if (part.refused_direct) part.transfer->file_->give_up_direct();
         const Checksums* const checksums = part.transfer->checksums();
         if (part.operation == Operation::kWrite) return finish(part, std::nullopt);
         if (part.bounced) std::memcpy(part.memory, part.block.get(), part.part_length);
@@ -366,11 +371,26 @@ class Engine::Worker {
                 finish(part, failure(part, cufile_errno(error), cufile_error_text(error)));
                 return;
             }
-            if ((error == EINTR || error == EAGAIN) && ++part.retries <= kMaxRetries) {
-                // The first time at once; then whatever is short in the kernel gets time to come back.
-                if (error == EAGAIN && part.retries > 1) {
-                    std::this_thread::sleep_for(std::chrono::milliseconds(std::min(part.retries, 10U)));
+            const bool wanting = error == EAGAIN || error == EBUSY || error == ENOMEM;
+            if (error == EINTR || wanting) {
+                if (++part.retries > kMaxRetries) {
+                    finish(part,
+                           failure(part, error, "given up after " + std::to_string(kMaxRetries) + " tries"));
+                    return;
                 }
+                // The first time at once; then whatever is short in the kernel gets time to come back.
+                if (wanting && part.retries > 1) {
+                    backoff_ms_ = std::max(backoff_ms_, std::min(part.retries, 10U));
+                }
+                ready_.push_back(&part);
+                return;
+            }
+            if (error == EINVAL && part.alignment > 1 && part.device == nullptr) {
+                // A file system that opens with O_DIRECT and then wants more of a request than it said; or
+                // one that was cut to an odd length, as at RLIMIT_FSIZE. The page cache takes any.
+                part.fd = part.buffered_fd;
+                part.alignment = 1;
+                part.refused_direct = true;
                 ready_.push_back(&part);
                 return;
             }
@@ -463,6 +483,7 @@ class Engine::Worker {
     std::deque<Part*> ready_;  // to be submitted, in this order
     size_t in_flight_ = 0;
     uint32_t starved_ = 0;
+    uint32_t backoff_ms_ = 0;
     uint64_t generation_ = 0;
     size_t bounces_ = 0;
     std::vector<Block> spare_blocks_;
@@ -528,6 +549,7 @@ bool Engine::Impl::cut(Part& part, bool may_bounce) {
     part.buffer_index = buffer_index;
     part.device = on_device ? &transfer.device_ : nullptr;
     part.summed = false;
+    part.refused_direct = false;
     part.retries = 0;
 
     transfer.cut_ += length;

@@ -1,5 +1,7 @@
 #include "fault_backend.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -19,6 +21,7 @@ class FaultBackend final : public Backend {
         : inner_(std::move(inner)), plan_(std::move(plan)), random_(plan_->seed * 1000003 + instance) {}
 
     size_t submit(Request* const* requests, size_t count) override {
+        if (chance(plan_->full)) return 0;
         // One at a time: a request that is refused by `inner` must not have been counted.
         for (size_t i = 0; i < count; ++i) {
             if (!submit_one(requests[i])) return i;
@@ -66,6 +69,7 @@ class FaultBackend final : public Backend {
         if (!read && chance(plan_->enospc)) return ENOSPC;
         if (chance(plan_->eintr)) return EINTR;
         if (chance(plan_->eagain)) return EAGAIN;
+        if (chance(plan_->einval) && (::fcntl(request.fd, F_GETFL) & O_DIRECT) != 0) return EINVAL;
         return 0;
     }
 

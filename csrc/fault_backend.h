@@ -18,6 +18,8 @@ struct FaultPlan {
     double enospc = 0;  // writes only
     double eintr = 0;
     double eagain = 0;
+    double einval = 0;      // on descriptors with O_DIRECT only
+    double full = 0;        // per call: no request is taken
     uint32_t delay_us = 0;  // completions are held up to this long
     bool reorder = false;   // completions come in random order
 

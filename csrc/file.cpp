@@ -67,9 +67,12 @@ File::File(std::string path, const OpenOptions& options) : path_(std::move(path)
     if (options.create) flags |= O_CREAT;
     if (options.truncate) flags |= O_TRUNC;
     if (options.exclusive) flags |= O_EXCL;
+    struct stat info{};
+    if (::stat(path_.c_str(), &info) == 0 && S_ISFIFO(info.st_mode)) {
+        throw IoError(ESPIPE, "open", path_);  // to open it could wait for ever
+    }
     buffered_ = UniqueFd(open_retrying(path_.c_str(), flags));
     if (!buffered_.valid()) throw IoError(errno, "open", path_);
-    struct stat info{};
     if (::fstat(buffered_.get(), &info) != 0) throw IoError(errno, "open", path_);
     if (S_ISDIR(info.st_mode)) throw IoError(EISDIR, "open", path_);
     if (options.direct) {
@@ -85,10 +88,17 @@ void File::open_direct(int flags) {
     UniqueFd fd(open_retrying(same_file.c_str(), flags | O_DIRECT));
     if (!fd.valid() && errno == ENOENT) fd = UniqueFd(open_retrying(path_.c_str(), flags | O_DIRECT));
     if (!fd.valid()) {
-        // Not a property of the file: closing others helps, and the page cache would be slow without a word.
-        if (errno == EMFILE || errno == ENFILE) throw IoError(errno, "open", path_);
+        // What is short now says nothing about the file, which would be slow for as long as it is open.
+        if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) throw IoError(errno, "open", path_);
         // EINVAL is the answer of a file system without O_DIRECT; anything else is as good a reason.
         direct_refusal_ = std::string("open with O_DIRECT: ") + std::strerror(errno);
+        return;
+    }
+    struct stat buffered{};
+    struct stat direct{};
+    if (::fstat(buffered_.get(), &buffered) != 0 || ::fstat(fd.get(), &direct) != 0 ||
+        buffered.st_dev != direct.st_dev || buffered.st_ino != direct.st_ino) {
+        direct_refusal_ = "the file was replaced while it was opened";
         return;
     }
     uint64_t memory = 0;
@@ -115,6 +125,11 @@ void File::open_direct(int flags) {
     // Only edges of a page go through the buffered descriptor: read-ahead would bring neighbours into the
     // page cache that are being written directly. See [Note: page cut]. Advice, so its result is ignored.
     (void)::posix_fadvise(buffered_.get(), 0, 0, POSIX_FADV_RANDOM);
+}
+
+std::string File::direct_refusal() const {
+    if (!given_up_.load(std::memory_order_relaxed)) return direct_refusal_;
+    return std::string("a direct transfer was refused: ") + std::strerror(EINVAL);
 }
 
 uint64_t File::size() const {

@@ -60,6 +60,7 @@ class FaultPlan:
 
     The n-th read or write request from now on, counted from 1 over the whole handle, fails with `fail_errno`;
     0 for none. Parts of one transfer and retries count singly. `reads` and `writes` are the requests seen.
+    `einval` strikes direct requests only; `full` is the probability that a submission takes nothing.
 
     `bytes_per_second` caps the throughput of the handle, over all its threads, reads and writes together: a completion
     is held until what was submitted so far would have been moved at that rate, by the steady clock. 0: no limit.
@@ -78,6 +79,8 @@ class FaultPlan:
         enospc: float = 0.0,
         eintr: float = 0.0,
         eagain: float = 0.0,
+        einval: float = 0.0,
+        full: float = 0.0,
         delay_us: int = 0,
         reorder: bool = False,
         fail_read_at: int = 0,

@@ -87,8 +87,6 @@ class File:
 
     Attributes:
         path: as given.
-        direct: whether transfers bypass the page cache (O_DIRECT). The unaligned head and tail of one do not.
-        direct_reason: why `direct` is False; "" where it is True.
         alignment_bytes: transfers whose offset and length are multiples of this go direct in whole; 1 where the file is
             not direct. Never less than a page. Unaligned ones are right too, only slower.
         memory_alignment_bytes: tensors whose address is a multiple of this are used in place, others are copied in
@@ -97,19 +95,18 @@ class File:
 
     __slots__ = (
         "__weakref__",
+        "_direct",
+        "_direct_reason",
         "_native",
         "_registered",
         "alignment_bytes",
-        "direct",
-        "direct_reason",
         "memory_alignment_bytes",
         "path",
     )
 
     def __init__(self, path: str, native: _native.File) -> None:
         self.path = path
-        self.direct = native.direct
-        self.direct_reason = native.direct_reason
+        self._direct, self._direct_reason = native.direct, native.direct_reason
         self.alignment_bytes = native.alignment_bytes
         self.memory_alignment_bytes = native.memory_alignment_bytes
         self._native: _native.File | None = native
@@ -122,6 +119,26 @@ class File:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._native is None
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers bypass the page cache (O_DIRECT). The unaligned head and tail of one do not.
+
+        Turns False when the file system has refused a direct transfer, which then went through the page cache.
+        """
+        self._look()
+        return self._direct
+
+    @property
+    def direct_reason(self) -> str:
+        """Why `direct` is False; "" where it is True."""
+        self._look()
+        return self._direct_reason
+
+    def _look(self) -> None:
+        native = self._native
+        if native is not None:
+            self._direct, self._direct_reason = native.direct, native.direct_reason
 
     def _open(self) -> _native.File:
         if self._native is None:
@@ -156,6 +173,7 @@ class File:
 
     def close(self) -> None:
         """Give the descriptors back, once no transfer needs them. Idempotent."""
+        self._look()
         self._native = self._registered = None
 
     def __enter__(self) -> File:
@@ -611,12 +629,11 @@ class AsyncIOHandle:
         self._closed = True
         if not self._ledger.bounce.close(functools.partial(_close_unattended, self._ledger)):
             return
-        self._finalizer.detach()
         self._ledger.engine.close()
         self._ledger.sweep()
         failed = list(self._ledger.failed.values())
-        self._ledger.failed.clear()
         if not failed:
+            self._finalizer.detach()
             return
         try:
             failed[0].wait()
@@ -625,9 +642,14 @@ class AsyncIOHandle:
             detail = f"{error.detail}; nobody had waited for it{more}".removeprefix("; ")
             number = error.errno
             assert number is not None
-            raise SwapIOError(
-                number, error.operation, error.path, error.offset_bytes, error.length_bytes, detail
-            ) from None
+            try:
+                raise SwapIOError(
+                    number, error.operation, error.path, error.offset_bytes, error.length_bytes, detail
+                ) from None
+            finally:
+                # Forgotten only while it is raised: a Ctrl-C before leaves it to the next call, or to the finalizer.
+                self._ledger.failed.clear()
+                self._finalizer.detach()
 
     def __enter__(self) -> AsyncIOHandle:
         return self
