@@ -51,7 +51,7 @@ lint: $(VENV)/.built
 sanitize: sanitize-core sanitize-python
 
 sanitize-core: build/.sanitizers
-	@$(MAKE) --no-print-directory -C tests/cpp -j2 sanitize
+	@$(MAKE) --no-print-directory -C tests/cpp sanitize
 
 # In the tree's directory, which Python searches first: nothing shall find the package's other build. --capture=sys: else
 # pytest would keep a sanitizer's report, which ends the process, to itself.
