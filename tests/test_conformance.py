@@ -44,6 +44,21 @@ class TestConformance(Conformance):
             assert torch.equal(subject.content(target), data)
 
 
+@pytest.mark.parametrize("offset", [1, 4095, 4096, BLOCK + 100])
+def test_only_the_edges_of_an_unaligned_transfer_are_cut_off(subject: Subject, tmp_path: Path, offset: int) -> None:
+    """The rest goes in whole blocks: directly, where the file is direct."""
+    plan = FaultPlan()
+    length = 5 * BLOCK + 10_000
+    with subject.handle(faults=plan) as handle, subject.open(handle, tmp_path / "file") as file:
+        page = file.alignment_bytes
+        assert (page >= 4096) == subject.direct
+        head = min(-offset % page, length)
+        tail = (length - head) % page
+        blocks = -(-(length - head - tail) // BLOCK)
+        handle.write(file, subject.place(random_bytes(length)), offset).wait()
+        assert plan.writes == (head > 0) + blocks + (tail > 0)
+
+
 # --- Ends, with transfers in flight ---------------------------------------------------------------------------------
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conformance import Conformance, Subject
 from host_device import HostCopies
 from interrupts import interrupted_at
 
@@ -560,6 +561,7 @@ def test_interpreter_exit_completes_what_is_in_flight(tmp_path: Path) -> None:
 import sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
+from conformance import Conformance, Subject
 from host_device import HostCopies
 from swapper import bounce
 from swapper.handle import AsyncIOHandle, FaultPlan
@@ -629,3 +631,8 @@ def test_forked_child_leaves_the_parent_alone(tmp_path: Path) -> None:
         assert transfer.wait() == 8 * CHUNK
         handle.read(file, target).wait()
         assert torch.equal(source, target)
+
+
+@pytest.mark.parametrize("subject", [Subject(BACKENDS[0], True), Subject("buffered", False)], ids=str)
+class TestConformance(Conformance):
+    """Handles do for a device's tensors what they do for any."""

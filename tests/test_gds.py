@@ -15,10 +15,12 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
+from conformance import AVAILABLE, Conformance, Subject
 from host_device import HostCopies
 
 from swapper import bounce, gds
@@ -580,6 +582,7 @@ def test_interpreter_exit_completes_what_is_in_flight(mock: Mock, mock_path: str
 import ctypes, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 import torch
+from conformance import AVAILABLE, Conformance, Subject
 from host_device import HostCopies
 from swapper import bounce
 from swapper.gds import GDSHandle
@@ -631,3 +634,19 @@ def test_forked_child_calls_nothing_of_cufile(mock: Mock, tmp_path: Path) -> Non
         assert torch.equal(source, target)
         assert mock["open_buffers"] == 1 and mock["open_handles"] == 1
         del transfer
+
+
+@dataclass(frozen=True)
+class CuFile(Subject):
+    """Device tensors by cuFile."""
+
+    def handle(self, **options: object) -> AsyncIOHandle:
+        return make_handle(**options)
+
+
+class TestConformance(Conformance):
+    """A handle for GPUs does for their tensors what the others do for the host's."""
+
+    @pytest.fixture
+    def subject(self, mock: Mock) -> Subject:
+        return CuFile(AVAILABLE[0], True)  # What it has for the rest of a transfer.
