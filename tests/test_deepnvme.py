@@ -898,7 +898,7 @@ def test_a_failed_write_by_descriptor_names_the_file() -> None:
 
 
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
-@pytest.mark.parametrize("number", [errno.EIO, errno.EINVAL])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS])
 def test_a_refusal_by_the_drive_is_raised(
     faulty: Callable[..., aio_handle], tmp_path: Path, number: int, asynchronous: bool
 ) -> None:
