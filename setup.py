@@ -29,6 +29,8 @@ else:
     compile_args += ["-O1" if sanitizers else "-O3", "-g1"]
 if sanitizers:
     flags = [f"-fsanitize={sanitizers}", "-fno-sanitize-recover=all", "-fno-omit-frame-pointer"]
+    # It looks at objects through a pipe: in tests that leave no descriptor for one it takes good objects for bad ones.
+    flags += ["-fno-sanitize=vptr"]
     compile_args += flags
     link_args += flags
 

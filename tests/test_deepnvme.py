@@ -912,7 +912,6 @@ def test_a_refusal_by_the_drive_is_raised(
         assert call(t, path, False, False) == 1
 
 
-@pytest.mark.unsanitized("UBSan looks at memory through a pipe, for which no descriptor is left")
 def test_many_pending_operations_do_not_run_out_of_descriptors(tmp_path: Path) -> None:
     run(f"""
 import resource, torch

@@ -38,7 +38,10 @@ from swapper.transfers import JoinedTransfer, start_all
 
 __all__ = ["plain"]
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [
+    pytest.mark.timeout(120),
+    pytest.mark.unsanitized("several drives are several handles, one of which test_store has; and speeds are measured"),
+]
 
 MiB = 1 << 20
 PAGE = 4096

@@ -235,6 +235,7 @@ def with_64_kib_of_locked_memory(directory: Path) -> None:
 
 
 @needs_registration
+@pytest.mark.unsanitized("it turns mlock into nothing")
 def test_64_kib_of_locked_memory_cost_speed_only(tmp_path: Path) -> None:
     alone(with_64_kib_of_locked_memory, tmp_path)
 
@@ -292,6 +293,7 @@ def without_memory_for_unaligned_data(directory: Path) -> None:
             handle.write(file, unaligned).wait(10)
 
 
+@pytest.mark.unsanitized("its shadow memory does not fit under RLIMIT_AS")
 def test_no_memory_for_unaligned_data_fails_only_that_transfer(tmp_path: Path) -> None:
     alone(without_memory_for_unaligned_data, tmp_path)
 
