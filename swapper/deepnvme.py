@@ -559,10 +559,11 @@ class aio_handle:
         """Wait for them, raise what failed, and count those that no other thread has counted."""
         _finish_all(operations)
         failures = [operation.failure for operation in operations if operation.failure is not None]
-        try:
-            if failures:
-                more = f"{len(failures) - 1} more operations failed" if len(failures) > 1 else ""
-                raise _copy_of(failures[0], failures[0].path, more)
+        more = f"{len(failures) - 1} more operations failed" if len(failures) > 1 else ""
+        error = _copy_of(failures[0], failures[0].path, more) if failures else None
+        try:  # Nothing in it can be interrupted: a failure is forgotten only while it is raised.
+            if error is not None:
+                raise error
         finally:
             count = sum(map(self._pending.pop, operations, itertools.repeat(0)))
         if not self._pending:

@@ -347,7 +347,8 @@ def test_faults_of_the_plan_reach_cufile_transfers(mock: Mock, tmp_path: Path, s
                     outcomes.add(0)
                     assert torch.equal(source, target)
         assert (handle.in_flight, handle.unobserved_failures) == (0, 0)
-    assert outcomes == {0, errno.EIO}
+    # How many requests there are depends on the order of completions, so that some seed may let no turn through.
+    assert errno.EIO in outcomes and outcomes <= {0, errno.EIO}
 
 
 @pytest.mark.parametrize(("size", "offset"), [(4096, 8192), (8192, 4096), (4096, 4096), (40 * BLOCK, 0)])
