@@ -178,6 +178,7 @@ void bind_engine(py::module_& module) {
         .def("size_bytes", &File::size, NoGil())
         .def("preallocate", &File::preallocate, "length_bytes"_a, NoGil())
         .def("truncate", &File::truncate, "length_bytes"_a, NoGil())
+        .def("check_written", &File::check_written, NoGil())
         .def("sync", &File::sync, NoGil());
 
     py::class_<Checksums, std::shared_ptr<Checksums>>(module, "Checksums")

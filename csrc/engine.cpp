@@ -355,8 +355,11 @@ class Engine::Worker {
                 const uint64_t length = std::min(checksums->block_bytes(), end - bad);
                 return finish(part, IoError(EBADMSG, name_of(part.operation), part.transfer->path(),
                                             static_cast<int64_t>(bad), static_cast<int64_t>(length),
-                                            "the checksum of this block is not that of what was written: "
-                                            "the drive gave back other bytes"));
+                                            checksums->covers(bad, length)
+                                                ? "the checksum of this block is not that of what was "
+                                                  "written: the drive gave back other bytes"
+                                                : "the checksum of this block cannot be checked: it was not "
+                                                  "written, or with another length"));
             }
         }
         finish(part, std::nullopt);
@@ -666,8 +669,12 @@ std::shared_ptr<Transfer> Engine::start_on_device(Operation operation, DeviceTar
                                                   uint64_t length, uint64_t offset) {
     const std::shared_ptr<const File> file = device.file->file();
     const uint64_t page = file->offset_alignment();
-    if (!file->direct() || checked().options.backend != BackendKind::kCuFile || offset % page != 0 ||
-        length % page != 0 || offset > INT64_MAX || length > INT64_MAX - offset) {
+    if (!file->direct()) {  // It was when the transfer was planned; the caller has another way.
+        throw IoError(EOPNOTSUPP, name_of(operation), file->path(), static_cast<int64_t>(offset),
+                      static_cast<int64_t>(length), "the file system refused a direct transfer");
+    }
+    if (checked().options.backend != BackendKind::kCuFile || offset % page != 0 || length % page != 0 ||
+        offset > INT64_MAX || length > INT64_MAX - offset) {
         throw std::invalid_argument("not a transfer for cuFile");
     }
     return enqueue(

@@ -157,6 +157,13 @@ void File::truncate(uint64_t length) const {
     if (rc != 0) throw IoError(errno, "truncate", path_, -1, static_cast<int64_t>(length));
 }
 
+void File::check_written() const {
+    if (::sync_file_range(buffered_.get(), 0, 0, SYNC_FILE_RANGE_WAIT_BEFORE) == 0) return;
+    if (errno == ENOSYS || errno == ESPIPE) return;  // no page cache behind it
+    throw IoError(errno, "write", path_, -1, -1,
+                  "it was in the page cache, and the kernel could not write it");
+}
+
 void File::sync() const {
     // Not retried on any error: after a failed fdatasync the kernel may have dropped the dirty pages, and a
     // second call would report success for data that is lost.

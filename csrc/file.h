@@ -49,6 +49,10 @@ class File {
     // Reserves blocks and extends the size to at least `length`. False where the file system cannot.
     bool preallocate(uint64_t length) const;
     void truncate(uint64_t length) const;
+    // Throws if the kernel could not write what an earlier write left in the page cache: it then has dropped
+    // the bytes. Waits for what it is writing now, and makes it write nothing. The kernel says so once per
+    // descriptor.
+    void check_written() const;
     // fdatasync: data, and what is needed to find it.
     void sync() const;
 

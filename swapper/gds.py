@@ -321,14 +321,13 @@ class GDSHandle(AsyncIOHandle):
         assert self._library is not None
         with _lock:
             registered = file._registered
-            if registered is None:
-                if not file.direct:
-                    registered = f"the file is not open with O_DIRECT: {file.direct_reason}"
-                else:
-                    try:
-                        registered = self._library.register_file(file._open(), device)
-                    except SwapIOError as error:
-                        registered = error.detail
+            if not file.direct:  # Also if it was, until the file system refused a transfer.
+                registered = f"the file is not open with O_DIRECT: {file.direct_reason}"
+            elif registered is None:
+                try:
+                    registered = self._library.register_file(file._open(), device)
+                except SwapIOError as error:
+                    registered = error.detail
                 file._registered = registered
         if isinstance(registered, str):
             _say_once(registered)

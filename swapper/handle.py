@@ -20,7 +20,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -166,6 +166,14 @@ class File:
     def truncate(self, length_bytes: int) -> None:
         """Make the file exactly that long. No transfer beyond it may be in flight."""
         self._open().truncate(length_bytes)
+
+    def check_written(self) -> None:
+        """Raise if the kernel could not write what earlier writes left in the page cache, and has dropped it.
+
+        Only where transfers do not bypass the page cache can that be: a write is then done before the drive has it.
+        Forces nothing to be written. Each failure is raised once.
+        """
+        self._open().check_written()
 
     def sync(self) -> None:
         """Return once all completed writes survive a loss of power (fdatasync). A failure is not recoverable."""
@@ -526,12 +534,10 @@ class AsyncIOHandle:
             started.extend(itertools.starmap(start, [arguments]))  # One call, in which no Ctrl-C can be raised.
             return Transfer(ledger, started[0], operation, file.path, offset_bytes, length_bytes)
         except BaseException:
-            if started:
-                # Ctrl-C: nobody will know of the transfer, so it ends here, before its memory has another owner.
-                with contextlib.suppress(SwapIOError):
-                    started[0].wait()
-            else:
+            if not started:
                 ledger.in_flight.pop(key, None)
+            # Ctrl-C: nobody will know of the transfer, so it ends here, before its memory has another owner.
+            end_all(started)
             raise
 
     def _start_on_device(
@@ -665,6 +671,27 @@ class AsyncIOHandle:
     def _check_process(self) -> None:
         if os.getpid() != self._ledger.pid:
             raise SwapError("this I/O handle was made before a fork: it works in the parent only, make a new one")
+
+
+def end_all(transfers: Iterable[Transfer | _native.Transfer]) -> None:
+    """Wait until all are over, whatever strikes meanwhile; nobody else knows of them, so their failures are ignored.
+
+    Raises:
+        BaseException: what struck, such as Ctrl-C, when all are over.
+    """
+    struck: BaseException | None = None
+    for transfer in transfers:
+        over = False
+        while not over:
+            try:
+                with contextlib.suppress(SwapIOError):
+                    transfer.wait()
+                over = transfer.done()
+            except BaseException as error:
+                struck = error
+                over = transfer.done()
+    if struck is not None:
+        raise struck
 
 
 def _close_unattended(ledger: _Ledger) -> None:

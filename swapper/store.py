@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import logging
@@ -73,6 +74,32 @@ class _Part:
     share: Share
     file: File
     checksums: Checksums | None
+    reserved: bool = True
+    """Its space on the drive is there already."""
+    lost: SwapIOError | None = None
+    """The kernel could not write what it had taken, which it says once."""
+
+    def check_written(self) -> None:
+        """Raise if what was written was lost on its way from the page cache to the drive.
+
+        What bypasses the page cache is on the drive when its transfer is over. What does not may still be lost, and
+        reading it would then give zeros or old bytes, as if nothing had happened.
+        """
+        if self.lost is None and (not self.file.direct or self.file.alignment_bytes > PAGE_BYTES):
+            try:
+                self.file.check_written()
+            except SwapIOError as error:
+                self.lost = error
+        if self.lost is not None:
+            number = self.lost.errno
+            assert number is not None
+            raise SwapIOError(number, self.lost.operation, self.lost.path, detail=self.lost.detail)
+
+    def unreserved_bytes(self) -> int:
+        """What it will still take of the drive's free space."""
+        if self.reserved:
+            return 0
+        return max(0, self.share.length_bytes - os.fstat(self.file.fileno()).st_blocks * 512)
 
 
 @dataclass(slots=True)
@@ -165,6 +192,8 @@ class TensorStore:
             for share in plans[key]:
                 held[share.drive] += share.length_bytes
         needed = [after - drive.held_bytes for after, drive in zip(held, self._drives, strict=True)]
+        for part in (part for record in self._records.values() for part in record.parts):
+            needed[part.share.drive] += part.unreserved_bytes()
         self._check_free_space(len(sizes), needed)
         made: list[RecordKey] = []
         try:
@@ -199,9 +228,10 @@ class TensorStore:
         if self._verify:
             # The smaller a block, the closer a failure is named; 8 bytes of memory each.
             checksums = Checksums(share.length_bytes, math.gcd(drive.handle.block_bytes, _CHECKED_BYTES))
-        record.parts.append(_Part(share, file, checksums))
+        part = _Part(share, file, checksums)
+        record.parts.append(part)
         drive.held_bytes += share.length_bytes
-        file.preallocate(share.length_bytes)
+        part.reserved = file.preallocate(share.length_bytes)
 
     def stored_bytes(self, key: RecordKey) -> int:
         """Length of the record as last written; 0 before the first write.
@@ -226,6 +256,7 @@ class TensorStore:
         if record.torn:
             detail = "its last write was interrupted before all of it was started"
             raise SwapIOError(errno.EIO, "read", record.parts[0].file.path, 0, record.stored_bytes, detail)
+        self.check_written(key)
         return start_all(self._moves("read", record, lease, record.stored_bytes))
 
     def write(self, key: RecordKey, lease: Lease, length_bytes: int) -> AnyTransfer:
@@ -246,11 +277,28 @@ class TensorStore:
         record = self._records[key]
         if not 0 < length_bytes <= min(record.capacity_bytes, lease.length_bytes) or length_bytes % PAGE_BYTES:
             raise ValueError(f"{length_bytes} bytes do not fit the record of {record.capacity_bytes} bytes")
+        for part in record.parts:
+            with contextlib.suppress(SwapIOError):  # What was lost is not wanted any more.
+                part.check_written()
+            part.lost = None
         record.torn = True
         transfer = start_all(self._moves("write", record, lease, length_bytes))
         record.stored_bytes = length_bytes
         record.torn = False
         return transfer
+
+    def check_written(self, key: RecordKey | None = None) -> None:
+        """Raise if what was written was lost after its transfer was over, as it can be where there is no O_DIRECT.
+
+        Args:
+            key: a planned record; None means all.
+
+        Raises:
+            SwapIOError: the same at every call, until the record is written again or discarded.
+        """
+        for record in self._records.values() if key is None else (self._records[key],):
+            for part in record.parts if record.stored_bytes else ():
+                part.check_written()
 
     def _moves(
         self, operation: str, record: _Record, lease: Lease, length_bytes: int
@@ -268,6 +316,8 @@ class TensorStore:
         if key in self._records:
             self._records[key].stored_bytes = 0
             self._records[key].torn = False
+            for part in self._records[key].parts:
+                part.lost = None
 
     def forget(self, key: RecordKey) -> None:
         """Delete the record and its files, if planned. No write of it may be in flight.

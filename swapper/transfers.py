@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from swapper.errors import SwapIOError
-from swapper.handle import Transfer
+from swapper.handle import Transfer, end_all
 
 __all__ = ["AnyTransfer", "JoinedTransfer", "start_all"]
 
@@ -112,8 +111,6 @@ def start_all(starts: Iterable[Callable[[], Transfer]]) -> Transfer | JoinedTran
         for start in starts:
             started.append(start())
     except BaseException:
-        for transfer in started:
-            with contextlib.suppress(SwapIOError):
-                transfer.wait()
+        end_all(started)  # All of it: their memory will have another owner.
         raise
     return started[0] if len(started) == 1 else JoinedTransfer(started)

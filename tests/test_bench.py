@@ -707,7 +707,7 @@ def test_too_little_memory_is_refused(leaves_nothing_on: Path, monkeypatch: pyte
         (["--device", "tpu"], 2, "neither cpu nor cuda"),
         (["--no-read", "--no-write"], 2, "nothing to measure"),
         (["--loops", "0"], 2, "--loops"),
-        (["--gds"], 1, "ask for the GPU too"),
+        (["--gds"], 2, "it needs `bench --device cuda`"),
         (["--dir", "/nowhere"], 1, "mkdir -p /nowhere"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, list) else "",

@@ -73,7 +73,11 @@ class _Result:
 def bench(
     directory: Annotated[
         list[Path] | None,
-        typer.Option("--dir", metavar="DIR", help="A directory on a drive; several are also measured side by side."),
+        typer.Option(
+            "--dir",
+            metavar="DIR",
+            help="On a drive; several are also measured side by side. Default: $SWAPPER_NVME_PATH, else '.'.",
+        ),
     ] = None,
     size: Annotated[
         int, typer.Option(parser=size_argument, metavar="SIZE", show_default="1GiB", help="Of the tensor in each.")

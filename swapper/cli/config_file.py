@@ -63,11 +63,16 @@ def _render(path: Path, aio: AioConfig, nvme_paths: Sequence[Path]) -> str:
     section = aio.model_dump(mode="json")
     if not path.exists():
         names = [str(each.resolve()) for each in nvme_paths]
-        document = {"nvme_path": names[0] if len(names) == 1 else names, "aio": section}
+        document = {
+            "nvme_path": names[0] if len(names) == 1 else names,
+            "offload_optimizer": {"device": "nvme"},  # Without it the file would swap nothing.
+            "aio": section,
+        }
         if path.suffix == ".json":
             return json.dumps(document, indent=2) + "\n"
         return yaml.safe_dump(document, sort_keys=False)
-    text = path.read_text(encoding="utf-8")
+    with open(path, encoding="utf-8", newline="") as file:  # Ends of lines stay as they are.
+        text = file.read()
     if path.suffix == ".json":
         return json.dumps({**json.loads(text), "aio": section}, indent=2) + "\n"
     return _with_section(text, aio_yaml(aio), path)
@@ -81,7 +86,8 @@ def _with_section(text: str, section: str, path: Path) -> str:
         )
     indent = " " * root.start_mark.column
     lines = text.splitlines(keepends=True)
-    new = [f"{indent}{line}\n" for line in section.splitlines()]
+    end = "\r\n" if lines and lines[0].endswith("\r\n") else "\n"
+    new = [f"{indent}{line}{end}" for line in section.splitlines()]
     for key, value in root.value:
         if isinstance(key, yaml.ScalarNode) and key.value == "aio":
             first = key.start_mark.line
@@ -89,7 +95,7 @@ def _with_section(text: str, section: str, path: Path) -> str:
             last = max(first, _last_line(value))
             return "".join([*lines[:first], *new, *lines[last + 1 :]])
     if lines and not lines[-1].endswith("\n"):
-        lines[-1] += "\n"
+        lines[-1] += end
     return "".join([*lines, *new])
 
 

@@ -43,5 +43,6 @@ def print_json(data: Mapping[str, object]) -> None:
 
 
 def complain(message: str) -> None:
-    """One line on standard error."""
-    typer.echo(f"swapper {printable(' '.join(message.split()))}", err=True)
+    """A line on standard error for each of the message's."""
+    for line in message.splitlines():
+        typer.echo(f"swapper {printable(' '.join(line.split()))}", err=True)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import typer
 
 from swapper.buffers import PAGE_BYTES
 from swapper.cli.contestants import Lane
@@ -21,10 +22,11 @@ def check_device(device: str, *, gds: bool) -> None:
     """Refuse a device that is not there.
 
     Raises:
+        BadParameter: GPUDirect Storage was asked for without a GPU.
         SwapError: in words that say what to change.
     """
     if gds and device != "cuda":
-        raise SwapError("GPUDirect Storage moves tensors on a GPU: ask for the GPU too")
+        raise typer.BadParameter("--gds moves tensors on a GPU: it needs `bench --device cuda` or `tune --gpu`")
     if device == "cuda" and not torch.cuda.is_available():
         raise SwapError("torch finds no CUDA device here: measure with tensors on the CPU")
 

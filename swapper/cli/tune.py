@@ -122,7 +122,11 @@ class _Tried(Contestant):
 def tune(
     nvme_dir: Annotated[
         list[Path] | None,
-        typer.Option("--nvme-dir", metavar="DIR", help="A directory on a drive; several are used side by side."),
+        typer.Option(
+            "--nvme-dir",
+            metavar="DIR",
+            help="On a drive; several are used side by side. Default: $SWAPPER_NVME_PATH, else '.'.",
+        ),
     ] = None,
     sweep_config: Annotated[
         Path | None,
