@@ -156,14 +156,14 @@ def test_a_wrong_call_is_2_and_says_so_on_standard_error(arguments: list[str]) -
 @pytest.mark.parametrize(
     "error",
     [
-        SwapError("this\nthat"),
-        ConfigError("this that"),
+        SwapError("this that"),
+        ConfigError("this that\nand more"),
         SwapIOError(errno.EIO, "this that", "/x"),
         PermissionError(errno.EACCES, "this that"),
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_is_one_line_and_1(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_an_error_is_one_line_for_each_mistake_and_1(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     def fail(path: Path) -> list[RunDirectory]:
         raise error
 
@@ -172,7 +172,8 @@ def test_an_error_is_one_line_and_1(monkeypatch: pytest.MonkeyPatch, error: Exce
     assert result.stdout == ""
     assert result.stderr.startswith("swapper ls: ")
     assert "this that" in result.stderr
-    assert result.stderr.count("\n") == 1
+    lines = result.stderr.splitlines()
+    assert len(lines) == 1 + str(error).count("\n") and all(line.startswith("swapper ") for line in lines)
 
 
 def test_a_bug_is_not_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
