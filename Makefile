@@ -10,15 +10,26 @@ NATIVE := $(wildcard csrc/*.cpp csrc/*.h)
 OMP_WAIT_POLICY ?= PASSIVE
 export OMP_WAIT_POLICY
 
-.PHONY: help build train test lint sanitize schema clean
+# The package with its core under AddressSanitizer and UBSan. PYTHONMALLOC: what a Python object gives back is given
+# back, so that a transfer into it is seen. The format names the library of each frame: tests/conftest.py looks for ours.
+# Tests: whatever uses the core directly, and one file of it all from the top; the others are about arithmetic.
+ASAN := build/asan
+ASAN_ENVIRONMENT = PYTHONMALLOC=malloc UBSAN_OPTIONS=print_stacktrace=1 \
+    ASAN_OPTIONS='detect_leaks=1:leak_check_at_exit=0:abort_on_error=1:stack_trace_format="    \#%n %p %F %L %M"'
+# Sanitizers take places in memory where a kernel that places at random, with many bits, may have put something before.
+FIXED_PLACES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
+USES_CORE := ^(from|import) swapper.*(_native|handle|buffers|codec|deepnvme)
+SANITIZED_TESTS = $(sort tests/test_optimizer.py $(shell grep -lE '$(USES_CORE)' tests/test_*.py))
+
+.PHONY: help build train test lint sanitize sanitize-core sanitize-python schema clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train      train a small GPT with its optimizer state on disk (under five minutes)"
-	@echo "make test       every check there is: lint, then all tests"
+	@echo "make test       lint, then all tests, a minute of fuzz among them (SWAPPER_FUZZ_SECONDS)"
 	@echo "make lint       ruff, mypy, clang-format"
-	@echo "make sanitize   the native core's own tests under ASan, UBSan and TSan"
-	@echo "make build      set up .venv and build the native core (DEBUG=1, SANITIZE=address|thread|undefined)"
+	@echo "make sanitize   under ASan, UBSan and TSan: the native core's own tests, then those in Python that use it"
+	@echo "make build      set up .venv and build the native core (DEBUG=1 for assertions)"
 	@echo "make schema     write config/schema.json anew"
 	@echo "make clean      remove what was built, but not .venv"
 
@@ -29,16 +40,41 @@ train: $(VENV)/.built
 	$(BIN)/python examples/train_gpt.py --nvme-path .swapper --compare
 
 test: lint
-	$(BIN)/python -m pytest -q
+	SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-60} $(BIN)/python -m pytest -q
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(NATIVE)
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(wildcard tests/*.cpp tests/cpp/*.cpp tests/cpp/*.h)
 
-sanitize:
-	$(MAKE) -C tests/cpp sanitize
+sanitize: sanitize-core sanitize-python
+
+sanitize-core: build/.sanitizers
+	@$(MAKE) --no-print-directory -C tests/cpp sanitize
+
+# In the tree's directory, which Python searches first: nothing shall find the package's other build. --capture=sys: else
+# pytest would keep a sanitizer's report, which ends the process, to itself.
+sanitize-python: $(VENV)/.built $(ASAN)/.built
+	@find $(ASAN)/swapper -name '*.py' -delete
+	@$(BIN)/python setup.py -q build_py --build-lib $(ASAN)
+	@preload=$$(ldd $(ASAN)/swapper/_native*.so | awk '/lib(asan|ubsan|stdc\+\+)\./ { printf "%s ", $$3 }'); \
+	    cd $(ASAN) && $(FIXED_PLACES) env PYTHONPATH=$(CURDIR)/$(ASAN) LD_PRELOAD="$$preload" $(ASAN_ENVIRONMENT) \
+	    SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-20} $(abspath $(BIN))/python -m pytest -q --capture=sys \
+	    -c $(CURDIR)/pyproject.toml $(SANITIZED_TESTS:%=$(CURDIR)/%)
+
+build/.sanitizers:
+	@mkdir -p build
+	@for sanitizer in address undefined thread; do \
+	    echo 'int main() {}' | $(CXX) -x c++ -fsanitize=$$sanitizer -o $@ - 2>/dev/null || { rm -f $@; \
+	    echo "$(CXX) cannot link with -fsanitize=$$sanitizer: install its run-time (on Fedora: dnf install libasan" \
+	        "libubsan libtsan; on Debian and Ubuntu it comes with g++), or name another compiler: make sanitize CXX=..."; \
+	    exit 1; }; done
+
+$(ASAN)/.built: $(VENV)/.made setup.py $(NATIVE) | build/.sanitizers
+	@echo "Building the native core under AddressSanitizer and UBSan"
+	@SANITIZE=address,undefined $(BIN)/python setup.py -q build_ext --force --build-lib $(ASAN) --build-temp $(ASAN)
+	@touch $@
 
 schema: $(VENV)/.built
 	$(BIN)/python -W ignore -m swapper.config --schema config/schema.json

@@ -5,14 +5,17 @@
 Everything is measured alternately in one run, on one drive, by one engine: the drive's read and write speed, the step
 with the state on disk, and the same step with the state in memory (`device: cpu`), which is the compute. Gradients are
 random and made once: only the step is measured. Prints medians, the ratio, and bytes per parameter and step compared
-with what the kernel counted (`/proc/self/io`).
+with what the kernel counted (`/proc/self/io`). With `--verify` a third optimizer, whose records are checked, takes a
+step beside one that is not, first or second by turns: what checksums cost, in time and in CPU seconds.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
+import resource
 import statistics
 import sys
 import time
@@ -37,6 +40,7 @@ def main() -> None:
     parser.add_argument("--bucket-bytes", default="32MiB")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--backend", default="auto")
+    parser.add_argument("--verify", action="store_true", help="measure `verify: crc32c` too")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args()
 
@@ -49,19 +53,22 @@ def main() -> None:
         **common,
     )
     in_memory = swapper.OffloadConfig(offload_optimizer={"device": "cpu", "master_weights": True}, **common)
-    models = [make_model(arguments.size, arguments.vocab_size) for _ in range(2)]
+    models = [make_model(arguments.size, arguments.vocab_size) for _ in range(3 if arguments.verify else 2)]
     numel = sum(p.numel() for p in models[0].parameters())
     disk = swapper.wrap_optimizer(torch.optim.AdamW(models[0].parameters(), lr=1e-4), on_disk)
     memory = swapper.wrap_optimizer(torch.optim.AdamW(models[1].parameters(), lr=1e-4), in_memory)
-    for optimizer in (disk, memory):
-        optimizer.step()  # Makes the state.
+    optimizers = [disk, memory]
+    if arguments.verify:
+        verifying = on_disk.model_copy(update={"verify": "crc32c"})
+        optimizers.append(swapper.wrap_optimizer(torch.optim.AdamW(models[2].parameters(), lr=1e-4), verifying))
+    for optimizer in optimizers:
+        step_and_flush(optimizer)  # Makes the state.
     swapped = swapper.of(disk)
-    swapped.flush()
 
     rows: list[dict[str, float]] = []
     with AsyncIOHandle(backend=arguments.backend, block_bytes=on_disk.aio.block_size) as handle:
         drive = Drive(handle, arguments.nvme_path)
-        for _ in range(arguments.rounds):
+        for turn in range(arguments.rounds):
             write_bps, read_bps = drive.measure()
             before, before_io = swapped.stats(), kernel_bytes()
             disk_s = timed(lambda: step_and_flush(disk))
@@ -85,6 +92,8 @@ def main() -> None:
                     "wait_write_s": after.wait_write_s - before.wait_write_s,
                 }
             )
+            if arguments.verify:
+                rows[-1] |= cost_of_verifying(disk, optimizers[2], verified_first=turn % 2 == 1)
         backend = handle.backend
         drive.close()
     median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
@@ -94,7 +103,12 @@ def main() -> None:
     for key, value in median.items():
         print(f"  {key:<30} {value:8.3f}")
     print(f"step / max(drive, compute) = {median['ratio']:.3f}")
-    for optimizer in (disk, memory):
+    if arguments.verify:
+        print(
+            f"verify on / off = {median['verified_ratio']:.3f} in time, "
+            f"{median['verified_cpu_ratio']:.3f} in CPU seconds"
+        )
+    for optimizer in optimizers:
         swapper.of(optimizer).close()
     if arguments.json:
         record = {"system": system, "backend": backend, "numel": numel, "median": median, "rounds": rows}
@@ -116,11 +130,33 @@ def step_and_flush(optimizer: torch.optim.Optimizer) -> None:
     swapper.of(optimizer).flush()
 
 
+def cost_of_verifying(
+    disk: torch.optim.Optimizer, verifying: torch.optim.Optimizer, verified_first: bool
+) -> dict[str, float]:
+    """A step of each, one after the other."""
+    times_s, cpus_s = {}, {}
+    for optimizer in (verifying, disk) if verified_first else (disk, verifying):
+        before_cpu_s = cpu_s()
+        times_s[optimizer] = timed(functools.partial(step_and_flush, optimizer))
+        cpus_s[optimizer] = cpu_s() - before_cpu_s
+    return {
+        "verified_ratio": times_s[verifying] / times_s[disk],
+        "verified_cpu_ratio": cpus_s[verifying] / cpus_s[disk],
+        "verified_cpu_s_more": cpus_s[verifying] - cpus_s[disk],
+    }
+
+
 def timed(call: object) -> float:
     start_s = time.perf_counter()
     assert callable(call)
     call()
     return time.perf_counter() - start_s
+
+
+def cpu_s() -> float:
+    """CPU seconds of this process so far, of all threads, user and kernel."""
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
 
 
 def kernel_bytes() -> tuple[int, int]:

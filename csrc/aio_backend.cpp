@@ -19,6 +19,7 @@ namespace {
 constexpr uint16_t kCmdRead = 0;
 constexpr uint16_t kCmdWrite = 1;
 constexpr uint16_t kCmdPoll = 5;  // Linux 4.19; older headers do not name it
+constexpr long kUnarmedWaitNs = 5000000;
 
 class AioBackend final : public Backend {
   public:
@@ -73,18 +74,22 @@ class AioBackend final : public Backend {
         refused_.erase(refused_.begin(), refused_.begin() + static_cast<std::ptrdiff_t>(count));
         if (count == capacity) return count;
         block = block && count == 0;
+        timespec limit{};
+        bool limited = !block;
         if (!wake_armed_) {
             if (const int error = arm_wake(); error == EAGAIN) {
-                block = false;  // no room: taking what is over makes some
+                // No room: taking what is over makes some. Until then nobody can wake us, so look every now
+                // and then.
+                limited = true;
+                limit.tv_nsec = block ? kUnarmedWaitNs : 0;
             } else if (error != 0) {
                 throw IoError(error, "io_submit of a poll");
             }
         }
         io_event events[64];
-        timespec none{};
         const auto room = static_cast<long>(std::min<size_t>(capacity - count, 64));
         const long rc =
-            ::syscall(SYS_io_getevents, context_, block ? 1L : 0L, room, events, block ? nullptr : &none);
+            ::syscall(SYS_io_getevents, context_, block ? 1L : 0L, room, events, limited ? &limit : nullptr);
         if (rc < 0) {
             if (errno == EINTR) return count;
             throw IoError(errno, "io_getevents");

@@ -43,11 +43,12 @@ class Backend {
     virtual int set_pieces(const std::vector<Piece>& pieces) = 0;
 };
 
-enum class BackendKind : uint8_t { kThreads, kAio, kUring };
+enum class BackendKind : uint8_t { kThreads, kAio, kUring, kCuFile };
 
 // Each throws IoError where the system does not offer it; `detail` then holds the likely cause.
 std::unique_ptr<Backend> make_threads_backend(uint32_t queue_depth);
 std::unique_ptr<Backend> make_aio_backend(uint32_t queue_depth);
 std::unique_ptr<Backend> make_uring_backend(uint32_t queue_depth);
+std::unique_ptr<Backend> make_cufile_backend(uint32_t queue_depth);  // device memory only
 
 }  // namespace swapper

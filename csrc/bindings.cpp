@@ -11,6 +11,7 @@
 #include "checksums.h"
 #include "codec.h"
 #include "crc32c.h"
+#include "cufile.h"
 #include "engine.h"
 #include "error.h"
 #include "fault_backend.h"
@@ -23,7 +24,19 @@ using namespace py::literals;
 namespace swapper {
 namespace {
 
-using NoGil = py::call_guard<py::gil_scoped_release>;
+// Lets other threads of Python run. At interpreter exit Python ends a daemon thread that wants to go on, by
+// unwinding its stack: pybind11's own guard, whose destructor may not throw, would abort the process.
+class GilReleased {
+  public:
+    GilReleased() : state_(PyEval_SaveThread()) {}
+    ~GilReleased() noexcept(false) { PyEval_RestoreThread(state_); }
+    GilReleased(const GilReleased&) = delete;
+    GilReleased& operator=(const GilReleased&) = delete;
+
+  private:
+    PyThreadState* state_;
+};
+using NoGil = py::call_guard<GilReleased>;
 
 void translate(std::exception_ptr pointer) {
     try {
@@ -47,6 +60,7 @@ BackendKind backend_kind(const std::string& name) {
     if (name == "threads") return BackendKind::kThreads;
     if (name == "aio") return BackendKind::kAio;
     if (name == "uring") return BackendKind::kUring;
+    if (name == "cufile") return BackendKind::kCuFile;
     throw py::value_error("unknown backend: " + name);
 }
 
@@ -58,7 +72,7 @@ std::shared_ptr<File> open_file(std::string path, const std::string& mode, bool 
     options.truncate = truncate;
     options.exclusive = exclusive;
     options.direct = direct;
-    const py::gil_scoped_release released;
+    const GilReleased released;
     return std::make_shared<File>(std::move(path), options);
 }
 
@@ -78,7 +92,7 @@ uint64_t wait_transfer(const Transfer& transfer, std::optional<double> timeout_s
             throw py::error_already_set();
         }
         {
-            const py::gil_scoped_release released;
+            const GilReleased released;
             transfer.wait(std::min(kSliceMs, static_cast<int64_t>(std::ceil(left_ms))));
         }
         if (PyErr_CheckSignals() != 0) throw py::error_already_set();
@@ -94,6 +108,51 @@ std::shared_ptr<Transfer> start(Engine& engine, Operation operation, std::shared
                         std::move(checksums));
 }
 
+std::shared_ptr<Transfer> start_on_device(Engine& engine, const std::string& operation,
+                                          std::shared_ptr<RegisteredFile> file, uintptr_t address,
+                                          uint64_t length, uint64_t offset, uintptr_t base, int device) {
+    return engine.start_on_device(operation == "read" ? Operation::kRead : Operation::kWrite,
+                                  {std::move(file), reinterpret_cast<char*>(base), device},
+                                  reinterpret_cast<char*>(address), length, offset);
+}
+
+void bind_cufile(py::module_& module) {
+    py::class_<CuFile, std::shared_ptr<CuFile>>(module, "CuFile")
+        .def_property_readonly("path", &CuFile::path)
+        .def_property_readonly("version", &CuFile::version)
+        .def("open_driver", &CuFile::open_driver, NoGil())
+        .def("properties",
+             [](const CuFile& library) -> std::optional<std::tuple<unsigned, unsigned, unsigned, unsigned>> {
+                 const auto found = library.properties();
+                 if (!found) return std::nullopt;
+                 return std::tuple(found->nvfs_major, found->nvfs_minor, found->status_flags,
+                                   found->control_flags);
+             })
+        .def("parameter", &CuFile::parameter, "index"_a)
+        .def(
+            "register_file",
+            [](std::shared_ptr<CuFile> library, std::shared_ptr<File> file, int device) {
+                return std::make_shared<RegisteredFile>(std::move(library), std::move(file), device);
+            },
+            "file"_a, "device"_a, NoGil())
+        .def(
+            "register_memory",
+            [](std::shared_ptr<CuFile> library, uintptr_t address, uint64_t length, int device) {
+                return std::make_shared<RegisteredMemory>(std::move(library),
+                                                          reinterpret_cast<char*>(address), length, device);
+            },
+            "address"_a, "length_bytes"_a, "device"_a, NoGil());
+    py::class_<RegisteredFile, std::shared_ptr<RegisteredFile>>(module, "RegisteredFile");
+    py::class_<RegisteredMemory, std::shared_ptr<RegisteredMemory>>(module, "RegisteredMemory");
+    module.def(
+        "load_cufile",
+        [](const std::vector<std::string>& names) {
+            const py::gil_scoped_release released;
+            return std::const_pointer_cast<CuFile>(CuFile::load(names));
+        },
+        "names"_a);
+}
+
 void bind_engine(py::module_& module) {
     py::class_<Slab, std::shared_ptr<Slab>>(module, "Slab", py::buffer_protocol())
         .def(py::init<uint64_t>(), "length_bytes"_a, NoGil())
@@ -102,6 +161,7 @@ void bind_engine(py::module_& module) {
                                [](const Slab& slab) { return reinterpret_cast<uintptr_t>(slab.data()); })
         .def_property_readonly("locked", &Slab::locked)
         .def_property_readonly("lock_reason", &Slab::lock_refusal)
+        .def("unlock", &Slab::unlock)  // with the GIL, which orders it with `locked`
         .def_buffer([](const Slab& slab) {
             if (!slab.in_owner_process()) throw StateError("this memory belongs to the parent process");
             return py::buffer_info(reinterpret_cast<uint8_t*>(slab.data()),
@@ -118,6 +178,7 @@ void bind_engine(py::module_& module) {
         .def("size_bytes", &File::size, NoGil())
         .def("preallocate", &File::preallocate, "length_bytes"_a, NoGil())
         .def("truncate", &File::truncate, "length_bytes"_a, NoGil())
+        .def("check_written", &File::check_written, NoGil())
         .def("sync", &File::sync, NoGil());
 
     py::class_<Checksums, std::shared_ptr<Checksums>>(module, "Checksums")
@@ -133,8 +194,9 @@ void bind_engine(py::module_& module) {
 
     py::class_<FaultPlan, std::shared_ptr<FaultPlan>>(module, "FaultPlan")
         .def(py::init([](uint64_t seed, double short_transfer, double eio, double enospc, double eintr,
-                         double eagain, uint32_t delay_us, bool reorder, int64_t fail_read_at,
-                         int64_t fail_write_at, int fail_errno) {
+                         double eagain, double einval, double full, uint32_t delay_us, bool reorder,
+                         int64_t fail_read_at, int64_t fail_write_at, int fail_errno,
+                         uint64_t bytes_per_second) {
                  auto plan = std::make_shared<FaultPlan>();
                  plan->seed = seed;
                  plan->short_transfer = short_transfer;
@@ -142,16 +204,19 @@ void bind_engine(py::module_& module) {
                  plan->enospc = enospc;
                  plan->eintr = eintr;
                  plan->eagain = eagain;
+                 plan->einval = einval;
+                 plan->full = full;
                  plan->delay_us = delay_us;
                  plan->reorder = reorder;
                  plan->fail_read_at = fail_read_at;
                  plan->fail_write_at = fail_write_at;
                  plan->fail_error = fail_errno;
+                 plan->bytes_per_second = bytes_per_second;
                  return plan;
              }),
              py::kw_only(), "seed"_a = 0, "short"_a = 0.0, "eio"_a = 0.0, "enospc"_a = 0.0, "eintr"_a = 0.0,
-             "eagain"_a = 0.0, "delay_us"_a = 0, "reorder"_a = false, "fail_read_at"_a = 0,
-             "fail_write_at"_a = 0, "fail_errno"_a = EIO)
+             "eagain"_a = 0.0, "einval"_a = 0.0, "full"_a = 0.0, "delay_us"_a = 0, "reorder"_a = false,
+             "fail_read_at"_a = 0, "fail_write_at"_a = 0, "fail_errno"_a = EIO, "bytes_per_second"_a = 0)
         .def_property(
             "fail_read_at", [](const FaultPlan& plan) { return plan.fail_read_at.load(); },
             [](FaultPlan& plan, int64_t n) { plan.fail_read_at = n; })
@@ -161,6 +226,9 @@ void bind_engine(py::module_& module) {
         .def_property(
             "fail_errno", [](const FaultPlan& plan) { return plan.fail_error.load(); },
             [](FaultPlan& plan, int error) { plan.fail_error = error; })
+        .def_property(
+            "bytes_per_second", [](const FaultPlan& plan) { return plan.bytes_per_second.load(); },
+            [](FaultPlan& plan, uint64_t rate) { plan.bytes_per_second = rate; })
         .def_property_readonly("reads", [](const FaultPlan& plan) { return plan.reads.load(); })
         .def_property_readonly("writes", [](const FaultPlan& plan) { return plan.writes.load(); });
 
@@ -176,7 +244,7 @@ void bind_engine(py::module_& module) {
                  options.single_submit = single_submit;
                  options.overlap_events = overlap_events;
                  options.faults = std::move(faults);
-                 const py::gil_scoped_release released;
+                 const GilReleased released;
                  return std::make_shared<Engine>(options);
              }),
              py::kw_only(), "backend"_a, "block_bytes"_a, "queue_depth"_a, "threads"_a, "single_submit"_a,
@@ -199,6 +267,8 @@ void bind_engine(py::module_& module) {
                              std::move(checksums));
             },
             "file"_a, "address"_a, "length_bytes"_a, "offset_bytes"_a, "key"_a, "checksums"_a)
+        .def("start_on_device", &start_on_device, "operation"_a, "file"_a, "address"_a, "length_bytes"_a,
+             "offset_bytes"_a, "base"_a, "device"_a)
         .def("take_finished", &Engine::take_finished)
         .def("register_slab", &Engine::register_slab, "slab"_a, NoGil())
         .def(
@@ -257,6 +327,7 @@ void bind_codec(py::module_& module) {
 
 PYBIND11_MODULE(_native, module) {
     py::register_exception_translator(&swapper::translate);
+    swapper::bind_cufile(module);
     swapper::bind_engine(module);
     swapper::bind_codec(module);
 }

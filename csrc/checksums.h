@@ -29,6 +29,10 @@ class Checksums {
 
     // Notes them as what the file holds.
     void record(uint64_t offset, const char* data, uint64_t length);
+    // Whether the block at `offset` was written with exactly this length.
+    bool covers(uint64_t offset, uint64_t length) const {
+        return blocks_.at(offset / block_bytes_).length == length;
+    }
     // The offset of the first block that is not as it was recorded, or `offset + length` if all are.
     uint64_t first_difference(uint64_t offset, const char* data, uint64_t length) const;
 

@@ -22,7 +22,8 @@
 namespace swapper {
 namespace {
 
-// EINTR and EAGAIN in a row, without a byte moved, before a part is given up; about 2 s of EAGAIN.
+// EINTR, or want of something in the kernel, in a row, without a byte moved, before a part is given up; about
+// 2 s of the latter.
 constexpr uint32_t kMaxRetries = 200;
 // Bounce blocks per I/O thread, each of `block_bytes`: enough to overlap copying with the drive.
 constexpr size_t kBounceBlocks = 8;
@@ -68,6 +69,8 @@ std::unique_ptr<Backend> make_backend(BackendKind kind, uint32_t queue_depth) {
             return make_aio_backend(queue_depth);
         case BackendKind::kUring:
             return make_uring_backend(queue_depth);
+        case BackendKind::kCuFile:
+            return make_cufile_backend(queue_depth);
         case BackendKind::kThreads:
             break;
     }
@@ -89,20 +92,23 @@ struct Part : Request {
     bool bounced = false;
     Block block;          // holds the bytes if `bounced`
     bool summed = false;  // the checksums of what is to be written are noted
+    bool refused_direct =
+        false;  // goes through the page cache, because the direct descriptor answered EINVAL
     uint32_t retries = 0;
 };
 
 }  // namespace
 
 Transfer::Transfer(Operation operation, std::shared_ptr<const File> file, char* data, uint64_t length,
-                   uint64_t offset, uint64_t key, std::shared_ptr<Checksums> checksums)
+                   uint64_t offset, uint64_t key, std::shared_ptr<Checksums> checksums, DeviceTarget device)
     : operation_(operation),
       file_(std::move(file)),
       data_(data),
       length_(length),
       offset_(offset),
       key_(key),
-      checksums_(std::move(checksums)) {}
+      checksums_(std::move(checksums)),
+      device_(std::move(device)) {}
 
 bool Transfer::wait(int64_t timeout_ms) const {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::milliseconds(timeout_ms);
@@ -135,6 +141,7 @@ struct Engine::Impl {
     bool cut(Part& part, bool may_bounce);
     void part_over(Part& part, std::optional<IoError> error);
     void fail_queue(const IoError& error);
+    void over(const std::shared_ptr<Transfer>& transfer);
     void wake_all();
     int set_pieces(const std::vector<Piece>& wanted);
 
@@ -286,10 +293,8 @@ class Engine::Worker {
             const size_t taken = backend_->submit(batch_.data(), batch_.size());
             in_flight_ += taken;
             ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(taken));
-            if (taken == batch_.size()) {
-                starved_ = 0;
-                continue;
-            }
+            if (taken > 0) starved_ = 0;
+            if (taken == batch_.size()) continue;
             // No room in the kernel. If nothing of ours is in flight it is others who fill it: let time pass.
             if (in_flight_ == 0) {
                 if (++starved_ > kMaxRetries) throw IoError(EAGAIN, "submit");
@@ -306,6 +311,9 @@ class Engine::Worker {
         for (size_t i = 0; i < count; ++i) {
             advance(static_cast<Part&>(*completions_[i].request), completions_[i].result);
         }
+        if (backoff_ms_ == 0) return;
+        // Once for all that came back: in turn, a deep queue would take minutes to give up.
+        std::this_thread::sleep_for(std::chrono::milliseconds(std::exchange(backoff_ms_, 0)));
     }
 
     // Allocated by the I/O thread, not under the mutex; kept for the next part that needs one. False where
@@ -336,6 +344,7 @@ class Engine::Worker {
 
     // All bytes of `part` have moved.
     void complete(Part& part) {
+        if (part.refused_direct) part.transfer->file_->give_up_direct();
         const Checksums* const checksums = part.transfer->checksums();
         if (part.operation == Operation::kWrite) return finish(part, std::nullopt);
         if (part.bounced) std::memcpy(part.memory, part.block.get(), part.part_length);
@@ -346,8 +355,11 @@ class Engine::Worker {
                 const uint64_t length = std::min(checksums->block_bytes(), end - bad);
                 return finish(part, IoError(EBADMSG, name_of(part.operation), part.transfer->path(),
                                             static_cast<int64_t>(bad), static_cast<int64_t>(length),
-                                            "the checksum of this block is not that of what was written: "
-                                            "the drive gave back other bytes"));
+                                            checksums->covers(bad, length)
+                                                ? "the checksum of this block is not that of what was "
+                                                  "written: the drive gave back other bytes"
+                                                : "the checksum of this block cannot be checked: it was not "
+                                                  "written, or with another length"));
             }
         }
         finish(part, std::nullopt);
@@ -358,11 +370,30 @@ class Engine::Worker {
         const bool read = part.operation == Operation::kRead;
         if (result < 0) {
             const int error = static_cast<int>(-result);
-            if ((error == EINTR || error == EAGAIN) && ++part.retries <= kMaxRetries) {
-                // The first time at once; then whatever is short in the kernel gets time to come back.
-                if (error == EAGAIN && part.retries > 1) {
-                    std::this_thread::sleep_for(std::chrono::milliseconds(std::min(part.retries, 10U)));
+            if (error > kCuFileErrors) {
+                finish(part, failure(part, cufile_errno(error), cufile_error_text(error)));
+                return;
+            }
+            const bool wanting = error == EAGAIN || error == EBUSY || error == ENOMEM;
+            if (error == EINTR || wanting) {
+                if (++part.retries > kMaxRetries) {
+                    finish(part,
+                           failure(part, error, "given up after " + std::to_string(kMaxRetries) + " tries"));
+                    return;
                 }
+                // The first time at once; then whatever is short in the kernel gets time to come back.
+                if (wanting && part.retries > 1) {
+                    backoff_ms_ = std::max(backoff_ms_, std::min(part.retries, 10U));
+                }
+                ready_.push_back(&part);
+                return;
+            }
+            if (error == EINVAL && part.alignment > 1 && part.device == nullptr) {
+                // A file system that opens with O_DIRECT and then wants more of a request than it said; or
+                // one that was cut to an odd length, as at RLIMIT_FSIZE. The page cache takes any.
+                part.fd = part.buffered_fd;
+                part.alignment = 1;
+                part.refused_direct = true;
                 ready_.push_back(&part);
                 return;
             }
@@ -455,6 +486,7 @@ class Engine::Worker {
     std::deque<Part*> ready_;  // to be submitted, in this order
     size_t in_flight_ = 0;
     uint32_t starved_ = 0;
+    uint32_t backoff_ms_ = 0;
     uint64_t generation_ = 0;
     size_t bounces_ = 0;
     std::vector<Block> spare_blocks_;
@@ -489,7 +521,9 @@ bool Engine::Impl::cut(Part& part, bool may_bounce) {
             length = left;
         }
     }
-    const bool bounced = direct && reinterpret_cast<uintptr_t>(memory) % file.memory_alignment() != 0;
+    const bool on_device = transfer.device_.file != nullptr;
+    const bool bounced =
+        direct && !on_device && reinterpret_cast<uintptr_t>(memory) % file.memory_alignment() != 0;
     if (bounced && !may_bounce) return false;
 
     int buffer_index = -1;
@@ -516,7 +550,9 @@ bool Engine::Impl::cut(Part& part, bool may_bounce) {
     part.offset = part.part_offset = offset;
     part.length = part.part_length = static_cast<uint32_t>(length);
     part.buffer_index = buffer_index;
+    part.device = on_device ? &transfer.device_ : nullptr;
     part.summed = false;
+    part.refused_direct = false;
     part.retries = 0;
 
     transfer.cut_ += length;
@@ -531,9 +567,14 @@ void Engine::Impl::part_over(Part& part, std::optional<IoError> error) {
     if (error && !transfer.error_) transfer.error_ = std::move(error);
     if (--transfer.parts_ > 0) return;  // drained before it is reported
     if (transfer.error_ || transfer.cut_ == transfer.length_) {
-        finished.push_back(part.transfer);
-        transfer.complete();
+        over(part.transfer);
     }
+}
+
+// Nothing of it is in flight any more. Under the mutex.
+void Engine::Impl::over(const std::shared_ptr<Transfer>& transfer) {
+    if (transfer->key_ != 0) finished.push_back(transfer);
+    transfer->complete();
 }
 
 void Engine::Impl::fail_queue(const IoError& error) {
@@ -544,8 +585,7 @@ void Engine::Impl::fail_queue(const IoError& error) {
                                    static_cast<int64_t>(transfer->offset_),
                                    static_cast<int64_t>(transfer->length_), ended_by(error));
         if (transfer->parts_ > 0) continue;
-        finished.push_back(transfer);
-        transfer->complete();
+        over(transfer);
     }
     queue.clear();
 }
@@ -621,14 +661,33 @@ std::shared_ptr<Transfer> Engine::start(Operation operation, std::shared_ptr<con
         if (offset + length > checksums->length())
             throw std::invalid_argument("beyond what the checksums cover");
     }
-    auto transfer = std::make_shared<Transfer>(operation, std::move(file), data, length, offset, key,
-                                               std::move(checksums));
+    return enqueue(std::make_shared<Transfer>(operation, std::move(file), data, length, offset, key,
+                                              std::move(checksums), DeviceTarget{}));
+}
+
+std::shared_ptr<Transfer> Engine::start_on_device(Operation operation, DeviceTarget device, char* data,
+                                                  uint64_t length, uint64_t offset) {
+    const std::shared_ptr<const File> file = device.file->file();
+    const uint64_t page = file->offset_alignment();
+    if (!file->direct()) {  // It was when the transfer was planned; the caller has another way.
+        throw IoError(EOPNOTSUPP, name_of(operation), file->path(), static_cast<int64_t>(offset),
+                      static_cast<int64_t>(length), "the file system refused a direct transfer");
+    }
+    if (checked().options.backend != BackendKind::kCuFile || offset % page != 0 || length % page != 0 ||
+        offset > INT64_MAX || length > INT64_MAX - offset) {
+        throw std::invalid_argument("not a transfer for cuFile");
+    }
+    return enqueue(
+        std::make_shared<Transfer>(operation, file, data, length, offset, 0, nullptr, std::move(device)));
+}
+
+std::shared_ptr<Transfer> Engine::enqueue(std::shared_ptr<Transfer> transfer) {
+    Impl& impl = checked();
     const std::lock_guard<std::mutex> lock(impl.mutex);
     if (impl.stopping) throw StateError("the I/O handle is closed");
     if (impl.broken) throw IoError(*impl.broken);
-    if (length == 0) {
-        impl.finished.push_back(transfer);
-        transfer->complete();
+    if (transfer->length() == 0) {
+        impl.over(transfer);
         return transfer;
     }
     impl.queue.push_back(transfer);

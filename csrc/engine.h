@@ -12,6 +12,7 @@
 
 #include "backend.h"
 #include "checksums.h"
+#include "cufile.h"
 #include "error.h"
 #include "fault_backend.h"
 #include "file.h"
@@ -25,7 +26,7 @@ namespace swapper {
 class Transfer {
   public:
     Transfer(Operation operation, std::shared_ptr<const File> file, char* data, uint64_t length,
-             uint64_t offset, uint64_t key, std::shared_ptr<Checksums> checksums);
+             uint64_t offset, uint64_t key, std::shared_ptr<Checksums> checksums, DeviceTarget device);
 
     Operation operation() const { return operation_; }
     const std::string& path() const { return file_->path(); }
@@ -58,6 +59,7 @@ class Transfer {
     const uint64_t offset_;
     const uint64_t key_;
     const std::shared_ptr<Checksums> checksums_;  // may be null
+    const DeviceTarget device_;                   // without a file: memory of the host
 
     // The engine's, under its mutex. Bytes before `cut_` have been given out as parts, `parts_` of which are
     // not over.
@@ -91,15 +93,22 @@ class Engine {
     Engine(const Engine&) = delete;
     Engine& operator=(const Engine&) = delete;
 
-    // `key` is the caller's, to know the transfer by in `take_finished`. A length of 0 is done on return.
-    // With `checksums` a write sets them and a read is checked against them, on the I/O threads; a read that
-    // does not match fails with EBADMSG and the offset of the block. Throws std::invalid_argument unless
-    // `offset` is the start of one of their blocks, those divide `block_bytes`, and they reach far enough.
+    // `key` is the caller's, to know the transfer by in `take_finished`; 0: it is not to be there. A length
+    // of 0 is done on return. With `checksums` a write sets them and a read is checked against them, on the
+    // I/O threads; a read that does not match fails with EBADMSG and the offset of the block. Throws
+    // std::invalid_argument unless `offset` is the start of one of their blocks, those divide `block_bytes`,
+    // and they reach far enough.
     std::shared_ptr<Transfer> start(Operation operation, std::shared_ptr<const File> file, char* data,
                                     uint64_t length, uint64_t offset, uint64_t key = 0,
                                     std::shared_ptr<Checksums> checksums = nullptr);
 
-    // Transfers that are done, each returned once.
+    // `start` for device memory, with the cuFile backend. Throws std::invalid_argument unless `offset` and
+    // `length` are multiples of the file's `offset_alignment`: cuFile would read and write back the rest of a
+    // page, and undo what another transfer writes there.
+    std::shared_ptr<Transfer> start_on_device(Operation operation, DeviceTarget device, char* data,
+                                              uint64_t length, uint64_t offset);
+
+    // Transfers with a key that are done, each returned once.
     std::vector<std::shared_ptr<Transfer>> take_finished();
 
     // Registers the slab with the kernel, in pieces, so that it need not map pages at each request. Waits for
@@ -115,6 +124,7 @@ class Engine {
     struct Impl;
     class Worker;
     Impl& checked() const;
+    std::shared_ptr<Transfer> enqueue(std::shared_ptr<Transfer> transfer);
     std::unique_ptr<Impl> impl_;
 };
 

@@ -1,5 +1,7 @@
 #include "fault_backend.h"
 
+#include <fcntl.h>
+
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
@@ -19,6 +21,7 @@ class FaultBackend final : public Backend {
         : inner_(std::move(inner)), plan_(std::move(plan)), random_(plan_->seed * 1000003 + instance) {}
 
     size_t submit(Request* const* requests, size_t count) override {
+        if (chance(plan_->full)) return 0;
         // One at a time: a request that is refused by `inner` must not have been counted.
         for (size_t i = 0; i < count; ++i) {
             if (!submit_one(requests[i])) return i;
@@ -44,7 +47,8 @@ class FaultBackend final : public Backend {
     struct Passed {  // what `inner` sees in place of `outer`
         Request inner;
         Request* outer;
-        uint32_t reported;  // at most this many bytes are admitted to have moved
+        uint32_t reported;      // at most this many bytes are admitted to have moved
+        Clock::time_point due;  // not over before this
     };
     struct Held {
         Completion completion;
@@ -65,24 +69,44 @@ class FaultBackend final : public Backend {
         if (!read && chance(plan_->enospc)) return ENOSPC;
         if (chance(plan_->eintr)) return EINTR;
         if (chance(plan_->eagain)) return EAGAIN;
+        if (chance(plan_->einval) && (::fcntl(request.fd, F_GETFL) & O_DIRECT) != 0) return EINVAL;
         return 0;
     }
 
     bool submit_one(Request* request) {
         if (const int error = drawn_error(*request); error != 0) {
-            hold({request, -error});
+            hold({request, -error}, Clock::now());
             return true;
         }
-        Passed& passed = passed_.emplace_back(Passed{*request, request, request->length});
+        Passed& passed = passed_.emplace_back(Passed{*request, request, request->length, {}});
         if (request->length > 1 && chance(plan_->short_transfer)) {
             passed.reported = std::uniform_int_distribution<uint32_t>(1, request->length - 1)(random_);
             // Keeps what O_DIRECT asks of lengths, wherever the request itself did.
             passed.inner.length = std::min((passed.reported + 4095) / 4096 * 4096, request->length);
         }
         Request* inner = &passed.inner;
-        if (inner_->submit(&inner, 1) == 1) return true;
-        passed_.pop_back();
-        return false;
+        if (inner_->submit(&inner, 1) != 1) {
+            passed_.pop_back();
+            return false;
+        }
+        passed.due = when_moved(request->length);
+        return true;
+    }
+
+    // When a drive of the plan's speed would have moved `length` more bytes.
+    Clock::time_point when_moved(uint32_t length) {
+        const auto now = Clock::now();
+        const uint64_t rate = plan_->bytes_per_second.load();
+        if (rate == 0) return now;
+        using std::chrono::nanoseconds;
+        const auto needed_ns = static_cast<int64_t>(uint64_t{1000000000} * length / rate);
+        const int64_t now_ns = std::chrono::duration_cast<nanoseconds>(now.time_since_epoch()).count();
+        int64_t busy_ns = plan_->busy_until_ns.load();
+        int64_t done_ns = 0;
+        do {
+            done_ns = std::max(busy_ns, now_ns) + needed_ns;
+        } while (!plan_->busy_until_ns.compare_exchange_weak(busy_ns, done_ns));
+        return Clock::time_point(std::chrono::duration_cast<Clock::duration>(nanoseconds(done_ns)));
     }
 
     void finish(const Completion& completion) {
@@ -94,21 +118,21 @@ class FaultBackend final : public Backend {
         if (result > at->reported) {
             result = at->reported;
             // Whoever believes that the rest arrived shall see that it did not.
-            if (outer.operation == Operation::kRead) {
+            if (outer.operation == Operation::kRead && outer.device == nullptr) {
                 std::memset(outer.data + result, 0xAB, outer.length - static_cast<size_t>(result));
             }
         }
-        hold({at->outer, result});
+        hold({at->outer, result}, at->due);
         passed_.erase(at);
     }
 
-    void hold(const Completion& completion) {
+    void hold(const Completion& completion, Clock::time_point earliest) {
         auto due = Clock::now();
         if (plan_->delay_us > 0) {
             due += std::chrono::microseconds(
                 std::uniform_int_distribution<uint32_t>(0, plan_->delay_us)(random_));
         }
-        held_.push_back({completion, due});
+        held_.push_back({completion, std::max(due, earliest)});
     }
 
     size_t emit(Completion* completions, size_t capacity) {

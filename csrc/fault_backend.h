@@ -18,8 +18,17 @@ struct FaultPlan {
     double enospc = 0;  // writes only
     double eintr = 0;
     double eagain = 0;
+    double einval = 0;      // on descriptors with O_DIRECT only
+    double full = 0;        // per call: no request is taken
     uint32_t delay_us = 0;  // completions are held up to this long
     bool reorder = false;   // completions come in random order
+
+    // At most so fast, as a drive that does one request after another: a completion is held until all that
+    // was submitted before it, and itself, would have been moved at this rate, by the steady clock. Counted
+    // by what each request asks for, over all threads of the engine; refused requests cost nothing. 0: no
+    // limit.
+    std::atomic<uint64_t> bytes_per_second{0};
+    std::atomic<int64_t> busy_until_ns{0};  // that drive, by the steady clock
 
     // The n-th read or write request from now on, counted from 1, fails with `fail_error`; 0 for none.
     // Counted over all threads of the engine; retries and the parts of one transfer count singly.

@@ -67,9 +67,12 @@ File::File(std::string path, const OpenOptions& options) : path_(std::move(path)
     if (options.create) flags |= O_CREAT;
     if (options.truncate) flags |= O_TRUNC;
     if (options.exclusive) flags |= O_EXCL;
+    struct stat info{};
+    if (::stat(path_.c_str(), &info) == 0 && S_ISFIFO(info.st_mode)) {
+        throw IoError(ESPIPE, "open", path_);  // to open it could wait for ever
+    }
     buffered_ = UniqueFd(open_retrying(path_.c_str(), flags));
     if (!buffered_.valid()) throw IoError(errno, "open", path_);
-    struct stat info{};
     if (::fstat(buffered_.get(), &info) != 0) throw IoError(errno, "open", path_);
     if (S_ISDIR(info.st_mode)) throw IoError(EISDIR, "open", path_);
     if (options.direct) {
@@ -85,8 +88,17 @@ void File::open_direct(int flags) {
     UniqueFd fd(open_retrying(same_file.c_str(), flags | O_DIRECT));
     if (!fd.valid() && errno == ENOENT) fd = UniqueFd(open_retrying(path_.c_str(), flags | O_DIRECT));
     if (!fd.valid()) {
+        // What is short now says nothing about the file, which would be slow for as long as it is open.
+        if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) throw IoError(errno, "open", path_);
         // EINVAL is the answer of a file system without O_DIRECT; anything else is as good a reason.
         direct_refusal_ = std::string("open with O_DIRECT: ") + std::strerror(errno);
+        return;
+    }
+    struct stat buffered{};
+    struct stat direct{};
+    if (::fstat(buffered_.get(), &buffered) != 0 || ::fstat(fd.get(), &direct) != 0 ||
+        buffered.st_dev != direct.st_dev || buffered.st_ino != direct.st_ino) {
+        direct_refusal_ = "the file was replaced while it was opened";
         return;
     }
     uint64_t memory = 0;
@@ -115,6 +127,11 @@ void File::open_direct(int flags) {
     (void)::posix_fadvise(buffered_.get(), 0, 0, POSIX_FADV_RANDOM);
 }
 
+std::string File::direct_refusal() const {
+    if (!given_up_.load(std::memory_order_relaxed)) return direct_refusal_;
+    return std::string("a direct transfer was refused: ") + std::strerror(EINVAL);
+}
+
 uint64_t File::size() const {
     struct stat info{};
     if (::fstat(buffered_.get(), &info) != 0) throw IoError(errno, "stat", path_);
@@ -138,6 +155,13 @@ void File::truncate(uint64_t length) const {
         rc = ::ftruncate(buffered_.get(), static_cast<off_t>(length));
     } while (rc != 0 && errno == EINTR);
     if (rc != 0) throw IoError(errno, "truncate", path_, -1, static_cast<int64_t>(length));
+}
+
+void File::check_written() const {
+    if (::sync_file_range(buffered_.get(), 0, 0, SYNC_FILE_RANGE_WAIT_BEFORE) == 0) return;
+    if (errno == ENOSYS || errno == ESPIPE) return;  // no page cache behind it
+    throw IoError(errno, "write", path_, -1, -1,
+                  "it was in the page cache, and the kernel could not write it");
 }
 
 void File::sync() const {

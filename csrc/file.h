@@ -1,6 +1,7 @@
 // An open file, with and without O_DIRECT.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 
@@ -20,16 +21,19 @@ struct OpenOptions {
 
 // Keeps two descriptors: a buffered one, and one with O_DIRECT where the file system gives it. Both close on
 // exec and when the object dies; transfers share ownership, so a file outlives what is in flight on it.
-// Immutable after construction, so every method may be called from any thread.
+// Every method may be called from any thread: all that changes after construction is `direct`, once, to
+// false.
 class File {
   public:
     // Throws IoError.
     File(std::string path, const OpenOptions& options);
 
     const std::string& path() const { return path_; }
-    bool direct() const { return direct_.valid(); }
+    bool direct() const { return direct_.valid() && !given_up_.load(std::memory_order_relaxed); }
     // Why `direct()` is false; empty where it is true.
-    const std::string& direct_refusal() const { return direct_refusal_; }
+    std::string direct_refusal() const;
+    // The direct descriptor answered EINVAL to a request that the buffered one then took: it is used no more.
+    void give_up_direct() const { given_up_.store(true, std::memory_order_relaxed); }
     int direct_fd() const { return direct_.get(); }
     int buffered_fd() const { return buffered_.get(); }
 
@@ -45,6 +49,10 @@ class File {
     // Reserves blocks and extends the size to at least `length`. False where the file system cannot.
     bool preallocate(uint64_t length) const;
     void truncate(uint64_t length) const;
+    // Throws if the kernel could not write what an earlier write left in the page cache: it then has dropped
+    // the bytes. Waits for what it is writing now, and makes it write nothing. The kernel says so once per
+    // descriptor.
+    void check_written() const;
     // fdatasync: data, and what is needed to find it.
     void sync() const;
 
@@ -57,6 +65,7 @@ class File {
     std::string direct_refusal_;
     uint64_t memory_alignment_ = 1;
     uint64_t offset_alignment_ = 1;
+    mutable std::atomic<bool> given_up_{false};
 };
 
 }  // namespace swapper

@@ -45,19 +45,22 @@ Slab::Slab(uint64_t length) : length_(length), owner_(::getpid()) {
     if (length == 0 || length > (uint64_t{1} << 62)) {
         throw IoError(EINVAL, "allocate pinned memory", "", -1, static_cast<int64_t>(length));
     }
-    // Whole huge pages, so that the last one can be huge too and no neighbour shares it.
-    mapped_ = (length + kAlignment - 1) / kAlignment * kAlignment;
+    // Whole huge pages, so that the last one can be huge too and no neighbour shares it. What is smaller than
+    // one takes pages: programs make many small ones, and each must fit RLIMIT_MEMLOCK.
+    const uint64_t alignment =
+        length < kAlignment ? static_cast<uint64_t>(::sysconf(_SC_PAGESIZE)) : kAlignment;
+    mapped_ = (length + alignment - 1) / alignment * alignment;
     // A mapping is aligned to a page only: map one alignment more, and give back what sticks out.
     void* wide =
-        ::mmap(nullptr, mapped_ + kAlignment, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        ::mmap(nullptr, mapped_ + alignment, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (wide == MAP_FAILED) {
         throw IoError(errno, "allocate pinned memory", "", -1, static_cast<int64_t>(length));
     }
     char* const begin = static_cast<char*>(wide);
-    const uint64_t before = (kAlignment - reinterpret_cast<uintptr_t>(begin) % kAlignment) % kAlignment;
+    const uint64_t before = (alignment - reinterpret_cast<uintptr_t>(begin) % alignment) % alignment;
     data_ = begin + before;
     if (before > 0) ::munmap(begin, before);
-    if (before < kAlignment) ::munmap(data_ + mapped_, kAlignment - before);
+    if (before < alignment) ::munmap(data_ + mapped_, alignment - before);
     try {
         (void)::madvise(data_, mapped_, MADV_HUGEPAGE);  // speed only: the kernel may lack it
         if (::madvise(data_, mapped_, MADV_DONTFORK) != 0) {
@@ -74,6 +77,12 @@ Slab::Slab(uint64_t length) : length_(length), owner_(::getpid()) {
 Slab::~Slab() {
     // In a child the addresses are not ours: something else may have been mapped there since.
     if (in_owner_process()) ::munmap(data_, mapped_);
+}
+
+void Slab::unlock() {
+    if (!in_owner_process() || !locked()) return;
+    (void)::munlock(data_, mapped_);  // can only fail for addresses that are not mapped
+    lock_refusal_ = "it was unlocked";
 }
 
 bool Slab::in_owner_process() const {

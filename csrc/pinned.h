@@ -8,10 +8,11 @@
 
 namespace swapper {
 
-// One contiguous private mapping, aligned to 2 MiB, of huge pages where they are to be had. Every page is
-// there when the constructor returns, and locked where RLIMIT_MEMLOCK allows. Not inherited by a forked child
-// (MADV_DONTFORK): a copy-on-write fault in the parent while the kernel reads into a page would send the data
-// to the child's copy. So in a child the memory must not be touched, and the destructor does nothing.
+// One contiguous private mapping, aligned to 2 MiB and of huge pages where they are to be had; to a page if
+// it is smaller than that. Every page is there when the constructor returns, and locked where RLIMIT_MEMLOCK
+// allows. Not inherited by a forked child (MADV_DONTFORK): a copy-on-write fault in the parent while the
+// kernel reads into a page would send the data to the child's copy. So in a child the memory must not be
+// touched, and the destructor does nothing.
 class Slab {
   public:
     static constexpr uint64_t kAlignment = uint64_t{2} << 20;
@@ -26,6 +27,9 @@ class Slab {
     uint64_t length() const { return length_; }
     bool locked() const { return lock_refusal_.empty(); }
     const std::string& lock_refusal() const { return lock_refusal_; }
+    // Lets the system page it out, and RLIMIT_MEMLOCK count it no more; the memory stays. Not thread-safe.
+    // Does nothing in a child.
+    void unlock();
     bool in_owner_process() const;
 
   private:

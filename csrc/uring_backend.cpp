@@ -86,6 +86,7 @@ constexpr uint32_t kFeatureSingleMmap = 1;  // Linux 5.4
 constexpr uint32_t kSetupCoopTaskrun = 1U << 8;
 constexpr uint32_t kSetupSingleIssuer = 1U << 12;
 constexpr uint32_t kSetupDeferTaskrun = 1U << 13;
+constexpr uint32_t kMaxStalls = 2000;  // calls in a row that the kernel refused, 1 ms each
 constexpr off_t kOffsetRings = 0;
 constexpr off_t kOffsetEntries = 0x10000000;
 
@@ -126,6 +127,10 @@ class UringBackend final : public Backend {
         if (!wake_fd_.valid()) throw IoError(errno, "eventfd");
         setup(queue_depth + 1);  // one more for the wake-up poll
         check_operations();
+        refused_.reserve(queue_depth);
+        // Used once for real: setting up may be allowed where entering is not.
+        arm_wake();
+        enter(0);
     }
 
     ~UringBackend() override {
@@ -166,10 +171,16 @@ class UringBackend final : public Backend {
     }
 
     size_t reap(Completion* completions, size_t capacity, bool block) override {
+        size_t count = std::min(capacity, refused_.size());
+        if (count > 0) {
+            std::copy_n(refused_.begin(), count, completions);
+            refused_.erase(refused_.begin(), refused_.begin() + static_cast<std::ptrdiff_t>(count));
+            in_flight_ -= count;
+            return count;
+        }
         if (!wake_armed_) arm_wake();
         // With deferred task work completions appear only inside the call, so it is made even to look.
         if (!available() || unsubmitted_ > 0) enter(block && !available() ? 1 : 0);
-        size_t count = 0;
         uint32_t head = *cq_head_;
         const uint32_t tail = __atomic_load_n(cq_tail_, __ATOMIC_ACQUIRE);
         while (head != tail && count < capacity) {
@@ -196,9 +207,10 @@ class UringBackend final : public Backend {
 
     int set_pieces(const std::vector<Piece>& pieces) override {
         // Before Linux 5.13 registration waits for all requests of the ring, so the wake-up poll must end.
+        Completion none;
         while (wake_armed_) {
             wake();
-            reap(nullptr, 0, true);
+            reap(&none, 0, true);
             consume_wake();
         }
         if (registered_) {
@@ -299,15 +311,38 @@ class UringBackend final : public Backend {
         const long rc = ::syscall(kSysEnter, ring_.get(), unsubmitted_, wanted, kEnterGetEvents, nullptr, 0);
         if (rc >= 0) {
             unsubmitted_ -= static_cast<uint32_t>(rc);
+            stalls_ = 0;
             return;
         }
-        if (errno == EINTR) return;
-        if (errno == EAGAIN || errno == EBUSY || errno == ENOMEM) {
-            // The kernel lacks memory for the requests; they stay queued.
-            std::this_thread::sleep_for(std::chrono::milliseconds(1));
-            return;
+        const int error = errno;
+        if (error == EINTR) return;
+        if (error != EAGAIN && error != EBUSY && error != ENOMEM) {
+            throw IoError(
+                error, "io_uring_enter", "", -1, -1,
+                error == EPERM || error == ENOSYS ? "forbidden by the container's seccomp profile" : "");
         }
-        throw IoError(errno, "io_uring_enter");
+        // The kernel lacks memory for the requests, and took none. They are the caller's again.
+        if (take_back(error) > 0) return;
+        if (++stalls_ > kMaxStalls) throw IoError(error, "io_uring_enter");
+        std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+
+    // Ends all that is published and was not taken by the kernel. Returns how many of them are requests.
+    size_t take_back(int error) {
+        const size_t before = refused_.size();
+        uint32_t tail = *sq_tail_;
+        for (; unsubmitted_ > 0; --unsubmitted_) {
+            const SubmissionEntry& entry = sqes_[--tail & (sq_entries_ - 1)];
+            if (entry.user_data == 0) {
+                wake_armed_ = false;
+            } else {
+                refused_.push_back(
+                    {reinterpret_cast<Request*>(static_cast<uintptr_t>(entry.user_data)), -error});
+            }
+        }
+        __atomic_store_n(sq_tail_, tail, __ATOMIC_RELEASE);
+        std::reverse(refused_.begin() + static_cast<std::ptrdiff_t>(before), refused_.end());
+        return refused_.size() - before;
     }
 
     // Takes the completion of the wake-up poll; nothing else is in flight.
@@ -335,6 +370,8 @@ class UringBackend final : public Backend {
     CompletionEntry* cqes_ = nullptr;
     SubmissionEntry* sqes_ = nullptr;
     uint32_t unsubmitted_ = 0;  // published, but not taken by the kernel
+    std::vector<Completion> refused_;
+    uint32_t stalls_ = 0;
     size_t in_flight_ = 0;
     bool wake_armed_ = false;
     bool registered_ = false;

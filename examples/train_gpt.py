@@ -45,7 +45,7 @@ class Arguments(argparse.Namespace):
     tied: bool
     data: Path | None
     config: Path
-    nvme_path: Path | None
+    nvme_path: list[Path] | None
     steps: int
     batch_size: int
     context: int | None
@@ -72,7 +72,7 @@ def parse_arguments() -> Arguments:
     parser.add_argument("--tied", action="store_true", help="share the embedding's weight with the output layer")
     parser.add_argument("--data", type=Path, help="file to train on instead of Python's own source files")
     parser.add_argument("--config", type=Path, default=_CONFIG, help="what to swap, and how")
-    parser.add_argument("--nvme-path", type=Path, help="directory to swap to, instead of the config's")
+    parser.add_argument("--nvme-path", type=Path, nargs="+", help="directories to swap to, instead of the config's")
     parser.add_argument("--steps", type=positive, default=600)
     parser.add_argument("--batch-size", type=positive, default=8)
     parser.add_argument("--context", type=positive, help="bytes in a window, instead of the size class's")

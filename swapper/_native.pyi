@@ -15,6 +15,8 @@ class Slab:
     def locked(self) -> bool: ...
     @property
     def lock_reason(self) -> str: ...
+    def unlock(self) -> None:
+        """Let the system page it out. The memory stays."""
 
 class File:
     def __init__(self, path: bytes, mode: str, create: bool, truncate: bool, exclusive: bool, direct: bool) -> None: ...
@@ -30,6 +32,7 @@ class File:
     def size_bytes(self) -> int: ...
     def preallocate(self, length_bytes: int) -> bool: ...
     def truncate(self, length_bytes: int) -> None: ...
+    def check_written(self) -> None: ...
     def sync(self) -> None: ...
 
 class Checksums:
@@ -58,11 +61,16 @@ class FaultPlan:
 
     The n-th read or write request from now on, counted from 1 over the whole handle, fails with `fail_errno`;
     0 for none. Parts of one transfer and retries count singly. `reads` and `writes` are the requests seen.
+    `einval` strikes direct requests only; `full` is the probability that a submission takes nothing.
+
+    `bytes_per_second` caps the throughput of the handle, over all its threads, reads and writes together: a completion
+    is held until what was submitted so far would have been moved at that rate, by the steady clock. 0: no limit.
     """
 
     fail_read_at: int
     fail_write_at: int
     fail_errno: int
+    bytes_per_second: int
     def __init__(
         self,
         *,
@@ -72,11 +80,14 @@ class FaultPlan:
         enospc: float = 0.0,
         eintr: float = 0.0,
         eagain: float = 0.0,
+        einval: float = 0.0,
+        full: float = 0.0,
         delay_us: int = 0,
         reorder: bool = False,
         fail_read_at: int = 0,
         fail_write_at: int = 0,
         fail_errno: int = 5,
+        bytes_per_second: int = 0,
     ) -> None: ...
     @property
     def reads(self) -> int: ...
@@ -113,12 +124,47 @@ class Engine:
         key: int,
         checksums: Checksums | None,
     ) -> Transfer: ...
+    def start_on_device(
+        self,
+        operation: str,
+        file: RegisteredFile,
+        address: int,
+        length_bytes: int,
+        offset_bytes: int,
+        base: int,
+        device: int,
+    ) -> Transfer:
+        """With the backend "cufile" only. `base` is 0 for memory that is not registered."""
+
     def take_finished(self) -> list[Transfer]: ...
     def register_slab(self, slab: Slab) -> str: ...
     def unregister_slab(self, slab: Slab) -> None: ...
     def close(self) -> None: ...
 
 def probe_backend(name: str, fixed: bool) -> str: ...
+
+class RegisteredFile:
+    """Keeps the file open until it goes."""
+
+class RegisteredMemory:
+    """The memory must outlive it."""
+
+class CuFile:
+    """See csrc/cufile.h. `device` is a CUDA ordinal, negative for memory of no CUDA device."""
+
+    @property
+    def path(self) -> str: ...
+    @property
+    def version(self) -> int: ...
+    def open_driver(self) -> str: ...
+    def properties(self) -> tuple[int, int, int, int] | None:
+        """Major and minor version of nvidia-fs, status flags, control flags."""
+
+    def parameter(self, index: int) -> bool | None: ...
+    def register_file(self, file: File, device: int) -> RegisteredFile: ...
+    def register_memory(self, address: int, length_bytes: int, device: int) -> RegisteredMemory: ...
+
+def load_cufile(names: list[str]) -> CuFile: ...
 
 # codec
 def split_master(master: int, param: int, low: int, ties: int, numel: int, threads: int) -> int:

@@ -6,7 +6,7 @@ import itertools
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -24,13 +24,14 @@ from swapper.optimizer import OptimizerSwapper, UnswappedOptimizer
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.parameter import ParameterSwapper
 from swapper.parameter_records import plan_parameter_records
-from swapper.runs import check_nvme_path
+from swapper.runs import check_nvme_paths, file_systems
 from swapper.schedule import format_bytes
 from swapper.segments import Bucket
+from swapper.speed import measure_speeds
 from swapper.store import TensorStore
 from swapper.trial import refuse_unsupported
 
-__all__ = ["CheckReport", "check", "of", "unwrap_optimizer", "wrap_optimizer"]
+__all__ = ["CheckReport", "DriveReport", "check", "of", "unwrap_optimizer", "wrap_optimizer"]
 
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
 _ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
@@ -51,7 +52,7 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
         optimizer: any per-parameter `torch.optim.Optimizer`, over parameters on the CPU or on one CUDA device. With
             CUDA the step is computed on the CPU: the state never visits the device.
         config: an `OffloadConfig`, or what makes one: the path of a YAML or JSON file, or a mapping. Optimizers that
-            are given the same `OffloadConfig` object share one pool, one engine and one run directory.
+            are given the same `OffloadConfig` object share one pool, and on each drive one engine and run directory.
 
     Returns:
         `optimizer`.
@@ -206,6 +207,23 @@ def of(optimizer: Optimizer) -> OptimizerSwapper:
 
 
 @dataclass(frozen=True)
+class DriveReport:
+    """What one of several drives would get.
+
+    Attributes:
+        path: as in the config.
+        bytes_per_second: as measured, of as much reading as writing.
+        disk_bytes: files on it, give or take a mebibyte for each drive.
+        disk_free_bytes: free space there now, which directories on one file system share.
+    """
+
+    path: Path
+    bytes_per_second: int
+    disk_bytes: int
+    disk_free_bytes: int
+
+
+@dataclass(frozen=True)
 class CheckReport:
     """What a run would need and move, at most; from `check`. All in bytes, except counts.
 
@@ -220,10 +238,13 @@ class CheckReport:
         pool_needed_bytes: the least that would do.
         host_bytes: the model, the pool, and torch's scratch in a step: the peak, without
             activations and the 100 MB that the process itself may take.
-        disk_bytes: files on the drive.
-        disk_free_bytes: free space there now; -1 if nothing goes to a drive.
+        disk_bytes: files on all drives.
+        disk_free_bytes: what all drives together can take now; -1 if nothing goes to a drive. Each drive gets its part,
+            in proportion to its speed, so this is when the first is full, and may be less than their free space.
         step_read_bytes, step_written_bytes: moved by one step.
-        steps_of_endurance: steps until a drive rated 600 TB written has had them; 0 if nothing is written.
+        steps_of_endurance: steps until a drive rated 600 TB written has had them, with several the one that gets most;
+            0 if nothing is written.
+        drives: what each would get, if they are several; else empty.
     """
 
     parameter_numel: int
@@ -238,6 +259,7 @@ class CheckReport:
     step_read_bytes: int
     step_written_bytes: int
     steps_of_endurance: int
+    drives: tuple[DriveReport, ...] = ()
 
     def __str__(self) -> str:
         rows = [
@@ -251,9 +273,16 @@ class CheckReport:
         ]
         if self.disk_free_bytes >= 0:
             free = f"{format_bytes(self.disk_bytes)} of {format_bytes(self.disk_free_bytes)} free"
-            rows.insert(
-                5, ("files on the drive", free + ("" if self.disk_bytes <= self.disk_free_bytes else ": TOO LITTLE"))
-            )
+            free += "" if self.disk_bytes <= self.disk_free_bytes else ": TOO LITTLE"
+            name = "files on the drives, by their speed" if self.drives else "files on the drive"
+            rows[5:5] = [(name, free)] + [
+                (
+                    f"  {drive.path}",
+                    f"{format_bytes(drive.disk_bytes)} of {format_bytes(drive.disk_free_bytes)} free, "
+                    f"{drive.bytes_per_second / 1e6:.0f} MB/s",
+                )
+                for drive in self.drives
+            ]
         if self.steps_of_endurance:
             rows.append(("steps until a drive rated 600 TBW is worn", f"{self.steps_of_endurance:,}"))
         width = max(len(name) for name, _ in rows)
@@ -264,7 +293,8 @@ def check(model: torch.nn.Module, optimizer: Optimizer, config: ConfigLike) -> C
     """Dry run: what `wrap_optimizer` would need in memory and on the drive, and what a step would move. Prints it.
 
     Allocates nothing, creates no file and leaves model and optimizer as they are. The model may be on the meta device
-    if the optimizer is too.
+    if the optimizer is too. Only with several drives their speed is measured, with a temporary file of at most 32 MiB
+    on each: what each would get depends on it, and is a little different at every measurement.
 
     Raises:
         ConfigError: what `wrap_optimizer` would refuse.
@@ -281,16 +311,14 @@ def check(model: torch.nn.Module, optimizer: Optimizer, config: ConfigLike) -> C
         # A config also asks for three whole buckets, though the largest of this model may be smaller.
         pool_bytes, needed_bytes = settings.pool_bytes, max(schedule.pool_bytes, 3 * settings.bucket_bytes)
         read_bytes = plan.stored_bytes - (schedule.held_bytes - scratch_bytes)
-        assert settings.nvme_path is not None
-        check_nvme_path(settings.nvme_path)
-        status = os.statvfs(settings.nvme_path)
-        free_bytes = status.f_bavail * status.f_frsize
+        drives, free_bytes = _check_drives(settings, plan.stored_bytes)
     else:
         pool_bytes = needed_bytes = plan.stored_bytes + scratch_bytes
-        read_bytes, free_bytes = 0, -1
+        read_bytes, free_bytes, drives = 0, -1, ()
     tensors = [*model.parameters(), *model.buffers()]
     model_bytes = sum(t.nbytes for t in tensors) + sum(p.nbytes for p in model.parameters() if p.requires_grad)
     written_bytes = plan.stored_bytes if nvme else 0
+    worn_bytes = max((drive.disk_bytes for drive in drives), default=written_bytes)
     report = CheckReport(
         parameter_numel=sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
         model_bytes=model_bytes,
@@ -303,41 +331,57 @@ def check(model: torch.nn.Module, optimizer: Optimizer, config: ConfigLike) -> C
         disk_free_bytes=free_bytes,
         step_read_bytes=read_bytes,
         step_written_bytes=written_bytes,
-        steps_of_endurance=_TYPICAL_ENDURANCE_BYTES // written_bytes if written_bytes else 0,
+        steps_of_endurance=_TYPICAL_ENDURANCE_BYTES // worn_bytes if worn_bytes else 0,
+        drives=drives,
     )
     print(report)
     return report
 
 
+def _check_drives(settings: OffloadConfig, stored_bytes: int) -> tuple[tuple[DriveReport, ...], int]:
+    """What each drive would get, if they are several; and how much all can take."""
+    paths = settings.nvme_paths
+    check_nvme_paths(paths)
+    speeds = [1]
+    if len(paths) > 1:
+        handles = _open_handles(settings)
+        try:
+            speeds = [speed.bps for speed in measure_speeds(paths, handles)]
+        finally:
+            _close_all(handles)
+    found = file_systems(paths)
+    free = {i: file_system.free_bytes for file_system in found for i in file_system.members}
+    total = sum(speeds)
+    reports = [
+        DriveReport(path, speed, stored_bytes * speed // total, free[i])
+        for i, (path, speed) in enumerate(zip(paths, speeds, strict=True))
+    ]
+    usable = min(fs.free_bytes * total // sum(speeds[i] for i in fs.members) for fs in found)
+    return tuple(reports) if len(paths) > 1 else (), usable
+
+
 class _Shared:
-    """The pool, engine and run directory of one `OffloadConfig` object, closed when the last optimizer lets go."""
+    """The pool, engines and run directories of one `OffloadConfig` object, closed when the last optimizer lets go."""
 
     _all: ClassVar[weakref.WeakValueDictionary[int, _Shared]] = weakref.WeakValueDictionary()
 
     def __init__(self, config: OffloadConfig, cuda: bool) -> None:
-        assert config.nvme_path is not None
         self._config = config  # Kept, so that its id stays its own.
         self._holders = 0
         self.held_bytes = 0
-        aio = config.aio
-        self.handle = AsyncIOHandle(
-            backend=aio.backend,
-            block_bytes=aio.block_size,
-            queue_depth=aio.queue_depth,
-            threads=aio.intra_op_parallelism,
-            single_submit=aio.single_submit,
-            overlap_events=aio.overlap_events,
-        )
+        self.handles = _open_handles(config)
         try:
-            # The store comes first: what is wrong with the path is said before memory is taken.
-            self.store = TensorStore(Path(config.nvme_path), _run_name(), _rank(), self.handle)
+            # The store comes first: what is wrong with a path is said before memory is taken.
+            self.store = TensorStore(
+                config.nvme_paths, _run_name(), _rank(), self.handles, verify=config.verify == "crc32c"
+            )
             try:
-                self.pool = BufferPool(config.pool_bytes, self.handle, cuda=cuda)
+                self.pool = BufferPool(config.pool_bytes, *self.handles, cuda=cuda)
             except BaseException:
                 self.store.close()
                 raise
         except BaseException:
-            self.handle.close()
+            _close_all(self.handles)
             raise
 
     @classmethod
@@ -372,7 +416,41 @@ class _Shared:
             self.store.close()
             self.pool.close()
         finally:
-            self.handle.close()
+            _close_all(self.handles)
+
+
+def _open_handles(config: OffloadConfig) -> list[AsyncIOHandle]:
+    """An engine for each drive, so that a slow one does not hold the queue of a fast one."""
+    handles: list[AsyncIOHandle] = []
+    aio = config.aio
+    try:
+        for _ in config.nvme_paths:
+            handles.append(
+                AsyncIOHandle(
+                    backend=aio.backend,
+                    block_bytes=aio.block_size,
+                    queue_depth=aio.queue_depth,
+                    threads=aio.intra_op_parallelism,
+                    single_submit=aio.single_submit,
+                    overlap_events=aio.overlap_events,
+                )
+            )
+    except BaseException:
+        _close_all(handles)
+        raise
+    return handles
+
+
+def _close_all(handles: Sequence[AsyncIOHandle]) -> None:
+    """Close every handle, whatever the others raise; then raise what the first did."""
+    failures: list[BaseException] = []
+    for handle in handles:
+        try:
+            handle.close()
+        except BaseException as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
 
 
 def _as_config(config: ConfigLike) -> OffloadConfig:

@@ -13,8 +13,10 @@ from types import MethodType
 
 import torch
 
+from swapper.bounce import page_lock, page_unlock
 from swapper.errors import SwapError
-from swapper.handle import AsyncIOHandle, Slab, Transfer
+from swapper.handle import AsyncIOHandle, Slab
+from swapper.transfers import AnyTransfer
 
 __all__ = ["BufferPool", "Lease", "PoolExhausted"]
 
@@ -39,7 +41,7 @@ class _Extent(weakref.ref["Lease"]):
     stop: int = 0
     taken: bool = False
     """Whether `start` to `stop` is missing in the pool's free pieces."""
-    transfer: Transfer | None = None
+    transfer: AnyTransfer | None = None
 
     def is_over(self) -> bool:
         """Whether nothing is in flight in it."""
@@ -119,7 +121,7 @@ class Lease:
         return self._pool is None
 
     @property
-    def transfer(self) -> Transfer | None:
+    def transfer(self) -> AnyTransfer | None:
         """What is in flight in this buffer, set by its owner; None if nothing is.
 
         When the lease is given back the memory goes to nobody else before this is over.
@@ -127,7 +129,7 @@ class Lease:
         return self._extent.transfer
 
     @transfer.setter
-    def transfer(self, transfer: Transfer | None) -> None:
+    def transfer(self, transfer: AnyTransfer | None) -> None:
         self._extent.transfer = transfer
 
     @property
@@ -189,16 +191,16 @@ class BufferPool:
 
     Args:
         pool_bytes: rounded up to 4096.
-        handle: registers the memory with the kernel where its backend can.
+        handles: each registers the memory with the kernel where its backend can.
         cuda: also lock it for copies by the GPU (cudaHostRegister).
 
     Raises:
         ValueError: `pool_bytes` is not positive.
         SwapIOError: there is not so much memory.
-        SwapError: CUDA refused, or the handle insists on registration and cannot have it.
+        SwapError: CUDA refused, or a handle insists on registration and cannot have it.
     """
 
-    def __init__(self, pool_bytes: int, handle: AsyncIOHandle | None = None, *, cuda: bool = False) -> None:
+    def __init__(self, pool_bytes: int, *handles: AsyncIOHandle, cuda: bool = False) -> None:
         if pool_bytes <= 0:
             raise ValueError(f"pool_bytes: {pool_bytes} is not positive")
         self.capacity_bytes = _round_up(pool_bytes)
@@ -213,9 +215,9 @@ class BufferPool:
         self._reclaimers: list[Callable[[], Callable[[], bool] | None]] = []
         self._closed = False
         if cuda:
-            _cuda_register(self._slab)
-        self._finalizer = weakref.finalize(self, _unregister, self._slab, handle, cuda, self._pid)
-        if handle is not None:
+            page_lock(self._slab.address, self._slab.length_bytes)
+        self._finalizer = weakref.finalize(self, _unregister, self._slab, handles, cuda, self._pid)
+        for handle in handles:
             handle.register(self._slab)
 
     def __repr__(self) -> str:
@@ -365,17 +367,11 @@ def _round_up(length_bytes: int) -> int:
     return -(-length_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _cuda_register(slab: Slab) -> None:
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(cudart.cudaHostRegister(slab.address, slab.length_bytes, 0))
-    if status != 0:
-        raise SwapError(f"cudaHostRegister of {slab.length_bytes} bytes failed: CUDA error {status}")
-
-
-def _unregister(slab: Slab, handle: AsyncIOHandle | None, cuda: bool, pid: int) -> None:
+def _unregister(slab: Slab, handles: tuple[AsyncIOHandle, ...], cuda: bool, pid: int) -> None:
     if os.getpid() != pid:
         return
-    if handle is not None and not handle.closed:
-        handle.unregister(slab)
+    for handle in handles:
+        if not handle.closed:
+            handle.unregister(slab)
     if cuda:
-        torch.cuda.cudart().cudaHostUnregister(slab.address)  # type: ignore[no-untyped-call]
+        page_unlock(slab.address)

@@ -19,7 +19,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -55,6 +55,7 @@ __all__ = [
     "format_size",
     "json_schema",
     "parse_size",
+    "read_mapping",
 ]
 
 _Model = TypeVar("_Model", bound="_Section")
@@ -84,8 +85,6 @@ class _NotYet:
 
 _NOT_YET: tuple[_NotYet, ...] = (
     # A version that brings one of these deletes its row here, and "Not there yet" in the field's docstring.
-    _NotYet("nvme_path", lambda value: isinstance(value, (list, tuple)) and len(value) > 1, "use one directory"),
-    _NotYet("verify", lambda value: value == "crc32c", "use verify: none"),
     _NotYet("offload_optimizer.encoding", lambda value: value in ("bf16", "int8"), "use encoding: exact"),
     _NotYet("offload_optimizer.step_in_backward", lambda value: value is True, "use step_in_backward: false"),
     _NotYet("offload_gradient.device", lambda value: value == "cpu", "use device: nvme, or none: they stay in memory"),
@@ -196,16 +195,21 @@ Size = Annotated[
 """Bytes. An integer or a string such as "64MiB"; always an integer once validated."""
 
 
-def _parse_nvme_path(value: object) -> Path | None:
-    if isinstance(value, (list, tuple)):
-        refusal = _not_yet("nvme_path", value)
-        if refusal is not None:
-            raise ConfigError(refusal)
-        if not value:
-            raise ConfigError("[] names no directory; write a directory on the drive, or null for none")
-        value = value[0]
+def _parse_nvme_path(value: object) -> Path | tuple[Path, ...] | None:
     if value is None:
         return None
+    if not isinstance(value, (list, tuple)):
+        return _parse_directory(value)
+    paths = tuple(_parse_directory(item) for item in value)
+    if not paths:
+        raise ConfigError("[] names no directory; write a directory on the drive, or null for none")
+    for i, path in enumerate(paths):
+        if path in paths[:i]:
+            raise ConfigError(f"{show(str(path))} is there twice; name each drive once")
+    return paths if len(paths) > 1 else paths[0]
+
+
+def _parse_directory(value: object) -> Path:
     text = os.fspath(value) if isinstance(value, os.PathLike) else value
     if not isinstance(text, str):
         raise ConfigError(f"{show(value)} is not a path; write a directory on the drive, such as /local_nvme")
@@ -218,9 +222,17 @@ def _parse_nvme_path(value: object) -> Path | None:
 
 
 NvmePath = Annotated[
-    Path,
-    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}, "maxItems": 1}]}),
+    Path | tuple[Path, ...],
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1, "uniqueItems": True},
+            ]
+        }
+    ),
 ]
+NvmePathLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
 # --- From pydantic's errors to ours ----------------------------------------------------------------------------------
@@ -563,9 +575,10 @@ class OffloadConfig(_Section, frozen=True):
         def __init__(self, /, **data: Any) -> None: ...  # [Note: what a type checker sees]
 
     nvme_path: NvmePath | None = None
-    """A directory on the drive to swap to. It must exist; `~` is your home; a relative path is relative to the working
-    directory. A list of one is that one. Needed by device "nvme", else unused. Default and off: null. Not there yet:
-    several directories."""
+    """A directory on the drive to swap to, or a list of directories on several drives, whose bandwidths add up: each
+    gets a part of the bytes in proportion to its speed, which is measured at the start. They must exist; `~` is your
+    home; a relative path is relative to the working directory. Needed by device "nvme", else unused. Default and off:
+    null."""
 
     pool_bytes: Size = 1 << 30
     """Page-locked host memory for everything on its way to or from the drive, allocated once. At least three
@@ -577,8 +590,9 @@ class OffloadConfig(_Section, frozen=True):
     quarter of the pool if that is less."""
 
     verify: Literal["none", "crc32c"] = "none"
-    """Check what comes back from the drive against a checksum of what was written. Default and off: "none". Not there
-    yet: "crc32c"."""
+    """Check what comes back from the drive against a checksum of what was written. "crc32c": a CRC-32C of every block,
+    in memory (8 bytes for each 64 KiB), computed by the I/O threads; a block that is not as it was written raises
+    `SwapIOError` with the file and the offset. Used by device "nvme". Default and off: "none"."""
 
     gradient_accumulation_steps: int = Field(default=1, ge=1, strict=True)
     """Backward passes for each step of the optimizer: reading ahead starts in the last of them. Default: 1."""
@@ -598,9 +612,16 @@ class OffloadConfig(_Section, frozen=True):
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
     """What happens to checkpoints."""
 
+    @property
+    def nvme_paths(self) -> tuple[Path, ...]:
+        """The directories of `nvme_path`, however many: none, one or several."""
+        if self.nvme_path is None:
+            return ()
+        return self.nvme_path if isinstance(self.nvme_path, tuple) else (self.nvme_path,)
+
     @field_validator("nvme_path", mode="before")
     @classmethod
-    def _parse_nvme_path(cls, value: object) -> Path | None:
+    def _parse_nvme_path(cls, value: object) -> Path | tuple[Path, ...] | None:
         return _parse_nvme_path(value)
 
     @field_validator("offload_optimizer", "offload_gradient", "offload_param", "aio", "checkpoint", mode="before")
@@ -683,12 +704,12 @@ class OffloadConfig(_Section, frozen=True):
     # --- Files ---
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], *, nvme_path: str | os.PathLike[str] | None = None) -> OffloadConfig:
+    def load(cls, path: str | os.PathLike[str], *, nvme_path: NvmePathLike | None = None) -> OffloadConfig:
         """The config in a file.
 
         Args:
             path: a .yaml, .yml or .json file. A key given twice in it is an error; a key `$schema` is skipped.
-            nvme_path: used instead of the file's; None leaves it.
+            nvme_path: used instead of the file's; None leaves it. A path or several.
 
         Raises:
             ConfigError: the file is missing, unreadable, empty or broken, or what it says cannot work. Each line of
@@ -698,7 +719,7 @@ class OffloadConfig(_Section, frozen=True):
         path = Path(path)
         if path.suffix not in (".yaml", ".yml", ".json"):
             raise ConfigError(f"{path}: a config file's name ends in .yaml, .yml or .json, not in {path.suffix!r}")
-        document = _read_mapping(path)
+        document = read_mapping(path)
         if isinstance(document.get("$schema"), str):
             del document["$schema"]
         if nvme_path is not None:
@@ -712,14 +733,14 @@ class OffloadConfig(_Section, frozen=True):
         """Every setting as YAML, defaults included; `load` reads it back to an equal config."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False)
 
-    def with_nvme_path(self, path: str | os.PathLike[str]) -> OffloadConfig:
+    def with_nvme_path(self, path: NvmePathLike) -> OffloadConfig:
         """A copy that swaps to `path`. It is another object, so it shares no pool with this one."""
         __tracebackhide__ = True
         return self.model_copy(update={"nvme_path": path})
 
     @classmethod
     def from_deepspeed(
-        cls, source: str | os.PathLike[str] | Mapping[str, Any], *, nvme_path: str | os.PathLike[str] | None = None
+        cls, source: str | os.PathLike[str] | Mapping[str, Any], *, nvme_path: NvmePathLike | None = None
     ) -> OffloadConfig:
         """The config that does what a DeepSpeed config asks for.
 
@@ -735,7 +756,7 @@ class OffloadConfig(_Section, frozen=True):
 
         Args:
             source: a DeepSpeed JSON file, or its content.
-            nvme_path: used instead of the one in `source`; None leaves it.
+            nvme_path: used instead of the one in `source`; None leaves it. A path or several.
 
         Warns:
             UserWarning: once, with a line for each key that cannot be honoured and why.
@@ -748,7 +769,7 @@ class OffloadConfig(_Section, frozen=True):
         if isinstance(source, Mapping):
             name, document = "DeepSpeed config", dict(source)
         else:
-            name, document = str(Path(source)), _read_mapping(Path(source))
+            name, document = str(Path(source)), read_mapping(Path(source))
         try:
             values, unhonoured = translate(document)
             if nvme_path is not None:
@@ -813,8 +834,12 @@ def _parse_json(text: str | bytes | bytearray) -> Any:
         raise ConfigError("not a config: nested too deeply") from None
 
 
-def _read_mapping(path: Path) -> dict[str, Any]:
-    """The content of a YAML or JSON file; by its name's end, JSON where that says nothing."""
+def read_mapping(path: Path) -> dict[str, Any]:
+    """The content of a YAML or JSON file; by its name's end, JSON where that says nothing.
+
+    Raises:
+        ConfigError: it cannot be read, is not valid, gives a key twice, or is no mapping. Starts with the path.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -17,7 +17,7 @@ _CAUSES = {
     _errno.EFBIG: "the file would be larger than the file system or `ulimit -f` allows",
     _errno.EIO: "the drive reported a failure: look at `dmesg` and the drive's SMART log",
     _errno.EROFS: "the file system is mounted read-only",
-    _errno.EACCES: "this user may not write there: check the directory's owner and mode",
+    _errno.EACCES: "this user may not do that there: check owner and mode of the file and its directory",
     _errno.EPERM: "the operation is not permitted here",
     _errno.ENOENT: "the path does not exist, or was removed while in use",
     _errno.EISDIR: "the path is a directory, a file was expected",

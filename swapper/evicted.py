@@ -192,8 +192,12 @@ def evict(parameter: torch.nn.Parameter, home: Home) -> None:
 
 def restore(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
     """Let `values`, of the parameter's shape and dtype, be its values, without a copy."""
-    parameter.__class__ = GradientAwayParameter if _GRADIENT in parameter.__dict__ else torch.nn.Parameter  # type: ignore[assignment]
+    _set_class(parameter, GradientAwayParameter if _GRADIENT in parameter.__dict__ else torch.nn.Parameter)
     parameter.data = values
+
+
+def _set_class(parameter: torch.nn.Parameter, of: type[torch.nn.Parameter]) -> None:
+    parameter.__class__ = of
 
 
 def raw_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
@@ -218,7 +222,7 @@ def clear_gradient_home(parameter: torch.nn.Parameter) -> None:
     """Undo `set_gradient_home`. Idempotent."""
     parameter.__dict__.pop(_GRADIENT, None)
     if type(parameter) is GradientAwayParameter:
-        parameter.__class__ = torch.nn.Parameter
+        _set_class(parameter, torch.nn.Parameter)
 
 
 @contextmanager

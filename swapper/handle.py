@@ -20,13 +20,13 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from swapper import _native
+from swapper import _native, bounce
 from swapper._native import Checksums, FaultPlan, Slab
 from swapper.errors import SwapError, SwapIOError
 
@@ -87,8 +87,6 @@ class File:
 
     Attributes:
         path: as given.
-        direct: whether transfers bypass the page cache (O_DIRECT). The unaligned head and tail of one do not.
-        direct_reason: why `direct` is False; "" where it is True.
         alignment_bytes: transfers whose offset and length are multiples of this go direct in whole; 1 where the file is
             not direct. Never less than a page. Unaligned ones are right too, only slower.
         memory_alignment_bytes: tensors whose address is a multiple of this are used in place, others are copied in
@@ -97,21 +95,22 @@ class File:
 
     __slots__ = (
         "__weakref__",
+        "_direct",
+        "_direct_reason",
         "_native",
+        "_registered",
         "alignment_bytes",
-        "direct",
-        "direct_reason",
         "memory_alignment_bytes",
         "path",
     )
 
     def __init__(self, path: str, native: _native.File) -> None:
         self.path = path
-        self.direct = native.direct
-        self.direct_reason = native.direct_reason
+        self._direct, self._direct_reason = native.direct, native.direct_reason
         self.alignment_bytes = native.alignment_bytes
         self.memory_alignment_bytes = native.memory_alignment_bytes
         self._native: _native.File | None = native
+        self._registered: _native.RegisteredFile | str | None = None  # With cuFile, or why not: see `swapper.gds`.
 
     def __repr__(self) -> str:
         return f"File({self.path!r}, direct={self.direct}{', closed' if self.closed else ''})"
@@ -120,6 +119,26 @@ class File:
     def closed(self) -> bool:
         """Whether `close` was called."""
         return self._native is None
+
+    @property
+    def direct(self) -> bool:
+        """Whether transfers bypass the page cache (O_DIRECT). The unaligned head and tail of one do not.
+
+        Turns False when the file system has refused a direct transfer, which then went through the page cache.
+        """
+        self._look()
+        return self._direct
+
+    @property
+    def direct_reason(self) -> str:
+        """Why `direct` is False; "" where it is True."""
+        self._look()
+        return self._direct_reason
+
+    def _look(self) -> None:
+        native = self._native
+        if native is not None:
+            self._direct, self._direct_reason = native.direct, native.direct_reason
 
     def _open(self) -> _native.File:
         if self._native is None:
@@ -148,13 +167,22 @@ class File:
         """Make the file exactly that long. No transfer beyond it may be in flight."""
         self._open().truncate(length_bytes)
 
+    def check_written(self) -> None:
+        """Raise if the kernel could not write what earlier writes left in the page cache, and has dropped it.
+
+        Only where transfers do not bypass the page cache can that be: a write is then done before the drive has it.
+        Forces nothing to be written. Each failure is raised once.
+        """
+        self._open().check_written()
+
     def sync(self) -> None:
         """Return once all completed writes survive a loss of power (fdatasync). A failure is not recoverable."""
         self._open().sync()
 
     def close(self) -> None:
         """Give the descriptors back, once no transfer needs them. Idempotent."""
-        self._native = None
+        self._look()
+        self._native = self._registered = None
 
     def __enter__(self) -> File:
         return self
@@ -170,14 +198,15 @@ class _Ledger:
     finished transfers, which `sweep` takes at every call.
     """
 
-    __slots__ = ("_finished", "_lock", "engine", "failed", "in_flight", "pid")
+    __slots__ = ("_finished", "_lock", "bounce", "engine", "failed", "in_flight", "pid")
 
-    def __init__(self, engine: _native.Engine) -> None:
+    def __init__(self, engine: _native.Engine, mover: bounce.Bounce) -> None:
         self.engine = engine
+        self.bounce = mover
         self.pid = os.getpid()
         # The storage, not the tensor: `tensor.data = ...` would otherwise free the memory under the transfer.
         self.in_flight: dict[int, torch.UntypedStorage] = {}
-        self.failed: dict[int, _native.Transfer] = {}
+        self.failed: dict[int, _native.Transfer | bounce.Job] = {}
         self._finished: list[_native.Transfer] = []  # taken from the engine, not yet told to the tables
         # So that nobody sees a finished transfer in neither table. Re-entrant: the finalizer of the handle may run at
         # any allocation.
@@ -196,6 +225,13 @@ class _Ledger:
                     del self.in_flight[key]
             self._finished.clear()
 
+    def over(self, job: bounce.Job) -> None:
+        """The same for a transfer of device memory. Called by its helper thread."""
+        with self._lock:
+            if job.error is not None:
+                self.failed[job.key] = job
+            self.in_flight.pop(job.key, None)
+
 
 class Transfer:
     """One asynchronous read or write, in flight from the moment it is made.
@@ -213,7 +249,13 @@ class Transfer:
     __slots__ = ("__weakref__", "_ledger", "_native", "length_bytes", "offset_bytes", "operation", "path")
 
     def __init__(
-        self, ledger: _Ledger, native: _native.Transfer, operation: str, path: str, offset_bytes: int, length_bytes: int
+        self,
+        ledger: _Ledger,
+        native: _native.Transfer | bounce.Job,
+        operation: str,
+        path: str,
+        offset_bytes: int,
+        length_bytes: int,
     ) -> None:
         self.operation = operation
         self.path = path
@@ -258,24 +300,32 @@ class Transfer:
         self._ledger.sweep()
         return moved
 
-    def settle(self) -> None:
+    def settle(self, timeout: float | None = None) -> None:
         """Wait until it is over, well or not. A failure stays unobserved: `wait` or `AsyncIOHandle.close` raises it.
 
+        Args:
+            timeout: seconds; None waits for as long as it takes.
+
         Raises:
+            TimeoutError: it is still in flight.
             SwapError: in a forked child.
         """
         if os.getpid() != self._ledger.pid:
             raise SwapError("this transfer was started before a fork: it can be waited for in the parent only")
         with contextlib.suppress(SwapIOError):
-            self._native.wait(None)
+            self._native.wait(timeout)
         self._ledger.sweep()
 
 
 class AsyncIOHandle:
-    """Reads and writes CPU tensors asynchronously. Thread-safe; a context manager that closes.
+    """Reads and writes CPU and CUDA tensors asynchronously. Thread-safe; a context manager that closes.
 
     Its I/O threads make every system call, so that starting a transfer takes microseconds. Transfers start in order and
     run side by side; two that overlap in one file or in memory are not ordered against each other.
+
+    CUDA tensors go in chunks through a ring of page-locked memory, four times `block_bytes` or 4 MiB, whichever is more
+    (at most 256 MiB), which is allocated at the first such transfer. What the current stream has to do at the call
+    comes before the transfer; what comes after it must wait for the transfer. See `swapper.bounce`.
 
     Closed when collected or at interpreter exit, if it was not before: transfers in flight are then completed, failures
     logged. In a forked child every use raises `SwapError`, and nothing is cleaned up.
@@ -335,7 +385,8 @@ class AsyncIOHandle:
             )
 
         self._rung, engine = self._first_available(backend, engine_on)
-        self._ledger = _Ledger(engine)
+        allocate = functools.partial(_bounce_memory, engine, self._rung, self._refusals)
+        self._ledger = _Ledger(engine, bounce.Bounce(allocate, block_bytes))
         self._keys = itertools.count(1)
         self._closed = False
         self._finalizer = weakref.finalize(self, _close_unattended, self._ledger)
@@ -357,8 +408,8 @@ class AsyncIOHandle:
 
     def __repr__(self) -> str:
         return (
-            f"AsyncIOHandle(backend={self.backend!r}, block_bytes={self.block_bytes}, queue_depth={self.queue_depth}, "
-            f"threads={self.threads}{', closed' if self._closed else ''})"
+            f"{type(self).__name__}(backend={self.backend!r}, block_bytes={self.block_bytes}, "
+            f"queue_depth={self.queue_depth}, threads={self.threads}{', closed' if self._closed else ''})"
         )
 
     @property
@@ -431,15 +482,15 @@ class AsyncIOHandle:
 
         Args:
             file: from `open`, of this or another handle.
-            tensor: contiguous, on the CPU, any dtype. Filled without autograd noticing. Its content is undefined until
-                the transfer is over; its storage is kept until then.
+            tensor: contiguous, on the CPU or a CUDA device, any dtype. Filled without autograd noticing. Its content is
+                undefined until the transfer is over; its storage is kept until then.
             offset_bytes: where in the file the first byte is.
             checksums: check what arrives against them, on the I/O threads. Each block must have been written with them,
                 in one piece.
 
         Raises:
-            ValueError: `tensor` is not contiguous, not on the CPU or without memory, or `offset_bytes` is out of range,
-                or not the start of one of the blocks of `checksums`.
+            ValueError: `tensor` is not contiguous, on no such device or without memory, or `offset_bytes` is out of
+                range, or not the start of one of the blocks of `checksums`.
             SwapError: the handle is closed, or this is a forked child.
             SwapIOError: from `wait()`; EBADMSG, with the offset of the block, where the bytes are not those written.
         """
@@ -459,8 +510,9 @@ class AsyncIOHandle:
         self, operation: str, file: File, tensor: torch.Tensor, offset_bytes: int, checksums: Checksums | None
     ) -> Transfer:
         self._check_process()
-        if tensor.device.type != "cpu" or tensor.layout != torch.strided:
-            raise ValueError(f"a transfer needs a dense CPU tensor, not {tensor.layout} on {tensor.device}")
+        on_device = tensor.device.type in bounce.DEVICES
+        if (tensor.device.type != "cpu" and not on_device) or tensor.layout != torch.strided:
+            raise ValueError(f"a transfer needs a dense CPU or CUDA tensor, not {tensor.layout} on {tensor.device}")
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             raise ValueError(f"a transfer needs a contiguous tensor, not one of strides {tensor.stride()}")
         length_bytes = tensor.numel() * tensor.element_size()
@@ -471,6 +523,8 @@ class AsyncIOHandle:
             raise ValueError("a transfer needs a tensor with memory; the storage of this one was made smaller than it")
         ledger = self._ledger
         ledger.sweep()
+        if on_device and length_bytes:
+            return self._start_on_device(operation, file, tensor, length_bytes, offset_bytes, checksums)
         start = ledger.engine.read if operation == "read" else ledger.engine.write
         key = next(self._keys)
         arguments = (file._open(), tensor.data_ptr(), length_bytes, offset_bytes, key, checksums)
@@ -480,13 +534,65 @@ class AsyncIOHandle:
             started.extend(itertools.starmap(start, [arguments]))  # One call, in which no Ctrl-C can be raised.
             return Transfer(ledger, started[0], operation, file.path, offset_bytes, length_bytes)
         except BaseException:
-            if started:
-                # Ctrl-C: nobody will know of the transfer, so it ends here, before its memory has another owner.
-                with contextlib.suppress(SwapIOError):
-                    started[0].wait()
-            else:
+            if not started:
+                ledger.in_flight.pop(key, None)
+            # Ctrl-C: nobody will know of the transfer, so it ends here, before its memory has another owner.
+            end_all(started)
+            raise
+
+    def _start_on_device(
+        self,
+        operation: str,
+        file: File,
+        tensor: torch.Tensor,
+        length_bytes: int,
+        offset_bytes: int,
+        checksums: Checksums | None,
+    ) -> Transfer:
+        ledger = self._ledger
+        native = file._open()
+        unit_bytes = file.alignment_bytes
+        if checksums is not None:
+            block_bytes = checksums.block_bytes
+            unit_bytes = max(unit_bytes, block_bytes)
+            fits = offset_bytes % block_bytes == 0 and offset_bytes + length_bytes <= checksums.length_bytes
+            if not fits or self.block_bytes % block_bytes or unit_bytes > ledger.bounce.chunk_bytes:
+                raise ValueError(
+                    f"checksums: blocks of {block_bytes} bytes of {checksums.length_bytes} do not fit a transfer of "
+                    f"{length_bytes} bytes of device memory at byte {offset_bytes}"
+                )
+        engine_start = ledger.engine.read if operation == "read" else ledger.engine.write
+        key = next(self._keys)
+        storage = tensor.untyped_storage()
+        job = bounce.Job(
+            key=key,
+            operation=operation,
+            path=file.path,
+            offset_bytes=offset_bytes,
+            storage=storage,
+            start_bytes=int(tensor.storage_offset()) * tensor.element_size(),
+            length_bytes=length_bytes,
+            unit_bytes=unit_bytes,
+            copies=ledger.bounce.copies(tensor.device),
+            start=lambda address, length, offset: engine_start(native, address, length, offset, 0, checksums),
+            direct=self._direct(operation, file, tensor, length_bytes, offset_bytes) if checksums is None else None,
+            over=ledger.over,
+        )
+        try:
+            ledger.in_flight[key] = storage
+            ledger.bounce.start(job)
+            return Transfer(ledger, job, operation, file.path, offset_bytes, length_bytes)
+        except BaseException:
+            # Ctrl-C: nobody will know of the transfer, so it ends here, before its memory has another owner.
+            if ledger.bounce.withdraw(job):
                 ledger.in_flight.pop(key, None)
             raise
+
+    def _direct(
+        self, operation: str, file: File, tensor: torch.Tensor, length_bytes: int, offset_bytes: int
+    ) -> bounce.Direct | None:
+        """What of a transfer of device memory can go without bounce memory."""
+        return None
 
     def register(self, slab: Slab) -> bool:
         """Register memory with the kernel, so that transfers in it cost less CPU. Waits for what is in flight.
@@ -527,12 +633,13 @@ class AsyncIOHandle:
         if os.getpid() != self._ledger.pid:
             return
         self._closed = True
-        self._finalizer.detach()
+        if not self._ledger.bounce.close(functools.partial(_close_unattended, self._ledger)):
+            return
         self._ledger.engine.close()
         self._ledger.sweep()
         failed = list(self._ledger.failed.values())
-        self._ledger.failed.clear()
         if not failed:
+            self._finalizer.detach()
             return
         try:
             failed[0].wait()
@@ -541,9 +648,14 @@ class AsyncIOHandle:
             detail = f"{error.detail}; nobody had waited for it{more}".removeprefix("; ")
             number = error.errno
             assert number is not None
-            raise SwapIOError(
-                number, error.operation, error.path, error.offset_bytes, error.length_bytes, detail
-            ) from None
+            try:
+                raise SwapIOError(
+                    number, error.operation, error.path, error.offset_bytes, error.length_bytes, detail
+                ) from None
+            finally:
+                # Forgotten only while it is raised: a Ctrl-C before leaves it to the next call, or to the finalizer.
+                self._ledger.failed.clear()
+                self._finalizer.detach()
 
     def __enter__(self) -> AsyncIOHandle:
         return self
@@ -561,9 +673,30 @@ class AsyncIOHandle:
             raise SwapError("this I/O handle was made before a fork: it works in the parent only, make a new one")
 
 
+def end_all(transfers: Iterable[Transfer | _native.Transfer]) -> None:
+    """Wait until all are over, whatever strikes meanwhile; nobody else knows of them, so their failures are ignored.
+
+    Raises:
+        BaseException: what struck, such as Ctrl-C, when all are over.
+    """
+    struck: BaseException | None = None
+    for transfer in transfers:
+        over = False
+        while not over:
+            try:
+                with contextlib.suppress(SwapIOError):
+                    transfer.wait()
+                over = transfer.done()
+            except BaseException as error:
+                struck = error
+                over = transfer.done()
+    if struck is not None:
+        raise struck
+
+
 def _close_unattended(ledger: _Ledger) -> None:
     """Finalizer of a handle that nobody closed."""
-    if os.getpid() != ledger.pid:
+    if os.getpid() != ledger.pid or not ledger.bounce.close(functools.partial(_close_unattended, ledger)):
         return
     ledger.engine.close()
     ledger.sweep()
@@ -572,3 +705,13 @@ def _close_unattended(ledger: _Ledger) -> None:
             transfer.wait()
         except SwapIOError as error:
             log.error("a transfer failed and nobody waited for it: %s", error)
+
+
+def _bounce_memory(engine: _native.Engine, rung: str, refusals: list[Refusal], length_bytes: int) -> torch.Tensor:
+    """Memory that device tensors pass through, registered where slabs are."""
+    slab = Slab(length_bytes)
+    if rung == "uring+fixed":
+        reason = engine.register_slab(slab)
+        if reason:
+            refusals.append(Refusal("uring+fixed", f"the memory that device tensors pass through: {reason}"))
+    return torch.frombuffer(slab, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Where things lie: alignment, and the segments that an elementwise optimizer steps on.
+"""Where things lie: alignment, the segments that an elementwise optimizer steps on, records, and shares of drives.
 
 Pure arithmetic on counts of elements and bytes; knows neither torch nor files.
 
@@ -43,6 +43,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -50,12 +51,14 @@ __all__ = [
     "PAGE_BYTES",
     "Entry",
     "RecordLayout",
+    "Share",
     "format_bytes",
     "keeps_bits",
     "plan_record",
     "plan_whole_tensors",
     "round_up",
     "segment_cuts",
+    "share_out",
 ]
 
 ALIGNMENT_BYTES = 64
@@ -355,6 +358,72 @@ def _payload_bytes(entries: Sequence[Entry]) -> int:
     for entry in entries:
         room += len(json.dumps(entry.name)) + sum(len(str(size)) + 1 for size in entry.shape) + 200
     return round_up(room, PAGE_BYTES)
+
+
+# --- Several drives ------------------------------------------------------------------------------------------------
+
+
+class Share(NamedTuple):
+    """The part of a record that is on one drive: bytes `start_bytes` to `stop_bytes` of the record.
+
+    Attributes:
+        drive: its place in the list of drives.
+    """
+
+    drive: int
+    start_bytes: int
+    stop_bytes: int
+
+    @property
+    def length_bytes(self) -> int:
+        """Bytes of the record that are there."""
+        return self.stop_bytes - self.start_bytes
+
+
+def share_out(
+    length_bytes: int, held_bytes: Sequence[int], speeds: Sequence[int], unit_bytes: int
+) -> tuple[Share, ...]:
+    """Split a record among drives so that each comes to hold bytes in proportion to its speed.
+
+    The record is handed out in units. Each goes to the drive that lacks most of what it should hold when all of the
+    record is there, which is its part of all bytes; of several the first. So a record of one unit goes whole to the
+    drive that lacks most, a long one to all drives, and what one record rounds away the next makes up for: each drive
+    holds its part of the total, give or take a unit for each other drive. Worked: speeds 3 and 1, records of 5 units.
+    Of the first the drives should hold 3.75 and 1.25, and get 4 and 1; of the second the same, of the third 3 and 2.
+
+    Args:
+        length_bytes: of the record; 0 is a share of nothing, on the drive that lacks most.
+        held_bytes: what each drive holds already.
+        speeds: of each drive, positive, in any unit.
+        unit_bytes: shares start at multiples of it.
+
+    Returns:
+        Shares that follow one another and make up the record, at most one for each drive. Only the last may be no
+        multiple of the unit long.
+    """
+    total_bytes, total_speed = sum(held_bytes) + length_bytes, sum(speeds)
+    # Times the sum of the speeds, which keeps it whole.
+    lacking = [total_bytes * speed - held * total_speed for held, speed in zip(held_bytes, speeds, strict=True)]
+
+    def neediest(take_bytes: int) -> int:
+        drive = max(range(len(lacking)), key=lacking.__getitem__)
+        lacking[drive] -= take_bytes * total_speed
+        return drive
+
+    units = max(1, -(-length_bytes // unit_bytes))
+    last_bytes = length_bytes - (units - 1) * unit_bytes
+    last_drive = neediest(last_bytes)
+    sizes = [0] * len(speeds)
+    for _ in range(units - 1):
+        sizes[neediest(unit_bytes)] += unit_bytes
+    sizes[last_drive] += last_bytes
+    shares: list[Share] = []
+    start = 0
+    for drive in [*(drive for drive in range(len(speeds)) if drive != last_drive), last_drive]:
+        if sizes[drive] or drive == last_drive:
+            shares.append(Share(drive, start, start + sizes[drive]))
+            start += sizes[drive]
+    return tuple(shares)
 
 
 def format_bytes(count: int) -> str:

@@ -29,12 +29,12 @@ from swapper import codec
 from swapper.buffers import BufferPool, Lease, PoolExhausted
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.evicted import Home, evict, home_of, refuse_copy, restore
-from swapper.handle import Transfer
 from swapper.layout import format_bytes
 from swapper.metrics import Metrics
 from swapper.order import Order, Use
 from swapper.parameter_records import ParameterPlace, ParameterRecord, modules_with_parameters, plan_parameter_records
 from swapper.store import RecordKey, TensorStore
+from swapper.transfers import AnyTransfer
 
 __all__ = ["ParameterSwapper"]
 
@@ -226,7 +226,7 @@ class ParameterSwapper:
         self._lock = threading.RLock()
         self._all = [_Held(record, RecordKey(owner, "param", record.number)) for record in records]
         self._held_bytes = 0
-        self._dropped: list[Transfer] = []
+        self._dropped: list[AnyTransfer] = []
         self._by_address: dict[int, tuple[_Held, int]] = {}
         self._threads = threading.local()
         self._awaiting: list[_Held] = []  # attached until their gradient is accumulated

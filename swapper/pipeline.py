@@ -21,9 +21,9 @@ import torch
 
 from swapper.buffers import BufferPool, Lease
 from swapper.errors import SwapIOError
-from swapper.handle import Transfer
 from swapper.metrics import Metrics
 from swapper.store import RecordKey, TensorStore
+from swapper.transfers import AnyTransfer
 
 __all__ = ["DeviceCopies", "Pipeline", "Place"]
 
@@ -68,7 +68,7 @@ class Pipeline:
         self._metrics = metrics
         self._held: dict[RecordKey, _Held] = {}
         self._resident: frozenset[RecordKey] = frozenset()
-        self._dropped: list[Transfer] = []  # reads that are not wanted any more
+        self._dropped: list[AnyTransfer] = []  # reads that are not wanted any more
         self._lock = threading.RLock()
         pool.add_reclaimer(self._reclaim)
 
@@ -139,6 +139,8 @@ class Pipeline:
                 try:
                     with self._metrics.span("swapper.wait_read", "wait_read_s"):
                         transfer.wait()
+                    if self._store is not None and not held.writing:
+                        self._store.check_written(key)  # While it was read it may have been lost.
                 except SwapIOError:
                     if not held.writing:  # The next call reads it again.
                         del self._held[key]
@@ -210,6 +212,8 @@ class Pipeline:
             for transfer in self._dropped:
                 transfer.settle()
             self._collect()
+            if self._store is not None:
+                self._store.check_written()
 
     def recover(self) -> None:
         """Give back what was read or taken and not put; writes go on. For the way out of an exception; never raises.

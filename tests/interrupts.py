@@ -36,7 +36,9 @@ def interrupted_at(n: int, function: Callable[[], object], file_name: str) -> bo
         name = _names(frame.f_code)[frame.f_lasti]
         last, before[frame] = before.get(frame, "RESUME"), name
         # Tracing would raise it after the return, in the caller; the interpreter still does before.
-        if last.startswith(("RESUME", "CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE")) and name != "RETURN_VALUE":
+        # And it raises nothing where a call has raised already.
+        elsewhere = name in ("RETURN_VALUE", "PUSH_EXC_INFO")
+        if last.startswith(("RESUME", "CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE")) and not elsewhere:
             left -= 1
             if left < 0:
                 raise KeyboardInterrupt

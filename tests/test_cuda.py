@@ -1,7 +1,13 @@
-"""Parameters on a GPU: gradients come to the pool on a stream of their own, parameters go back the same way."""
+"""Parameters on a GPU: gradients come to the pool on a stream of their own, parameters go back the same way.
+
+And device tensors to and from files, through memory of the host and by cuFile.
+"""
 
 from __future__ import annotations
 
+import errno
+import gc
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,6 +17,10 @@ from test_optimizer_exact import OPTIMIZERS, make_config, same_bits
 from torch import nn
 
 import swapper
+from swapper import gds
+from swapper.errors import SwapIOError
+from swapper.gds import GDSHandle, probe_cufile
+from swapper.handle import AsyncIOHandle, FaultPlan
 
 pytestmark = [
     pytest.mark.cuda,
@@ -117,3 +127,161 @@ def test_unwrap_puts_the_state_on_the_device(nvme_path: Path) -> None:
         if hasattr(optimizer, "swapper"):
             swapper.unwrap_optimizer(optimizer)
     assert optimizer.state[model.weight]["exp_avg"].is_cuda
+
+
+# --- Device tensors to and from files -------------------------------------------------------------------------------
+
+CHUNK = 4 << 20
+LENGTHS = (0, 1, 511, 4096, 4097, (1 << 20) + 1, CHUNK - 1, CHUNK, 9 * CHUNK + 13)
+DEVICES = [f"cuda:{i}" for i in range(min(2, torch.cuda.device_count()))]
+
+
+@pytest.fixture(params=["aio", "gds", "gds-compat"])
+def handle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AsyncIOHandle]:
+    """The last is cuFile itself on any machine that has the library, however it moves the bytes."""
+    monkeypatch.setenv("CUFILE_LOGFILE_PATH", str(tmp_path / "cufile.log"))
+    if request.param == "gds-compat":
+        monkeypatch.setenv(gds.COMPATIBILITY_VARIABLE, "1")
+        if not probe_cufile().available:
+            pytest.skip(f"no cuFile: {probe_cufile().reason}")
+    make = AsyncIOHandle if request.param == "aio" else GDSHandle
+    with make(block_bytes=1 << 20, queue_depth=8) as handle:
+        yield handle
+
+
+def random_bytes(length: int, device: str, seed: int = 0) -> torch.Tensor:
+    data = torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return data.to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("size", LENGTHS)
+def test_written_bytes_are_read_back(handle: AsyncIOHandle, nvme_path: Path, size: int, device: str) -> None:
+    path = nvme_path / "file"
+    for offset, misalignment in ((0, 0), (4096, 64), (1, 1), (5000, 904), ((5 << 30) + 77, 3)):
+        source = torch.empty(size + 1000, dtype=torch.uint8, device=device)[misalignment : misalignment + size]
+        source.copy_(random_bytes(size, device, offset % 1000))
+        memory = torch.zeros(size + 2000, dtype=torch.uint8, device=device)
+        target = memory[misalignment : misalignment + size]
+        with handle.open(path, "rw", truncate=True) as file:
+            assert handle.write(file, source, offset).wait() == size
+            assert file.size_bytes() == (offset + size if size else 0)
+            assert handle.read(file, target, offset).wait() == size
+        assert torch.equal(source, target)
+        assert int(memory.long().sum()) == int(target.long().sum())
+        with path.open("rb") as plain:
+            plain.seek(offset)
+            assert plain.read() == source.cpu().numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+def test_any_dtype_of_device_tensors(handle: AsyncIOHandle, nvme_path: Path, dtype: torch.dtype) -> None:
+    source = torch.randn(300, 655, device="cuda").mul(3).to(dtype)
+    target = torch.zeros_like(source)
+    with handle.open(nvme_path / "file", "rw") as file:
+        handle.write(file, source).wait()
+        handle.read(file, target).wait()
+    assert torch.equal(source, target)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_transfers_wait_for_the_current_stream(handle: AsyncIOHandle, nvme_path: Path, device: str) -> None:
+    stream = torch.cuda.Stream(device)
+    source = torch.zeros(9 * CHUNK, dtype=torch.uint8, device=device)
+    torch.cuda.synchronize(device)
+    with handle.open(nvme_path / "file", "rw") as file, torch.cuda.stream(stream):
+        torch.cuda._sleep(300_000_000)  # Cycles: 0.2 s or so.
+        source.fill_(7)
+        handle.write(file, source).wait()
+        assert (nvme_path / "file").read_bytes() == b"\7" * source.numel()
+        source.fill_(1)
+        torch.cuda._sleep(300_000_000)
+        used = source.clone()
+        handle.read(file, source).wait()
+        assert bool(used.eq(1).all()) and bool(source.eq(7).all())
+
+
+def test_what_is_read_is_there_for_every_stream(handle: AsyncIOHandle, nvme_path: Path) -> None:
+    data = random_bytes(9 * CHUNK, "cuda")
+    others = [torch.cuda.Stream() for _ in range(4)]
+    with handle.open(nvme_path / "file", "rw") as file:
+        handle.write(file, data).wait()
+        for stream in others:
+            target = torch.zeros_like(data)
+            torch.cuda.synchronize()
+            handle.read(file, target).wait()
+            with torch.cuda.stream(stream):
+                assert torch.equal(target, data)
+
+
+def test_no_device_memory_is_allocated(handle: AsyncIOHandle, nvme_path: Path) -> None:
+    data = random_bytes(9 * CHUNK + 5, "cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    with handle.open(nvme_path / "file", "rw") as file:
+        handle.write(file, data, 3).wait()
+        handle.read(file, data, 3).wait()
+    assert torch.cuda.max_memory_allocated() == before
+
+
+def test_dropped_tensors_are_kept_until_their_transfer_is_over(handle: AsyncIOHandle, nvme_path: Path) -> None:
+    expected = [random_bytes(3 * CHUNK, "cpu", seed).numpy().tobytes() for seed in range(6)]
+    with handle.open(nvme_path / "file", "rw") as file:
+        for seed in range(6):
+            handle.write(file, random_bytes(3 * CHUNK, "cuda", seed), seed * 3 * CHUNK)
+            gc.collect()
+            torch.full((3 * CHUNK,), 255, dtype=torch.uint8, device="cuda")
+        while handle.in_flight:
+            torch.full((3 * CHUNK,), 255, dtype=torch.uint8, device="cuda")
+    assert (nvme_path / "file").read_bytes() == b"".join(expected)
+
+
+def test_a_file_that_is_too_short(handle: AsyncIOHandle, nvme_path: Path) -> None:
+    (nvme_path / "file").write_bytes(b"x" * 5000)
+    with handle.open(nvme_path / "file") as file:
+        with pytest.raises(SwapIOError) as raised:
+            handle.read(file, torch.zeros(9 * CHUNK, dtype=torch.uint8, device="cuda")).wait()
+        assert raised.value.errno == errno.ENODATA
+        target = torch.zeros(5000, dtype=torch.uint8, device="cuda")
+        assert handle.read(file, target).wait() == 5000
+        assert bool(target.eq(ord("x")).all())
+
+
+def test_pinned_device_memory(handle: AsyncIOHandle, nvme_path: Path) -> None:
+    if not isinstance(handle, GDSHandle):
+        pytest.skip("nothing is pinned without cuFile")
+    memory = torch.zeros(4 * CHUNK, dtype=torch.uint8, device="cuda")
+    pinned = handle.pin(memory)
+    assert handle.gds_available or not pinned
+    source, target = memory[: 2 * CHUNK], memory[2 * CHUNK :]
+    source.copy_(random_bytes(2 * CHUNK, "cuda"))
+    with handle.open(nvme_path / "file", "rw") as file:
+        handle.write(file, source[100:], 100).wait()
+        handle.read(file, target[100:], 100).wait()
+    assert torch.equal(source[100:], target[100:])
+    assert handle.unpin(memory) == pinned
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_faults_on_the_way_of_device_tensors(nvme_path: Path, seed: int) -> None:
+    plan = FaultPlan(seed=seed, short=0.3, eio=0.01, eintr=0.1, delay_us=500, reorder=True)
+    outcomes = set()
+    with AsyncIOHandle(block_bytes=1 << 18, faults=plan) as handle, handle.open(nvme_path / "file", "rw") as file:
+        for turn in range(20):
+            source = random_bytes(5 * CHUNK + 7, "cuda", turn)
+            target = torch.zeros_like(source)
+            try:
+                handle.write(file, source, 9).wait()
+                handle.read(file, target, 9).wait()
+            except SwapIOError as error:
+                outcomes.add(error.errno)
+            else:
+                outcomes.add(0)
+                assert torch.equal(source, target)
+    assert outcomes <= {0, errno.EIO} and outcomes
+
+
+def test_memory_of_the_host_can_be_locked_again_after_close(nvme_path: Path) -> None:
+    for _ in range(3):
+        with AsyncIOHandle() as handle, handle.open(nvme_path / "file", "rw") as file:
+            handle.write(file, random_bytes(1000, "cuda")).wait()

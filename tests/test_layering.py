@@ -12,8 +12,8 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 
 BASE = {"errors", "layout", "metrics"}
-HANDLE = BASE | {"handle"}
-PIPELINE = HANDLE | {"buffers", "runs", "store", "codec", "schedule", "pipeline"}
+HANDLE = BASE | {"bounce", "handle"}
+PIPELINE = HANDLE | {"transfers", "buffers", "runs", "speed", "store", "codec", "schedule", "pipeline"}
 OPTIMIZER = PIPELINE | {"config", "trial", "segments", "failure", "optimizer_plan", "optimizer_state", "evicted"}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
@@ -23,10 +23,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "layout": {"errors"},
     "metrics": {"errors"},
-    "handle": BASE | {"_native"},
-    "buffers": HANDLE,
+    "bounce": {"errors"},
+    "handle": BASE | {"_native", "bounce"},
+    "gds": HANDLE | {"_native"},
+    "transfers": HANDLE,
+    "buffers": HANDLE | {"transfers"},
     "runs": {"errors", "layout"},
-    "store": HANDLE | {"runs"},
+    "speed": HANDLE | {"runs"},
+    "store": HANDLE | {"transfers", "runs", "speed"},
     "codec": HANDLE | {"_native"},
     "schedule": {"errors", "layout"},
     "pipeline": PIPELINE - {"pipeline"},
@@ -47,10 +51,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fastsave": HANDLE | {"buffers"},
     "dcp": HANDLE | {"buffers", "fastsave"},
     "api": API,
-    "deepnvme": {"handle"},
+    "deepnvme": {"handle", "gds", "errors"},
     "lightning": {"api", "checkpoint", "config"},
     "fabric": {"api", "checkpoint", "config"},
-    "cli": API | {"api"},
+    "cli": API | {"api", "gds"},
+    "__main__": {"cli"},
     "__init__": API | {"api"},
 }
 """Module of the package: the modules of the package that it may import."""
@@ -139,7 +144,7 @@ def test_a_pure_module_knows_neither_torch_nor_files(module: str) -> None:
 
 def test_only_the_layer_above_the_native_core_imports_it() -> None:
     users = {module for module in modules() for name, _ in imported(module) if name.startswith("swapper._native")}
-    assert users <= {"handle", "codec", "buffers"}
+    assert users <= {"handle", "gds", "codec", "buffers"}
 
 
 def test_the_table_has_no_circle() -> None:

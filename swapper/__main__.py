@@ -1,0 +1,5 @@
+"""`python -m swapper` is the command `swapper`."""
+
+from swapper.cli import main
+
+main()

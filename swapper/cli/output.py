@@ -1,0 +1,48 @@
+"""What the commands print: lines and tables for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+
+import typer
+from rich.cells import cell_len
+from rich.console import Console
+from rich.text import Text
+
+__all__ = ["complain", "make_console", "print_json", "print_table", "printable"]
+
+
+def make_console(*, stderr: bool = False) -> Console:
+    """Colours on a terminal, plain text elsewhere. Print with `soft_wrap=True`: nothing is ever cut."""
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False)
+
+
+def printable(text: object) -> str:
+    """`text` without what a terminal would obey or cannot show: names on a shared drive are anybody's to choose."""
+    return "".join(
+        character if character.isprintable() else character.encode("unicode_escape", "surrogatepass").decode()
+        for character in str(text)
+    )
+
+
+def print_table(console: Console, header: Sequence[str], rows: Sequence[Sequence[Text]]) -> None:
+    """Columns as wide as what is in them; the last one is not padded."""
+    lines = [[Text(title, style="bold") for title in header], *rows]
+    widths = [max(cell_len(line[i].plain) for line in lines) for i in range(len(header))]
+    for line in lines:
+        joined = Text()
+        for cell, width in zip(line[:-1], widths[:-1], strict=True):
+            joined.append_text(cell).append(" " * (width - cell_len(cell.plain) + 2))
+        console.print(joined.append_text(line[-1]), soft_wrap=True)
+
+
+def print_json(data: Mapping[str, object]) -> None:
+    """One object on standard output."""
+    typer.echo(json.dumps(data, indent=2))
+
+
+def complain(message: str) -> None:
+    """A line on standard error for each of the message's."""
+    for line in message.splitlines():
+        typer.echo(f"swapper {printable(' '.join(line.split()))}", err=True)

@@ -1,0 +1,482 @@
+"""`swapper report`: will it be fast here, and what is to be changed."""
+
+from __future__ import annotations
+
+import enum
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from swapper.cli.directories import directories_or_default
+from swapper.cli.drive import Directory, Drive, look_at_directory
+from swapper.cli.machine import (
+    CudaDevice,
+    Limits,
+    Machine,
+    SlabTrial,
+    cuda_devices,
+    has_nvidia_driver,
+    limits,
+    machine,
+    swapper_version,
+    try_slab,
+)
+from swapper.cli.output import complain, make_console, print_json, printable
+from swapper.gds import CuFileProbe, probe_cufile
+from swapper.handle import Probe, probe
+from swapper.layout import format_bytes
+from swapper.runs import MEMORY_FILE_SYSTEMS, is_network_file_system
+
+__all__ = ["Finding", "Mark", "Report", "findings", "make_report", "report"]
+
+_REQUEST_BYTES = 1 << 20
+"""The default of `block_size`: what one request to the kernel moves."""
+_FEW_AIO_REQUESTS = 1024
+_ANOTHER_DIRECTORY = "name a directory on a local solid-state drive with --nvme-path"
+
+
+# --- What was found ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that was looked at."""
+
+    version: str
+    machine: Machine
+    backends: tuple[Probe, ...]
+    limits: Limits
+    slab: SlabTrial
+    cuda: list[CudaDevice]
+    cuda_reason: str
+    nvidia_driver: bool
+    cufile: CuFileProbe
+    directories: list[Directory]
+
+    @property
+    def auto(self) -> str:
+        """The backend that `backend: auto` takes."""
+        return next(found.backend for found in self.backends if found.available)
+
+
+def make_report(directories: list[Path]) -> Report:
+    """Look at this machine and at `directories`. Takes 64 MiB of memory for a moment."""
+    cuda, cuda_reason = cuda_devices()
+    return Report(
+        version=swapper_version(),
+        machine=machine(),
+        backends=probe(),
+        limits=limits(),
+        slab=try_slab(),
+        cuda=cuda,
+        cuda_reason=cuda_reason,
+        nvidia_driver=has_nvidia_driver(),
+        cufile=probe_cufile(),
+        directories=[look_at_directory(path) for path in directories],
+    )
+
+
+# --- What it means -------------------------------------------------------------------------------------------------
+
+
+class Mark(enum.Enum):
+    """What a line says about how fast it will be."""
+
+    FINE = "ok"
+    WORSE = "!"
+    """Worse than it could be; the line ends with what to change."""
+    UNKNOWN = "?"
+    NEUTRAL = "-"
+    """A fact, or something that is not needed here."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report. `change` is there if, and only if, `mark` is `WORSE`."""
+
+    section: str
+    name: str
+    mark: Mark
+    value: str
+    change: str = ""
+
+
+def findings(found: Report) -> Iterator[Finding]:
+    """The lines of the report, in order."""
+    yield from _of_machine(found)
+    yield from _of_backends(found)
+    yield from _of_memory(found)
+    yield from _of_limits(found)
+    yield from _of_gpus(found)
+    for directory in found.directories:
+        yield from _of_directory(directory)
+
+
+def _judge(section: str, name: str, value: str, change: str = "") -> Finding:
+    return Finding(section, name, Mark.WORSE if change else Mark.FINE, value, change)
+
+
+def _neutral(section: str, name: str, value: object) -> Finding:
+    return Finding(section, name, Mark.UNKNOWN if value is None else Mark.NEUTRAL, _text(value))
+
+
+def _text(value: object) -> str:
+    return "unknown" if value is None else str(value)
+
+
+def _bytes(count: int | None) -> str:
+    return "unknown" if count is None else format_bytes(count)
+
+
+def _of_machine(found: Report) -> Iterator[Finding]:
+    section, about = "Machine", found.machine
+    yield _neutral(section, "system", f"{about.kernel} {about.architecture}")
+    yield _neutral(section, "CPU", f"{about.cpus_usable} of {_text(about.cpus)} cores usable: {_text(about.cpu)}")
+    yield _neutral(section, "memory", f"{_bytes(about.memory_bytes)}, {_bytes(about.memory_available_bytes)} available")
+    if about.cgroup_version is None:
+        limit = "memory limit unknown"
+    elif about.memory_limit_bytes is None:
+        limit = "no memory limit"
+    else:
+        limit = f"memory limit {format_bytes(about.memory_limit_bytes)}, the pool must fit it"
+    yield _neutral(section, "container", f"{about.container or 'none'}; {limit}")
+    yield _neutral(section, "Python", about.python)
+    too_many = about.torch_threads > about.cpus_usable
+    yield _judge(
+        section,
+        "torch",
+        f"{about.torch}, {about.torch_threads} threads",
+        f"export OMP_NUM_THREADS={about.cpus_usable} before Python starts: more threads than cores" if too_many else "",
+    )
+    spins = (about.omp_wait_policy or "").upper() != "PASSIVE" and not found.cuda
+    yield _judge(
+        section,
+        "OMP_WAIT_POLICY",
+        about.omp_wait_policy or "not set",
+        "export OMP_WAIT_POLICY=PASSIVE before Python starts: idle threads else take the I/O threads' cores"
+        if spins
+        else "",
+    )
+
+
+def _of_backends(found: Report) -> Iterator[Finding]:
+    section, better = "I/O backends", True
+    for backend in found.backends:
+        if backend.backend == found.auto:
+            better = False
+            yield Finding(section, backend.backend, Mark.FINE, "available; `backend: auto` takes it")
+        elif backend.available:
+            yield Finding(section, backend.backend, Mark.NEUTRAL, "available")
+        elif better:
+            yield _judge(section, backend.backend, f"no: {backend.reason}", _backend_change(backend, found))
+        else:
+            yield Finding(section, backend.backend, Mark.NEUTRAL, f"no, and not needed: {backend.reason}")
+
+
+def _backend_change(refused: Probe, found: Report) -> str:
+    uring = next((backend for backend in found.backends if backend.backend == "uring"), refused)
+    if refused.backend == "uring+fixed" and uring.available:
+        return _memlock_change(found)
+    if refused.backend.startswith("uring"):
+        if found.limits.io_uring_disabled:
+            return "sudo sysctl kernel.io_uring_disabled=0"
+        if found.limits.seccomp == "filter":
+            calls = "io_uring_setup, io_uring_enter and io_uring_register"
+            if found.machine.container is None:
+                return f"allow {calls} in the seccomp filter of this process (of a systemd service: SystemCallFilter=)"
+            return f"start the container with --security-opt seccomp=FILE, a profile that allows {calls}"
+        if "RLIMIT_MEMLOCK" in refused.reason:
+            return _memlock_change(found)
+        return "run a kernel of Linux 5.10 or newer that has io_uring"
+    if "aio-max-nr" in refused.reason:
+        return "sudo sysctl fs.aio-max-nr=1048576"
+    return "allow io_setup, io_submit, io_getevents and io_destroy, or run a kernel that has CONFIG_AIO"
+
+
+def _memlock_change(found: Report) -> str:
+    if found.limits.memlock_hard_bytes is None:
+        return "ulimit -l unlimited, in the shell that starts the run"
+    if found.machine.container is not None:
+        return "start the container with --ulimit memlock=-1"
+    return "add the line '* - memlock unlimited' to /etc/security/limits.conf and log in anew"
+
+
+def _of_memory(found: Report) -> Iterator[Finding]:
+    section, slab = "Memory of the pool", found.slab
+    length = format_bytes(slab.length_bytes)
+    if not slab.allocated:
+        yield _judge(section, "slab", f"no {length}: {slab.reason}", "free some memory, or raise its limit")
+        return
+    memlock = _memlock_change(found)
+    yield _judge(
+        section,
+        "locked",
+        f"{length} are page-locked" if slab.locked else f"{length} are not: {slab.lock_reason}",
+        "" if slab.locked else memlock,
+    )
+    if slab.registered:
+        yield _judge(section, "registered", f"{length} are registered with io_uring")
+    elif found.auto == "uring+fixed":
+        yield _judge(section, "registered", f"{length} are not: {slab.register_reason}", memlock)
+    else:
+        yield Finding(section, "registered", Mark.NEUTRAL, f"no: {found.auto} registers none, see the backends above")
+    yield _huge_pages(slab)
+
+
+def _huge_pages(slab: SlabTrial) -> Finding:
+    section, name, setting = "Memory of the pool", "huge pages", slab.transparent_hugepage
+    if setting is None and slab.huge_bytes is None:
+        return _neutral(section, name, None)
+    value = f"{_bytes(slab.huge_bytes)} of {format_bytes(slab.length_bytes)} (transparent_hugepage: {_text(setting)})"
+    if slab.huge_bytes is None:
+        return Finding(section, name, Mark.UNKNOWN, value)
+    change = ""
+    if setting == "never":
+        change = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
+    elif slab.huge_bytes < slab.length_bytes:
+        change = "echo 1 | sudo tee /proc/sys/vm/compact_memory: memory is fragmented, or nearly used up"
+    return _judge(section, name, value, change)
+
+
+def _of_limits(found: Report) -> Iterator[Finding]:
+    section, about = "Limits", found.limits
+    if about.may_lock_any:
+        memlock, change = "none for this process (CAP_IPC_LOCK)", ""
+    elif about.memlock_bytes is None:
+        memlock, change = "unlimited", ""
+    elif found.machine.memory_bytes is not None and about.memlock_bytes >= found.machine.memory_bytes:
+        memlock, change = f"{format_bytes(about.memlock_bytes)}, more than there is", ""
+    else:
+        memlock, change = f"{format_bytes(about.memlock_bytes)}; a larger pool is not locked", _memlock_change(found)
+    yield _judge(section, "RLIMIT_MEMLOCK", memlock, change)
+    if about.aio_max_nr is None or about.aio_nr is None:
+        yield _neutral(section, "aio-max-nr", None)
+    else:
+        few = about.aio_max_nr - about.aio_nr < _FEW_AIO_REQUESTS
+        yield _judge(
+            section,
+            "aio-max-nr",
+            f"{about.aio_nr} of {about.aio_max_nr} used",
+            f"sudo sysctl fs.aio-max-nr={max(1 << 20, 2 * about.aio_max_nr)}" if few else "",
+        )
+    # What follows from these two is said where a backend is refused.
+    meaning = {0: "0 (allowed)", 1: "1 (for the privileged alone)", 2: "2 (forbidden)"}
+    yield _neutral(
+        section,
+        "io_uring_disabled",
+        None if about.io_uring_disabled is None else meaning.get(about.io_uring_disabled, str(about.io_uring_disabled)),
+    )
+    yield _neutral(section, "seccomp", about.seccomp)
+
+
+def _of_gpus(found: Report) -> Iterator[Finding]:
+    section = "GPUs"
+    for i, device in enumerate(found.cuda):
+        yield Finding(section, f"cuda:{i}", Mark.FINE, f"{device.name}, {format_bytes(device.memory_bytes)}")
+    if not found.cuda:
+        change = ""
+        if found.nvidia_driver:
+            change = "install a torch with CUDA, of a version that the GPU's driver supports"
+        mark = Mark.WORSE if change else Mark.NEUTRAL
+        yield Finding(section, "CUDA", mark, f"none: {found.cuda_reason}", change)
+        yield Finding(section, "cuFile", Mark.NEUTRAL, "not needed without a CUDA device")
+    elif found.cufile.available:
+        value = f"cuFile {found.cufile.version or 'of unknown version'}, {found.cufile.library}"
+        if found.cufile.compatibility_mode is None:
+            value += "; whether it passes by host memory cannot be told"
+        yield _judge(section, "cuFile", value, _cufile_change(found.cufile))
+    else:
+        value = f"no: {found.cufile.reason}; GPU tensors go through host memory"
+        yield _judge(section, "cuFile", value, _cufile_change(found.cufile))
+
+
+def _cufile_change(about: CuFileProbe) -> str:
+    if not about.library:
+        return "pip install nvidia-cufile, or install the system's package of GPUDirect Storage"
+    if about.compatibility_mode:
+        return (
+            "install GPUDirect Storage and run sudo modprobe nvidia-fs; "
+            "in /etc/cufile.json force_compat_mode must not be true"
+        )
+    return (
+        "" if about.available else "install GPUDirect Storage of the version of the GPU's driver; gdscheck -p says more"
+    )
+
+
+def _of_directory(directory: Directory) -> Iterator[Finding]:
+    section, path = directory.path, shlex.quote(directory.path)
+    if directory.error:
+        yield _judge(section, "usable", f"no: {directory.error}", directory.change)
+    if directory.file_system is None:
+        yield _neutral(section, "file system", None)
+    else:
+        yield _judge(
+            section,
+            "file system",
+            f"{directory.file_system} at {_text(directory.mount_point)}, from {_text(directory.source)}",
+            _file_system_change(directory.file_system, path),
+        )
+    if directory.direct is not None:
+        if directory.direct:
+            value = f"yes, at offsets that are multiples of {directory.alignment_bytes}, "
+            value += f"in memory at multiples of {directory.memory_alignment_bytes}"
+        else:
+            value = f"no: {directory.direct_reason}"
+        yield _judge(section, "O_DIRECT", value, "" if directory.direct else _direct_change(directory, path))
+    if directory.preallocated is not None or directory.preallocate_reason:
+        yield _judge(
+            section,
+            "preallocation",
+            "works" if directory.preallocated else f"no: {directory.preallocate_reason}",
+            "" if directory.preallocated else "name a directory on ext4 or XFS, with free space",
+        )
+    if directory.free_bytes is None:
+        yield _neutral(section, "free", None)
+    else:
+        value = f"{format_bytes(directory.free_bytes)} of {_bytes(directory.total_bytes)}"
+        yield _judge(section, "free", value, "" if directory.free_bytes else "free some space")
+    if directory.stale_bytes:
+        value = f"{format_bytes(directory.stale_bytes)} in directories of killed runs"
+        yield _judge(section, "left over", value, f"swapper clean {path}")
+    if not directory.drives and directory.file_system is not None:
+        yield _neutral(section, "drive", None)
+    for drive in directory.drives:
+        yield from _of_drive(section, drive, "drive")
+
+
+def _file_system_change(kind: str, path: str) -> str:
+    if kind in MEMORY_FILE_SYSTEMS:
+        return f"{_ANOTHER_DIRECTORY}: this is memory, and a run refuses it"
+    if is_network_file_system(kind):
+        return f"{_ANOTHER_DIRECTORY}: this is a network file system"
+    if kind == "overlay":
+        return f"mount a volume of a local drive into the container, at {path} (docker run -v /mnt/nvme:{path})"
+    return ""
+
+
+def _direct_change(directory: Directory, path: str) -> str:
+    if directory.file_system == "btrfs":
+        return f"chattr +C {path}, so that new files there are not copied on write"
+    if directory.file_system == "zfs":
+        return "use OpenZFS 2.3 or newer with direct=standard, or name a directory on ext4 or XFS"
+    return "name a directory on ext4 or XFS: transfers here go through the page cache"
+
+
+def _of_drive(section: str, drive: Drive, name: str) -> Iterator[Finding]:
+    words = [f"{drive.name}: {drive.kind}"]
+    if drive.rotating and drive.kind != "virtual":
+        words.append("rotating")
+    words.append("model unknown" if drive.model is None else drive.model)
+    words.append(f"scheduler {_text(drive.scheduler)}")
+    words.append(f"requests of up to {_bytes(drive.max_request_bytes)}")
+    yield _judge(section, name, ", ".join(words), "; ".join(_drive_changes(drive)))
+    for member in drive.members:
+        yield from _of_drive(section, member, f"{name} member")
+
+
+def _drive_changes(drive: Drive) -> Iterator[str]:
+    queue = f"/sys/block/{drive.name}/queue"
+    if drive.kind in ("network", "USB", "memory", "loop", "MMC") or drive.kind.startswith("NVMe over"):
+        yield f"{_ANOTHER_DIRECTORY}: this is {'a disk image' if drive.kind == 'loop' else drive.kind}"
+    elif any(name in (drive.model or "") for name in ("Elastic Block Store", "PersistentDisk")):
+        yield f"{_ANOTHER_DIRECTORY}: this is a network volume"
+    elif drive.rotating and drive.kind not in ("virtual", "encrypted", "LVM", "mapped"):
+        yield f"{_ANOTHER_DIRECTORY}: this one rotates"
+    if drive.kind in ("raid4", "raid5", "raid6"):
+        yield "use single drives or RAID 0: every write here also reads, and writes parity"
+    if drive.kind == "encrypted":
+        yield "use a partition that is not encrypted, if you may: every byte costs CPU here"
+    wanted = "none" if drive.kind == "NVMe" or drive.scheduler == "bfq" else drive.scheduler
+    if drive.scheduler != wanted and wanted in drive.schedulers and not drive.rotating:
+        yield f"echo {wanted} | sudo tee {queue}/scheduler"
+    now, most = drive.max_request_bytes, drive.max_hardware_request_bytes
+    if now is not None and most is not None and now < min(_REQUEST_BYTES, most):
+        yield f"echo {min(_REQUEST_BYTES, most) >> 10} | sudo tee {queue}/max_sectors_kb"
+
+
+# --- The command ---------------------------------------------------------------------------------------------------
+
+_STYLES = {Mark.FINE: "green", Mark.WORSE: "bold yellow", Mark.UNKNOWN: "magenta", Mark.NEUTRAL: "dim"}
+
+
+def report(
+    directories: Annotated[
+        list[Path] | None, typer.Argument(metavar="DIR", help="More directories, as with --nvme-path.")
+    ] = None,
+    nvme_path: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where runs will keep their files; may be repeated. Default: $SWAPPER_NVME_PATH, else '.'.",
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/cli.md has its keys.")] = False,
+) -> None:
+    """Will it be fast on this machine, and what to change.
+
+    Everything is tried for real: a file is made in each directory and removed, 64 MiB of memory are locked and
+    registered. Lines that are worse than they could be are marked "!" and end with what to change. Nothing is changed.
+
+    \b
+    Examples:
+        swapper report
+        swapper report --nvme-path /mnt/nvme0 --nvme-path /mnt/nvme1
+    """
+    found = make_report(directories_or_default([*(nvme_path or []), *(directories or [])]))
+    lines = list(findings(found))
+    if as_json:
+        print_json(_as_json(found, lines))
+    else:
+        _print(found, lines)
+    unusable = [directory for directory in found.directories if directory.error]
+    for directory in unusable:
+        complain(f"report: {directory.path} cannot be used: {directory.error}")
+    if unusable:
+        raise typer.Exit(1)
+
+
+def _as_json(found: Report, lines: list[Finding]) -> dict[str, object]:
+    backends = [{**backend._asdict(), "auto": backend.backend == found.auto} for backend in found.backends]
+    changes = [
+        {"section": line.section, "name": line.name, "value": line.value, "change": line.change}
+        for line in lines
+        if line.mark is Mark.WORSE
+    ]
+    return {**asdict(found), "backends": backends, "cufile": found.cufile._asdict(), "changes": changes}
+
+
+def _print(found: Report, lines: list[Finding]) -> None:
+    console = make_console()
+    console.print(f"swapper {found.version}", soft_wrap=True)
+    section, width = "", max(len(line.name) for line in lines)
+    for line in lines:
+        if line.section != section:
+            section = line.section
+            console.print()
+            console.print(Text(printable(section), style="bold"), soft_wrap=True)
+        text = Text("  ").append(f"{line.mark.value:<2}", style=_STYLES[line.mark])
+        text.append(f"  {line.name:<{width}}  {printable(line.value)}")
+        if line.change:
+            text.append(f" -> {printable(line.change)}", style="bold")
+        console.print(text, soft_wrap=True)
+    console.print()
+    _print_summary(console, lines)
+
+
+def _print_summary(console: Console, lines: list[Finding]) -> None:
+    changes: dict[str, list[str]] = {}  # what to change: where it was said
+    for line in lines:
+        if line.change:
+            changes.setdefault(line.change, []).append(f"{line.section}: {line.name}")
+    if not changes:
+        console.print(Text("Nothing to change", style="bold green"), soft_wrap=True)
+        return
+    console.print(Text("What to change", style="bold"), soft_wrap=True)
+    for i, (change, places) in enumerate(changes.items(), 1):
+        console.print(f"  {i}. {printable(change)}  ({printable(', '.join(places))})", soft_wrap=True)
