@@ -122,6 +122,9 @@ class SwappedGradients(Protocol):
     def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """Forget the gradients that are on disk."""
 
+    def close(self) -> None:
+        """Forget everything."""
+
     def clip_grad_norm_(
         self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float, error_if_nonfinite: bool
     ) -> torch.Tensor:
@@ -996,6 +999,8 @@ class OptimizerSwapper:
                     self._pipeline.forget(bucket.key)
                 for segment in bucket.segments:
                     segment.forget()
+            if self.gradients is not None:
+                self.gradients.close()
             for pool in self._later_pools:
                 pool.close()
             try:

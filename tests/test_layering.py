@@ -38,7 +38,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deepspeed": {"errors"},
     "trial": {"errors", "layout"},
     "segments": {"trial", "pipeline", "store", "buffers", "codec", "layout"},
-    "failure": {"errors"},
+    "failure": {"errors", "evicted"},
     "optimizer_state": {"segments", "trial", "buffers", "layout", "errors"},
     "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
     "optimizer": OPTIMIZER,
