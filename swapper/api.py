@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import logging
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -17,7 +19,7 @@ from torch.optim import Optimizer
 from swapper.buffers import BufferPool
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
-from swapper.gradient import GradientPart, GradientSwapper
+from swapper.gradient import GradientSwapper, gradient_bytes, gradient_pool_bytes
 from swapper.handle import AsyncIOHandle
 from swapper.layout import PAGE_BYTES
 from swapper.optimizer import OptimizerSwapper, UnswappedOptimizer
@@ -26,10 +28,11 @@ from swapper.parameter import ParameterSwapper
 from swapper.parameter_records import plan_parameter_records
 from swapper.runs import check_nvme_paths, file_systems
 from swapper.schedule import format_bytes
-from swapper.segments import Bucket
 from swapper.speed import measure_speeds
 from swapper.store import TensorStore
 from swapper.trial import refuse_unsupported
+
+log = logging.getLogger(__name__)
 
 __all__ = ["CheckReport", "DriveReport", "check", "of", "offload", "unwrap_optimizer", "wrap_optimizer"]
 
@@ -78,7 +81,12 @@ def _wrap(
         raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
     device = settings.offload_optimizer.device
     refuse_unsupported(optimizer)
-    asks_more = settings.offload_optimizer.master_weights or settings.offload_gradient.device == "nvme"
+    moves_gradients = settings.offload_gradient.device == "nvme"
+    if settings.offload_gradient.device == "cpu":
+        moves_gradients = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+        if not moves_gradients:
+            _say_that_gradients_are_on_the_cpu()
+    asks_more = settings.offload_optimizer.master_weights or moves_gradients
     if device == "none" and not asks_more:
         UnswappedOptimizer(optimizer)
         return optimizer
@@ -94,7 +102,8 @@ def _wrap(
     else:
         if device == "none" and plan.remote:
             raise ConfigError(
-                "offload_optimizer.device: none cannot keep master weights for a model on a GPU; use device: cpu"
+                "offload_optimizer.device: none can neither keep master weights nor step gradients that are offloaded "
+                "for a model on a GPU; use device: cpu"
             )
         pool_bytes = plan.stored_bytes + plan.scratch_bytes * plan.scratch_count
         pool, store = BufferPool(max(pool_bytes, PAGE_BYTES), cuda=plan.device.type == "cuda"), None
@@ -105,7 +114,47 @@ def _wrap(
         if getattr(optimizer, "swapper", None) is None:  # Else Ctrl-C struck when it was wrapped already.
             release()
         raise
+    if moves_gradients:
+        swapper = of(optimizer)
+        try:
+            swapper.gradients = _swap_gradients(plan, settings)
+        except BaseException:
+            swapper.unwrap()
+            raise
     return optimizer
+
+
+def _swap_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> GradientSwapper:
+    parts = plan.gradient_parts()
+    total_bytes, _ = gradient_bytes(parts)
+    stored = settings.offload_gradient.device == "nvme"
+    state_stored = settings.offload_optimizer.device == "nvme"
+    owner, steps = next(_owners), settings.gradient_accumulation_steps
+    if not stored and not state_stored:  # As for state with device: cpu, a pool of the size that is needed.
+        own = BufferPool(max(total_bytes, PAGE_BYTES), cuda=plan.remote)
+        try:
+            return GradientSwapper(parts, owner, steps, own, total_bytes, None, own.close)
+        except BaseException:
+            own.close()
+            raise
+    shared = _Shared.of(settings, plan.remote)
+    limit_bytes = settings.pool_bytes - shared.held_bytes
+    if state_stored:
+        schedule = plan.schedule(settings.pool_bytes)
+        limit_bytes -= schedule.pool_bytes - schedule.held_bytes
+    if settings.offload_param.device == "nvme":  # The rest is for parameters.
+        limit_bytes = min(limit_bytes, gradient_pool_bytes(parts, stored))
+    release = shared.hold(0 if stored else total_bytes)
+    try:
+        return GradientSwapper(parts, owner, steps, shared.pool, limit_bytes, shared.store if stored else None, release)
+    except BaseException:
+        release()
+        raise
+
+
+@functools.cache
+def _say_that_gradients_are_on_the_cpu() -> None:
+    log.warning("offload_gradient.device: cpu changes nothing for a model on the CPU: gradients stay where they are")
 
 
 def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple[_ModelT, _OptimizerT]:
@@ -147,28 +196,14 @@ def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple
 
 
 def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConfig) -> None:
-    """Gradients and parameters, after the optimizer's state."""
+    """Parameters, after the optimizer's state and the gradients."""
     swapper = of(optimizer)
     budget_bytes = settings.pool_bytes
     if settings.offload_optimizer.device == "nvme":  # Else it takes nothing from this pool.
         budget_bytes -= swapper._plan.schedule(settings.pool_bytes).pool_bytes
-    if settings.offload_gradient.device == "nvme":
-        shared = _Shared.of(settings, False)
-        gradients = GradientSwapper(
-            gradient_parts(swapper._plan.buckets),
-            next(_owners),
-            settings.gradient_accumulation_steps,
-            shared.pool,
-            shared.store,
-        )
-        swapper.gradients = gradients
-        budget_bytes -= 3 * gradients.largest_bytes
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            gradients.clear()
-            type(optimizer).zero_grad(optimizer, set_to_none)
-
-        vars(optimizer)["zero_grad"] = zero_grad
+    if isinstance(swapper.gradients, GradientSwapper):
+        swapper.gradients.watch(model.parameters())
+        budget_bytes -= swapper.gradients.reserved_bytes
     if settings.offload_param.device == "nvme":
         shared = _Shared.of(settings, False)
         release = shared.hold(0)
@@ -200,16 +235,6 @@ def _check_is_model(model: object) -> None:
     if not isinstance(model, torch.nn.Module):
         name = model.__name__ if isinstance(model, type) else type(model).__name__
         raise ConfigError(f"{name} is not a torch.nn.Module; call swapper.offload(model, optimizer, config)")
-
-
-def gradient_parts(buckets: Iterable[Bucket]) -> list[tuple[torch.nn.Parameter, list[GradientPart]]]:
-    """What each parameter's gradient is cut into: the part in each bucket."""
-    parts: dict[int, tuple[torch.nn.Parameter, list[GradientPart]]] = {}
-    for bucket in buckets:
-        for p in {id(segment.parameter): segment.parameter for segment in bucket.segments}.values():
-            mine = [segment for segment in bucket.segments if segment.parameter is p]
-            parts.setdefault(id(p), (p, []))[1].append(GradientPart(mine[0].start, mine[-1].stop))
-    return list(parts.values())
 
 
 def unwrap_optimizer(optimizer: _OptimizerT, *, drop_masters: bool = False) -> _OptimizerT:

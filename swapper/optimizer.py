@@ -45,7 +45,7 @@ from swapper.segments import MASTER, Bucket, Opened, Scratch, Segment
 from swapper.store import TensorStore
 from swapper.trial import same_layout, unhooked_step
 
-__all__ = ["OptimizerSwapper", "Stats", "UnswappedOptimizer"]
+__all__ = ["Moves", "OptimizerSwapper", "Stats", "UnswappedOptimizer"]
 
 log = logging.getLogger(__name__)
 
@@ -56,20 +56,41 @@ _ADVICE_AFTER_STEPS = 3
 
 
 @dataclass(frozen=True)
+class Moves:
+    """What moved between memory and the drive. Sizes are bytes, times seconds.
+
+    Attributes:
+        bytes_read, bytes_written: asked of the drive, padding included.
+        reads, writes: transfers.
+        hits: records that were in memory already when they were asked for.
+        wait_read_s, wait_write_s: time that training waited for the drive.
+    """
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    reads: int = 0
+    writes: int = 0
+    hits: int = 0
+    wait_read_s: float = 0.0
+    wait_write_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Stats:
     """What an `OptimizerSwapper` did since it was made. Sizes are bytes, times seconds.
 
     Attributes:
         steps: calls of `step()` that were completed.
-        bytes_read, bytes_written: asked of the drive, headers and padding included.
-        reads, writes: transfers.
+        bytes_read, bytes_written: of state, asked of the drive, headers and padding included.
+        reads, writes: transfers of state.
         hits: records that were in memory already when a step came to them.
-        wait_read_s, wait_write_s: time that the training thread waited for the drive.
+        wait_read_s, wait_write_s: time that the training thread waited for the drive, because of state.
         step_s: time inside `step()`, waits included, closures not.
         state_bytes: length of all records now.
         pool_bytes, pool_used_bytes, pool_peak_bytes: size of the pool; what is leased now; the most ever leased.
         masters_reset: segments whose master weights were made anew because the user had changed the parameter.
         late_failures: writes whose failure only a finalizer saw.
+        gradients: what moved of gradients; zeros if they stay in memory. With `device: cpu` nothing goes to the drive.
     """
 
     steps: int
@@ -87,6 +108,7 @@ class Stats:
     pool_peak_bytes: int
     masters_reset: int
     late_failures: int
+    gradients: Moves = Moves()
 
 
 class SwappedParameters(Protocol):
@@ -105,13 +127,20 @@ class SwappedParameters(Protocol):
 
 
 class SwappedGradients(Protocol):
-    """What a step asks of gradients that are on disk too."""
+    """What a step asks of gradients that are away too."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counts what moves."""
+
+    def plan(self, parts: Iterable[tuple[int, torch.nn.Parameter, int, int]]) -> None:
+        """The buckets have changed: see `OptimizerPlan.gradient_parts`."""
 
     def has(self, parameter: torch.nn.Parameter) -> bool:
         """Whether there is a gradient, wherever it is."""
 
     def is_away(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether it is on disk."""
+        """Whether it is not in memory."""
 
     def stage(self, parameter: torch.nn.Parameter, start: int) -> bool:
         """Start reading the part of it that starts at `start`. False if there is no room."""
@@ -120,13 +149,24 @@ class SwappedGradients(Protocol):
         """Within it that part is there: 1-D, in memory order."""
 
     def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
-        """Forget the gradients that are on disk."""
+        """Forget the gradients that are away."""
+
+    def bring_back_all(self) -> None:
+        """Have all gradients in memory."""
+
+    def drain(self) -> None:
+        """Wait until what is away is on disk."""
 
     def close(self) -> None:
         """Forget everything."""
 
     def clip_grad_norm_(
-        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float, error_if_nonfinite: bool
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        foreach: bool | None,
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`."""
 
@@ -158,6 +198,7 @@ class OptimizerSwapper:
     ) -> None:
         self.parameters: SwappedParameters | None = None
         self.gradients: SwappedGradients | None = None
+        self._gradient_buckets: list[Bucket] = []  # that `gradients` follows
         self._gradient_slices: dict[Segment, torch.Tensor] = {}
         self._optimizer_ref = weakref.ref(optimizer)
         self._class_step = unhooked_step(type(optimizer))
@@ -233,16 +274,19 @@ class OptimizerSwapper:
             pool_peak_bytes=self._pool.peak_used_bytes,
             masters_reset=m.masters_reset,
             late_failures=m.late_failures,
+            gradients=Moves() if self.gradients is None else _moves(self.gradients.metrics),
         )
 
     def flush(self) -> None:
-        """Wait until everything that was stepped is on disk.
+        """Wait until everything that was stepped, and every gradient that is away, is on disk.
 
         Raises:
             SwapIOError: a write failed.
         """
         self._check_open()
         self._pipeline.drain()
+        if self.gradients is not None:
+            self.gradients.drain()
 
     def close(self) -> None:
         """Wait for writes, delete the files, give the memory back. The state is gone; `step()` raises from now on.
@@ -269,13 +313,15 @@ class OptimizerSwapper:
     ) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over all parameters of the optimizer, with the same bits.
 
+        Gradients that are away stay away: norms were taken as they passed, and they are scaled when they are used.
+
         Returns:
             The total norm before clipping, a scalar.
         """
         self._check_open()
         parameters = list(parameters_of(self._optimizer()))
         if self.gradients is not None:
-            return self.gradients.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+            return self.gradients.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
@@ -319,6 +365,8 @@ class OptimizerSwapper:
                     key: as_plain_state(key, value, p, self.has_masters) if isinstance(value, torch.Tensor) else value
                     for key, value in entries.items()
                 }
+        if self.gradients is not None:
+            self.gradients.bring_back_all()
         try:
             optimizer.state.update(state)
             self._uninstall(optimizer)
@@ -477,6 +525,9 @@ class OptimizerSwapper:
                 del self._plan.buckets[count:]
                 self._plan.drop({id(p) for p in new})
                 raise
+        if self.gradients is not None and (gone or self._plan.buckets != self._gradient_buckets):
+            self.gradients.plan(self._plan.gradient_parts())
+            self._gradient_buckets = list(self._plan.buckets)
         self._watch_gradients(optimizer)
 
     def _add_buckets(self, buckets: Sequence[Bucket]) -> None:
@@ -530,7 +581,7 @@ class OptimizerSwapper:
     def _run_buckets(self, optimizer: Optimizer, work: list[tuple[Bucket, list[Segment]]], show: bool) -> None:
         changes: dict[int, dict[str, Any]] = {}
         self._buckets_done = 0
-        present = ExitStack()
+        present, following = ExitStack(), ExitStack()
         try:
             self._hold_scratch()
             self._copies.begin()
@@ -540,6 +591,7 @@ class OptimizerSwapper:
                 assert pending is not None
                 opened, scratch, event = pending
                 if self._plan.remote:
+                    following = self._present(work, i + 1)
                     pending = self._fetch(work, i + 1)
                 self._stage_ahead(work, i)
                 if event is not None:
@@ -551,7 +603,10 @@ class OptimizerSwapper:
                 self._close_bucket(bucket, opened, states, lease)
                 self._buckets_done += 1
                 scratch.event = self._copies.mark()
-                if not self._plan.remote:
+                if self._plan.remote:
+                    present.close()
+                    present, following = following, ExitStack()
+                else:
                     with self._staying(work, i):
                         present.close()
                         present = self._present(work, i + 1)
@@ -575,6 +630,7 @@ class OptimizerSwapper:
             raise
         finally:
             present.close()
+            following.close()
 
     def _staying(self, work: list[tuple[Bucket, list[Segment]]], i: int) -> AbstractContextManager[None]:
         """Keep the parameter records that bucket `i` and the next are both windows of: they are then written once."""
@@ -607,7 +663,7 @@ class OptimizerSwapper:
             mine = [segment for segment in active if segment.parameter is p]
             start = mine[0].start
             part = stack.enter_context(gradients.taken(p, start))
-            if mine[0].whole and not mine[0].master:  # The class is given the parameter itself.
+            if mine[0].whole and not mine[0].master and not self._plan.remote:  # The class is given it itself.
                 stack.enter_context(gradient_lent(p, part.as_strided(p.shape, p.stride())))
                 continue
             for segment in mine:
@@ -1011,6 +1067,10 @@ class OptimizerSwapper:
             self._released = True
 
 
+def _moves(metrics: Metrics) -> Moves:
+    return Moves(**{field.name: getattr(metrics, field.name) for field in dataclasses.fields(Moves)})
+
+
 class UnswappedOptimizer(OptimizerSwapper):
     """`device: none`: the optimizer is left to itself; what users call on `optimizer.swapper` works all the same."""
 
@@ -1032,8 +1092,8 @@ class UnswappedOptimizer(OptimizerSwapper):
 
     def stats(self) -> Stats:
         """Only `steps` is counted: nothing moves."""
-        values = {field.name: 0 for field in dataclasses.fields(Stats)}
-        return Stats(**{**values, "steps": self.metrics.steps})
+        values: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(Stats)}
+        return Stats(**{**values, "steps": self.metrics.steps, "gradients": Moves()})
 
     def flush(self) -> None:
         """Nothing to wait for."""

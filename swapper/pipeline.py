@@ -58,14 +58,18 @@ class Pipeline:
         pool: where buffers come from.
         store: where records go; None keeps every record in the pool for good (`device: cpu`).
         metrics: counts waits and hits.
+        limit_bytes: the most of the pool to hold at once, but for what is taken; None for no limit.
 
     Thread safety: `stage` may be called by an autograd thread while the owner's thread waits in backward.
     """
 
-    def __init__(self, pool: BufferPool, store: TensorStore | None, metrics: Metrics) -> None:
+    def __init__(
+        self, pool: BufferPool, store: TensorStore | None, metrics: Metrics, *, limit_bytes: int | None = None
+    ) -> None:
         self._pool = pool
         self._store = store
         self._metrics = metrics
+        self._limit_bytes = limit_bytes
         self._held: dict[RecordKey, _Held] = {}
         self._resident: frozenset[RecordKey] = frozenset()
         self._dropped: list[AnyTransfer] = []  # reads that are not wanted any more
@@ -105,7 +109,7 @@ class Pipeline:
                 return True
             if self._store is None or self._store.stored_bytes(key) == 0:
                 return True
-            lease = self._pool.try_acquire(length_bytes)
+            lease = self._try_acquire(length_bytes)
             if lease is None:
                 return False
             self._read(key, lease)
@@ -320,11 +324,21 @@ class Pipeline:
             del self._held[key]
             held.lease.release()
 
+    def _is_beyond_limit(self, length_bytes: int) -> bool:
+        if self._limit_bytes is None:
+            return False
+        return sum(held.lease.length_bytes for held in self._held.values()) + length_bytes > self._limit_bytes
+
+    def _try_acquire(self, length_bytes: int) -> Lease | None:
+        return None if self._is_beyond_limit(length_bytes) else self._pool.try_acquire(length_bytes)
+
     def _acquire(self, length_bytes: int) -> Lease:
-        while (lease := self._pool.try_acquire(length_bytes)) is None:
+        while (lease := self._try_acquire(length_bytes)) is None:
             # Waiting for a write costs less than reading again what was read ahead.
             if self._wait_for_write():
                 self._collect()
+                continue
+            if self._is_beyond_limit(length_bytes) and self._drop_last_staged():
                 continue
             return self._pool.acquire(length_bytes)
         return lease
