@@ -206,3 +206,109 @@ def test_same_bits_as_plain_ddp(nvme_path: Path, option: str, as_view: bool, lea
 def test_accumulation_without_sync(nvme_path: Path, option: str, as_view: bool, leaves_nothing: None) -> None:
     options = {"gradient_as_bucket_view": as_view, **({option: True} if option else {})}
     in_processes(train_all, str(nvme_path), 3, options)
+
+
+def test_reentrant_checkpointing(nvme_path: Path, leaves_nothing: None) -> None:
+    in_processes(train_all, str(nvme_path), 1, {"static_graph": True, "checkpointed": True})
+
+
+def _halve(bucket: torch.distributed.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """The mean in another order than DDP's, which halves before it sums."""
+    done = torch.distributed.all_reduce(bucket.buffer(), async_op=True).get_future()
+    return done.then(lambda future: future.value()[0] / RANKS)  # type: ignore[no-any-return]
+
+
+def train_with_a_hook(rank: int, directory: str) -> None:
+    pair = Pair(rank, directory, "state-gradients-parameters", 2, {})
+    for model in pair.models:
+        model.register_comm_hook(None, lambda state, bucket: _halve(bucket))
+    for _ in range(3):
+        pair.window()
+        pair.compare_gradients()
+        pair.step()
+    pair.close()
+
+
+def test_a_communication_hook_of_the_user(nvme_path: Path, leaves_nothing: None) -> None:
+    in_processes(train_with_a_hook, str(nvme_path))
+
+
+def offload_first(rank: int, directory: str) -> None:
+    def make(seed: int) -> tuple[Net, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        net = Net()
+        net.never.requires_grad_(False)
+        return net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
+
+    for pool_bytes, init_sync in (("8MiB", True), ("640KiB", False), ("640KiB", True)):
+        # Where DDP synchronizes, the ranks need not start alike.
+        seed = rank if init_sync else 0
+        plain, reference = make(seed)
+        swapped, optimizer = make(seed)
+        with small_records():
+            swapper.offload(swapped, optimizer, config_of(directory, "state-gradients-parameters", 1, pool_bytes))
+        models = [DistributedDataParallel(plain, init_sync=init_sync)]
+        if pool_bytes == "640KiB" and init_sync:
+            with pytest.raises(swapper.SwapError, match="DistributedDataParallel"):
+                DistributedDataParallel(swapped)
+        else:
+            models.append(DistributedDataParallel(swapped, init_sync=init_sync))
+            for step in range(3):
+                x = torch.randn(4, 48, generator=torch.Generator().manual_seed(10 * step + rank))
+                losses = [model(x, True) for model in models]
+                assert same(*losses)
+                for loss, each in zip(losses, (reference, optimizer), strict=True):
+                    loss.backward()
+                    each.step()
+                    each.zero_grad()
+            for p, q in zip(plain.parameters(), swapped.parameters(), strict=True):
+                assert same(p, q)
+        swapped.swapper.close(keep_values=True)  # type: ignore[operator, union-attr]
+        swapper.of(optimizer).close()
+        torch.distributed.barrier()
+
+
+def test_ddp_around_a_model_that_is_offloaded_already(nvme_path: Path, leaves_nothing: None) -> None:
+    in_processes(offload_first, str(nvme_path))
+
+
+def look_at_directories(rank: int, directory: str) -> None:
+    pair = Pair(rank, directory, "state-gradients", 1, {})
+    torch.distributed.barrier()
+    names = sorted(path.name for path in Path(directory).iterdir())
+    assert len(names) == RANKS
+    run = names[0].rsplit("-", 1)[0]
+    assert names == [f"{run}-{i}" for i in range(RANKS)]
+    torch.distributed.barrier()
+    pair.close()
+
+
+def test_each_rank_has_a_directory_of_its_own(nvme_path: Path, leaves_nothing: None) -> None:
+    in_processes(look_at_directories, str(nvme_path))
+
+
+def fail_in_backward(rank: int, directory: str) -> None:
+    """All ranks fail, in all the same backward, and go on after it."""
+
+    def fail(_: torch.Tensor) -> None:
+        raise RuntimeError("on purpose")
+
+    pair = Pair(rank, directory, "state-gradients", 1, {})
+    pair.window()
+    pair.step()
+    hooks = [model.module.first.bias.register_hook(fail) for model in pair.models]
+    x = torch.randn(4, 48)
+    for model in pair.models:
+        with model.no_sync(), pytest.raises(RuntimeError, match="on purpose"):
+            model(x, True).backward()
+    pair.compare_gradients()
+    for hook in hooks:
+        hook.remove()
+    pair.window()
+    pair.compare_gradients()
+    pair.step()
+    pair.close()
+
+
+def test_an_exception_in_a_backward(nvme_path: Path, leaves_nothing: None) -> None:
+    in_processes(fail_in_backward, str(nvme_path))
