@@ -161,7 +161,7 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
             shared.pool,
             shared.store,
         )
-        swapper.gradients = gradients
+        swapper.attach(gradients=gradients)
         budget_bytes -= 3 * gradients.largest_bytes
 
         def zero_grad(set_to_none: bool = True) -> None:
@@ -179,7 +179,7 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
         except BaseException:
             release()
             raise
-        swapper.parameters = parameters
+        swapper.attach(parameters=parameters)
         object.__setattr__(model, "swapper", parameters)
 
 
