@@ -78,7 +78,8 @@ def _wrap(
         raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
     device = settings.offload_optimizer.device
     refuse_unsupported(optimizer)
-    asks_more = settings.offload_optimizer.master_weights or settings.offload_gradient.device == "nvme"
+    asked = settings.offload_optimizer
+    asks_more = asked.master_weights or asked.step_in_backward or settings.offload_gradient.device == "nvme"
     if device == "none" and not asks_more:
         UnswappedOptimizer(optimizer)
         return optimizer
@@ -162,6 +163,8 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
             shared.store,
         )
         swapper.attach(gradients=gradients)
+        if swapper.backward_steps is not None:
+            gradients.deliver_to(swapper.backward_steps)
         budget_bytes -= 3 * gradients.largest_bytes
 
         def zero_grad(set_to_none: bool = True) -> None:

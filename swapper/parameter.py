@@ -442,6 +442,8 @@ class ParameterSwapper:
             raise
 
     def _detach_all(self, records: Sequence[_Held]) -> None:
+        if self._closed:
+            return
         with self._lock, contextlib.ExitStack() as all_of_them:
             for held in records:
                 all_of_them.callback(self._let_go, held)
