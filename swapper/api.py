@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from swapper.buffers import BufferPool
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
-from swapper.gradient import GradientSwapper, gradient_bytes, gradient_pool_bytes
+from swapper.gradient import GradientSwapper, gradient_bytes
 from swapper.handle import AsyncIOHandle
 from swapper.layout import PAGE_BYTES
 from swapper.optimizer import OptimizerSwapper, UnswappedOptimizer
@@ -27,14 +27,14 @@ from swapper.optimizer_plan import OptimizerPlan
 from swapper.parameter import ParameterSwapper
 from swapper.parameter_records import plan_parameter_records
 from swapper.runs import check_nvme_paths, file_systems
-from swapper.schedule import format_bytes
+from swapper.schedule import IN_FLIGHT, format_bytes
 from swapper.speed import measure_speeds
 from swapper.store import TensorStore
 from swapper.trial import refuse_unsupported
 
-log = logging.getLogger(__name__)
-
 __all__ = ["CheckReport", "DriveReport", "check", "of", "offload", "unwrap_optimizer", "wrap_optimizer"]
+
+log = logging.getLogger(__name__)
 
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
 _ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
@@ -86,7 +86,8 @@ def _wrap(
         moves_gradients = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
         if not moves_gradients:
             _say_that_gradients_are_on_the_cpu()
-    asks_more = settings.offload_optimizer.master_weights or moves_gradients
+    asked = settings.offload_optimizer
+    asks_more = asked.master_weights or asked.step_in_backward or moves_gradients
     if device == "none" and not asks_more:
         UnswappedOptimizer(optimizer)
         return optimizer
@@ -117,7 +118,10 @@ def _wrap(
     if moves_gradients:
         swapper = of(optimizer)
         try:
-            swapper.gradients = _swap_gradients(plan, settings)
+            gradients = _swap_gradients(plan, settings)
+            swapper.attach(gradients=gradients)
+            if swapper.backward_steps is not None:
+                gradients.deliver_to(swapper.backward_steps)
         except BaseException:
             swapper.unwrap()
             raise
@@ -133,7 +137,7 @@ def _swap_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> GradientSwa
     if not stored and not state_stored:  # As for state with device: cpu, a pool of the size that is needed.
         own = BufferPool(max(total_bytes, PAGE_BYTES), cuda=plan.remote)
         try:
-            return GradientSwapper(parts, owner, steps, own, total_bytes, None, own.close)
+            return GradientSwapper(parts, owner, steps, own, own.capacity_bytes, None, own.close)
         except BaseException:
             own.close()
             raise
@@ -142,8 +146,6 @@ def _swap_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> GradientSwa
     if state_stored:
         schedule = plan.schedule(settings.pool_bytes)
         limit_bytes -= schedule.pool_bytes - schedule.held_bytes
-    if settings.offload_param.device == "nvme":  # The rest is for parameters.
-        limit_bytes = min(limit_bytes, gradient_pool_bytes(parts, stored))
     release = shared.hold(0 if stored else total_bytes)
     try:
         return GradientSwapper(parts, owner, steps, shared.pool, limit_bytes, shared.store if stored else None, release)
@@ -198,24 +200,35 @@ def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple
 def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConfig) -> None:
     """Parameters, after the optimizer's state and the gradients."""
     swapper = of(optimizer)
-    budget_bytes = settings.pool_bytes
+    gradients: GradientSwapper | None = None
+    parameters: ParameterSwapper | None = None
+    free_bytes, record_bytes = settings.pool_bytes, 0
     if settings.offload_optimizer.device == "nvme":  # Else it takes nothing from this pool.
-        budget_bytes -= swapper._plan.schedule(settings.pool_bytes).pool_bytes
+        schedule = swapper._plan.schedule(settings.pool_bytes)
+        free_bytes -= schedule.pool_bytes
+        record_bytes = schedule.largest_bytes
     if isinstance(swapper.gradients, GradientSwapper):
-        swapper.gradients.watch(model.parameters())
-        budget_bytes -= swapper.gradients.reserved_bytes
+        gradients = swapper.gradients
+        gradients.watch(model.parameters())
+        free_bytes -= gradients.reserved_bytes
     if settings.offload_param.device == "nvme":
         shared = _Shared.of(settings, False)
         release = shared.hold(0)
         try:
             parameters = ParameterSwapper(
-                model, next(_owners), settings.bucket_bytes, budget_bytes, shared.pool, shared.store, release
+                model, next(_owners), settings.bucket_bytes, free_bytes, shared.pool, shared.store, release
             )
         except BaseException:
             release()
             raise
-        swapper.parameters = parameters
+        swapper.attach(parameters=parameters)
         object.__setattr__(model, "swapper", parameters)
+        free_bytes -= min(free_bytes, parameters.length_bytes)
+    # Beside what each needs at least. Of the three in flight one is in use.
+    if settings.offload_optimizer.device == "nvme":
+        swapper.share_pool((IN_FLIGHT - 1) * record_bytes + free_bytes // 2)
+    if gradients is not None:
+        gradients.share_pool(gradients.reserved_bytes + free_bytes // 2)
 
 
 def _check_can_be_offloaded(model: torch.nn.Module) -> None:

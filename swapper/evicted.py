@@ -117,13 +117,19 @@ class GradientAwayParameter(torch.nn.Parameter):
     def grad(self, gradient: torch.Tensor | None) -> None:
         if isinstance(gradient, AwayGradient):
             gradient.bring_back()
-        set_raw_gradient(self, gradient)
+        before = raw_gradient(self)
+        set_raw_gradient(self, gradient)  # First: it refuses what is no gradient of this.
         away = self.__dict__.get(_GRADIENT)
-        if away is not None:
-            home: GradientHome | None = away()
+        if away is None:
+            return
+        home: GradientHome | None = away()
+        try:
             if home is not None:
                 home.clear([self])
-            clear_gradient_home(self)
+        except BaseException:
+            set_raw_gradient(self, before)
+            raise
+        clear_gradient_home(self)
 
     @grad.deleter
     def grad(self) -> None:

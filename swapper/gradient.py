@@ -26,7 +26,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 import torch
 from torch.autograd import Variable
@@ -70,6 +70,16 @@ _AHEAD = 32
 
 GradientPart = tuple[int, torch.nn.Parameter, int, int]
 """What one bucket steps on: the bucket's number, a parameter, and from where to where, in elements in memory order."""
+
+
+class Window(Protocol):
+    """What steps buckets in backward, and wants to know of gradients."""
+
+    def count(self, p: torch.nn.Parameter) -> bool:
+        """A gradient of `p` has arrived. Returns whether it is the last of the window."""
+
+    def complete(self, p: torch.nn.Parameter) -> None:
+        """The whole gradient of `p` is final, and in memory."""
 
 
 class _Place(enum.Enum):
@@ -197,8 +207,8 @@ class GradientSwapper:
     ) -> None:
         self.metrics = Metrics()
         self._store = store
-        self._pipeline = Pipeline(pool, store, self.metrics, limit_bytes=limit_bytes if store is not None else None)
-        self._limit_bytes = limit_bytes
+        self._pipeline = Pipeline(pool, store, self.metrics)
+        self.share_pool(limit_bytes)
         self._owner = owner
         self._accumulation_steps = accumulation_steps
         self._release = release
@@ -215,6 +225,7 @@ class GradientSwapper:
         self._stepping = False
         self._collecting = False  # [Note: distributed]
         self._tasks: set[int] = set()
+        self._window: Window | None = None
         self._closed = False
         wanted = list(parts)
         needed = gradient_pool_bytes(wanted, store is not None)
@@ -265,6 +276,20 @@ class GradientSwapper:
                 self._store.plan(sizes)
             for number, new in made.items():
                 self._adopt(wanted[number][0], new)
+
+    def share_pool(self, limit_bytes: int) -> None:
+        """Others need the pool too: take at most `limit_bytes` of it, which are no less than `reserved_bytes`."""
+        self._limit_bytes = limit_bytes
+        if self._store is not None:
+            self._pipeline.limit_bytes = limit_bytes
+
+    def deliver_to(self, window: Window) -> None:
+        """From now on the last gradient of a window stays in memory, whole, and `window` is told of it."""
+        self._window = window
+
+    def watches(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the gradients of `parameter` are looked at when they arrive."""
+        return id(parameter) in self._gradients
 
     def has(self, parameter: torch.nn.Parameter) -> bool:
         """Whether there is a gradient, in memory or away."""
@@ -478,25 +503,41 @@ class GradientSwapper:
             gradient.stays = raw_gradient(p) is not None
 
     def _after_arrival(self, p: torch.nn.Parameter) -> None:
-        fresh = raw_gradient(p)
-        if fresh is None or _is_distributed():
+        if raw_gradient(p) is None or _is_distributed():
             return
+        last = self._window is not None and self._window.count(p)
         with self._lock:
             gradient = self._gradients[id(p)]
-            if gradient.place is _Place.LOST:
-                self._raise_lost(gradient)
-            if gradient.stays:
-                return
-            self._read_ahead(gradient)
-            takes = gradient.can_take(fresh)
-            if gradient.place is _Place.HERE or (takes and gradient.somebody_has_it() is None):
-                if takes:
-                    self._take(gradient, p, fresh)
-                return
+            if not gradient.stays:
+                self._arrive(gradient, p, take=not last)
+        if last:
+            assert self._window is not None
+            self._window.complete(p)
+
+    def _arrive(self, gradient: _Gradient, p: torch.nn.Parameter, *, take: bool) -> None:
+        """A gradient is in memory. Join it with what is away: there if `take`, else in memory."""
+        if gradient.place is _Place.LOST:
+            self._raise_lost(gradient)
+        self._read_ahead(gradient)
+        fresh = raw_gradient(p)
+        assert fresh is not None
+        fits = gradient.can_take(fresh) and gradient.somebody_has_it() is None
+        if gradient.place is _Place.HERE and not (take and fits):
+            return
+        if not fits:
             earlier = self.bring_back(p)
             assert earlier is not None
             # What autograd does if both are in memory.
             set_raw_gradient(p, earlier + fresh if torch.is_grad_enabled() else earlier.add_(fresh))
+        elif take:
+            self._take(gradient, p, fresh)
+        else:
+            flat = fresh.as_strided((fresh.numel(),), (1,))
+            for part in gradient.parts:
+                with self._opened(gradient, part) as view, torch.no_grad():
+                    piece = flat[part.start : part.stop]
+                    torch.add(view.to(piece.device), piece, out=piece)
+            self._forget(gradient)
 
     def _take(self, gradient: _Gradient, p: torch.nn.Parameter, fresh: torch.Tensor) -> None:
         """Add `fresh` to what is away, if anything is, and let go of it."""

@@ -58,18 +58,21 @@ class Pipeline:
         pool: where buffers come from.
         store: where records go; None keeps every record in the pool for good (`device: cpu`).
         metrics: counts waits and hits.
-        limit_bytes: the most of the pool to hold at once, but for what is taken; None for no limit.
+
+    Attributes:
+        limit_bytes: the most of the pool to hold at once, unless what is in use alone is more; None for no limit.
+        read_ahead_bytes: the most that `stage` keeps of the pool, beside what is in use; None where nobody else needs
+            the rest.
 
     Thread safety: `stage` may be called by an autograd thread while the owner's thread waits in backward.
     """
 
-    def __init__(
-        self, pool: BufferPool, store: TensorStore | None, metrics: Metrics, *, limit_bytes: int | None = None
-    ) -> None:
+    def __init__(self, pool: BufferPool, store: TensorStore | None, metrics: Metrics) -> None:
         self._pool = pool
         self._store = store
         self._metrics = metrics
-        self._limit_bytes = limit_bytes
+        self.limit_bytes: int | None = None
+        self.read_ahead_bytes: int | None = None
         self._held: dict[RecordKey, _Held] = {}
         self._resident: frozenset[RecordKey] = frozenset()
         self._dropped: list[AnyTransfer] = []  # reads that are not wanted any more
@@ -98,7 +101,7 @@ class Pipeline:
             length_bytes: length of the buffer; at least what is stored.
 
         Returns:
-            False if the pool has no room: nothing was done.
+            False if there is no room: nothing was done.
         """
         with self._lock:
             self._collect()
@@ -109,6 +112,8 @@ class Pipeline:
                 return True
             if self._store is None or self._store.stored_bytes(key) == 0:
                 return True
+            if self.read_ahead_bytes is not None and self._staged_bytes() + length_bytes > self.read_ahead_bytes:
+                return False
             lease = self._try_acquire(length_bytes)
             if lease is None:
                 return False
@@ -309,6 +314,9 @@ class Pipeline:
                 return True
         return False
 
+    def _staged_bytes(self) -> int:
+        return sum(held.lease.length_bytes for held in self._held.values() if held.place is Place.ARRIVING)
+
     def _observe_dropped(self) -> None:
         # Waited for, so that the handle does not report the failure of a read that nobody wanted.
         for transfer in [transfer for transfer in self._dropped if transfer.done()]:
@@ -325,9 +333,9 @@ class Pipeline:
             held.lease.release()
 
     def _is_beyond_limit(self, length_bytes: int) -> bool:
-        if self._limit_bytes is None:
+        if self.limit_bytes is None:
             return False
-        return sum(held.lease.length_bytes for held in self._held.values()) + length_bytes > self._limit_bytes
+        return sum(held.lease.length_bytes for held in self._held.values()) + length_bytes > self.limit_bytes
 
     def _try_acquire(self, length_bytes: int) -> Lease | None:
         return None if self._is_beyond_limit(length_bytes) else self._pool.try_acquire(length_bytes)

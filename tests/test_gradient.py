@@ -17,7 +17,6 @@ from torch.optim import Optimizer
 
 import swapper
 from swapper.config import OffloadConfig
-from swapper.errors import SwapError
 from swapper.evicted import AwayGradient, raw_gradient
 from swapper.gradient import GradientSwapper
 from swapper.optimizer import OptimizerSwapper
