@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -240,19 +241,29 @@ def offload_first(rank: int, directory: str) -> None:
         net.never.requires_grad_(False)
         return net, torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-2)
 
-    for pool_bytes, init_sync in (("8MiB", True), ("640KiB", False), ("640KiB", True)):
+    def offloaded(seed: int, pool_bytes: int) -> tuple[Net, torch.optim.Optimizer]:
+        """With that pool, or the smallest that is accepted."""
+        while True:
+            net, optimizer = make(seed)
+            config = config_of(directory, "state-gradients-parameters", 1, str(pool_bytes))
+            try:
+                with small_records():
+                    return swapper.offload(net, optimizer, config)
+            except swapper.ConfigError as error:
+                found = re.search(r"pool_bytes to at least '?(\d+)", str(error))
+                assert found is not None and int(found[1]) > pool_bytes, error
+                pool_bytes = int(found[1])
+
+    for pool_bytes, init_sync in ((8 << 20, True), (300 << 10, False), (300 << 10, True)):
         # Where DDP synchronizes, the ranks need not start alike.
         seed = rank if init_sync else 0
-        plain, reference = make(seed)
-        swapped, optimizer = make(seed)
-        with small_records():
-            swapper.offload(swapped, optimizer, config_of(directory, "state-gradients-parameters", 1, pool_bytes))
-        models = [DistributedDataParallel(plain, init_sync=init_sync)]
-        if pool_bytes == "640KiB" and init_sync:
+        swapped, optimizer = offloaded(seed, pool_bytes)
+        if init_sync and pool_bytes < 1 << 20:
             with pytest.raises(swapper.SwapError, match="DistributedDataParallel"):
                 DistributedDataParallel(swapped)
         else:
-            models.append(DistributedDataParallel(swapped, init_sync=init_sync))
+            plain, reference = make(seed)
+            models = [DistributedDataParallel(net, init_sync=init_sync) for net in (plain, swapped)]
             for step in range(3):
                 x = torch.randn(4, 48, generator=torch.Generator().manual_seed(10 * step + rank))
                 losses = [model(x, True) for model in models]
