@@ -19,7 +19,8 @@ from torch.optim import Optimizer
 from swapper.buffers import BufferPool
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
-from swapper.gradient import GradientSwapper, gradient_bytes
+from swapper.gradient import GradientSwapper
+from swapper.gradient_records import can_leave, check_room, gradient_bytes, gradient_pool_bytes
 from swapper.handle import AsyncIOHandle
 from swapper.layout import PAGE_BYTES
 from swapper.optimizer import OptimizerSwapper, UnswappedOptimizer
@@ -307,8 +308,9 @@ class CheckReport:
 
     Attributes:
         parameter_numel: elements of the optimizer's parameters.
-        model_bytes: parameters and buffers of the model, and a gradient for each trained parameter.
+        model_bytes: parameters and buffers of the model, and those gradients of its parameters that stay in memory.
         state_bytes: optimizer state, as stored.
+        gradient_bytes: gradients that do not stay in memory, or on the GPU.
         buckets: how many records it is cut into.
         pool_bytes: size of the pool that would be allocated.
         pool_needed_bytes: the least that would do.
@@ -317,7 +319,7 @@ class CheckReport:
         disk_bytes: files on all drives.
         disk_free_bytes: what all drives together can take now; -1 if nothing goes to a drive. Each drive gets its part,
             in proportion to its speed, so this is when the first is full, and may be less than their free space.
-        step_read_bytes, step_written_bytes: moved by one step.
+        step_read_bytes, step_written_bytes: moved by one step and its micro-batches.
         steps_of_endurance: steps until a drive rated 600 TB written has had them, with several the one that gets most;
             0 if nothing is written.
         drives: what each would get, if they are several; else empty.
@@ -336,6 +338,7 @@ class CheckReport:
     step_written_bytes: int
     steps_of_endurance: int
     drives: tuple[DriveReport, ...] = ()
+    gradient_bytes: int = 0
 
     def __str__(self) -> str:
         rows = [
@@ -361,12 +364,16 @@ class CheckReport:
             ]
         if self.steps_of_endurance:
             rows.append(("steps until a drive rated 600 TBW is worn", f"{self.steps_of_endurance:,}"))
+        if self.gradient_bytes:
+            rows[3:3] = [("gradients that are moved away", format_bytes(self.gradient_bytes))]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
 def check(model: torch.nn.Module, optimizer: Optimizer, config: ConfigLike) -> CheckReport:
     """Dry run: what `wrap_optimizer` would need in memory and on the drive, and what a step would move. Prints it.
+
+    Optimizer state and gradients are counted; parameters count as in memory.
 
     Allocates nothing, creates no file and leaves model and optimizer as they are. The model may be on the meta device
     if the optimizer is too. Only with several drives their speed is measured, with a temporary file of at most 32 MiB
@@ -378,32 +385,52 @@ def check(model: torch.nn.Module, optimizer: Optimizer, config: ConfigLike) -> C
     settings = _as_config(config)
     _check_is_optimizer(optimizer)
     refuse_unsupported(optimizer)
-    device = settings.offload_optimizer.device
     plan = OptimizerPlan(optimizer, settings, 0)
-    nvme = device == "nvme"
+    parts = plan.gradient_parts()
+    state_stored = settings.offload_optimizer.device == "nvme"
+    gradients_stored = settings.offload_gradient.device == "nvme"
+    gradients_move = gradients_stored or (settings.offload_gradient.device == "cpu" and plan.remote)
+    gradient_total = gradient_bytes(parts)[0] if gradients_move else 0
     scratch_bytes = plan.scratch_bytes * plan.scratch_count
-    if nvme:
+    pool_bytes = settings.pool_bytes if state_stored or gradients_stored else 0
+    needed_bytes = own_bytes = read_bytes = written_bytes = stored_bytes = 0
+    if state_stored:
         schedule = plan.schedule(settings.pool_bytes)
-        # A config also asks for three whole buckets, though the largest of this model may be smaller.
-        pool_bytes, needed_bytes = settings.pool_bytes, max(schedule.pool_bytes, 3 * settings.bucket_bytes)
+        needed_bytes = schedule.pool_bytes
         read_bytes = plan.stored_bytes - (schedule.held_bytes - scratch_bytes)
-        drives, free_bytes = _check_drives(settings, plan.stored_bytes)
+        written_bytes = stored_bytes = plan.stored_bytes
     else:
-        pool_bytes = needed_bytes = plan.stored_bytes + scratch_bytes
-        read_bytes, free_bytes, drives = 0, -1, ()
+        own_bytes = plan.stored_bytes + scratch_bytes
+    if gradients_stored or (gradients_move and state_stored):
+        check_room(parts, gradients_stored, settings.pool_bytes - needed_bytes, settings.pool_bytes)
+        needed_bytes += gradient_pool_bytes(parts, gradients_stored)
+    elif gradients_move:
+        own_bytes += gradient_total
+    if gradients_stored:
+        # Of the first micro-batch nothing is read to add to it, but then all for the step.
+        read_bytes += gradient_total * settings.gradient_accumulation_steps
+        written_bytes += gradient_total * settings.gradient_accumulation_steps
+        stored_bytes += gradient_total
+    drives, free_bytes = _check_drives(settings, stored_bytes) if stored_bytes else ((), -1)
+    if pool_bytes:  # A config also asks for three whole buckets, though the largest of this model may be smaller.
+        needed_bytes = max(needed_bytes, 3 * settings.bucket_bytes)
+    away = {id(p) for _, p, _, _ in parts if can_leave(p)} if gradients_move else set()
     tensors = [*model.parameters(), *model.buffers()]
-    model_bytes = sum(t.nbytes for t in tensors) + sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    written_bytes = plan.stored_bytes if nvme else 0
-    worn_bytes = max((drive.disk_bytes for drive in drives), default=written_bytes)
+    in_memory = [p for p in model.parameters() if p.requires_grad and id(p) not in away]
+    model_bytes = sum(t.nbytes for t in tensors) + sum(p.nbytes for p in in_memory)
+    worn_bytes = written_bytes
+    if drives:
+        worn_bytes = written_bytes * max(drive.disk_bytes for drive in drives) // max(stored_bytes, 1)
     report = CheckReport(
         parameter_numel=sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
         model_bytes=model_bytes,
         state_bytes=plan.stored_bytes,
+        gradient_bytes=gradient_total,
         buckets=len(plan.buckets),
-        pool_bytes=pool_bytes,
-        pool_needed_bytes=needed_bytes,
-        host_bytes=(0 if plan.remote else model_bytes) + pool_bytes + 2 * settings.bucket_bytes,
-        disk_bytes=written_bytes,
+        pool_bytes=pool_bytes + own_bytes,
+        pool_needed_bytes=needed_bytes + own_bytes,
+        host_bytes=(0 if plan.remote else model_bytes) + pool_bytes + own_bytes + 2 * settings.bucket_bytes,
+        disk_bytes=stored_bytes,
         disk_free_bytes=free_bytes,
         step_read_bytes=read_bytes,
         step_written_bytes=written_bytes,

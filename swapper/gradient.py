@@ -15,8 +15,6 @@ arrives, and all are taken after the last callback of a backward, when they are 
 
 from __future__ import annotations
 
-import copy
-import enum
 import functools
 import logging
 import os
@@ -25,41 +23,42 @@ import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
 
 import torch
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from swapper.buffers import BufferPool
-from swapper.errors import ConfigError, SwapError, SwapIOError
+from swapper.errors import SwapError
 from swapper.evicted import (
-    AwayGradient,
     away_gradient,
-    can_have_gradient_away,
     clear_gradient_home,
     fill_gradient,
     raw_gradient,
     set_gradient_home,
     set_raw_gradient,
 )
-from swapper.layout import PAGE_BYTES, format_bytes, round_up
+from swapper.gradient_records import (
+    Gradient,
+    GradientPart,
+    Part,
+    Place,
+    TakenNorm,
+    can_leave,
+    check_room,
+    gradient_pool_bytes,
+    in_order_of_clipping,
+    norm_of,
+    record_bytes,
+)
 from swapper.metrics import Metrics
 from swapper.pipeline import Pipeline
 from swapper.store import RecordKey, TensorStore
-from swapper.trial import is_dense, same_layout
 
-__all__ = ["SMALL_BYTES", "GradientPart", "GradientSwapper", "gradient_bytes", "gradient_pool_bytes"]
+__all__ = ["GradientSwapper", "Window"]
 
 log = logging.getLogger(__name__)
-
-SMALL_BYTES = 16 * 1024
-"""Gradients smaller than this never move: the transfer would cost more than the memory."""
-
-BUCKETS_AT_ONCE = 2
-"""Buckets whose gradients the pool must hold in a step: one in use, one arriving."""
 
 _ROUNDS = 3
 """A callback at the end of a backward that is queued anew so often comes after those of `DistributedDataParallel`,
@@ -67,9 +66,6 @@ which queues the last of its own in a callback."""
 
 _AHEAD = 32
 """Gradients looked ahead at in the order of arrival."""
-
-GradientPart = tuple[int, torch.nn.Parameter, int, int]
-"""What one bucket steps on: the bucket's number, a parameter, and from where to where, in elements in memory order."""
 
 
 class Window(Protocol):
@@ -80,100 +76,6 @@ class Window(Protocol):
 
     def complete(self, p: torch.nn.Parameter) -> None:
         """The whole gradient of `p` is final, and in memory."""
-
-
-class _Place(enum.Enum):
-    """Where a gradient is."""
-
-    HERE = enum.auto()
-    """In memory, or there is none: `p.grad` says which."""
-    AWAY = enum.auto()
-    """In its records."""
-    ZERO = enum.auto()
-    """All zeros. Takes no memory and no record."""
-    LOST = enum.auto()
-    """Adding to it was cut off. Raises, until it is cleared."""
-
-
-@dataclass(eq=False, slots=True)
-class _Part:
-    start: int
-    stop: int
-    key: RecordKey
-    length_bytes: int
-
-    @property
-    def numel(self) -> int:
-        return self.stop - self.start
-
-
-@dataclass(eq=False, slots=True)
-class _Norm:
-    """The norm of a whole gradient, taken as `foreach=None` takes it, and what its bits depend on besides."""
-
-    value: torch.Tensor
-    norm_type: float
-    threads: int
-
-
-@dataclass(eq=False, slots=True)
-class _Gradient:
-    """What is known of the gradient of one parameter.
-
-    Attributes:
-        layout: strides of the parameter; a gradient that lies otherwise is not taken.
-        parts: in order, without holes.
-        stride: as it arrived.
-        arrived: micro-batches in it.
-        stays: it was in memory before the backward that is going on.
-        norm: if it was taken.
-        scales: factors that it is yet to be multiplied with, one after the other.
-        handed: the tensor that stands for it, if somebody has that.
-        why, cause: it is LOST.
-    """
-
-    parameter: weakref.ref[torch.nn.Parameter]
-    shape: torch.Size
-    layout: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    parts: list[_Part] = field(default_factory=list)
-    place: _Place = _Place.HERE
-    stride: tuple[int, ...] = ()
-    arrived: int = 0
-    stays: bool = False
-    norm: _Norm | None = None
-    scales: list[torch.Tensor] = field(default_factory=list)
-    handed: weakref.ref[AwayGradient] | None = None
-    why: str = ""
-    cause: SwapIOError | None = None
-
-    def lose(self, error: BaseException) -> None:
-        """`error` cut off what was being done to it."""
-        self.place, self.why = _Place.LOST, f"{type(error).__name__}: {error}"
-        # A copy has no traceback, whose frames would keep much alive.
-        self.cause = copy.copy(error) if isinstance(error, SwapIOError) else None
-
-    @property
-    def cuts(self) -> list[tuple[int, int]]:
-        return [(part.start, part.stop) for part in self.parts]
-
-    def somebody_has_it(self) -> AwayGradient | None:
-        handed = None if self.handed is None else self.handed()
-        return handed if isinstance(handed, AwayGradient) else None
-
-    def can_take(self, fresh: torch.Tensor) -> bool:
-        """Whether the records can hold `fresh`, so that it comes back as it was."""
-        return (
-            type(fresh) is torch.Tensor
-            and fresh.layout is torch.strided
-            and not fresh.requires_grad
-            and fresh.dtype == self.dtype
-            and fresh.device == self.device
-            and not (fresh.is_conj() or fresh.is_neg())
-            and is_dense(fresh)
-            and same_layout(fresh, torch.empty_strided(fresh.shape, self.layout, device="meta"))
-        )
 
 
 class GradientSwapper:
@@ -214,11 +116,11 @@ class GradientSwapper:
         self._release = release
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._gradients: dict[int, _Gradient] = {}
+        self._gradients: dict[int, Gradient] = {}
         self._hooks: dict[int, list[torch.utils.hooks.RemovableHandle]] = {}
         self._next_number = 0
-        self._order: list[_Gradient] = []  # of arrival, in the backward before
-        self._arriving: dict[_Gradient, None] = {}  # in the one that is going on
+        self._order: list[Gradient] = []  # of arrival, in the backward before
+        self._arriving: dict[Gradient, None] = {}  # in the one that is going on
         self._next = 0  # place in `_order` after the last arrival
         self._norm_type: float | None = 2.0  # of the norms that are taken in passing
         self._clipped = False
@@ -228,18 +130,8 @@ class GradientSwapper:
         self._window: Window | None = None
         self._closed = False
         wanted = list(parts)
-        needed = gradient_pool_bytes(wanted, store is not None)
-        if needed > limit_bytes:
-            why = "all of them, which device: cpu keeps in the pool"
-            if store is not None:
-                why = (
-                    f"{BUCKETS_AT_ONCE} x {format_bytes(gradient_bytes(wanted)[1])}: those of a bucket, and of the next"
-                )
-            raise ConfigError(
-                f"pool_bytes: {format_bytes(limit_bytes)} are left for gradients, and {format_bytes(needed)} are "
-                f"needed ({why}); set pool_bytes to at least {pool.capacity_bytes + needed - limit_bytes}"
-            )
-        self._reserved_bytes = needed
+        check_room(wanted, store is not None, limit_bytes, pool.capacity_bytes)
+        self._reserved_bytes = gradient_pool_bytes(wanted, store is not None)
         self.plan(wanted)
         GradientSwapper._open.add(self)
 
@@ -265,7 +157,7 @@ class GradientSwapper:
             for number in [number for number in self._gradients if number not in wanted]:
                 self._leave(number)
             sizes: dict[RecordKey, int] = {}
-            made: dict[int, list[_Part]] = {}
+            made: dict[int, list[Part]] = {}
             for number, (p, cuts) in wanted.items():
                 known = self._gradients.get(number)
                 if known is not None and known.cuts == cuts:
@@ -298,14 +190,14 @@ class GradientSwapper:
     def is_away(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the gradient is not in memory."""
         gradient = self._gradients.get(id(parameter))
-        return gradient is not None and gradient.place is not _Place.HERE
+        return gradient is not None and gradient.place is not Place.HERE
 
     def stage(self, parameter: torch.nn.Parameter, start: int) -> bool:
         """Start reading the part that starts at `start`, if there is room. False if there is none."""
         gradient = self._gradients.get(id(parameter))
-        if gradient is None or gradient.place is not _Place.AWAY:
+        if gradient is None or gradient.place is not Place.AWAY:
             return True
-        part = _part_at(gradient, start)
+        part = gradient.part_at(start)
         return self._pipeline.stage(part.key, part.length_bytes)
 
     @contextmanager
@@ -320,7 +212,7 @@ class GradientSwapper:
         if not self._clipped:
             self._norm_type = None  # Nobody wants norms.
         self._stepping = True
-        with self._opened(gradient, _part_at(gradient, start)) as view:
+        with self._opened(gradient, gradient.part_at(start)) as view:
             yield view
 
     def clip_grad_norm_(
@@ -343,7 +235,7 @@ class GradientSwapper:
             present = [p for p in parameters if self.has(p)]
             if not any(self.is_away(p) for p in present):
                 return torch.nn.utils.clip_grad_norm_(present, max_norm, norm_type, error_if_nonfinite, foreach)
-            norms = [self._norm_of(p, norm_type, foreach) for p in _grouped(present)]
+            norms = [self._norm_of(p, norm_type, foreach) for p in in_order_of_clipping(present)]
             first = present[0].device
             total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), norm_type)
             if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
@@ -404,7 +296,7 @@ class GradientSwapper:
             return
         try:
             for gradient in self._gradients.values():
-                if gradient.place is _Place.HERE and (p := gradient.parameter()) is not None:
+                if gradient.place is Place.HERE and (p := gradient.parameter()) is not None:
                     clear_gradient_home(p)
                 for part in gradient.parts:
                     self._pipeline.forget(part.key)
@@ -417,7 +309,7 @@ class GradientSwapper:
         """What reading `p.grad` gives: a tensor that is brought back when its values are used."""
         with self._lock:
             gradient = self._gradients.get(id(parameter))
-            if gradient is None or gradient.place is _Place.HERE:
+            if gradient is None or gradient.place is Place.HERE:
                 return raw_gradient(parameter)
             if gradient.device.type != "cpu" and not self._closed:
                 return self.bring_back(parameter)  # Some of torch's functions choose other kernels by the exact class.
@@ -439,7 +331,7 @@ class GradientSwapper:
         self._check_process()
         with self._lock, torch.no_grad(), torch.inference_mode(False):
             gradient = self._gradients.get(id(parameter))
-            if gradient is None or gradient.place is _Place.HERE:
+            if gradient is None or gradient.place is Place.HERE:
                 return raw_gradient(parameter)
             values = self._whole(gradient)
             if (handed := gradient.somebody_has_it()) is not None:
@@ -457,7 +349,7 @@ class GradientSwapper:
         with self._lock:
             wanted = None if parameters is None else {id(p) for p in parameters}
             for number, gradient in self._gradients.items():
-                if gradient.place is not _Place.HERE and (wanted is None or number in wanted):
+                if gradient.place is not Place.HERE and (wanted is None or number in wanted):
                     self._fill_handed(gradient)
                     self._forget(gradient)
 
@@ -467,7 +359,7 @@ class GradientSwapper:
             gradient = self._gradients[id(parameter)]
             handed, stride = gradient.handed, gradient.stride
             self._forget(gradient)
-            gradient.place, gradient.handed, gradient.stride = _Place.ZERO, handed, stride
+            gradient.place, gradient.handed, gradient.stride = Place.ZERO, handed, stride
             set_gradient_home(parameter, self)
 
     # --- Arrival ---------------------------------------------------------------------------------------------------
@@ -514,15 +406,15 @@ class GradientSwapper:
             assert self._window is not None
             self._window.complete(p)
 
-    def _arrive(self, gradient: _Gradient, p: torch.nn.Parameter, *, take: bool) -> None:
+    def _arrive(self, gradient: Gradient, p: torch.nn.Parameter, *, take: bool) -> None:
         """A gradient is in memory. Join it with what is away: there if `take`, else in memory."""
-        if gradient.place is _Place.LOST:
+        if gradient.place is Place.LOST:
             self._raise_lost(gradient)
         self._read_ahead(gradient)
         fresh = raw_gradient(p)
         assert fresh is not None
         fits = gradient.can_take(fresh) and gradient.somebody_has_it() is None
-        if gradient.place is _Place.HERE and not (take and fits):
+        if gradient.place is Place.HERE and not (take and fits):
             return
         if not fits:
             earlier = self.bring_back(p)
@@ -539,7 +431,7 @@ class GradientSwapper:
                     torch.add(view.to(piece.device), piece, out=piece)
             self._forget(gradient)
 
-    def _take(self, gradient: _Gradient, p: torch.nn.Parameter, fresh: torch.Tensor) -> None:
+    def _take(self, gradient: Gradient, p: torch.nn.Parameter, fresh: torch.Tensor) -> None:
         """Add `fresh` to what is away, if anything is, and let go of it."""
         before = gradient.place
         gradient.arrived += 1
@@ -554,9 +446,9 @@ class GradientSwapper:
                 for part in gradient.parts:
                     piece = flat[part.start : part.stop]
                     lease, there = self._pipeline.take(part.key, part.length_bytes)
-                    assert there or before is not _Place.AWAY, part.key
+                    assert there or before is not Place.AWAY, part.key
                     view = lease.view(0, part.numel, gradient.dtype)
-                    if before is _Place.HERE:
+                    if before is Place.HERE:
                         view.copy_(piece)
                     else:
                         self._complete(gradient, view)
@@ -564,13 +456,13 @@ class GradientSwapper:
                         if norm_type is not None:
                             piece.copy_(view)
                     self._pipeline.put(part.key, part.length_bytes)
-                if before is _Place.HERE:
+                if before is Place.HERE:
                     gradient.stride = fresh.stride()
                 gradient.scales = []
                 gradient.norm = None
                 if norm_type is not None:
-                    gradient.norm = _Norm(_norm(fresh, norm_type, None), norm_type, torch.get_num_threads())
-                gradient.place = _Place.AWAY
+                    gradient.norm = TakenNorm(norm_of(fresh, norm_type, None), norm_type, torch.get_num_threads())
+                gradient.place = Place.AWAY
                 set_gradient_home(p, self)
                 set_raw_gradient(p, None)
             except BaseException as error:
@@ -578,9 +470,9 @@ class GradientSwapper:
                 self._undo(gradient, p, before, error)
                 raise
 
-    def _undo(self, gradient: _Gradient, p: torch.nn.Parameter, before: _Place, error: BaseException) -> None:
+    def _undo(self, gradient: Gradient, p: torch.nn.Parameter, before: Place, error: BaseException) -> None:
         """After `_take` was cut off."""
-        if before is _Place.HERE:
+        if before is Place.HERE:
             if raw_gradient(p) is not None:  # It is still whole in memory.
                 self._forget(gradient)
             return
@@ -588,7 +480,7 @@ class GradientSwapper:
         set_gradient_home(p, self)
         set_raw_gradient(p, None)
 
-    def _read_ahead(self, gradient: _Gradient) -> None:
+    def _read_ahead(self, gradient: Gradient) -> None:
         """Start reading what will arrive next, in the order of the backward before."""
         if gradient in self._arriving:  # Its second time: another backward.
             self._order, self._arriving, self._next = list(self._arriving), {}, 0
@@ -597,7 +489,7 @@ class GradientSwapper:
         window = range(self._next, min(self._next + _AHEAD, len(self._order)))
         self._next = next((at + 1 for at in window if self._order[at] is gradient), self._next)
         for coming in self._order[self._next : self._next + _AHEAD]:
-            for part in coming.parts if coming.place is _Place.AWAY else ():
+            for part in coming.parts if coming.place is Place.AWAY else ():
                 if not self._pipeline.stage(part.key, part.length_bytes):
                     return
 
@@ -639,13 +531,13 @@ class GradientSwapper:
     # --- Whole gradients -------------------------------------------------------------------------------------------
 
     @contextmanager
-    def _opened(self, gradient: _Gradient, part: _Part) -> Iterator[torch.Tensor]:
+    def _opened(self, gradient: Gradient, part: Part) -> Iterator[torch.Tensor]:
         """Within it a part of an away gradient is there, complete; 1-D, in memory order. It is not changed."""
-        if gradient.place is _Place.LOST:
+        if gradient.place is Place.LOST:
             self._raise_lost(gradient)
         lease, there = self._pipeline.take(part.key, part.length_bytes)
         try:
-            assert there or gradient.place is _Place.ZERO, part.key
+            assert there or gradient.place is Place.ZERO, part.key
             view = lease.view(0, part.numel, gradient.dtype)
             with torch.no_grad():
                 self._complete(gradient, view)
@@ -653,16 +545,16 @@ class GradientSwapper:
         finally:
             self._pipeline.give_back(part.key)
 
-    def _complete(self, gradient: _Gradient, view: torch.Tensor) -> None:
+    def _complete(self, gradient: Gradient, view: torch.Tensor) -> None:
         """Do what was put off."""
-        if gradient.place is _Place.ZERO:
+        if gradient.place is Place.ZERO:
             view.zero_()
         for scale in gradient.scales:
             view.mul_(scale)
 
-    def _scale(self, gradient: _Gradient, scale: torch.Tensor) -> None:
+    def _scale(self, gradient: Gradient, scale: torch.Tensor) -> None:
         gradient.norm = None
-        if self._store is not None or gradient.place is not _Place.AWAY:
+        if self._store is not None or gradient.place is not Place.AWAY:
             gradient.scales.append(scale)
             return
         try:
@@ -677,29 +569,29 @@ class GradientSwapper:
 
     def _norm_of(self, p: torch.nn.Parameter, norm_type: float, foreach: bool | None) -> torch.Tensor:
         gradient = self._gradients.get(id(p))
-        if gradient is None or gradient.place is _Place.HERE:
+        if gradient is None or gradient.place is Place.HERE:
             in_memory = raw_gradient(p)
             assert in_memory is not None
-            return _norm(in_memory, norm_type, foreach)
+            return norm_of(in_memory, norm_type, foreach)
         norm = gradient.norm
         valid = norm is not None and (norm.norm_type, norm.threads) == (norm_type, torch.get_num_threads())
         if norm is not None and valid and (foreach is None or gradient.device.type == "cpu"):
             return norm.value
-        return _norm(self._whole(gradient), norm_type, foreach)
+        return norm_of(self._whole(gradient), norm_type, foreach)
 
-    def _whole(self, gradient: _Gradient) -> torch.Tensor:
+    def _whole(self, gradient: Gradient) -> torch.Tensor:
         """A copy in memory of a gradient that is away."""
         whole = torch.empty_strided(gradient.shape, gradient.stride, dtype=gradient.dtype, device=gradient.device)
         flat = whole.as_strided((whole.numel(),), (1,))
         for i, part in enumerate(gradient.parts):
-            if gradient.place is _Place.AWAY:
+            if gradient.place is Place.AWAY:
                 for following in gradient.parts[i : i + 2]:
                     self._pipeline.stage(following.key, following.length_bytes)
             with self._opened(gradient, part) as view:
                 flat[part.start : part.stop].copy_(view)
         return whole
 
-    def _fill_handed(self, gradient: _Gradient) -> None:
+    def _fill_handed(self, gradient: Gradient) -> None:
         """Who has the tensor of a gradient that is forgotten now gets its values."""
         if (handed := gradient.somebody_has_it()) is None:
             return
@@ -712,17 +604,17 @@ class GradientSwapper:
         except SwapError:
             handed.home = None  # Using it raises.
 
-    def _forget(self, gradient: _Gradient) -> None:
+    def _forget(self, gradient: Gradient) -> None:
         """It is in memory now, or not wanted."""
         if os.getpid() == self._pid and not self._closed:
             for part in gradient.parts:
                 self._pipeline.discard(part.key)
-        gradient.place, gradient.arrived, gradient.norm, gradient.scales = _Place.HERE, 0, None, []
+        gradient.place, gradient.arrived, gradient.norm, gradient.scales = Place.HERE, 0, None, []
         gradient.handed, gradient.why, gradient.cause = None, "", None
         if (parameter := gradient.parameter()) is not None:
             clear_gradient_home(parameter)
 
-    def _raise_lost(self, gradient: _Gradient) -> None:
+    def _raise_lost(self, gradient: Gradient) -> None:
         raise SwapError(
             f"a gradient of shape {tuple(gradient.shape)} was lost when changing it was cut off ({gradient.why}); call "
             "zero_grad() and repeat the micro-batches"
@@ -732,26 +624,26 @@ class GradientSwapper:
 
     def _fitting(self, parts: list[GradientPart]) -> list[GradientPart]:
         """Those of `parts` whose gradients are taken."""
-        chosen = [part for part in parts if _moves(part[1])]
+        chosen = [part for part in parts if can_leave(part[1])]
         while chosen and gradient_pool_bytes(chosen, self._store is not None) > self._limit_bytes:
             dropped = next((p for _, p, _, _ in reversed(chosen) if id(p) not in self._gradients), chosen[-1][1])
             chosen = [part for part in chosen if part[1] is not dropped]
             log.warning("the pool has no room for the gradient of a parameter that came later: it stays in memory")
         return chosen
 
-    def _new_part(self, p: torch.nn.Parameter, start: int, stop: int) -> _Part:
+    def _new_part(self, p: torch.nn.Parameter, start: int, stop: int) -> Part:
         key = RecordKey(self._owner, "grad", self._next_number)
         self._next_number += 1
-        return _Part(start, stop, key, _record_bytes(p, start, stop))
+        return Part(start, stop, key, record_bytes(p, start, stop))
 
-    def _adopt(self, p: torch.nn.Parameter, parts: list[_Part]) -> None:
+    def _adopt(self, p: torch.nn.Parameter, parts: list[Part]) -> None:
         """Take the gradient of `p` from now on in `parts`."""
         known = self._gradients.get(id(p))
         if known is None:
-            known = _Gradient(weakref.ref(p), p.shape, p.stride(), p.dtype, p.device)
+            known = Gradient(weakref.ref(p), p.shape, p.stride(), p.dtype, p.device)
             self._gradients[id(p)] = known
         former = known.parts
-        if known.place is _Place.AWAY:
+        if known.place is Place.AWAY:
             whole = self._whole(known).as_strided((known.shape.numel(),), (1,))
             known.scales = []
             try:
@@ -789,49 +681,6 @@ class GradientSwapper:
             raise SwapError(
                 "a gradient that is swapped was used in a forked process; its files and buffers belong to the parent"
             )
-
-
-def gradient_bytes(parts: Iterable[GradientPart]) -> tuple[int, int]:
-    """Bytes of all records of the gradients that are taken; and of those of one bucket, the most."""
-    of_bucket: dict[int, int] = {}
-    for bucket, p, start, stop in parts:
-        if _moves(p):
-            of_bucket[bucket] = of_bucket.get(bucket, 0) + _record_bytes(p, start, stop)
-    return sum(of_bucket.values()), max(of_bucket.values(), default=0)
-
-
-def gradient_pool_bytes(parts: Iterable[GradientPart], stored: bool) -> int:
-    """What the pool must hold of gradients; all of them, unless they are stored."""
-    total, of_bucket = gradient_bytes(parts)
-    return BUCKETS_AT_ONCE * of_bucket if stored else total
-
-
-def _moves(p: torch.nn.Parameter) -> bool:
-    return p.numel() * p.dtype.itemsize >= SMALL_BYTES and is_dense(p) and can_have_gradient_away(p)
-
-
-def _record_bytes(p: torch.nn.Parameter, start: int, stop: int) -> int:
-    return round_up((stop - start) * p.dtype.itemsize, PAGE_BYTES)
-
-
-def _part_at(gradient: _Gradient, start: int) -> _Part:
-    return next(part for part in gradient.parts if part.start <= start < part.stop)
-
-
-def _grouped(parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """In the order in which `torch.nn.utils.clip_grad_norm_` takes the norms of their gradients."""
-    gradients = [p if (gradient := raw_gradient(p)) is None else gradient for p in parameters]
-    like = [torch.empty(0, dtype=gradient.dtype, device=gradient.device) for gradient in gradients]
-    groups = _group_tensors_by_device_and_dtype([like], with_indices=True)  # type: ignore[list-item]
-    return [parameters[i] for _, indices in groups.values() for i in indices]
-
-
-def _norm(gradient: torch.Tensor, norm_type: float, foreach: bool | None) -> torch.Tensor:
-    if gradient.device.type != "cpu" and foreach is not False:
-        foreach_norm: torch.Tensor = torch._foreach_norm([gradient], norm_type)[0]
-        return foreach_norm
-    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type)
-    return norm
 
 
 def _is_distributed() -> bool:

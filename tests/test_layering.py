@@ -27,7 +27,12 @@ OPTIMIZER = PIPELINE | {
 STEPS = {"stepper", "backward_step"}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
-API = OPTIMIZER | STEPS | SWAPPERS | {"evicted", "order", "parameter_records", "checkpoint", "fastsave", "dcp"}
+API = (
+    OPTIMIZER
+    | STEPS
+    | SWAPPERS
+    | {"evicted", "order", "parameter_records", "gradient_records", "checkpoint", "fastsave", "dcp"}
+)
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -57,7 +62,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evicted": {"errors"},
     "order": set(),
     "parameter_records": {"layout", "codec", "trial"},
-    "gradient": PARAMETERS | {"evicted", "trial"},
+    "gradient_records": {"store", "layout", "errors", "evicted", "trial"},
+    "gradient": PARAMETERS | {"evicted", "gradient_records"},
     "parameter": PARAMETERS | {"evicted", "order", "parameter_records"},
     "checkpoint": OPTIMIZER | STEPS | SWAPPERS,
     "fastsave": HANDLE | {"buffers"},
