@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import secrets
 import weakref
@@ -21,7 +22,7 @@ from swapper.gradient import GradientPart, GradientSwapper
 from swapper.handle import AsyncIOHandle
 from swapper.layout import PAGE_BYTES
 from swapper.optimizer import OptimizerSwapper, UnswappedOptimizer
-from swapper.optimizer_plan import OptimizerPlan
+from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.parameter import ParameterSwapper
 from swapper.parameter_records import plan_parameter_records
 from swapper.runs import check_nvme_paths, file_systems
@@ -36,6 +37,8 @@ __all__ = ["CheckReport", "DriveReport", "check", "of", "offload", "unwrap_optim
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
 _ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
 ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
+
+log = logging.getLogger(__name__)
 
 _owners = itertools.count()
 _TYPICAL_ENDURANCE_BYTES = 600 * 10**12
@@ -62,7 +65,7 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
         SwapIOError: the drive failed, or has too little free space. The optimizer is then as it was.
     """
     settings = _as_config(config)
-    if settings.offload_param.device != "none":
+    if settings.offload_param.device == "nvme":
         raise ConfigError(
             f"offload_param.device: {settings.offload_param.device} needs the model too: call "
             "swapper.offload(model, optimizer, config) instead of wrap_optimizer"
@@ -78,6 +81,12 @@ def _wrap(
         raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
     device = settings.offload_optimizer.device
     refuse_unsupported(optimizer)
+    if settings.offload_param.device == "cpu":
+        if any(p.device.type == "cuda" for p in parameters_of(optimizer)):
+            raise ConfigError(
+                "offload_param.device: cpu is not there yet for a model on a GPU in this version of swapper; use none"
+            )
+        _say_once("offload_param.device: cpu is the same as none for a model on the CPU: its parameters are there")
     asked = settings.offload_optimizer
     asks_more = asked.master_weights or asked.step_in_backward or settings.offload_gradient.device == "nvme"
     if device == "none" and not asks_more:
@@ -181,7 +190,14 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
         release = shared.hold(0)
         try:
             parameters = ParameterSwapper(
-                model, next(_owners), settings.bucket_bytes, free_bytes, shared.pool, shared.store, release
+                model,
+                next(_owners),
+                settings.bucket_bytes,
+                free_bytes,
+                settings.offload_param.resident_bytes,
+                shared.pool,
+                shared.store,
+                release,
             )
         except BaseException:
             release()
@@ -194,6 +210,15 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
         swapper.share_pool((IN_FLIGHT - 1) * record_bytes + free_bytes // 2)
     if gradients is not None:
         gradients.share_pool((IN_FLIGHT - 1) * gradients.largest_bytes + free_bytes // 2)
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        log.warning("%s", text)
 
 
 def _check_can_be_offloaded(model: torch.nn.Module) -> None:
