@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import logging
 import os
@@ -24,7 +23,7 @@ from swapper.gradient_records import can_leave, check_room, gradient_bytes, grad
 from swapper.handle import AsyncIOHandle
 from swapper.layout import PAGE_BYTES
 from swapper.optimizer import OptimizerSwapper, UnswappedOptimizer
-from swapper.optimizer_plan import OptimizerPlan
+from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.parameter import ParameterSwapper
 from swapper.parameter_records import plan_parameter_records
 from swapper.runs import check_nvme_paths, file_systems
@@ -66,7 +65,7 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
         SwapIOError: the drive failed, or has too little free space. The optimizer is then as it was.
     """
     settings = _as_config(config)
-    if settings.offload_param.device != "none":
+    if settings.offload_param.device == "nvme":
         raise ConfigError(
             f"offload_param.device: {settings.offload_param.device} needs the model too: call "
             "swapper.offload(model, optimizer, config) instead of wrap_optimizer"
@@ -84,9 +83,17 @@ def _wrap(
     refuse_unsupported(optimizer)
     moves_gradients = settings.offload_gradient.device == "nvme"
     if settings.offload_gradient.device == "cpu":
-        moves_gradients = any(p.is_cuda for group in optimizer.param_groups for p in group["params"])
+        moves_gradients = any(p.device.type == "cuda" for p in parameters_of(optimizer))
         if not moves_gradients:
-            _say_that_gradients_are_on_the_cpu()
+            _say_once(
+                "offload_gradient.device: cpu is the same as none for a model on the CPU: its gradients are there"
+            )
+    if settings.offload_param.device == "cpu":
+        if any(p.device.type == "cuda" for p in parameters_of(optimizer)):
+            raise ConfigError(
+                "offload_param.device: cpu is not there yet for a model on a GPU in this version of swapper; use none"
+            )
+        _say_once("offload_param.device: cpu is the same as none for a model on the CPU: its parameters are there")
     asked = settings.offload_optimizer
     asks_more = asked.master_weights or asked.step_in_backward or moves_gradients
     if device == "none" and not asks_more:
@@ -155,11 +162,6 @@ def _swap_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> GradientSwa
         raise
 
 
-@functools.cache
-def _say_that_gradients_are_on_the_cpu() -> None:
-    log.warning("offload_gradient.device: cpu changes nothing for a model on the CPU: gradients stay where they are")
-
-
 def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple[_ModelT, _OptimizerT]:
     """Put on disk what `config` names: optimizer state, gradients, parameters. Gives the same two objects back.
 
@@ -217,7 +219,14 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
         release = shared.hold(0)
         try:
             parameters = ParameterSwapper(
-                model, next(_owners), settings.bucket_bytes, free_bytes, shared.pool, shared.store, release
+                model,
+                next(_owners),
+                settings.bucket_bytes,
+                free_bytes,
+                settings.offload_param.resident_bytes,
+                shared.pool,
+                shared.store,
+                release,
             )
         except BaseException:
             release()
@@ -230,6 +239,15 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
         swapper.share_pool((IN_FLIGHT - 1) * record_bytes + free_bytes // 2)
     if gradients is not None:
         gradients.share_pool(gradients.reserved_bytes + free_bytes // 2)
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        log.warning("%s", text)
 
 
 def _check_can_be_offloaded(model: torch.nn.Module) -> None:

@@ -52,6 +52,7 @@ from swapper.gradient_records import (
     norm_of,
     record_bytes,
 )
+from swapper.heap import return_free_memory
 from swapper.metrics import Metrics
 from swapper.pipeline import Pipeline
 from swapper.store import RecordKey, TensorStore
@@ -63,6 +64,9 @@ log = logging.getLogger(__name__)
 _ROUNDS = 3
 """A callback at the end of a backward that is queued anew so often comes after those of `DistributedDataParallel`,
 which queues the last of its own in a callback."""
+
+_FREED_BYTES = 32 << 20
+"""Bytes of gradients that left memory, after which the heap is told to let go of them."""
 
 _AHEAD = 32
 """Gradients looked ahead at in the order of arrival."""
@@ -123,6 +127,7 @@ class GradientSwapper:
         self._arriving: dict[Gradient, None] = {}  # in the one that is going on
         self._next = 0  # place in `_order` after the last arrival
         self._norm_type: float | None = 2.0  # of the norms that are taken in passing
+        self._freed_bytes = 0
         self._clipped = False
         self._stepping = False
         self._collecting = False  # [Note: distributed]
@@ -151,8 +156,8 @@ class GradientSwapper:
         self._check_process()
         with self._lock, torch.no_grad():
             wanted: dict[int, tuple[torch.nn.Parameter, list[tuple[int, int]]]] = {}
-            fitting = self._fitting(list(parts))
-            for _, p, start, stop in fitting:
+            given = list(parts)
+            for _, p, start, stop in self._fitting(given):
                 wanted.setdefault(id(p), (p, []))[1].append((start, stop))
             for number in [number for number in self._gradients if number not in wanted]:
                 self._leave(number)
@@ -168,6 +173,7 @@ class GradientSwapper:
                 self._store.plan(sizes)
             for number, new in made.items():
                 self._adopt(wanted[number][0], new)
+            self.watch(p for _, p, _, _ in given)
 
     def share_pool(self, limit_bytes: int) -> None:
         """Others need the pool too: take at most `limit_bytes` of it, which are no less than `reserved_bytes`."""
@@ -435,6 +441,10 @@ class GradientSwapper:
         """Add `fresh` to what is away, if anything is, and let go of it."""
         before = gradient.place
         gradient.arrived += 1
+        if self._freed_bytes >= _FREED_BYTES:
+            return_free_memory()
+            self._freed_bytes = 0
+        self._freed_bytes += fresh.nbytes if fresh.device.type == "cpu" else 0
         norm_type = self._norm_type
         if self._stepping:
             self._stepping = self._clipped = False

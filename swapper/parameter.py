@@ -40,6 +40,9 @@ __all__ = ["ParameterSwapper"]
 
 log = logging.getLogger(__name__)
 
+_living: weakref.WeakSet[ParameterSwapper] = weakref.WeakSet()
+"""Those whose parameters a forked child must find evicted."""
+
 
 class _State(enum.Enum):
     """Where the values of a record are."""
@@ -69,6 +72,8 @@ class _Held:
     """How often it was attached; the parameters see the values while this is not 0."""
     changed: bool = False
     """Known to be newer than what is stored."""
+    resident: bool = False
+    """Stays in the pool once it is there. What changes is written all the same."""
 
     @property
     def number(self) -> int:
@@ -190,6 +195,7 @@ class ParameterSwapper:
         owner: number of this swapper among those of the process; part of every record's key.
         bucket_bytes: see `plan_parameter_records`.
         budget_bytes: the most of the pool that records may hold.
+        resident_bytes: the part of it for records that stay, the first in order of registration.
         pool, store: where buffers come from and records go.
         release: called once, when this is closed or dies.
 
@@ -204,17 +210,14 @@ class ParameterSwapper:
         owner: int,
         bucket_bytes: int,
         budget_bytes: int,
+        resident_bytes: int,
         pool: BufferPool,
         store: TensorStore,
         release: Callable[[], None],
     ) -> None:
         records, self.stays = plan_parameter_records(model, bucket_bytes)
-        largest = max((record.length_bytes for record in records), default=0)
-        needed, why = 2 * largest, f"2 x {format_bytes(largest)} (the largest record: one in use, one arriving)"
-        together, name = _longest_together(model, records)
-        if together > needed:
-            needed = together
-            why = f"{format_bytes(together)} (what {name or 'the model'} uses itself, and the modules it runs in,)"
+        resident = _first_of(records, resident_bytes)
+        needed, why = _least_bytes(model, records, resident)
         if needed > budget_bytes:
             raise ConfigError(
                 f"pool_bytes: {format_bytes(budget_bytes)} are left for parameters, and {why} are needed; set "
@@ -226,7 +229,9 @@ class ParameterSwapper:
         self._budget_bytes = budget_bytes
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._all = [_Held(record, RecordKey(owner, "param", record.number)) for record in records]
+        self._all = [
+            _Held(record, RecordKey(owner, "param", record.number), resident=record in resident) for record in records
+        ]
         self._held_bytes = 0
         self._dropped: list[AnyTransfer] = []
         self._by_address: dict[int, tuple[_Held, int]] = {}
@@ -244,6 +249,7 @@ class ParameterSwapper:
             log.warning("parameter %s stays in memory: %s", name, reason)
         store.plan({held.key: held.plan.file_bytes for held in self._all})
         pool.add_reclaimer(self._reclaim)
+        _living.add(self)
         try:
             for held in self._all:
                 self._adopt(held)
@@ -754,7 +760,7 @@ class ParameterSwapper:
         """The record that is needed last among those that may go."""
         best, best_distance = None, -1
         for held in self._all:
-            if held.state is _State.STORED or held.pins or held.attached:
+            if held.state is _State.STORED or held.pins or held.attached or held.resident:
                 continue
             if held.state is _State.HERE:
                 transfer = held.lease.transfer if held.lease is not None else None
@@ -815,6 +821,19 @@ class ParameterSwapper:
             raise SwapError("the swapper of this model was closed, and the values of its parameters are gone")
 
 
+def _evict_in_child() -> None:
+    """The pool does not exist in a forked child: a parameter that was in use there would be a crash."""
+    for swapper in _living:
+        for held in swapper._all:
+            if held.attached:
+                for place in held.plan.places:
+                    if (home := home_of(place.parameter)) is not None:
+                        evict(place.parameter, home)
+
+
+os.register_at_fork(after_in_child=_evict_in_child)
+
+
 def _finalize(
     records: list[_Held], dropped: list[AnyTransfer], store: TensorStore, release: Callable[[], None], pid: int
 ) -> None:
@@ -861,6 +880,37 @@ def _used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     whole = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
     # These choose another kernel in evaluation if a parameter of a module below them is not an ordinary one.
     yield from module.parameters(recurse=isinstance(module, whole))
+
+
+def _first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[ParameterRecord]:
+    """The first records that together take at most `resident_bytes`."""
+    chosen: set[ParameterRecord] = set()
+    for record in records:
+        if resident_bytes < record.length_bytes:
+            break
+        resident_bytes -= record.length_bytes
+        chosen.add(record)
+    return chosen
+
+
+def _least_bytes(
+    model: torch.nn.Module, records: Sequence[ParameterRecord], resident: set[ParameterRecord]
+) -> tuple[int, str]:
+    """What the pool must have for parameters, and the sum in words."""
+    moving = [record for record in records if record not in resident]
+    kept_bytes = sum(record.length_bytes for record in resident)
+    kept = f" + {format_bytes(kept_bytes)} kept resident" if resident else ""
+    largest = max((record.length_bytes for record in moving), default=0)
+    together, name = _longest_together(model, moving)
+    if together > 2 * largest:
+        return (
+            together + kept_bytes,
+            f"{format_bytes(together)} (what {name or 'the model'} uses itself, and the modules it runs in,){kept}",
+        )
+    return (
+        2 * largest + kept_bytes,
+        f"2 x {format_bytes(largest)} (the largest record: one in use, one arriving){kept}",
+    )
 
 
 def _longest_together(model: torch.nn.Module, records: Iterable[ParameterRecord]) -> tuple[int, str]:
