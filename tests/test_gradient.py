@@ -16,10 +16,13 @@ from torch import nn
 from torch.optim import Optimizer
 
 import swapper
+from swapper.buffers import BufferPool
 from swapper.config import OffloadConfig
+from swapper.errors import SwapError
 from swapper.evicted import AwayGradient, raw_gradient
 from swapper.gradient import GradientSwapper
-from swapper.optimizer import OptimizerSwapper
+from swapper.gradient_records import gradient_bytes
+from swapper.optimizer import Moves, OptimizerSwapper
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -577,3 +580,401 @@ def test_compiled_models(nvme_path: Path) -> None:
             for _ in range(2):
                 layers(x).sum().backward()
         twin.finish()
+
+
+# --- Clipping --------------------------------------------------------------------------------------------------------
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes; some gradients stay in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        single, half, brain, double = torch.float32, torch.float16, torch.bfloat16, torch.float64
+        shapes = ((70, single), (501, brain), (64, double), (333, half), (2, brain), (1, single))
+        self.values = nn.ParameterList(nn.Parameter(torch.randn(rows, 300).to(dtype)) for rows, dtype in shapes)
+
+    def forward(self, factor: float) -> torch.Tensor:
+        terms = [(p * factor).tanh().to(torch.float64).square().sum() for p in self.values]
+        return torch.stack(terms).sum()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf"), 3.0, 0.0])
+@pytest.mark.parametrize("factor", [0.01, 1.0])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_clipping_has_the_bits_of_torch(nvme_path: Path, norm_type: float, factor: float, micro_batches: int) -> None:
+    torch.manual_seed(0)
+    plain, swapped = Mixed(), Mixed()
+    swapped.load_state_dict(plain.state_dict())
+    reference = torch.optim.SGD(plain.parameters(), lr=0.1, momentum=0.9)
+    optimizer = torch.optim.SGD(swapped.parameters(), lr=0.1, momentum=0.9)
+    with wrapped(optimizer, make_config(nvme_path, micro_batches)) as handle:
+        for step in range(3):
+            for i in range(micro_batches):
+                for net in (plain, swapped):
+                    net(factor * (i + 1)).backward()
+            for max_norm in (0.5, 0.3) if step else (0.5,):
+                expected = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm, norm_type)
+                found = handle.clip_grad_norm_(max_norm, norm_type)
+                assert found.dtype == expected.dtype and same_bits(found.reshape(1), expected.reshape(1))
+            assert raw_gradient(swapped.values[1]) is None
+            if step == 1:
+                assert_same_gradients(swapped, gradients(plain))
+            for net, each in ((plain, reference), (swapped, optimizer)):
+                each.step()
+                each.zero_grad()
+                assert all(p.isfinite().all() for p in net.parameters())
+            assert_same(plain, swapped)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
+def test_clipping_reads_nothing_where_norms_were_taken_in_passing(nvme_path: Path, norm_type: float) -> None:
+    with Twin(nvme_path, 2) as twin:
+        for step in range(3):
+            for _ in range(2):
+                for net in twin.nets:
+                    net.count = 0  # All parameters are used: the norm is taken in the last of two micro-batches.
+                twin.backward()
+            for net in twin.nets:
+                net.empty.grad = None  # It has no infinity norm.
+            twin.swapper.flush()
+            before = twin.moves
+            expected = torch.nn.utils.clip_grad_norm_(trained(twin.plain), 0.1, norm_type)
+            assert same_bits(twin.swapper.clip_grad_norm_(0.1, norm_type), expected)
+            # Which norm is wanted is known from the first time on; until then it is taken to be 2.
+            assert (twin.moves == before) == (step > 0 or norm_type == 2)
+            twin.step()
+            assert_same(twin.plain, twin.swapped)
+            twin.reference.zero_grad()
+            twin.optimizer.zero_grad()
+
+
+def test_norms_depend_on_threads_and_are_taken_again(nvme_path: Path) -> None:
+    with Twin(nvme_path) as twin:
+        torch.set_num_threads(2)
+        twin.backward()
+        torch.set_num_threads(1)
+        expected = torch.nn.utils.clip_grad_norm_(trained(twin.plain), 0.1, 1.0)
+        assert same_bits(twin.swapper.clip_grad_norm_(0.1, 1.0), expected)
+        twin.reference.zero_grad()
+        twin.optimizer.zero_grad()
+        torch.set_num_threads(2)
+        twin.backward()
+        torch.set_num_threads(1)
+        expected = torch.nn.utils.clip_grad_norm_(trained(twin.plain), 0.1, 1.0)
+        assert same_bits(twin.swapper.clip_grad_norm_(0.1, 1.0), expected)
+        twin.finish()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf"), 3.0])
+def test_a_norm_does_not_depend_on_where_the_gradient_lies(dtype: torch.dtype, norm_type: float) -> None:
+    """What is relied on where a norm is taken of a copy."""
+    values = torch.randn(300_007, generator=torch.Generator().manual_seed(5)).to(dtype)
+    expected = torch.linalg.vector_norm(values, norm_type)
+    buffer = torch.empty(300_100, dtype=dtype)
+    for offset in range(40):
+        moved = buffer[offset : offset + len(values)].copy_(values)
+        assert same_bits(torch.linalg.vector_norm(moved, norm_type).reshape(1), expected.reshape(1)), offset
+
+
+def test_gradients_that_are_not_finite(nvme_path: Path) -> None:
+    with Twin(nvme_path) as twin:
+        twin.backward()
+        for net in twin.nets:
+            net.tiny.grad.fill_(float("inf"))  # type: ignore[union-attr]
+        for clip in (
+            lambda error: torch.nn.utils.clip_grad_norm_(trained(twin.plain), 0.1, error_if_nonfinite=error),
+            lambda error: twin.swapper.clip_grad_norm_(0.1, error_if_nonfinite=error),
+        ):
+            with pytest.raises(RuntimeError, match=r"total norm of order 2\.0 for gradients from .* is non-finite"):
+                clip(True)
+        assert_same_gradients(twin.swapped, gradients(twin.plain))
+        twin.reference.zero_grad()
+        twin.optimizer.zero_grad()
+        twin.backward()
+        for net in twin.nets:
+            net.tiny.grad.fill_(float("inf"))  # type: ignore[union-attr]
+        torch.nn.utils.clip_grad_norm_(trained(twin.plain), 0.1)
+        twin.swapper.clip_grad_norm_(0.1)
+        assert_same_gradients(twin.swapped, gradients(twin.plain))
+
+
+def test_clipping_without_gradients(nvme_path: Path) -> None:
+    with Twin(nvme_path) as twin:
+        assert twin.swapper.clip_grad_norm_(1.0) == torch.nn.utils.clip_grad_norm_(trained(twin.plain), 1.0)
+
+
+def test_what_was_clipped_is_added_to_and_cleared_by_itself(nvme_path: Path) -> None:
+    with Twin(nvme_path) as twin:
+        twin.backward()
+        torch.nn.utils.clip_grad_norm_(trained(twin.plain), 0.1)
+        twin.swapper.clip_grad_norm_(0.1)
+        for net in twin.nets:
+            net.long.zero_grad()
+            net.conv.zero_grad(set_to_none=False)
+        twin.backward()
+        assert_same_gradients(twin.swapped, gradients(twin.plain))
+        torch.nn.utils.clip_grad_norm_(trained(twin.plain), 0.05)
+        twin.swapper.clip_grad_norm_(0.05)
+        twin.finish()
+
+
+def test_clipping_of_some_parameters_by_torch_itself(nvme_path: Path) -> None:
+    with Twin(nvme_path) as twin:
+        for _ in range(2):
+            twin.backward()
+            norms = [torch.nn.utils.clip_grad_norm_(net.long.parameters(), 0.1) for net in twin.nets]
+            norms += [
+                torch.nn.utils.get_total_norm([p.grad for p in trained(net) if p.grad is not None]) for net in twin.nets
+            ]
+            assert same_bits(norms[0], norms[1]) and same_bits(norms[2], norms[3])
+            for net in twin.nets:
+                torch.nn.utils.clip_grad_value_(net.parameters(), 1e-3)
+            twin.step()
+            twin.reference.zero_grad()
+            twin.optimizer.zero_grad()
+        twin.backward()
+        assert raw_gradient(twin.swapped.long.weight) is None
+        twin.finish()
+
+
+# --- Plans that change -----------------------------------------------------------------------------------------------
+
+
+def test_parameters_that_are_added_later(nvme_path: Path) -> None:
+    with Twin(nvme_path) as twin:
+        twin.backward()
+        twin.step()
+        for net, optimizer in zip(twin.nets, (twin.reference, twin.optimizer), strict=True):
+            net.frozen.requires_grad_(True)
+            optimizer.add_param_group({"params": [net.frozen], "lr": 1e-2})
+        twin.backward()
+        assert raw_gradient(twin.swapped.frozen) is not None  # The next step takes notice of it.
+        twin.step()
+        assert_same(twin.plain, twin.swapped)
+        twin.backward()  # Added to what is there, which stays.
+        twin.reference.zero_grad()
+        twin.optimizer.zero_grad()
+        twin.backward()
+        assert raw_gradient(twin.swapped.frozen) is None
+        twin.finish()
+
+
+def test_parameters_that_the_pool_has_no_room_for_keep_their_gradients(
+    nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    small = nn.Parameter(torch.ones(64, 128))
+    # Stepped whole, so that a gradient is in one piece, and with little state.
+    optimizer = torch.optim.Adafactor([small])
+    with wrapped(optimizer, make_config(nvme_path, pool_bytes="1MiB")):
+        long = nn.Parameter(torch.ones(400, 400))
+        optimizer.add_param_group({"params": [long]})
+        ((small * 2).sum() + (long * 3).sum()).backward()
+        optimizer.step()
+        assert "no room for the gradient" in caplog.text
+        optimizer.zero_grad()
+        ((small * 2).sum() + (long * 3).sum()).backward()
+        assert raw_gradient(small) is None and raw_gradient(long) is not None
+        optimizer.step()
+
+
+def test_parameters_that_leave(nvme_path: Path) -> None:
+    with Twin(nvme_path) as twin:
+        twin.backward()
+        for net, optimizer in zip(twin.nets, (twin.reference, twin.optimizer), strict=True):
+            optimizer.param_groups[0]["params"] = [
+                p for p in optimizer.param_groups[0]["params"] if p is not net.long.weight
+            ]
+        twin.step()
+        assert raw_gradient(twin.swapped.long.weight) is not None
+        assert_same_gradients(twin.swapped, gradients(twin.plain))
+        for net in twin.nets:
+            net.zero_grad()
+        twin.backward()
+        assert raw_gradient(twin.swapped.long.weight) is not None
+        twin.finish()
+
+
+@pytest.mark.parametrize("clipped", [False, True])
+def test_cuts_that_change_while_gradients_are_away(nvme_path: Path, clipped: bool) -> None:
+    """The cuts of a step in bf16 depend on the number of threads."""
+    plain, swapped = (make_net(torch.bfloat16) for _ in range(2))
+    reference, optimizer = adamw(trained(plain)), adamw(trained(swapped))
+    torch.set_num_threads(2)
+    with wrapped(optimizer, make_config(nvme_path, bucket_bytes="64KiB")) as handle:
+        data = batches(torch.bfloat16)
+        for threads in (1, 2, 1):
+            x = next(data)
+            for net in (plain, swapped):
+                net(x).backward()
+            for part in gradients_of(optimizer)._gradients.values():
+                assert len(part.parts) >= 1
+            cuts = [gradient.cuts for gradient in gradients_of(optimizer)._gradients.values()]
+            if clipped:
+                torch.nn.utils.clip_grad_norm_(trained(plain), 0.1)
+                handle.clip_grad_norm_(0.1)
+            torch.set_num_threads(threads)
+            reference.step()
+            optimizer.step()
+            assert_same(plain, swapped)
+            assert_same_gradients(swapped, gradients(plain))
+            for each in (reference, optimizer):
+                each.zero_grad()
+        assert [gradient.cuts for gradient in gradients_of(optimizer)._gradients.values()] != cuts
+
+
+# --- The ends --------------------------------------------------------------------------------------------------------
+
+
+def test_unwrapping_brings_gradients_back(nvme_path: Path) -> None:
+    with Twin(nvme_path) as twin:
+        twin.backward()
+        torch.nn.utils.clip_grad_norm_(trained(twin.plain), 0.1)
+        twin.swapper.clip_grad_norm_(0.1)
+        swapper.unwrap_optimizer(twin.optimizer)
+        assert all(type(p) is nn.Parameter for p in twin.swapped.parameters())
+        assert_same_gradients(twin.swapped, gradients(twin.plain))
+        twin.finish()
+
+
+def test_closing_drops_gradients_and_says_so(nvme_path: Path) -> None:
+    twin = Twin(nvme_path)
+    twin.backward()
+    held = twin.swapped.conv.weight.grad
+    unused = twin.swapped.long.weight.grad
+    del unused
+    twin.swapper.close()
+    gradient = twin.swapped.long.weight.grad
+    assert gradient is not None and gradient.shape == twin.swapped.long.weight.shape
+    with pytest.raises(SwapError, match="was closed or is gone"):
+        gradient.sum()
+    assert held is not None and twin.plain.conv.weight.grad is not None
+    assert same_bits(held.contiguous(), twin.plain.conv.weight.grad.contiguous())
+    del gradient, held
+    for net in twin.nets:
+        net.zero_grad()
+    twin.backward()
+    assert_same_gradients(twin.swapped, gradients(twin.plain))
+    assert all(type(p) is nn.Parameter for p in twin.swapped.parameters())
+
+
+def test_an_optimizer_that_dies_takes_its_gradients_with_it(nvme_path: Path) -> None:
+    twin = Twin(nvme_path)
+    twin.backward()
+    del twin.optimizer, twin.swapper
+    with pytest.raises(SwapError, match="was closed or is gone"):
+        twin.swapped.long.weight.grad + 1  # type: ignore[operator]
+    assert not list(nvme_path.iterdir())
+    twin.swapped.zero_grad()
+    assert twin.swapped.long.weight.grad is None and type(twin.swapped.long.weight) is nn.Parameter
+
+
+def test_copying_the_optimizer_is_refused(nvme_path: Path) -> None:
+    with Twin(nvme_path) as twin:
+        twin.backward()
+        with pytest.raises(SwapError, match="cannot be copied"):
+            copy.deepcopy(twin.optimizer)
+        twin.finish()
+
+
+# --- What is needed, and what is said --------------------------------------------------------------------------------
+
+
+def test_a_pool_that_is_too_small_is_refused_with_the_sum(nvme_path: Path) -> None:
+    net = make_net()
+    optimizer = adamw(trained(net))
+    config = make_config(nvme_path, pool_bytes="896KiB")
+    for use in (
+        lambda: swapper.wrap_optimizer(optimizer, config),
+        lambda: swapper.check(net, optimizer, config),
+    ):
+        with pytest.raises(swapper.ConfigError, match=r"left for gradients, and .*\(2 x .*at least (\d+)") as refused:
+            use()
+    assert not hasattr(optimizer, "swapper") and not list(nvme_path.iterdir())
+    least = int(str(refused.value).rsplit(" ", 1)[1])
+    with wrapped(optimizer, make_config(nvme_path, pool_bytes=least)):
+        for _ in range(3):
+            net(next(batches(torch.float32))).backward()
+            optimizer.step()
+
+
+@pytest.mark.parametrize("state", ["none", "cpu"])
+def test_gradients_alone_on_disk(nvme_path: Path, state: str) -> None:
+    with Twin(nvme_path, offload_optimizer={"device": state}) as twin:
+        twin.backward()
+        assert raw_gradient(twin.swapped.long.weight) is None
+        twin.finish()
+        assert twin.swapper.stats().bytes_written == 0 < twin.swapper.stats().gradients.bytes_written
+
+
+def test_the_host_is_said_to_be_the_host_once(nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from swapper import api
+
+    api._said.clear()
+    for _ in range(2):
+        with Twin(nvme_path, offload_gradient={"device": "cpu"}) as twin:
+            assert swapper.of(twin.optimizer).gradients is None
+            twin.backward()
+            assert raw_gradient(twin.swapped.long.weight) is not None
+            twin.finish()
+    assert caplog.text.count("offload_gradient.device: cpu is the same as none") == 1
+
+
+def test_check_counts_gradients(nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    net = make_net()
+    optimizer = adamw(trained(net))
+    without = swapper.check(net, optimizer, make_config(nvme_path, 3, offload_gradient={"device": "none"}))
+    report = swapper.check(net, optimizer, make_config(nvme_path, 3))
+    assert "gradients that are moved away" in capsys.readouterr().out
+    with Twin(nvme_path, 3) as twin:
+        for net_gradient in gradients_of(twin.optimizer)._gradients.values():
+            assert net_gradient.parts
+        parts = [part for known in gradients_of(twin.optimizer)._gradients.values() for part in known.parts]
+        moved = sum(part.length_bytes for part in parts)
+        files = sum(file.stat().st_size for file in nvme_path.rglob("*.safetensors"))
+    assert report.gradient_bytes == moved > 0 == without.gradient_bytes
+    assert report.disk_bytes - without.disk_bytes == moved
+    assert report.disk_bytes == files
+    assert report.step_read_bytes - without.step_read_bytes == 3 * moved
+    assert report.step_written_bytes - without.step_written_bytes == 3 * moved
+    in_memory = sum(p.nbytes for p in trained(net) if p.nbytes >= 16 << 10)
+    assert without.model_bytes - report.model_bytes == in_memory
+    assert report.pool_needed_bytes > without.pool_needed_bytes
+
+
+def test_stats_without_gradients_on_disk(nvme_path: Path) -> None:
+    with Twin(nvme_path, offload_gradient={"device": "none"}) as twin:
+        twin.finish()
+        assert twin.swapper.stats().gradients == Moves()
+
+
+# --- In the pool, as for a model on a GPU ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_that_are_kept_in_the_pool(nvme_path: Path, micro_batches: int) -> None:
+    with Twin(nvme_path, micro_batches, offload_gradient={"device": "none"}) as twin:
+        parts = twin.swapper._plan.gradient_parts()
+        total, _ = gradient_bytes(parts)
+        with BufferPool(total) as pool:
+            kept = GradientSwapper(parts, 99, micro_batches, pool, total, None, lambda: None)
+            twin.swapper.attach(gradients=kept)
+            for step in range(4):
+                for _ in range(micro_batches):
+                    twin.backward()
+                assert raw_gradient(twin.swapped.long.weight) is None
+                if step % 2:
+                    for _ in range(2):
+                        expected = torch.nn.utils.clip_grad_norm_(trained(twin.plain), 0.1)
+                        assert same_bits(twin.swapper.clip_grad_norm_(0.1), expected)
+                if step == 3:
+                    assert_same_gradients(twin.swapped, gradients(twin.plain))
+                twin.step()
+                assert_same(twin.plain, twin.swapped)
+                for optimizer in (twin.reference, twin.optimizer):
+                    optimizer.zero_grad(set_to_none=step != 2)
+            assert kept.metrics.bytes_read == kept.metrics.bytes_written == 0
+            assert 0 < pool.peak_used_bytes <= total
+            twin.swapper.close()
+            assert pool.used_bytes == 0
