@@ -189,6 +189,18 @@ class GradientSwapper:
         """Whether the gradients of `parameter` are looked at when they arrive."""
         return id(parameter) in self._gradients
 
+    def check(self) -> None:
+        """Raise what is known to be wrong with any gradient.
+
+        Raises:
+            SwapError: one was lost.
+            SwapIOError: a write had failed.
+        """
+        for gradient in self._gradients.values():
+            if gradient.place is Place.LOST:
+                self._raise_lost(gradient)
+        self._pipeline.check()
+
     def has(self, parameter: torch.nn.Parameter) -> bool:
         """Whether there is a gradient, in memory or away."""
         return self.is_away(parameter) or raw_gradient(parameter) is not None
@@ -235,6 +247,7 @@ class GradientSwapper:
         clips every step, those of the first step if `norm_type` is not 2. What is away is scaled when it is used.
         """
         self._check_process()
+        self.check()
         with self._lock, torch.no_grad():
             norm_type = float(norm_type)
             self._norm_type, self._clipped = norm_type, True

@@ -224,6 +224,15 @@ class Pipeline:
             if self._store is not None:
                 self._store.check_written()
 
+    def check(self) -> None:
+        """Raise what is known of writes that failed; waits for none.
+
+        Raises:
+            SwapIOError: the first of them.
+        """
+        with self._lock:
+            self._collect()
+
     def recover(self) -> None:
         """Give back what was read or taken and not put; writes go on. For the way out of an exception; never raises.
 
