@@ -27,12 +27,18 @@ OPTIMIZER = PIPELINE | {
 STEPS = {"stepper", "backward_step"}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
-API = OPTIMIZER | STEPS | SWAPPERS | {"evicted", "order", "parameter_records", "checkpoint", "fastsave", "dcp"}
+API = (
+    OPTIMIZER
+    | STEPS
+    | SWAPPERS
+    | {"evicted", "order", "parameter_records", "gradient_records", "checkpoint", "fastsave", "dcp"}
+)
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "layout": {"errors"},
     "metrics": {"errors"},
+    "heap": set(),
     "bounce": {"errors"},
     "handle": BASE | {"_native", "bounce"},
     "gds": HANDLE | {"_native"},
@@ -51,13 +57,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "failure": {"errors", "evicted"},
     "optimizer_state": {"segments", "trial", "buffers", "layout", "errors"},
     "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
-    "stepper": PIPELINE | {"evicted", "optimizer_plan", "segments", "trial"},
+    "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "segments", "trial"},
     "backward_step": {"errors", "evicted", "optimizer_plan", "segments", "stepper"},
     "optimizer": OPTIMIZER | STEPS,
     "evicted": {"errors"},
     "order": set(),
     "parameter_records": {"layout", "codec", "trial"},
-    "gradient": PARAMETERS | {"evicted", "trial"},
+    "gradient_records": {"store", "layout", "errors", "evicted", "trial"},
+    "gradient": PARAMETERS | {"evicted", "gradient_records", "heap"},
     "parameter": PARAMETERS | {"evicted", "order", "parameter_records"},
     "checkpoint": OPTIMIZER | STEPS | SWAPPERS,
     "fastsave": HANDLE | {"buffers"},
