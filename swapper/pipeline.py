@@ -190,6 +190,13 @@ class Pipeline:
                 del self._held[key]
                 held.lease.release()
 
+    def let_go(self, key: RecordKey) -> None:
+        """As `give_back`; nothing if it is not in use, as after a `take` that was cut off."""
+        with self._lock:
+            held = self._held.get(key)
+            if held is not None and held.place is Place.LIVE:
+                self.give_back(key)
+
     def drop_staged(self) -> bool:
         """Give back what was only read ahead. Returns whether that freed anything; False if the pipeline is busy."""
         if not self._lock.acquire(blocking=False):

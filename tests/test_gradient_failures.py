@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import itertools
@@ -272,6 +273,78 @@ def test_ctrl_c_in_a_later_micro_batch_loses_one_gradient_and_says_so(
         recover(twin)
 
 
+def lost_now(p: nn.Parameter) -> bool:
+    """Whether the gradient says so itself; None is none that is lost."""
+    try:
+        if p.grad is not None:
+            p.grad.sum()
+    except SwapError as error:
+        assert "lost when changing it was cut off" in str(error)
+        return True
+    return False
+
+
+def test_ctrl_c_at_every_place_of_a_step_in_backward(nvme_path: Path) -> None:
+    parameters = [nn.Parameter(torch.ones(40_000)) for _ in range(2)]
+    optimizer = torch.optim.SGD(parameters, lr=1.0)
+    state = {"device": "nvme", "step_in_backward": True}
+    config = make_config(nvme_path, 2, bucket_bytes="96KiB", offload_optimizer=state)
+
+    def backward(factor: float) -> None:
+        torch.stack([(p * factor).sum() for p in parameters]).sum().backward()
+
+    with wrapped(optimizer, config):
+        for n in itertools.count():
+            with torch.no_grad():
+                for p in parameters:
+                    p.fill_(1.0)
+            optimizer.load_state_dict(optimizer.state_dict())
+            backward(3.0)
+            interrupted = interrupted_at(n, functools.partial(backward, 2.0), "gradient.py")
+            with contextlib.suppress(SwapError):
+                optimizer.step()
+            # Stepped on was the whole sum, or that of the first backward where the second did not arrive, or nothing.
+            for p in parameters:
+                assert set(p.tolist()) in (({1.0, -4.0}, {1.0}, {-2.0}, {-4.0}) if interrupted else ({-4.0},))
+            swapper.of(optimizer).reset()
+            optimizer.zero_grad()
+            if not interrupted:
+                break
+        assert n > 50
+
+
+OPERATIONS: dict[str, tuple[Callable[[Any, Any], object], set[float]]] = {
+    "read": (lambda p, handle: p.grad.sum(), {3.0}),
+    "held": (lambda p, handle: setattr(p, "grad", p.grad * 2), {3.0, 6.0}),
+    "zero": (lambda p, handle: p.grad.zero_(), {3.0, 0.0}),
+    "clear": (lambda p, handle: setattr(p, "grad", None), {3.0}),
+    "clip": (lambda p, handle: handle.clip_grad_norm_(1.0, 1.0), {3.0, 0.5}),
+}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_ctrl_c_at_every_place_of_what_is_done_to_a_gradient(nvme_path: Path, name: str) -> None:
+    p = nn.Parameter(torch.ones(32_768))
+    optimizer = torch.optim.SGD([p], lr=0.0, momentum=0.9)
+    operation, allowed = OPERATIONS[name]
+    if name == "clip":
+        allowed = {3.0, 3.0 * (1.0 / (3.0 * 32_768 + 1e-6))}
+    with wrapped(optimizer, make_config(nvme_path, bucket_bytes="96KiB")) as handle:
+        for n in itertools.count():
+            (p * 3.0).sum().backward()
+            interrupted = interrupted_at(n, lambda: operation(p, handle), "gradient.py")
+            if not lost_now(p) and p.grad is not None:
+                found = set(p.grad.tolist())
+                assert len(found) == 1 and any(abs(found.copy().pop() - value) < 1e-9 for value in allowed), n
+            else:
+                assert interrupted or name == "clear"
+            optimizer.zero_grad()
+            assert p.grad is None
+            if not interrupted:
+                break
+        assert n > 5
+
+
 @pytest.mark.parametrize("earlier", [0.0, 3.0], ids=["the first", "a later micro-batch"])
 def test_ctrl_c_at_every_place_leaves_no_wrong_gradient(nvme_path: Path, earlier: float) -> None:
     parameters = [nn.Parameter(torch.ones(40_000)) for _ in range(2)]  # Each of several parts.
@@ -296,6 +369,11 @@ def test_ctrl_c_at_every_place_leaves_no_wrong_gradient(nvme_path: Path, earlier
                     continue
                 assert values in (({earlier}, {earlier + 2}) if earlier else (set(), {2.0}))
                 assert interrupted or values == {earlier + 2}
+            if interrupted and all(isinstance(p.grad, torch.Tensor) and not lost_now(p) for p in parameters):
+                before = [set(p.grad.clone().tolist()) for p in parameters]  # type: ignore[union-attr]
+                backward(1.0)
+                for p, values in zip(parameters, before, strict=True):
+                    assert set(p.grad.clone().tolist()) == {value + 1 for value in values}  # type: ignore[union-attr]
             optimizer.zero_grad()
             assert all(p.grad is None and type(p) is nn.Parameter for p in parameters)
             if not interrupted:
@@ -319,6 +397,62 @@ def test_an_exception_in_a_backward_leaves_what_plain_pytorch_leaves(nvme_path: 
                 net(x).backward()
         for hook in hooks:
             hook.remove()
+        assert_same_gradients(twin.swapped, gradients(twin.plain))
+        twin.backward()
+        twin.finish()
+
+
+# --- Several processes, of which this is the only one ---
+
+
+@pytest.fixture
+def group(tmp_path: Path) -> Iterator[None]:
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_where_gradients_are_taken_at_the_end_of_backward(nvme_path: Path) -> None:
+    with Twin(nvme_path, 2) as twin:
+        for _ in range(2):
+            there: list[bool] = []
+            hook = twin.swapped.long.weight.register_post_accumulate_grad_hook(
+                lambda p, there=there: there.append(raw_gradient(p) is not None)  # type: ignore[arg-type, misc]
+            )
+            twin.backward()
+            hook.remove()
+            assert there == [True] and raw_gradient(twin.swapped.long.weight) is None
+        assert_same_gradients(twin.swapped, gradients(twin.plain))
+        twin.backward()
+        held = [net.long.weight.grad for net in twin.nets]
+        twin.backward()
+        assert held[0] is not None and held[1] is not None and torch.equal(held[1], held[0])
+        twin.finish()
+
+
+@pytest.mark.usefixtures("group")
+def test_a_write_that_fails_at_the_end_of_backward(nvme_path: Path, faults: FaultPlan) -> None:
+    with Twin(nvme_path, 2) as twin:
+        twin.backward()
+        twin.swapper.flush()
+        faults.fail_write_at = 2
+        with pytest.raises(SwapIOError):
+            backward_of_swapped(twin)
+            twin.swapper.flush()
+        assert_same(twin.plain, twin.swapped)
+        recover(twin)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_read_that_fails_at_the_start_of_backward(nvme_path: Path, faults: FaultPlan) -> None:
+    with Twin(nvme_path, 2) as twin:
+        twin.backward()
+        twin.swapper.flush()
+        faults.fail_read_at = 2
+        with pytest.raises(SwapIOError):
+            backward_of_swapped(twin)
+        twin.swapped.count = twin.plain.count
         assert_same_gradients(twin.swapped, gradients(twin.plain))
         twin.backward()
         twin.finish()
