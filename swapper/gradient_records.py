@@ -197,7 +197,7 @@ def check_room(parts: Sequence[GradientPart], stored: bool, limit_bytes: int, po
 
 
 def fitting(parts: Sequence[GradientPart], known: Container[int], stored: bool, limit_bytes: int) -> list[GradientPart]:
-    """Those of `parts` whose gradients are taken; if all are too many, not the last of those that are not `known` by `id`."""
+    """Those of `parts` whose gradients are taken. If all are too many, the last not `known` by `id` are not."""
     chosen = [part for part in parts if can_leave(part[1])]
     while chosen and gradient_pool_bytes(chosen, stored) > limit_bytes:
         dropped = next((p for _, p, _, _ in reversed(chosen) if id(p) not in known), chosen[-1][1])
