@@ -3,13 +3,14 @@
 from swapper.api import CheckReport, check, of, offload, unwrap_optimizer, wrap_optimizer
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.optimizer import OptimizerSwapper, Stats
+from swapper.optimizer import Moves, OptimizerSwapper, Stats
 from swapper.parameter import ParameterSwapper
 from swapper.trial import register_elementwise
 
 __all__ = [
     "CheckReport",
     "ConfigError",
+    "Moves",
     "OffloadConfig",
     "OptimizerSwapper",
     "ParameterSwapper",
