@@ -27,10 +27,12 @@ OPTIMIZER = PIPELINE | {
 STEPS = {"stepper", "backward_step"}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
+BUILDING = {"heap", "lasting", "nursery", "weights"}
 API = (
     OPTIMIZER
     | STEPS
     | SWAPPERS
+    | BUILDING
     | {"evicted", "order", "parameter_records", "gradient_records", "checkpoint", "fastsave", "dcp"}
 )
 
@@ -62,11 +64,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backward_step": {"errors", "evicted", "optimizer_plan", "segments", "stepper"},
     "optimizer": OPTIMIZER | STEPS,
     "evicted": {"errors"},
+    "lasting": {"store", "parameter_records"},
     "order": set(),
-    "parameter_records": {"layout", "codec", "trial"},
+    "parameter_records": {"layout", "codec", "trial", "evicted"},
     "gradient_records": {"store", "layout", "errors", "evicted", "trial"},
     "gradient": PARAMETERS | {"evicted", "gradient_records", "heap", "end_of_backward"},
-    "parameter": PARAMETERS | {"evicted", "order", "parameter_records"},
+    "parameter": PARAMETERS | {"evicted", "order", "parameter_records", "lasting"},
+    "nursery": PARAMETERS | {"evicted", "heap", "order", "parameter_records", "parameter"},
+    "weights": HANDLE | {"evicted"},
     "checkpoint": OPTIMIZER | STEPS | SWAPPERS,
     "fastsave": HANDLE | {"buffers"},
     "dcp": HANDLE | {"buffers", "fastsave"},
@@ -86,6 +91,7 @@ TYPES_ONLY = {("store", "buffers")}
 OTHER_PACKAGES = {
     "config": {"pydantic", "pydantic_core", "yaml"},
     "stepper": {"tqdm"},
+    "weights": {"tqdm"},
     "cli": {"typer", "rich", "yaml", "matplotlib"},
 }
 """What may be imported besides torch and the standard library."""
