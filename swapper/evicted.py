@@ -220,6 +220,8 @@ class EvictedParameter(GradientAwayParameter):
                 return func(like, *args[1:], **kwargs)
         if func is torch.autograd.grad:
             return _grad(*args, **kwargs)
+        if func is torch.autograd.backward and not any(home_of(root) for root in args[0]):
+            return _backward(*args, **kwargs)
         if func is torch.Tensor.detach:
             caller = sys._getframe(1).f_code
             if caller is _MAKES_PARAMETERS:
@@ -533,6 +535,13 @@ def _grad(outputs: Any, inputs: Sequence[Any], *, materialize_grads: bool = Fals
     if not materialize_grads:
         return gradients
     return tuple(torch.zeros_like(p) if g is None else g for p, g in zip(inputs, gradients, strict=True))
+
+
+def _backward(tensors: Sequence[Any], *, inputs: Sequence[Any], **options: Any) -> None:
+    """`torch.autograd.backward` into parameters some of which are away. See `_grad`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        edges = [get_gradient_edge(p) if isinstance(p, torch.Tensor) else p for p in inputs]
+    torch.autograd.backward(tensors, inputs=edges, **options)
 
 
 def refuse_copy() -> NoReturn:
