@@ -129,6 +129,7 @@ class Pipeline:
                 lease = self._acquire(length_bytes)
                 if self._store is None or self._store.stored_bytes(key) == 0:
                     self._held[key] = _Held(lease, Place.LIVE, empty=True)
+                    self._metrics.begin_use(key)
                     return lease, False
                 held = self._read(key, lease)
             assert held.place is not Place.LIVE, f"{key} is in use already"
@@ -148,6 +149,7 @@ class Pipeline:
                     raise
                 held.lease.transfer = None
             held.place, held.writing = Place.LIVE, False
+            self._metrics.begin_use(key)
             return held.lease, True
 
     def put(self, key: RecordKey, length_bytes: int) -> None:
@@ -160,14 +162,14 @@ class Pipeline:
             held = self._held[key]
             assert held.place is Place.LIVE, f"{key} is not in use"
             held.empty = False
+            self._metrics.end_use(key)
             if self._store is None:
                 held.place = Place.KEPT
                 return
             held.lease.transfer = self._store.write(key, held.lease, length_bytes)
             held.writing = True
             held.place = Place.KEPT if key in self._resident else Place.LEAVING
-            self._metrics.writes += 1
-            self._metrics.bytes_written += length_bytes
+            self._metrics.count_write(key, length_bytes, held.lease.transfer)
             self._collect()
 
     def give_back(self, key: RecordKey) -> None:
@@ -175,6 +177,7 @@ class Pipeline:
         with self._lock:
             held = self._held[key]
             assert held.place is Place.LIVE, f"{key} is not in use"
+            self._metrics.end_use(key)
             if not held.empty and (self._store is None or key in self._resident):
                 held.place = Place.KEPT
             else:
@@ -225,6 +228,7 @@ class Pipeline:
             for key, held in list(self._held.items()):
                 if held.place is not Place.LIVE:
                     continue
+                self._metrics.end_use(key)
                 if self._store is None and not held.empty:
                     held.place = Place.KEPT
                 else:
@@ -241,6 +245,7 @@ class Pipeline:
                         held.lease.transfer.wait()
                 del self._held[key]
                 held.lease.release()
+                self._metrics.end_use(key)
             if self._store is not None:
                 self._store.discard(key)
 
@@ -255,8 +260,7 @@ class Pipeline:
         assert self._store is not None
         held = _Held(lease, Place.ARRIVING)
         lease.transfer = self._store.read(key, lease)
-        self._metrics.reads += 1
-        self._metrics.bytes_read += self._store.stored_bytes(key)
+        self._metrics.count_read(key, self._store.stored_bytes(key), lease.transfer)
         self._held[key] = held
         return held
 
@@ -314,7 +318,8 @@ class Pipeline:
                 continue
             self.drop_staged()
             if not any(held.place is Place.LEAVING for held in self._held.values()):
-                return self._pool.acquire(length_bytes)
+                with self._metrics.span("swapper.wait_pool"):
+                    return self._pool.acquire(length_bytes)
         return lease
 
     def _wait_for_write(self) -> bool:
