@@ -282,17 +282,16 @@ class BufferPool:
         return lease
 
     def acquire(self, length_bytes: int) -> Lease:
-        """Lease memory: free memory first, then what reclaimers drop, then what transfers in flight will free.
+        """Lease memory: free memory first, then what transfers in flight will free, then what reclaimers drop.
 
-        Waits for such transfers only. Errors as for `try_acquire`, and:
+        Waits for transfers only. Errors as for `try_acquire`, and:
 
         Raises:
             PoolExhausted: what is held by leases leaves too little; the message has the sum.
         """
         lease = self.try_acquire(length_bytes)
-        while lease is None and self._reclaim():
-            lease = self.try_acquire(length_bytes)
-        while lease is None and self._wait_for_one():
+        # What was dropped while it was being read is waited for before more is dropped: that would be read again.
+        while lease is None and (self._wait_for_one() or self._reclaim()):
             lease = self.try_acquire(length_bytes)
         if lease is None:
             lease = self.try_acquire(length_bytes)  # Another thread may have given back since.

@@ -14,7 +14,16 @@ PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 BASE = {"errors", "layout", "metrics"}
 HANDLE = BASE | {"bounce", "handle"}
 PIPELINE = HANDLE | {"transfers", "buffers", "runs", "speed", "store", "codec", "schedule", "pipeline"}
-OPTIMIZER = PIPELINE | {"config", "trial", "segments", "failure", "optimizer_plan", "optimizer_state", "evicted"}
+OPTIMIZER = PIPELINE | {
+    "config",
+    "trial",
+    "segments",
+    "failure",
+    "optimizer_plan",
+    "optimizer_state",
+    "evicted",
+    "stepper",
+}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
 API = OPTIMIZER | SWAPPERS | {"evicted", "order", "parameter_records", "checkpoint", "fastsave", "dcp"}
@@ -38,9 +47,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deepspeed": {"errors"},
     "trial": {"errors", "layout"},
     "segments": {"trial", "pipeline", "store", "buffers", "codec", "layout"},
-    "failure": {"errors"},
+    "failure": {"errors", "evicted"},
     "optimizer_state": {"segments", "trial", "buffers", "layout", "errors"},
     "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
+    "stepper": PIPELINE | {"evicted", "optimizer_plan", "segments", "trial"},
     "optimizer": OPTIMIZER,
     "evicted": {"errors"},
     "order": set(),
@@ -65,7 +75,7 @@ TYPES_ONLY = {("store", "buffers")}
 
 OTHER_PACKAGES = {
     "config": {"pydantic", "pydantic_core", "yaml"},
-    "optimizer": {"tqdm"},
+    "stepper": {"tqdm"},
     "cli": {"typer", "rich", "yaml", "matplotlib"},
 }
 """What may be imported besides torch and the standard library."""
