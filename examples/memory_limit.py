@@ -1,4 +1,4 @@
-"""Run a command that may have so much memory and no more: in a cgroup where that is allowed, else under a resource limit.
+"""Run a command with a hard limit of memory: in a cgroup where that is allowed, else under a resource limit.
 
 A cgroup counts all memory of the command: its own, shared, and the page cache that it fills. Beyond the limit the
 kernel ends it. Where no cgroup can be made, `RLIMIT_DATA` bounds the private writable memory of each process of the
