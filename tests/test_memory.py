@@ -46,7 +46,7 @@ def test_a_state_dict_costs_disk_and_not_memory(nvme_path: Path) -> None:
     program = f"""
 import sys, torch, swapper
 sys.path.insert(0, {str(BENCHMARK.parent)!r})
-from memory import Peak
+from peak import Peak
 p = torch.nn.Parameter(torch.zeros(30_000_000))
 config = swapper.OffloadConfig(nvme_path={str(nvme_path)!r}, pool_bytes="16MiB", offload_optimizer={{"device": "nvme"}})
 optimizer = swapper.wrap_optimizer(torch.optim.AdamW([p]), config)
