@@ -9,6 +9,7 @@ times of the steps and the peak memory as JSON, in the last line.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import sys
@@ -31,19 +32,14 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--recompute", action="store_true")
     parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--port", type=int, default=29511, help="free on this machine")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     # One process, which is all of a group.
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "localhost",
-        "DS_ACCELERATOR": "cpu",
-    }
-    os.environ.setdefault("MASTER_PORT", "29511")
-    import deepspeed
+    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    os.environ |= {"MASTER_PORT": str(arguments.port), "DS_ACCELERATOR": "cpu"}
+    deepspeed: Any = importlib.import_module("deepspeed")  # After its environment is set.
 
     settings = make_settings(arguments.nvme_path)
     torch.manual_seed(0)
@@ -81,7 +77,7 @@ def train_one(engine: Any, vocab_size: int, context: int, number: int) -> dict[s
 
 
 def make_settings(nvme_path: Path) -> dict[str, Any]:
-    """As its documentation has them for NVMe; `buffer_count` and sizes such that it runs, and in no more than it needs."""
+    """As its documentation has them for NVMe; its buffers such that it runs, with pipelining, in what it needs."""
     return {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,

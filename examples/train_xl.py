@@ -32,6 +32,7 @@ from timeline import PHASES, draw, share_out, sketch
 
 import swapper
 from swapper.metrics import Timeline, TimelineEvent
+from swapper.runs import remove_stale_runs
 
 _CONFIG = Path(__file__).resolve().parents[1] / "config" / "everything_nvme.yaml"
 _NAMES = {"forward": "  forward", "backward": "  backward", "step": "  optimizer.step()"}
@@ -266,6 +267,8 @@ def run_limited(arguments: Arguments) -> int:
     with limit_memory(limit_bytes, by=arguments.limit_by) as limit:
         console.print(f"Limit of memory: {limit.how}" + (f" ({limit.why_not})" if limit.why_not else ""))
         outcome = limit.run([sys.executable, __file__, *sys.argv[1:], "--inside"])
+    for path in config.nvme_paths:
+        remove_stale_runs(path)  # If the kernel ended it: what was on the drive is of no use to anyone.
     if outcome.over_limit:
         raise swapper.SwapError(
             f"the kernel ended the training, which wanted more than {_gb(limit_bytes)}; allow more by --memory-limit, "
