@@ -25,7 +25,7 @@ from swapper.optimizer_plan import OptimizerPlan
 from swapper.parameter import ParameterSwapper
 from swapper.parameter_records import plan_parameter_records
 from swapper.runs import check_nvme_paths, file_systems
-from swapper.schedule import format_bytes
+from swapper.schedule import IN_FLIGHT, format_bytes
 from swapper.segments import Bucket
 from swapper.speed import measure_speeds
 from swapper.store import TensorStore
@@ -78,7 +78,8 @@ def _wrap(
         raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
     device = settings.offload_optimizer.device
     refuse_unsupported(optimizer)
-    asks_more = settings.offload_optimizer.master_weights or settings.offload_gradient.device == "nvme"
+    asked = settings.offload_optimizer
+    asks_more = asked.master_weights or asked.step_in_backward or settings.offload_gradient.device == "nvme"
     if device == "none" and not asks_more:
         UnswappedOptimizer(optimizer)
         return optimizer
@@ -149,9 +150,13 @@ def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple
 def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConfig) -> None:
     """Gradients and parameters, after the optimizer's state."""
     swapper = of(optimizer)
-    budget_bytes = settings.pool_bytes
+    gradients: GradientSwapper | None = None
+    parameters: ParameterSwapper | None = None
+    free_bytes, record_bytes = settings.pool_bytes, 0
     if settings.offload_optimizer.device == "nvme":  # Else it takes nothing from this pool.
-        budget_bytes -= swapper._plan.schedule(settings.pool_bytes).pool_bytes
+        schedule = swapper._plan.schedule(settings.pool_bytes)
+        free_bytes -= schedule.pool_bytes
+        record_bytes = schedule.largest_bytes
     if settings.offload_gradient.device == "nvme":
         shared = _Shared.of(settings, False)
         gradients = GradientSwapper(
@@ -162,7 +167,9 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
             shared.store,
         )
         swapper.attach(gradients=gradients)
-        budget_bytes -= 3 * gradients.largest_bytes
+        if swapper.backward_steps is not None:
+            gradients.deliver_to(swapper.backward_steps)
+        free_bytes -= IN_FLIGHT * gradients.largest_bytes
 
         def zero_grad(set_to_none: bool = True) -> None:
             gradients.clear()
@@ -174,13 +181,19 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
         release = shared.hold(0)
         try:
             parameters = ParameterSwapper(
-                model, next(_owners), settings.bucket_bytes, budget_bytes, shared.pool, shared.store, release
+                model, next(_owners), settings.bucket_bytes, free_bytes, shared.pool, shared.store, release
             )
         except BaseException:
             release()
             raise
         swapper.attach(parameters=parameters)
         object.__setattr__(model, "swapper", parameters)
+        free_bytes -= min(free_bytes, parameters.length_bytes)
+    # Beside what each needs at least. Of the three in flight one is in use.
+    if settings.offload_optimizer.device == "nvme":
+        swapper.share_pool((IN_FLIGHT - 1) * record_bytes + free_bytes // 2)
+    if gradients is not None:
+        gradients.share_pool((IN_FLIGHT - 1) * gradients.largest_bytes + free_bytes // 2)
 
 
 def _check_can_be_offloaded(model: torch.nn.Module) -> None:

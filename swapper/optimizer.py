@@ -21,8 +21,9 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch.optim import Optimizer
 
+from swapper.backward_step import CANNOT_GO_WITH, BackwardSteps
 from swapper.buffers import BufferPool
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.evicted import raw_gradient
 from swapper.failure import Failure, versions
 from swapper.layout import ALIGNMENT_BYTES
@@ -134,8 +135,11 @@ class OptimizerSwapper:
         self._later_pools: list[BufferPool] = []
         self._gradient_hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._advised = False
+        self._backward: BackwardSteps | None = None
         kept: dict[Any, Any] = {}
         try:
+            if plan.step_in_backward:
+                self._backward = BackwardSteps(optimizer, plan, self._stepper, self._prepare_step, self._fail)
             self._add_buckets(plan.buckets)
             self._reconcile(optimizer)
             existing = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if optimizer.state.get(p)}
@@ -218,6 +222,10 @@ class OptimizerSwapper:
             The total norm before clipping, a scalar.
         """
         self._check_open()
+        if self._backward is not None:
+            raise ConfigError(
+                f"{CANNOT_GO_WITH} clipping by a global norm, which is known only when all gradients have arrived"
+            )
         parameters = list(parameters_of(self._optimizer()))
         if self.gradients is not None:
             return self.gradients.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
@@ -247,8 +255,7 @@ class OptimizerSwapper:
             self._forget_state()
         optimizer.state.clear()
         self._state = optimizer.state
-        if self._failure is not None:
-            self._failure.state_loaded = True
+        self._made_anew()
 
     def unwrap(self) -> None:
         """Bring all state back to `optimizer.state` and undo what wrapping did. See `swapper.unwrap_optimizer`."""
@@ -284,6 +291,15 @@ class OptimizerSwapper:
         """Step parameters, or with gradients, that are on disk too. What is None stays as it was."""
         self.parameters = self._stepper.parameters = parameters or self.parameters
         self.gradients = self._stepper.gradients = gradients or self.gradients
+
+    def share_pool(self, read_ahead_bytes: int) -> None:
+        """Others need the pool too: read at most `read_ahead_bytes` ahead."""
+        self._pipeline.read_ahead_bytes = read_ahead_bytes
+
+    @property
+    def backward_steps(self) -> BackwardSteps | None:
+        """What steps buckets in backward, if that is asked for."""
+        return self._backward
 
     # --- Conversion of the user's object ---------------------------------------------------------------------------
 
@@ -347,6 +363,8 @@ class OptimizerSwapper:
     def _check_usable(self, operation: str) -> None:
         self._check_open()
         self._note_cut_off(self._optimizer())
+        if self._backward is not None and self._backward.under_way and operation != "step":
+            raise SwapError(f"{operation} is refused: parameters were stepped in backward; call step() first")
         if self._failure is not None:
             self._failure.check(operation)
             self._failure = None
@@ -359,9 +377,11 @@ class OptimizerSwapper:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._backward is not None:
+            self._backward.check_options(optimizer)
         self._check_state(optimizer)
         self._reconcile(optimizer)
-        work = self._stepper.work_on(self._plan.buckets)
+        work = self._stepper.work_on(self._plan.buckets if self._backward is None else self._backward.left())
         show = self.metrics.steps == 0 and self._plan.stored_bytes >= _SHOW_PROGRESS_BYTES
         waited_s = self.metrics.wait_read_s + self.metrics.wait_write_s
         before_s = self.metrics.step_s
@@ -369,9 +389,9 @@ class OptimizerSwapper:
             try:
                 self._stepper.run(optimizer, work, show)
             except BaseException as error:
-                self._fail(optimizer, error)
+                self._fail(error)
                 raise
-            self._drop_window()
+            self._end_window()
         self.metrics.steps += 1
         waited_s = self.metrics.wait_read_s + self.metrics.wait_write_s - waited_s
         self._advise(waited_s, self.metrics.step_s - before_s)
@@ -483,10 +503,17 @@ class OptimizerSwapper:
             took_s,
         )
 
-    def _fail(self, optimizer: Optimizer, error: BaseException) -> None:
+    def _prepare_step(self) -> None:
+        """Before the first bucket that is stepped in backward: what `_step` does before it."""
+        optimizer = self._optimizer()
+        self._check_usable("step")
+        self._check_state(optimizer)
+        self._reconcile(optimizer)
+
+    def _fail(self, error: BaseException) -> None:
         """Note what a step that raised has left behind."""
         done = self._stepper.done
-        self._note_cut_off(optimizer, error)
+        self._note_cut_off(self._optimizer(), error)
         self._stepper.abandon()
         self._drop_window()
         if isinstance(error, SwapIOError):
@@ -494,14 +521,14 @@ class OptimizerSwapper:
 
     def _note_cut_off(self, optimizer: Optimizer, error: BaseException | None = None) -> None:
         """Remember a step that ended in the middle. Without `error`: one that even `_fail` was cut off in."""
-        if not self._stepper.entered:
-            return
         stepper = self._stepper
+        if not stepper.stepping and not (error and stepper.entered):
+            return
         stepper.widen(optimizer)
         what = f"step {self.metrics.steps} failed after {stepper.done} of {len(self._plan.buckets)} buckets"
         parameters = [segment.parameter for bucket in stepper.entered for segment in bucket.segments]
         self._failure = Failure(what, error or KeyboardInterrupt(), versions(parameters))
-        stepper.entered, stepper.done = [], 0
+        stepper.entered, stepper.done, stepper.stepping = [], 0, False
         if error is None:
             stepper.abandon()
 
@@ -525,11 +552,17 @@ class OptimizerSwapper:
         self._read_ahead = False
         self._arrived.clear()
 
+    def _end_window(self) -> None:
+        self._drop_window()
+        if self._backward is not None:
+            self._backward.finish()
+            self._wish([bucket for bucket in self._backward.expected() if bucket.length_bytes])
+
     # --- Read-ahead ------------------------------------------------------------------------------------------------
 
     def _watch_gradients(self, optimizer: Optimizer) -> None:
         """Start reading when the first gradient arrives; with accumulation, the first of the last micro-batch."""
-        if self._store is None:
+        if self._store is None and self._backward is None:
             return
         self_ref = weakref.ref(self)
 
@@ -543,16 +576,28 @@ class OptimizerSwapper:
                 self._gradient_hooks[id(p)] = p.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, p: torch.Tensor) -> None:
-        if self._read_ahead or self._closed or self._failure is not None or os.getpid() != self._pid:
+        if self._closed or self._failure is not None or os.getpid() != self._pid:
+            return
+        if self._backward is not None:
+            assert isinstance(p, torch.nn.Parameter)
+            if self.gradients is None or not self.gradients.watches(p):  # Else it will say when they are complete.
+                self._backward.arrived(p)
+            return
+        if self._read_ahead:
             return
         with self._window_lock:
             arrived = self._arrived[id(p)] = self._arrived.get(id(p), 0) + 1
             if self._read_ahead or arrived < self._plan.gradient_accumulation_steps:
                 return
             self._read_ahead = True
+        self._wish([bucket for bucket in self._plan.buckets if bucket.length_bytes], scratch=True)
+
+    def _wish(self, buckets: Sequence[Bucket], *, scratch: bool = False) -> None:
+        """Start reading `buckets` as far as there is room."""
         try:
-            self._stepper.hold_scratch()
-            self._stepper.stage_ahead([(bucket, []) for bucket in self._plan.buckets if bucket.length_bytes], 0)
+            if scratch:
+                self._stepper.hold_scratch()
+            self._stepper.stage_ahead([(bucket, []) for bucket in buckets], 0)
         except SwapError:
             # Read-ahead is a wish. What is wrong with it (a full pool, a failed write) comes up again in `step`.
             log.debug("no read-ahead", exc_info=True)
@@ -587,6 +632,11 @@ class OptimizerSwapper:
             raise
         # Only now: until then `optimizer.state`, which torch has replaced, says that the state does not belong to it.
         self._state = optimizer.state
+        self._made_anew()
+
+    def _made_anew(self) -> None:
+        if self._backward is not None:
+            self._backward.forget()
         if self._failure is not None:
             self._failure.state_loaded = True
 
@@ -687,9 +737,12 @@ class OptimizerSwapper:
         for hook in self._gradient_hooks.values():
             hook.remove()
         self._gradient_hooks.clear()
+        if self._backward is not None:
+            self._backward.forget()
         if os.getpid() != self._pid:
             self._released = True
             return
+        self._stepper.abandon()
         try:
             self._pipeline.drain()
         finally:
@@ -719,6 +772,7 @@ class UnswappedOptimizer(OptimizerSwapper):
         self._closed = False
         self._pid = os.getpid()
         self._failure = None
+        self._backward = None
         self.parameters = self.gradients = None
         self._counting = optimizer.register_step_post_hook(self._count)
         self.metrics = Metrics()

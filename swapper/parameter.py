@@ -253,6 +253,11 @@ class ParameterSwapper:
             raise
         self._finalizer = weakref.finalize(self, _finalize, self._all, self._dropped, store, release, self._pid)
 
+    @property
+    def length_bytes(self) -> int:
+        """What all records together take in the pool."""
+        return sum(held.plan.length_bytes for held in self._all)
+
     # --- What users call -------------------------------------------------------------------------------------------
 
     def flush(self) -> None:
@@ -442,6 +447,8 @@ class ParameterSwapper:
             raise
 
     def _detach_all(self, records: Sequence[_Held]) -> None:
+        if self._closed:
+            return
         with self._lock, contextlib.ExitStack() as all_of_them:
             for held in records:
                 all_of_them.callback(self._let_go, held)

@@ -70,6 +70,9 @@ class SwappedGradients(Protocol):
     def taken(self, parameter: torch.nn.Parameter, start: int) -> AbstractContextManager[torch.Tensor]:
         """Within it that part is there: 1-D, in memory order."""
 
+    def watches(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether its gradients are looked at when they arrive."""
+
     def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """Forget the gradients that are on disk."""
 
@@ -98,6 +101,7 @@ class Stepper:
         group_of: by the `id` of a parameter, the number of its group.
         entered: the buckets that the step that is being made, or was cut off, has touched.
         done: how many of them are finished.
+        stepping: a bucket is being stepped, or its step was cut off.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class Stepper:
         self.group_of: dict[int, int] = {}
         self.entered: list[Bucket] = []
         self.done = 0
+        self.stepping = False
         self._class_step = class_step
         self._plan = plan
         self._pool_bytes = pool_bytes
@@ -148,7 +153,9 @@ class Stepper:
         """
         self.hold_scratch()
         self._copies.begin()
-        self._present = self._bring(work, 0)
+        present = self._bring(work, 0)
+        self._present.close()
+        self._present = present
         pending = self._fetch(work, 0)
         for i, (bucket, _) in enumerate(progress(work, "writing optimizer state", show)):
             assert pending is not None
@@ -177,6 +184,7 @@ class Stepper:
         fetched = self._fetch([item], 0)
         assert fetched is not None
         self._step_bucket(optimizer, item[0], *fetched)
+        self.stepping = False
 
     def finish(self, optimizer: Optimizer) -> None:
         """End the step: apply what the class changed in its groups, give scratch back."""
@@ -195,8 +203,7 @@ class Stepper:
                 else:
                     group[key] = value
         self._changes = {}
-        self.entered = []
-        self.done = 0
+        self.entered, self.done, self.stepping = [], 0, False
 
     def abandon(self) -> None:
         """After an exception: give back everything that a step holds. What was entered is for the caller to note."""
@@ -357,6 +364,7 @@ class Stepper:
         lease = self.take(bucket)
         states = bucket.open(opened, lease, scratch)
         self.entered.append(bucket)
+        self.stepping = True
         self._call_class(optimizer, opened, states)
         self._close_bucket(bucket, opened, states, lease)
         self.done += 1

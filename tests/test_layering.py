@@ -24,9 +24,10 @@ OPTIMIZER = PIPELINE | {
     "evicted",
     "stepper",
 }
+STEPS = {"stepper", "backward_step"}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
-API = OPTIMIZER | SWAPPERS | {"evicted", "order", "parameter_records", "checkpoint", "fastsave", "dcp"}
+API = OPTIMIZER | STEPS | SWAPPERS | {"evicted", "order", "parameter_records", "checkpoint", "fastsave", "dcp"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -51,13 +52,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer_state": {"segments", "trial", "buffers", "layout", "errors"},
     "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
     "stepper": PIPELINE | {"evicted", "optimizer_plan", "segments", "trial"},
-    "optimizer": OPTIMIZER,
+    "backward_step": {"errors", "evicted", "optimizer_plan", "segments", "stepper"},
+    "optimizer": OPTIMIZER | STEPS,
     "evicted": {"errors"},
     "order": set(),
     "parameter_records": {"layout", "codec", "trial"},
     "gradient": PARAMETERS | {"evicted", "trial"},
     "parameter": PARAMETERS | {"evicted", "order", "parameter_records"},
-    "checkpoint": OPTIMIZER | SWAPPERS,
+    "checkpoint": OPTIMIZER | STEPS | SWAPPERS,
     "fastsave": HANDLE | {"buffers"},
     "dcp": HANDLE | {"buffers", "fastsave"},
     "api": API,
