@@ -6,7 +6,8 @@ import itertools
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -20,6 +21,7 @@ from swapper.errors import ConfigError, SwapError
 from swapper.gradient import GradientPart, GradientSwapper
 from swapper.handle import AsyncIOHandle
 from swapper.layout import PAGE_BYTES
+from swapper.nursery import Nursery
 from swapper.optimizer import OptimizerSwapper, UnswappedOptimizer
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.parameter import ParameterSwapper
@@ -158,10 +160,53 @@ def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple
             if isinstance(swapper, OptimizerSwapper):
                 swapper.unwrap()
             raise
+        weakref.finalize(parameters, shared.hold(0))
         if isinstance(swapper, OptimizerSwapper):
             swapper.parameters = parameters
         object.__setattr__(model, "swapper", parameters)
     return model, optimizer
+
+
+@contextmanager
+def init(config: ConfigLike) -> Iterator[None]:
+    """Build a model that does not fit in memory: `with swapper.init(config): model = GPT(...)`.
+
+    Each parameter of 16 KiB or more goes to the drive as soon as its module is registered in its parent, or sooner if
+    more than `bucket_bytes` of parameters wait for that. What the constructor does with one afterwards (another
+    initialisation, `self.apply(...)`, tied weights, a conversion) stages it. So the model has the bits it would have
+    without this. The random numbers are drawn in the same order.
+
+    Give the model to `swapper.offload` afterwards: it takes the parameters over. One that is never given to it works
+    as it is, slowly. The files go when the model dies.
+
+    Args:
+        config: `offload_param.device` must be nvme. With the same `OffloadConfig` object `offload` shares the pool,
+            engines and run directory; with another one the pools of both exist until it is done.
+
+    Raises:
+        ConfigError: the pool is too small for one of the parameters, or nothing is to go to a drive.
+        SwapError: used within itself.
+        SwapIOError: the drive failed, or has too little free space.
+    """
+    with _nursery(_as_config(config)).building():
+        yield
+
+
+def _nursery(settings: OffloadConfig) -> Nursery:
+    if settings.offload_param.device != "nvme":
+        raise ConfigError(
+            f"offload_param.device: {settings.offload_param.device} leaves parameters in memory; set it to nvme, or "
+            "build the model without swapper"
+        )
+    shared = _Shared.of(settings, False)
+    release = shared.hold(0)
+    try:
+        return Nursery(
+            next(_owners), settings.bucket_bytes, settings.pool_bytes, shared.pool, shared.store, release
+        )
+    except BaseException:
+        release()
+        raise
 
 
 def gradient_parts(buckets: Iterable[Bucket]) -> list[tuple[torch.nn.Parameter, list[GradientPart]]]:

@@ -7,10 +7,11 @@ happened, everything else waits until the values are there and then runs on them
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn, Protocol
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import get_gradient_edge
@@ -27,6 +28,7 @@ __all__ = [
     "evict",
     "gradient_lent",
     "home_of",
+    "make_ordinary",
     "raw_gradient",
     "restore",
     "set_gradient_home",
@@ -40,6 +42,11 @@ _GRADIENT = "_swapper_gradient_home"
 """Name of the attribute of a parameter that says where its gradient is, while that is away."""
 
 
+_TensorT = TypeVar("_TensorT", bound=torch.Tensor)
+
+_MAKES_PARAMETERS = torch.nn.Parameter.__new__.__code__
+
+
 class Home(Protocol):
     """Where the values of one parameter come from."""
 
@@ -47,8 +54,30 @@ class Home(Protocol):
     def stride(self) -> tuple[int, ...]:
         """Of the parameter when its values are there."""
 
+    @property
+    def owner(self) -> object:
+        """Those of one owner are present together. Hashable."""
+
+    @property
+    def temporary(self) -> bool:
+        """Whether another home may take the parameter over."""
+
+    @property
+    def viewed(self) -> bool:
+        """Whether tensors that are not ours share the memory of the values."""
+
     def present(self, homes: Iterable[Home]) -> AbstractContextManager[None]:
-        """Within it the values of the parameters of `homes` are there, this one's among them."""
+        """Within it the values of the parameters of `homes`, all of this owner, are there, this one's among them."""
+
+    def surrender(self, parameter: torch.nn.Parameter) -> None:
+        """Another home has the values of `parameter` now. Only if `temporary`."""
+
+    def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """What `copy.deepcopy` of the parameter gives.
+
+        Raises:
+            SwapError: it cannot be copied.
+        """
 
 
 class GradientHome(Protocol):
@@ -137,18 +166,54 @@ class EvictedParameter(GradientAwayParameter):
                 return func(like, *args[1:], **kwargs)
         if func is torch.autograd.grad:
             return _grad(*args, **kwargs)
+        if func is torch.Tensor.detach and sys._getframe(1).f_code is _MAKES_PARAMETERS:
+            return cls._in_memory(args[0])
         homes = [home for item in tree_iter((args, kwargs)) if (home := home_of(item)) is not None]
         if not homes:  # `func` is about the class, not about one of its parameters.
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        with homes[0].present(homes), torch._C.DisableTorchFunctionSubclass():
+        with _present(homes), torch._C.DisableTorchFunctionSubclass():
             return func(*args, **kwargs)
 
+    @classmethod
+    def _in_memory(cls, parameter: torch.Tensor) -> torch.Tensor:
+        """What `torch.nn.Parameter(parameter)` makes its result of: shares memory, and must be of the same class."""
+        home = home_of(parameter)
+        with _present([] if home is None else [home]), torch._C.DisableTorchFunctionSubclass():
+            return parameter.detach().as_subclass(cls)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As `torch.Tensor.set_`, which does not ask `__torch_function__`."""
+        return self.__torch_function__(torch.Tensor.set_, (), (self, *args), kwargs)
+
+    def as_subclass(self, cls: type[_TensorT]) -> _TensorT:
+        """As `torch.Tensor.as_subclass`, which does not ask `__torch_function__`."""
+        made: _TensorT = self.__torch_function__(torch.Tensor.as_subclass, (), (self, cls))
+        return made
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        refuse_copy()
+        home = home_of(self)
+        if home is None:
+            refuse_copy()
+        return home.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()
+
+
+def _present(homes: Sequence[Home]) -> AbstractContextManager[object]:
+    """Within it the values of the parameters of `homes` are there, whosever they are."""
+    if not homes:
+        return nullcontext()
+    by_owner: dict[object, list[Home]] = {}
+    for home in homes:
+        by_owner.setdefault(home.owner, []).append(home)
+    if len(by_owner) == 1:
+        return homes[0].present(homes)
+    with ExitStack() as stack:
+        for together in by_owner.values():
+            stack.enter_context(together[0].present(together))
+        return stack.pop_all()
 
 
 def _grad(outputs: Any, inputs: Sequence[Any], *, materialize_grads: bool = False, **options: Any) -> Any:
@@ -186,6 +251,8 @@ def evict(parameter: torch.nn.Parameter, home: Home) -> None:
     parameter.__dict__[_ATTRIBUTE] = home
     with torch.inference_mode(False):  # Else the parameter would be one of that mode, and be of no use after it.
         hollow = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    if type(parameter) is EvictedParameter:  # From another home: this is no use of its values.
+        _set_class(parameter, torch.nn.Parameter)
     parameter.data = hollow
     parameter.__class__ = EvictedParameter
 
@@ -198,6 +265,12 @@ def restore(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
 
 def _set_class(parameter: torch.nn.Parameter, of: type[torch.nn.Parameter]) -> None:
     parameter.__class__ = of
+
+
+def make_ordinary(parameter: torch.nn.Parameter) -> None:
+    """Give one that `torch.nn.Parameter(...)` made of an evicted one the class that it should have."""
+    if type(parameter) is EvictedParameter and home_of(parameter) is None:
+        _set_class(parameter, torch.nn.Parameter)
 
 
 def raw_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:

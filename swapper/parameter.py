@@ -50,6 +50,8 @@ class _State(enum.Enum):
     """Being read into its buffer."""
     HERE = enum.auto()
     """In its buffer, as stored or newer; perhaps being written from there."""
+    GONE = enum.auto()
+    """Nowhere: it was given up."""
 
 
 @dataclass(eq=False, slots=True)
@@ -94,6 +96,30 @@ class _PlaceHome:
     def stride(self) -> tuple[int, ...]:
         return self.place.stride
 
+    @property
+    def owner(self) -> object:
+        return self.swapper
+
+    @property
+    def temporary(self) -> bool:
+        swapper = self.swapper()
+        return swapper is not None and swapper.temporary
+
+    @property
+    def viewed(self) -> bool:
+        return self.held.foreign_uses()
+
+    def surrender(self, parameter: torch.nn.Parameter) -> None:
+        swapper = self.swapper()
+        assert swapper is not None
+        swapper._surrender(self.held, parameter)
+
+    def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        swapper = self.swapper()
+        if swapper is None:
+            refuse_copy()
+        return swapper._deepcopy(parameter, memo)
+
     def present(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
         swapper = self.swapper()
         if swapper is None:
@@ -106,13 +132,13 @@ class _ForwardHooks:
 
     def __init__(self, swapper: ParameterSwapper, records: list[_Held]) -> None:
         self._swapper = weakref.ref(swapper)
-        self._records = records
+        self.records = records
 
     def before(self, module: torch.nn.Module, args: Any) -> None:
         if (swapper := self._swapper()) is not None:
             # In training this class leaves its parameters to the modules that own them.
             alone = module.training and isinstance(module, torch.nn.TransformerEncoderLayer)
-            swapper._enter(module, [] if alone else self._records)
+            swapper._enter(module, [] if alone else self.records)
 
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         if (swapper := self._swapper()) is not None:
@@ -197,6 +223,9 @@ class ParameterSwapper:
         SwapIOError: the records could not be written. The model is as it was.
     """
 
+    temporary = False
+    """Whether another swapper may take parameters over; see `swapper.nursery`."""
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -232,12 +261,14 @@ class ParameterSwapper:
         self._awaiting: list[_Held] = []  # attached until their gradient is accumulated
         self._model = weakref.ref(model)
         self._hooks: list[torch.utils.hooks.RemovableHandle | _Forward] = []
+        self._forward_hooks: list[_ForwardHooks] = []
         self._closed = False
         count = len(records)
         forward = [Use("forward", i) for i in range(count)]
         backward = [Use("backward", i) for i in reversed(range(count))]
         self._order = Order([*forward, *backward, *(Use("step", i) for i in range(count))])
         self._home: dict[torch.nn.Parameter, _Held] = {}
+        self._former: dict[torch.nn.Parameter, Home] = {}  # who had them, until all are taken over
         for name, reason in self.stays.items():
             log.warning("parameter %s stays in memory: %s", name, reason)
         store.plan({held.key: held.plan.file_bytes for held in self._all})
@@ -249,6 +280,9 @@ class ParameterSwapper:
         except BaseException:
             self._give_everything_back()
             raise
+        formers, self._former = self._former, {}
+        for parameter, former in formers.items():
+            former.surrender(parameter)
 
     # --- What users call -------------------------------------------------------------------------------------------
 
@@ -362,18 +396,26 @@ class ParameterSwapper:
             values.as_strided(place.shape, place.stride).copy_(place.parameter.detach())
         self._write(held)
         for place in held.plan.places:
+            if (former := home_of(place.parameter)) is not None:
+                self._former[place.parameter] = former
             self._home[place.parameter] = held
             evict(place.parameter, _PlaceHome(self, held, place))
 
     def _give_everything_back(self) -> None:
         """After a failed construction: the values of what was taken over are in the pool or on the drive."""
+        for parameter, former in self._former.items():
+            evict(parameter, former)
+            del self._home[parameter]
         for held in self._all:
-            if all(place.parameter in self._home for place in held.plan.places):
-                with self.present([held]):
-                    copies = [p.detach().clone(memory_format=torch.preserve_format) for p in _parameters(held)]
-                for place, copy in zip(held.plan.places, copies, strict=True):
+            mine = [i for i, place in enumerate(held.plan.places) if place.parameter in self._home]
+            if mine:
+                held.pins += 1
+                self._bring(held, "forward")
+                for place, values in [(held.plan.places[i], held.values[i]) for i in mine]:
+                    copy = values.as_strided(place.shape, place.stride).clone(memory_format=torch.preserve_format)
                     place.parameter.__dict__.pop("_swapper_home", None)
                     restore(place.parameter, copy)
+                held.pins -= 1
             if held.lease is not None:
                 if held.lease.transfer is not None:
                     held.lease.transfer.settle()
@@ -391,6 +433,7 @@ class ParameterSwapper:
         without_hooks = {module for layer in layers for module in layer.modules()}
         for module in wanted:
             hooks = _ForwardHooks(self, self.records_of(_used_by(module)))
+            self._forward_hooks.append(hooks)
             if module in without_hooks:
                 self._hooks.append(_Forward(module, hooks))
                 continue
@@ -406,7 +449,8 @@ class ParameterSwapper:
         self_ref = weakref.ref(self)
 
         def before(gradient: torch.Tensor) -> None:
-            if (swapper := self_ref()) is not None:
+            swapper = self_ref()
+            if swapper is not None and swapper._home.get(parameter) is held:
                 with swapper._lock:
                     swapper._attach_all([held], "backward")
                     swapper._awaiting.append(held)
@@ -513,7 +557,10 @@ class ParameterSwapper:
         for place, values in zip(held.plan.places, held.values, strict=True):
             p = place.parameter
             if p.data_ptr() != values.data_ptr():  # The user gave it other values: `p.data = ...`.
-                if p.shape == place.shape and p.dtype == place.dtype and p.device == values.device:
+                same = p.shape == place.shape and p.dtype == place.dtype and p.device == values.device
+                if not (same and p.stride() == place.stride) and self._lets_go(held):
+                    return
+                if same:
                     values.as_strided(place.shape, place.stride).copy_(p.detach())
                 else:
                     refused = refused or (
@@ -526,6 +573,17 @@ class ParameterSwapper:
             self._write(held)
         if refused:
             raise SwapError(refused)
+
+    def _lets_go(self, held: _Held) -> bool:
+        """Whether a record is given up whose parameter was given data that do not fit it."""
+        return False
+
+    def _surrender(self, held: _Held, parameter: torch.nn.Parameter) -> None:
+        """Another swapper took over `parameter`."""
+        raise AssertionError("only a nursery gives up parameters")
+
+    def _deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        refuse_copy()
 
     # --- What autograd saves ---------------------------------------------------------------------------------------
 
@@ -576,11 +634,13 @@ class ParameterSwapper:
         return torch.autograd.graph.saved_tensors_hooks(pack_places, unpack_places)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Packed:
+        # Not the tensor itself: an output that its own graph holds would live as long as nobody calls backward.
+        itself = tensor if tensor.grad_fn is None else tensor.detach()
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            return tensor
+            return itself
         found = self._by_address.get(tensor.untyped_storage().data_ptr())
         if found is None:
-            return tensor
+            return itself
         held, index = found
         version = held.plan.places[index].parameter._version
         return _Packed(held, index, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), version)
@@ -747,7 +807,7 @@ class ParameterSwapper:
         """The record that is needed last among those that may go."""
         best, best_distance = None, -1
         for held in self._all:
-            if held.state is _State.STORED or held.pins or held.attached:
+            if held.lease is None or held.pins or held.attached:
                 continue
             if held.state is _State.HERE:
                 transfer = held.lease.transfer if held.lease is not None else None
