@@ -13,11 +13,12 @@ they all go, complete or not. That is never wrong: one that goes too early is st
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -138,6 +139,30 @@ class Nursery(ParameterSwapper):
         others = OtherTensors()
         for name, parameter in module.named_parameters():
             self._put_away(parameter, f"{type(module).__name__}.{name}", others)
+
+    def materialize(
+        self, model: torch.nn.Module, initialisers: Sequence[tuple[torch.nn.Module, Callable[[], object]]]
+    ) -> None:
+        """Give the tensors on the meta device values. Within `building`.
+
+        Args:
+            model: whose they are.
+            initialisers: from `initialisers_of`.
+        """
+        self._seen.add(model)
+        made: dict[torch.Tensor, torch.Tensor] = {}
+        for module, initialise in initialisers:
+            own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for tensors in own:
+                for name, old in tensors.items():
+                    if old is not None and _is_hollow(old):
+                        if old not in made:
+                            made[old] = _with_memory(old)
+                        tensors[name] = made[old]
+            initialise()
+            others = OtherTensors()
+            for name, parameter in module.named_parameters(recurse=False):
+                self._put_away(parameter, f"{type(module).__name__}.{name}", others)
 
     def _wait(self, parameter: torch.nn.Parameter) -> None:
         if home_of(parameter) is None and parameter.device.type == "cpu":
@@ -275,3 +300,45 @@ class Nursery(ParameterSwapper):
         self._put_away_waiting()
         self._wait(copy)
         return copy
+
+
+def initialisers_of(
+    model: torch.nn.Module, initialiser: Callable[[torch.nn.Module], object] | None
+) -> list[tuple[torch.nn.Module, Callable[[], object]]]:
+    """The modules of `model` that have tensors on the meta device, in order, with what initialises each.
+
+    Raises:
+        ConfigError: a module has no `reset_parameters`, and there is no `initialiser`.
+    """
+    found: list[tuple[torch.nn.Module, Callable[[], object]]] = []
+    for name, module in model.named_modules():
+        hollow = [key for key, tensor in (*module._parameters.items(), *module._buffers.items()) if _is_hollow(tensor)]
+        if not hollow:
+            continue
+        if initialiser is not None:
+            found.append((module, functools.partial(initialiser, module)))
+        elif callable(reset := getattr(module, "reset_parameters", None)):
+            found.append((module, reset))
+        else:
+            raise ConfigError(
+                f"initialiser: {name or 'the model'} ({type(module).__name__}) has {', '.join(hollow)} on the meta "
+                "device and no reset_parameters(); pass a function that initialises such a module"
+            )
+    return found
+
+
+def _is_hollow(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.device.type == "meta" and not torch.nn.parameter.is_lazy(tensor)
+
+
+def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """As `tensor`, on the CPU, with undefined content."""
+    made: torch.Tensor
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    else:
+        made = torch.empty_like(tensor, device="cpu")
+    if isinstance(tensor, torch.nn.Parameter):
+        made = torch.nn.Parameter(made, tensor.requires_grad)
+    made.__dict__.update(tensor.__dict__)
+    return made

@@ -29,6 +29,7 @@ from swapper import codec
 from swapper.buffers import BufferPool, Lease, PoolExhausted
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.evicted import Home, evict, home_of, refuse_copy, restore
+from swapper.lasting import LastingCopies
 from swapper.layout import format_bytes
 from swapper.metrics import Metrics
 from swapper.order import Order, Use
@@ -120,11 +121,28 @@ class _PlaceHome:
             refuse_copy()
         return swapper._deepcopy(parameter, memo)
 
+    @property
+    def keeper(self) -> object:
+        swapper = self.swapper()
+        return None if swapper is None else (swapper, swapper._model())
+
+    def lasting(self) -> torch.Tensor:
+        swapper = self.swapper()
+        if swapper is None:
+            raise SwapError("the values of this parameter are gone: its swapper was closed")
+        return swapper._lasting_copy(self.held, self.place)
+
     def present(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
         swapper = self.swapper()
         if swapper is None:
             raise SwapError("the values of this parameter are gone: its swapper was closed")
         return swapper._used({home.held: None for home in homes if isinstance(home, _PlaceHome)})
+
+    def gather(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
+        swapper = self.swapper()
+        if swapper is None:
+            raise SwapError("the values of this parameter are gone: its swapper was closed")
+        return swapper._gathered({home.held: None for home in homes if isinstance(home, _PlaceHome)})
 
 
 class _ForwardHooks:
@@ -268,6 +286,7 @@ class ParameterSwapper:
         backward = [Use("backward", i) for i in reversed(range(count))]
         self._order = Order([*forward, *backward, *(Use("step", i) for i in range(count))])
         self._home: dict[torch.nn.Parameter, _Held] = {}
+        self._lasting = LastingCopies(store)
         self._former: dict[torch.nn.Parameter, Home] = {}  # who had them, until all are taken over
         for name, reason in self.stays.items():
             log.warning("parameter %s stays in memory: %s", name, reason)
@@ -325,6 +344,21 @@ class ParameterSwapper:
         if _in_transform():
             _refuse_in_transform(parameters)
         with self.present(wanted), self._saving_places(parameters) or contextlib.nullcontext():
+            yield
+
+    @contextmanager
+    def _gathered(self, records: Iterable[_Held]) -> Iterator[None]:
+        """As `_used`, for as long as the user likes."""
+        wanted = list(records)
+        together = {*wanted, *(held for held in self._all if held.attached)}
+        needed_bytes = sum(held.plan.length_bytes for held in together)
+        if needed_bytes > self._budget_bytes:
+            raise PoolExhausted(
+                f"the records of the parameters to be gathered are {format_bytes(needed_bytes)} together, and the pool "
+                f"has {format_bytes(self._budget_bytes)} for parameters; gather fewer at a time, or set pool_bytes to "
+                f"at least {self._pool.capacity_bytes + needed_bytes - self._budget_bytes}"
+            )
+        with self._used(wanted):
             yield
 
     def records_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[_Held]:
@@ -573,6 +607,18 @@ class ParameterSwapper:
             self._write(held)
         if refused:
             raise SwapError(refused)
+
+    def _lasting_copy(self, held: _Held, place: ParameterPlace) -> torch.Tensor:
+        index = held.plan.places.index(place)
+
+        def fill(copy: torch.Tensor) -> None:
+            with self.present([held]), torch.no_grad():
+                copy.copy_(held.values[index].as_strided(place.shape, place.stride))
+
+        self._check_open()
+        with self._lock:
+            now = codec.checksum(held.values[index]) if held.state is _State.HERE else held.checksums[index]
+            return self._lasting.get(place, now, fill)
 
     def _lets_go(self, held: _Held) -> bool:
         """Whether a record is given up whose parameter was given data that do not fit it."""
