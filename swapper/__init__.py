@@ -1,9 +1,21 @@
-"""Train PyTorch models whose optimizer state does not fit in memory: it lives on local drives, exact to the bit."""
+"""Train PyTorch models that do not fit in memory: what does not is on local drives, exact to the bit."""
 
-from swapper.api import CheckReport, check, of, unwrap_optimizer, wrap_optimizer
+from swapper.api import (
+    CheckReport,
+    check,
+    gathered,
+    init,
+    load_safetensors,
+    materialize,
+    of,
+    offload,
+    unwrap_optimizer,
+    wrap_optimizer,
+)
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.optimizer import OptimizerSwapper, Stats
+from swapper.parameter import ParameterSwapper
 from swapper.trial import register_elementwise
 
 __all__ = [
@@ -11,11 +23,17 @@ __all__ = [
     "ConfigError",
     "OffloadConfig",
     "OptimizerSwapper",
+    "ParameterSwapper",
     "Stats",
     "SwapError",
     "SwapIOError",
     "check",
+    "gathered",
+    "init",
+    "load_safetensors",
+    "materialize",
     "of",
+    "offload",
     "register_elementwise",
     "unwrap_optimizer",
     "wrap_optimizer",

@@ -95,7 +95,9 @@ def _wrap(
         raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
     device = settings.offload_optimizer.device
     refuse_unsupported(optimizer)
-    if device == "none" and not settings.offload_optimizer.master_weights:
+    asked = settings.offload_optimizer
+    asks_more = asked.master_weights or asked.step_in_backward or settings.offload_gradient.device == "nvme"
+    if device == "none" and not asks_more:
         UnswappedOptimizer(optimizer)
         return optimizer
     plan = OptimizerPlan(optimizer, settings, next(_owners), records)
@@ -127,59 +129,97 @@ def _wrap(
 def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple[_ModelT, _OptimizerT]:
     """Put on disk what `config` names: optimizer state, gradients, parameters. Gives the same two objects back.
 
+    Both are converted in place: parameters stay the objects they are and keep their shape, dtype and strides; their
+    values come when they are used, ahead of it where the order of use is known, and the bits of every result are those
+    of the plain model. `model.swapper` is the `ParameterSwapper`, `optimizer.swapper` the `OptimizerSwapper`.
+
     Args:
-        model: on the CPU. Its modules are hooked; its parameters stay the objects they are.
-        optimizer: of the model's parameters.
+        model: with its parameters on the CPU. Parameters of integer or quantised dtype, of ScriptModules, and those
+            that share memory with others stay in memory, named in a log line with the reason.
+        optimizer: of parameters of the model; any that `wrap_optimizer` takes.
         config: see `wrap_optimizer`.
 
+    Returns:
+        `model` and `optimizer`.
+
     Raises:
-        ConfigError: the config cannot work with this model and optimizer.
-        SwapIOError: the drive failed, or has too little free space.
+        ConfigError: the config cannot work with this model and optimizer; the message says which field and why.
+        SwapIOError: the drive failed, or has too little free space. Model and optimizer are then as they were.
     """
     settings = _as_config(config)
+    _check_is_model(model)
     records = None
     if settings.offload_param.device == "nvme":
+        _check_can_be_offloaded(model)
         planned, _ = plan_parameter_records(model, settings.bucket_bytes)
         records = {id(place.parameter): (r.number, r.length_bytes) for r in planned for place in r.places}
-    optimizer = _wrap(optimizer, settings, records)
-    if settings.offload_param.device == "none" and settings.offload_gradient.device != "nvme":
-        return model, optimizer
-    shared = _Shared.of(settings, False)
-    swapper = getattr(optimizer, "swapper", None)
-    budget = settings.pool_bytes
-    if isinstance(swapper, OptimizerSwapper):
-        if settings.offload_optimizer.device == "nvme":  # Else it takes nothing from this pool.
-            budget -= swapper._plan.schedule(settings.pool_bytes).pool_bytes
-        if settings.offload_gradient.device == "nvme":
-            gradients = GradientSwapper(
-                gradient_parts(swapper._plan.buckets),
-                next(_owners),
-                settings.gradient_accumulation_steps,
-                shared.pool,
-                shared.store,
-            )
-            swapper.gradients = gradients
-            budget -= 3 * gradients.largest_bytes
+    _wrap(optimizer, settings, records)
+    try:
+        _offload(model, optimizer, settings)
+    except BaseException:
+        swapper = getattr(optimizer, "swapper", None)
+        if isinstance(swapper, OptimizerSwapper):
+            swapper.unwrap()
+        raise
+    return model, optimizer
 
-            def zero_grad(set_to_none: bool = True) -> None:
-                gradients.clear()
-                type(optimizer).zero_grad(optimizer, set_to_none)
 
-            vars(optimizer)["zero_grad"] = zero_grad
+def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConfig) -> None:
+    """Gradients and parameters, after the optimizer's state."""
+    swapper = of(optimizer)
+    budget_bytes = settings.pool_bytes
+    if settings.offload_optimizer.device == "nvme":  # Else it takes nothing from this pool.
+        budget_bytes -= swapper._plan.schedule(settings.pool_bytes).pool_bytes
+    if settings.offload_gradient.device == "nvme":
+        shared = _Shared.of(settings, False)
+        gradients = GradientSwapper(
+            gradient_parts(swapper._plan.buckets),
+            next(_owners),
+            settings.gradient_accumulation_steps,
+            shared.pool,
+            shared.store,
+        )
+        swapper.attach(gradients=gradients)
+        if swapper.backward_steps is not None:
+            gradients.deliver_to(swapper.backward_steps)
+        budget_bytes -= 3 * gradients.largest_bytes
+
+        def zero_grad(set_to_none: bool = True) -> None:
+            gradients.clear()
+            type(optimizer).zero_grad(optimizer, set_to_none)
+
+        vars(optimizer)["zero_grad"] = zero_grad
     if settings.offload_param.device == "nvme":
+        shared = _Shared.of(settings, False)
+        release = shared.hold(0)
         try:
             parameters = ParameterSwapper(
-                model, next(_owners), settings.bucket_bytes, budget, shared.pool, shared.store
+                model, next(_owners), settings.bucket_bytes, budget_bytes, shared.pool, shared.store, release
             )
         except BaseException:
-            if isinstance(swapper, OptimizerSwapper):
-                swapper.unwrap()
+            release()
             raise
-        weakref.finalize(parameters, shared.hold(0))
-        if isinstance(swapper, OptimizerSwapper):
-            swapper.parameters = parameters
+        swapper.attach(parameters=parameters)
         object.__setattr__(model, "swapper", parameters)
-    return model, optimizer
+
+
+def _check_can_be_offloaded(model: torch.nn.Module) -> None:
+    if isinstance(vars(model).get("swapper"), ParameterSwapper):
+        raise ConfigError("this model is offloaded already; call model.swapper.close(keep_values=True) first")
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise ConfigError(f"parameter {name} is on the meta device and has no values; give the model memory first")
+        if parameter.device.type != "cpu":
+            raise ConfigError(
+                f"offload_param.device: nvme cannot work for parameter {name} on {parameter.device} in this version of "
+                "swapper; keep the model on the CPU, or use offload_param.device: none"
+            )
+
+
+def _check_is_model(model: object) -> None:
+    if not isinstance(model, torch.nn.Module):
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise ConfigError(f"{name} is not a torch.nn.Module; call swapper.offload(model, optimizer, config)")
 
 
 @contextmanager

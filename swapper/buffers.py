@@ -176,6 +176,11 @@ class Lease:
             del self._tensor
             pool._given_back.append(self._extent)
 
+    def abandon(self) -> None:
+        """Never give the memory back: tensors that are not ours use it, for as long as they like."""
+        if self._pool is not None:
+            self._pool._abandoned.append(self)
+
     def __enter__(self) -> Lease:
         return self
 
@@ -212,6 +217,7 @@ class BufferPool:
         # Not for `close`, which a finalizer may call at any allocation, in a thread that holds it.
         self._lock = threading.Lock()
         self._given_back: deque[_Extent] = deque()  # to be freed; some still with a transfer in flight
+        self._abandoned: list[Lease] = []
         self._reclaimers: list[Callable[[], Callable[[], bool] | None]] = []
         self._closed = False
         if cuda:
@@ -282,17 +288,16 @@ class BufferPool:
         return lease
 
     def acquire(self, length_bytes: int) -> Lease:
-        """Lease memory: free memory first, then what reclaimers drop, then what transfers in flight will free.
+        """Lease memory: free memory first, then what transfers in flight will free, then what reclaimers drop.
 
-        Waits for such transfers only. Errors as for `try_acquire`, and:
+        Waits for transfers only. Errors as for `try_acquire`, and:
 
         Raises:
             PoolExhausted: what is held by leases leaves too little; the message has the sum.
         """
         lease = self.try_acquire(length_bytes)
-        while lease is None and self._reclaim():
-            lease = self.try_acquire(length_bytes)
-        while lease is None and self._wait_for_one():
+        # What was dropped while it was being read is waited for before more is dropped: that would be read again.
+        while lease is None and (self._wait_for_one() or self._reclaim()):
             lease = self.try_acquire(length_bytes)
         if lease is None:
             lease = self.try_acquire(length_bytes)  # Another thread may have given back since.

@@ -86,7 +86,6 @@ class _NotYet:
 _NOT_YET: tuple[_NotYet, ...] = (
     # A version that brings one of these deletes its row here, and "Not there yet" in the field's docstring.
     _NotYet("offload_optimizer.encoding", lambda value: value in ("bf16", "int8"), "use encoding: exact"),
-    _NotYet("offload_optimizer.step_in_backward", lambda value: value is True, "use step_in_backward: false"),
     _NotYet("offload_gradient.device", lambda value: value == "cpu", "use device: nvme, or none: they stay in memory"),
     _NotYet(
         "offload_param.device", lambda value: value == "cpu", "use device: nvme, or none: parameters stay in memory"
@@ -466,7 +465,8 @@ class OffloadOptimizerConfig(_Section, frozen=True):
 
     step_in_backward: bool = Field(default=False, strict=True)
     """Step each bucket as soon as the last gradient of its window has arrived, inside backward, and free the gradients;
-    needs `gradient_accumulation_steps`. Default and off: false. Not there yet: true."""
+    needs `gradient_accumulation_steps`. Cannot be combined with GradScaler, clipping by a global norm,
+    DistributedDataParallel, or step pre-hooks. Default and off: false."""
 
     resident_bytes: Size = 0
     """Bytes of state kept in the pool from one step to the next, so that they are not read again (they are still

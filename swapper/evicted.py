@@ -37,6 +37,7 @@ __all__ = [
     "restore",
     "set_gradient_home",
     "set_raw_gradient",
+    "settle",
 ]
 
 _ATTRIBUTE = "_swapper_home"
@@ -442,6 +443,12 @@ def restore(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
     """Let `values`, of the parameter's shape and dtype, be its values, without a copy."""
     _set_class(parameter, GradientAwayParameter if _GRADIENT in parameter.__dict__ else torch.nn.Parameter)
     parameter.data = values
+
+
+def settle(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
+    """As `restore`, for good: it has no home any more."""
+    parameter.__dict__.pop(_ATTRIBUTE, None)
+    restore(parameter, values)
 
 
 def _set_class(parameter: torch.nn.Parameter, of: type[torch.nn.Parameter]) -> None:

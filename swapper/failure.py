@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from swapper.errors import SwapError, SwapIOError
+from swapper.evicted import home_of
 
 __all__ = ["Failure", "Versions", "versions"]
 
@@ -17,7 +18,12 @@ Versions = Sequence[tuple["weakref.ref[torch.nn.Parameter]", int, int]]
 
 def versions(parameters: Iterable[torch.nn.Parameter]) -> Versions:
     """What tells whether a parameter was loaded since: its version counter and address now."""
-    return [(weakref.ref(p), p._version, p.data_ptr()) for p in {id(p): p for p in parameters}.values()]
+    return [(weakref.ref(p), p._version, _address(p)) for p in {id(p): p for p in parameters}.values()]
+
+
+def _address(p: torch.nn.Parameter) -> int:
+    """Of the values; 0 where they come and go, and only the version counts."""
+    return 0 if home_of(p) is not None else p.data_ptr()
 
 
 class Failure:
@@ -52,7 +58,7 @@ class Failure:
             ) from self._cause
         for reference, version, address in self.parameters:
             p = reference()
-            if p is not None and p.numel() and p._version == version and p.data_ptr() == address:
+            if p is not None and p.numel() and p._version == version and _address(p) == address:
                 raise SwapError(
                     f"{operation} is refused: {self._text}. The optimizer's state was loaded again but the parameters "
                     "were not: load them from the same checkpoint (model.load_state_dict)"

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
@@ -26,6 +27,16 @@ __all__ = ["SMALL_BYTES", "GradientPart", "GradientSwapper"]
 
 SMALL_BYTES = 16 * 1024
 """Gradients smaller than this never move: the transfer would cost more than the memory."""
+
+
+class Window(Protocol):
+    """What steps buckets in backward, and wants to know of gradients."""
+
+    def count(self, p: torch.nn.Parameter) -> bool:
+        """A gradient of `p` has arrived. Returns whether it is the last of the window."""
+
+    def complete(self, p: torch.nn.Parameter) -> None:
+        """The whole gradient of `p` is final, and in memory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +97,7 @@ class GradientSwapper:
         self._gradients: dict[int, _Gradient] = {}
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._scale: torch.Tensor | None = None
+        self._window: Window | None = None
         self._closed = False
         number = 0
         sizes: dict[RecordKey, int] = {}
@@ -102,6 +114,14 @@ class GradientSwapper:
             self._watch(parameter)
         self.largest_bytes = max(sizes.values(), default=0)
         store.plan(sizes)
+
+    def deliver_to(self, window: Window) -> None:
+        """From now on the last gradient of a window stays in memory, whole, and `window` is told of it."""
+        self._window = window
+
+    def watches(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether the gradients of `parameter` are looked at when they arrive."""
+        return id(parameter) in self._gradients
 
     def has(self, parameter: torch.nn.Parameter) -> bool:
         """Whether there is a gradient, in memory or away."""
@@ -229,17 +249,39 @@ class GradientSwapper:
         self._hooks.append(parameter.register_post_accumulate_grad_hook(arrived))  # type: ignore[no-untyped-call]
 
     def _on_arrival(self, p: torch.nn.Parameter) -> None:
-        fresh = raw_gradient(p)
-        if fresh is None:
+        if raw_gradient(p) is None:
             return
+        if self._window is None or not self._window.count(p):
+            self._send_away(p)
+        else:
+            self._complete(p)
+            self._window.complete(p)
+
+    def _complete(self, p: torch.nn.Parameter) -> None:
+        """Add what came before, which is away, to the gradient that is in memory."""
         with self._lock, torch.no_grad():
-            gradient = self._gradients[id(p)]
+            gradient, fresh = self._gradients[id(p)], raw_gradient(p)
+            assert fresh is not None
+            if not gradient.away:
+                return
             if fresh.layout is not torch.strided or fresh.dtype != gradient.dtype or not _has(fresh, gradient.stride):
-                if gradient.away:  # What came before has to be added to what cannot be moved.
-                    earlier = torch.empty_strided(gradient.shape, gradient.stride, dtype=gradient.dtype)
-                    self._copy_out(p, gradient, earlier)
-                    self._forget(gradient)
-                    set_raw_gradient(p, earlier + fresh)
+                earlier = torch.empty_strided(gradient.shape, gradient.stride, dtype=gradient.dtype)
+                self._copy_out(p, gradient, earlier)
+                self._forget(gradient)
+                set_raw_gradient(p, earlier + fresh)
+                return
+            flat = fresh.as_strided((fresh.numel(),), (1,))
+            for part, _ in gradient.parts:
+                with self.taken(p, part.start) as view:
+                    flat[part.start : part.stop].add_(view)
+            self._forget(gradient)
+
+    def _send_away(self, p: torch.nn.Parameter) -> None:
+        with self._lock, torch.no_grad():
+            gradient, fresh = self._gradients[id(p)], raw_gradient(p)
+            assert fresh is not None
+            if fresh.layout is not torch.strided or fresh.dtype != gradient.dtype or not _has(fresh, gradient.stride):
+                self._complete(p)  # What came before has to be added to what cannot be moved.
                 return
             if gradient.away and self._scale is not None:
                 self._apply_scale()

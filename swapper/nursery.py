@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import os
 import sys
 import threading
 import weakref
@@ -41,9 +40,6 @@ __all__ = ["Nursery"]
 SMALL_BYTES = 16384
 """Parameters that are shorter wait for `offload` in memory."""
 
-_KEPT_BY = "_swapper_nursery"
-"""Name of the attribute of a parameter that keeps the nursery alive which has its values."""
-
 _building: dict[int, Nursery] = {}
 """By thread: the nursery whose `building` it is in."""
 
@@ -51,7 +47,8 @@ _building: dict[int, Nursery] = {}
 class Nursery(ParameterSwapper):
     """Puts parameters on disk one by one, and gives them up to a `ParameterSwapper`.
 
-    It lives as long as one of its parameters does, and removes its files when it dies.
+    It lives as long as a module that was built in it and still has parameters of it, and removes its files when it
+    dies.
 
     Args:
         owner: number of this swapper among those of the process.
@@ -71,23 +68,11 @@ class Nursery(ParameterSwapper):
         store: TensorStore,
         release: Callable[[], None],
     ) -> None:
-        super().__init__(torch.nn.Module(), owner, waiting_bytes, budget_bytes, pool, store)
+        super().__init__(torch.nn.Module(), owner, waiting_bytes, budget_bytes, pool, store, release)
         self._owner = owner
         self._waiting_bytes = waiting_bytes
-        self._release_shared = release
         self._waiting: dict[int, weakref.ref[torch.nn.Parameter]] = {}
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-
-    def __del__(self) -> None:
-        if hasattr(self, "_release_shared"):  # Else its construction failed.
-            self.close(keep_values=False)
-
-    def close(self, *, keep_values: bool) -> None:
-        """As for `ParameterSwapper`; what is kept in the pool goes with it."""
-        if self._closed or os.getpid() != self._pid:
-            return
-        super().close(keep_values=keep_values)
-        self._release_shared()
 
     # --- Building --------------------------------------------------------------------------------------------------
 
@@ -224,7 +209,6 @@ class Nursery(ParameterSwapper):
             except BaseException:
                 self._give_up(held)
                 raise
-            parameter.__dict__[_KEPT_BY] = self
 
     def _give_up(self, held: _Held) -> None:
         """After a failed `_adopt`: the parameter has its values still, unless all was done."""
@@ -277,7 +261,6 @@ class Nursery(ParameterSwapper):
     def _part_from(self, held: _Held, parameter: torch.nn.Parameter, *, keep_home: bool = False) -> None:
         """Forget a parameter that is not ours any more, and its record, unless views of it are left."""
         del self._home[parameter]
-        parameter.__dict__.pop(_KEPT_BY, None)
         if not keep_home:
             parameter.__dict__.pop("_swapper_home", None)
         for hooks in self._forward_hooks:
@@ -297,6 +280,11 @@ class Nursery(ParameterSwapper):
             values = parameter.detach().clone(memory_format=torch.preserve_format)
         copy = torch.nn.Parameter(values, parameter.requires_grad)
         memo[id(parameter)] = copy
+        # Modules that are copied are registered nowhere. The innermost one was noted in `memo` last.
+        for item in reversed(memo.values()):
+            if isinstance(item, torch.nn.Module):
+                self._seen.add(item)
+                break
         self._put_away_waiting()
         self._wait(copy)
         return copy

@@ -7,27 +7,24 @@ torch's own state-dict hooks, and each bucket is stepped by the class's own code
 from __future__ import annotations
 
 import copy
-import ctypes
 import dataclasses
 import functools
 import logging
 import os
-import sys
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.optim import Optimizer
-from tqdm import tqdm
 
-from swapper.buffers import BufferPool, Lease
-from swapper.errors import SwapError, SwapIOError
-from swapper.evicted import gradient_lent, raw_gradient
+from swapper.backward_step import CANNOT_GO_WITH, BackwardSteps
+from swapper.buffers import BufferPool
+from swapper.errors import ConfigError, SwapError, SwapIOError
+from swapper.evicted import raw_gradient
 from swapper.failure import Failure, versions
 from swapper.layout import ALIGNMENT_BYTES
 from swapper.metrics import Metrics
@@ -40,17 +37,17 @@ from swapper.optimizer_state import (
     read_segment,
     write_segment,
 )
-from swapper.pipeline import DeviceCopies, Pipeline
-from swapper.segments import MASTER, Bucket, Opened, Scratch, Segment
+from swapper.pipeline import Pipeline
+from swapper.segments import MASTER, Bucket
+from swapper.stepper import Stepper, SwappedGradients, SwappedParameters, progress
 from swapper.store import TensorStore
-from swapper.trial import same_layout, unhooked_step
+from swapper.trial import unhooked_step
 
 __all__ = ["OptimizerSwapper", "Stats", "UnswappedOptimizer"]
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _SHOW_PROGRESS_BYTES = 1 << 30
 _ADVICE_AFTER_STEPS = 3
 
@@ -89,45 +86,6 @@ class Stats:
     late_failures: int
 
 
-class SwappedParameters(Protocol):
-    """What a step asks of parameters that are on disk too."""
-
-    def stepping(self, parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
-        """Within it `parameters` have their values and may be changed."""
-
-    def staying(
-        self, parameters: Iterable[torch.nn.Parameter], following: Iterable[torch.nn.Parameter]
-    ) -> AbstractContextManager[None]:
-        """Within it those of `following` that lie together with some of `parameters`, which are there, stay there."""
-
-    def end_round(self) -> None:
-        """A step is over."""
-
-
-class SwappedGradients(Protocol):
-    """What a step asks of gradients that are on disk too."""
-
-    def has(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether there is a gradient, wherever it is."""
-
-    def is_away(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether it is on disk."""
-
-    def stage(self, parameter: torch.nn.Parameter, start: int) -> bool:
-        """Start reading the part of it that starts at `start`. False if there is no room."""
-
-    def taken(self, parameter: torch.nn.Parameter, start: int) -> AbstractContextManager[torch.Tensor]:
-        """Within it that part is there: 1-D, in memory order."""
-
-    def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
-        """Forget the gradients that are on disk."""
-
-    def clip_grad_norm_(
-        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float, error_if_nonfinite: bool
-    ) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`."""
-
-
 class OptimizerSwapper:
     """Swaps the state of one optimizer. Made by `swapper.wrap_optimizer`; found at `optimizer.swapper`.
 
@@ -155,9 +113,7 @@ class OptimizerSwapper:
     ) -> None:
         self.parameters: SwappedParameters | None = None
         self.gradients: SwappedGradients | None = None
-        self._gradient_slices: dict[Segment, torch.Tensor] = {}
         self._optimizer_ref = weakref.ref(optimizer)
-        self._class_step = unhooked_step(type(optimizer))
         self._plan = plan
         self._pool = pool
         self._pool_bytes = pool_bytes
@@ -168,26 +124,22 @@ class OptimizerSwapper:
         self._released = False
         self.metrics = Metrics()
         self._pipeline = Pipeline(pool, store, self.metrics)
-        self._copies = DeviceCopies(plan.device)
-        self._scratches: list[Scratch] = []
-        self._scratch_leases: list[Lease] = []
+        self._stepper = Stepper(unhooked_step(type(optimizer)), plan, pool, pool_bytes, self._pipeline, self.metrics)
         self._window_lock = threading.Lock()
         self._read_ahead = False
         self._arrived: dict[int, int] = {}  # gradients since the last step, by parameter
-        self._group_of: dict[int, int] = {}
         self._failure: Failure | None = None
-        self._entered: list[Bucket] = []  # what the step that is being made, or was cut off, has touched
-        self._buckets_done = 0
-        self._former: dict[str, Any] = {}  # what `_narrow` replaced on the optimizer
         self._former_step: Any = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._loading: dict[int, dict[str, Any]] | None = None
         self._later_pools: list[BufferPool] = []
-        self._unplanned: set[str] = set()
         self._gradient_hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
         self._advised = False
+        self._backward: BackwardSteps | None = None
         kept: dict[Any, Any] = {}
         try:
+            if plan.step_in_backward:
+                self._backward = BackwardSteps(optimizer, plan, self._stepper, self._prepare_step, self._fail)
             self._add_buckets(plan.buckets)
             self._reconcile(optimizer)
             existing = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if optimizer.state.get(p)}
@@ -270,6 +222,10 @@ class OptimizerSwapper:
             The total norm before clipping, a scalar.
         """
         self._check_open()
+        if self._backward is not None:
+            raise ConfigError(
+                f"{CANNOT_GO_WITH} clipping by a global norm, which is known only when all gradients have arrived"
+            )
         parameters = list(parameters_of(self._optimizer()))
         if self.gradients is not None:
             return self.gradients.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
@@ -299,8 +255,7 @@ class OptimizerSwapper:
             self._forget_state()
         optimizer.state.clear()
         self._state = optimizer.state
-        if self._failure is not None:
-            self._failure.state_loaded = True
+        self._made_anew()
 
     def unwrap(self) -> None:
         """Bring all state back to `optimizer.state` and undo what wrapping did. See `swapper.unwrap_optimizer`."""
@@ -331,6 +286,16 @@ class OptimizerSwapper:
     def has_masters(self) -> bool:
         """Whether any parameter has an fp32 master copy."""
         return any(segment.master for bucket in self._plan.buckets for segment in bucket.segments)
+
+    def attach(self, *, parameters: SwappedParameters | None = None, gradients: SwappedGradients | None = None) -> None:
+        """Step parameters, or with gradients, that are on disk too. What is None stays as it was."""
+        self.parameters = self._stepper.parameters = parameters or self.parameters
+        self.gradients = self._stepper.gradients = gradients or self.gradients
+
+    @property
+    def backward_steps(self) -> BackwardSteps | None:
+        """What steps buckets in backward, if that is asked for."""
+        return self._backward
 
     # --- Conversion of the user's object ---------------------------------------------------------------------------
 
@@ -394,6 +359,8 @@ class OptimizerSwapper:
     def _check_usable(self, operation: str) -> None:
         self._check_open()
         self._note_cut_off(self._optimizer())
+        if self._backward is not None and self._backward.under_way and operation != "step":
+            raise SwapError(f"{operation} is refused: parameters were stepped in backward; call step() first")
         if self._failure is not None:
             self._failure.check(operation)
             self._failure = None
@@ -406,28 +373,25 @@ class OptimizerSwapper:
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        if self._backward is not None:
+            self._backward.check_options(optimizer)
         self._check_state(optimizer)
         self._reconcile(optimizer)
-        work = [(bucket, active) for bucket in self._plan.buckets if (active := self._active(bucket))]
-        first = self.metrics.steps == 0
+        work = self._stepper.work_on(self._plan.buckets if self._backward is None else self._backward.left())
+        show = self.metrics.steps == 0 and self._plan.stored_bytes >= _SHOW_PROGRESS_BYTES
         waited_s = self.metrics.wait_read_s + self.metrics.wait_write_s
         before_s = self.metrics.step_s
         with torch.no_grad(), self.metrics.span("swapper.step", "step_s"):
-            self._run_buckets(optimizer, work, show=first and self._plan.stored_bytes >= _SHOW_PROGRESS_BYTES)
+            try:
+                self._stepper.run(optimizer, work, show)
+            except BaseException as error:
+                self._fail(error)
+                raise
+            self._end_window()
         self.metrics.steps += 1
         waited_s = self.metrics.wait_read_s + self.metrics.wait_write_s - waited_s
         self._advise(waited_s, self.metrics.step_s - before_s)
         return loss
-
-    def _active(self, bucket: Bucket) -> list[Segment]:
-        return [
-            segment
-            for segment in bucket.segments
-            if self._has_gradient(segment.parameter) and id(segment.parameter) in self._group_of
-        ]
-
-    def _has_gradient(self, p: torch.nn.Parameter) -> bool:
-        return raw_gradient(p) is not None if self.gradients is None else self.gradients.has(p)
 
     def _check_state(self, optimizer: Optimizer) -> None:
         # An empty entry is what reading `optimizer.state[p]` leaves: whoever did that was misled.
@@ -443,7 +407,7 @@ class OptimizerSwapper:
 
     def _reconcile(self, optimizer: Optimizer) -> None:
         """Follow what happened to `param_groups` since the last call."""
-        self._group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._stepper.group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
         new = []
         sparse = False
         for p in parameters_of(optimizer):
@@ -455,7 +419,7 @@ class OptimizerSwapper:
                     sparse = True
             elif p.requires_grad or raw_gradient(p) is not None:
                 new.append(p)
-        if gone := self._plan.planned_ids() - self._group_of.keys():
+        if gone := self._plan.planned_ids() - self._stepper.group_of.keys():
             self._drop_parameters(gone)
         if self._plan.threads != torch.get_num_threads() and self._plan.depends_on_threads:
             self._plan_again(
@@ -466,7 +430,7 @@ class OptimizerSwapper:
         self._plan.threads = torch.get_num_threads()
         if new:
             self._pipeline.drop_staged()
-            self._drop_scratch()  # The new ones may need a larger one.
+            self._drop_window()  # The new ones may need a larger one.
             count = len(self._plan.buckets)
             try:
                 self._add_buckets(self._plan.extend(optimizer, new))
@@ -482,7 +446,7 @@ class OptimizerSwapper:
             if self._plan.stored_bytes + scratch_bytes > self._pool.capacity_bytes:
                 # The first pool was made for the first buckets; these, which came later, bring one of their own.
                 needed_bytes = sum(bucket.length_bytes for bucket in buckets) + scratch_bytes
-                self._pool = BufferPool(needed_bytes, cuda=self._plan.device.type == "cuda")
+                self._pool = self._stepper.pool = BufferPool(needed_bytes, cuda=self._plan.device.type == "cuda")
                 self._later_pools.append(self._pool)
                 self._pipeline.draw_from(self._pool)
             return
@@ -508,7 +472,7 @@ class OptimizerSwapper:
         gathered = self._gather(parameters, self._allocator(parameters))
         state = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
         self._pipeline.drop_staged()
-        self._drop_scratch()  # The new cuts may need a larger one.
+        self._drop_window()  # The new cuts may need a larger one.
         with self._replacing("cutting optimizer state anew"):
             self._drop_parameters(self._plan.planned_ids())
             self._plan.threads = torch.get_num_threads()
@@ -524,241 +488,6 @@ class OptimizerSwapper:
                 raise
             self._import(optimizer, state, as_it_is=True)
 
-    def _run_buckets(self, optimizer: Optimizer, work: list[tuple[Bucket, list[Segment]]], show: bool) -> None:
-        changes: dict[int, dict[str, Any]] = {}
-        self._buckets_done = 0
-        present = ExitStack()
-        try:
-            self._hold_scratch()
-            self._copies.begin()
-            present = self._present(work, 0)
-            pending = self._fetch(work, 0)
-            for i, (bucket, _) in enumerate(_progress(work, "writing optimizer state", show)):
-                assert pending is not None
-                opened, scratch, event = pending
-                if self._plan.remote:
-                    pending = self._fetch(work, i + 1)
-                self._stage_ahead(work, i)
-                if event is not None:
-                    event.synchronize()
-                lease = self._take(bucket)
-                states = bucket.open(opened, lease, scratch)
-                self._entered.append(bucket)
-                self._call_class(optimizer, opened, states, changes)
-                self._close_bucket(bucket, opened, states, lease)
-                self._buckets_done += 1
-                scratch.event = self._copies.mark()
-                if not self._plan.remote:
-                    with self._staying(work, i):
-                        present.close()
-                        present = self._present(work, i + 1)
-                    pending = self._fetch(work, i + 1)
-            if self.parameters is not None:
-                self.parameters.end_round()
-            self._copies.join()
-            self._drop_scratch()
-            if self._plan.stored_bytes > self._pool_bytes:
-                _return_free_memory()
-            for number, values in changes.items():
-                group = optimizer.param_groups[number]
-                for key, value in values.items():
-                    if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
-                        group[key].copy_(value)
-                    else:
-                        group[key] = value
-            self._entered = []
-        except BaseException as error:
-            self._fail(optimizer, error)
-            raise
-        finally:
-            present.close()
-
-    def _staying(self, work: list[tuple[Bucket, list[Segment]]], i: int) -> AbstractContextManager[None]:
-        """Keep the parameter records that bucket `i` and the next are both windows of: they are then written once."""
-        if self.parameters is None or i + 1 >= len(work):
-            return nullcontext()
-        mine, following = ([segment.parameter for segment in active] for _, active in work[i : i + 2])
-        return self.parameters.staying(mine, following)
-
-    def _present(self, work: list[tuple[Bucket, list[Segment]]], i: int) -> ExitStack:
-        """Have the parameters and gradients of bucket `i` there, if they are swapped, until the result is closed."""
-        stack = ExitStack()
-        self._gradient_slices = {}
-        if i >= len(work):
-            return stack
-        active = work[i][1]
-        try:
-            if self.parameters is not None:
-                stack.enter_context(self.parameters.stepping([segment.parameter for segment in active]))
-            if self.gradients is not None:
-                self._take_gradients(self.gradients, active, stack)
-        except BaseException:
-            stack.close()
-            raise
-        return stack
-
-    def _take_gradients(self, gradients: SwappedGradients, active: Sequence[Segment], stack: ExitStack) -> None:
-        for p in {id(segment.parameter): segment.parameter for segment in active}.values():
-            if not gradients.is_away(p):
-                continue
-            mine = [segment for segment in active if segment.parameter is p]
-            start = mine[0].start
-            part = stack.enter_context(gradients.taken(p, start))
-            if mine[0].whole and not mine[0].master:  # The class is given the parameter itself.
-                stack.enter_context(gradient_lent(p, part.as_strided(p.shape, p.stride())))
-                continue
-            for segment in mine:
-                self._gradient_slices[segment] = part[segment.start - start : segment.stop - start]
-
-    def _fetch(
-        self, work: list[tuple[Bucket, list[Segment]]], i: int
-    ) -> tuple[list[Opened], Scratch, torch.cuda.Event | None] | None:
-        if i >= len(work):
-            return None
-        bucket, active = work[i]
-        scratch = self._scratches[i % len(self._scratches)]
-        scratch.reset()
-        for segment in active:
-            self._check_gradient(segment)
-        return bucket.fetch(active, self._gradient_slices, scratch, self._copies), scratch, self._copies.mark()
-
-    def _check_gradient(self, segment: Segment) -> None:
-        p, gradient = segment.parameter, raw_gradient(segment.parameter)
-        if gradient is None:  # On disk, in the layout of its parameter.
-            return
-        if gradient.is_sparse:
-            if segment.master or not segment.whole or self._plan.remote:
-                raise SwapError(
-                    "a sparse gradient came, which can be stepped only on the CPU and without master weights; make "
-                    "it dense (nn.Embedding(sparse=False))"
-                )
-        elif not (segment.whole or same_layout(gradient, p) or self._plan.strides_may_differ(segment)):
-            raise SwapError(
-                f"a gradient has strides {gradient.stride()} and its parameter {p.stride()}; stepped in segments that "
-                "would give other bits. Assign gradients in the parameter's layout: torch.empty_like(p).copy_(gradient)"
-            )
-
-    def _take(self, bucket: Bucket) -> Lease | None:
-        if not bucket.length_bytes:
-            return None
-        lease, _ = self._pipeline.take(bucket.key, bucket.length_bytes)
-        return lease
-
-    def _stage_ahead(self, work: Iterable[tuple[Bucket, list[Segment]]], start: int) -> None:
-        for bucket, active in list(work)[start : start + 64]:
-            if bucket.length_bytes and not self._pipeline.stage(bucket.key, bucket.length_bytes):
-                return
-            if self.gradients is not None:
-                for segment in active:
-                    if not self.gradients.stage(segment.parameter, segment.start):
-                        return
-
-    def _call_class(
-        self,
-        optimizer: Optimizer,
-        opened: Sequence[Opened],
-        states: list[dict[str, Any]],
-        changes: dict[int, dict[str, Any]],
-    ) -> None:
-        """Step the tensors of `opened` with the class's own code. `states` is updated to what it left behind."""
-        groups: dict[int, dict[str, Any]] = {}
-        for item, state in zip(opened, states, strict=True):
-            number = self._group_of[id(item.segment.parameter)]
-            if number not in groups:
-                groups[number] = self._narrowed(optimizer.param_groups[number])
-            groups[number]["params"].append(item.tensor)
-            if state:
-                assert item.tensor is not None
-                optimizer.state[item.tensor] = state
-        self._narrow(optimizer, list(groups.values()))
-        self._class_step(optimizer)
-        for i, item in enumerate(opened):
-            assert item.tensor is not None
-            states[i] = dict(optimizer.state.get(item.tensor, {}))
-        self._widen(optimizer)
-        for number, group in groups.items():
-            original = optimizer.param_groups[number]
-            for key, value in group.items():
-                if key in ("params", "param_names") or (self._plan.remote and key == "capturable"):
-                    continue
-                if isinstance(value, torch.Tensor):
-                    former = original.get(key)
-                    changed = not isinstance(former, torch.Tensor) or not torch.equal(former.cpu(), value.cpu())
-                else:
-                    changed = key not in original or value is not original[key]
-                if changed:
-                    changes.setdefault(number, {})[key] = value
-
-    def _narrow(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-        """Show the class only `groups`, no hooks, and no tensor on an accelerator, until `_widen`."""
-        attributes: dict[str, Any] = {
-            "param_groups": groups,
-            "_optimizer_step_pre_hooks": OrderedDict(),
-            "_optimizer_step_post_hooks": OrderedDict(),
-        }
-        if self._plan.remote:
-            for key in ("grad_scale", "found_inf"):  # From GradScaler, for fused steps.
-                if isinstance(value := getattr(optimizer, key, None), torch.Tensor):
-                    attributes[key] = value.cpu()
-        self._former = {key: getattr(optimizer, key) for key in attributes}
-        vars(optimizer).update(attributes)
-
-    def _widen(self, optimizer: Optimizer) -> None:
-        """Undo `_narrow` and empty the state. Idempotent."""
-        optimizer.state.clear()
-        vars(optimizer).update(self._former)
-        self._former = {}
-
-    def _narrowed(self, group: dict[str, Any]) -> dict[str, Any]:
-        # Tensors are cloned, so that a value that the class changes in place is changed once a step, not once a bucket.
-        narrowed = {
-            key: (value.cpu() if self._plan.remote else value).clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
-        if self._plan.remote and "capturable" in narrowed:
-            narrowed["capturable"] = False  # The step runs on the CPU, where there is no graph to capture.
-        narrowed["params"] = []
-        return narrowed
-
-    def _close_bucket(
-        self, bucket: Bucket, opened: Sequence[Opened], states: list[dict[str, Any]], lease: Lease | None
-    ) -> None:
-        masters: dict[Segment, tuple[torch.Tensor, torch.Tensor]] = {}
-        made_state = any(state and not item.segment.has_state for item, state in zip(opened, states, strict=True))
-        for item, state in zip(opened, states, strict=True):
-            for key in bucket.close(item.segment, state, lease):
-                self._say_unplanned(key)
-            if item.master is not None:
-                assert item.bits is not None
-                masters[item.segment] = (item.master, item.bits)
-            if item.master_reset:
-                self._count_reset()
-        if masters:
-            bucket.encode(masters, lease)
-        for item in opened:
-            bucket.write_back(item, self._copies)
-        if lease is not None:
-            self._pipeline.put(bucket.key, bucket.finish(lease))
-            if made_state:
-                states.clear()
-                _return_free_memory()
-
-    def _count_reset(self) -> None:
-        if self.metrics.masters_reset == 0:
-            log.warning(
-                "a parameter was changed outside of the optimizer since its last step, so its master weights are made "
-                "anew from it (said once; counted in stats().masters_reset)"
-            )
-        self.metrics.masters_reset += 1
-
-    def _say_unplanned(self, key: str) -> None:
-        if key not in self._unplanned:
-            self._unplanned.add(key)
-            log.warning(
-                "the optimizer made state %r that a trial step did not show; it stays in memory, beyond pool_bytes", key
-            )
-
     def _advise(self, waited_s: float, took_s: float) -> None:
         if self._advised or self.metrics.steps <= _ADVICE_AFTER_STEPS or waited_s < 0.5 * took_s or took_s < 0.25:
             return
@@ -770,23 +499,34 @@ class OptimizerSwapper:
             took_s,
         )
 
-    def _fail(self, optimizer: Optimizer, error: BaseException) -> None:
+    def _prepare_step(self) -> None:
+        """Before the first bucket that is stepped in backward: what `_step` does before it."""
+        optimizer = self._optimizer()
+        self._check_usable("step")
+        self._check_state(optimizer)
+        self._reconcile(optimizer)
+
+    def _fail(self, error: BaseException) -> None:
         """Note what a step that raised has left behind."""
-        self._note_cut_off(optimizer, error)
-        self._pipeline.recover()
-        self._drop_scratch()
+        done = self._stepper.done
+        self._note_cut_off(self._optimizer(), error)
+        self._stepper.abandon()
+        self._drop_window()
         if isinstance(error, SwapIOError):
-            error.step, error.buckets_stepped = self.metrics.steps, self._buckets_done
+            error.step, error.buckets_stepped = self.metrics.steps, done
 
     def _note_cut_off(self, optimizer: Optimizer, error: BaseException | None = None) -> None:
         """Remember a step that ended in the middle. Without `error`: one that even `_fail` was cut off in."""
-        if not self._entered:
+        stepper = self._stepper
+        if not stepper.stepping and not (error and stepper.entered):
             return
-        self._widen(optimizer)
-        what = f"step {self.metrics.steps} failed after {self._buckets_done} of {len(self._plan.buckets)} buckets"
-        parameters = [segment.parameter for bucket in self._entered for segment in bucket.segments]
+        stepper.widen(optimizer)
+        what = f"step {self.metrics.steps} failed after {stepper.done} of {len(self._plan.buckets)} buckets"
+        parameters = [segment.parameter for bucket in stepper.entered for segment in bucket.segments]
         self._failure = Failure(what, error or KeyboardInterrupt(), versions(parameters))
-        self._entered = []
+        stepper.entered, stepper.done, stepper.stepping = [], 0, False
+        if error is None:
+            stepper.abandon()
 
     @contextmanager
     def _replacing(self, what: str) -> Iterator[None]:
@@ -802,31 +542,23 @@ class OptimizerSwapper:
             raise
         self._failure = before
 
-    def _hold_scratch(self) -> None:
-        if self._scratches:
-            return
-        for _ in range(self._plan.scratch_count):
-            if self._plan.scratch_bytes:
-                lease = self._pool.acquire(self._plan.scratch_bytes)
-                self._scratch_leases.append(lease)
-                self._scratches.append(Scratch(lease))
-            else:
-                self._scratches.append(Scratch(None))
-
-    def _drop_scratch(self) -> None:
-        for scratch in self._scratches:
-            scratch.reset()
-        for lease in self._scratch_leases:
-            lease.release()
-        self._scratches, self._scratch_leases = [], []
+    def _drop_window(self) -> None:
+        """Give scratch back; the next gradient is the first of a window."""
+        self._stepper.drop_scratch()
         self._read_ahead = False
         self._arrived.clear()
+
+    def _end_window(self) -> None:
+        self._drop_window()
+        if self._backward is not None:
+            self._backward.finish()
+            self._wish([bucket for bucket in self._backward.expected() if bucket.length_bytes])
 
     # --- Read-ahead ------------------------------------------------------------------------------------------------
 
     def _watch_gradients(self, optimizer: Optimizer) -> None:
         """Start reading when the first gradient arrives; with accumulation, the first of the last micro-batch."""
-        if self._store is None:
+        if self._store is None and self._backward is None:
             return
         self_ref = weakref.ref(self)
 
@@ -840,16 +572,28 @@ class OptimizerSwapper:
                 self._gradient_hooks[id(p)] = p.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, p: torch.Tensor) -> None:
-        if self._read_ahead or self._closed or self._failure is not None or os.getpid() != self._pid:
+        if self._closed or self._failure is not None or os.getpid() != self._pid:
+            return
+        if self._backward is not None:
+            assert isinstance(p, torch.nn.Parameter)
+            if self.gradients is None or not self.gradients.watches(p):  # Else it will say when they are complete.
+                self._backward.arrived(p)
+            return
+        if self._read_ahead:
             return
         with self._window_lock:
             arrived = self._arrived[id(p)] = self._arrived.get(id(p), 0) + 1
             if self._read_ahead or arrived < self._plan.gradient_accumulation_steps:
                 return
             self._read_ahead = True
+        self._wish([bucket for bucket in self._plan.buckets if bucket.length_bytes], scratch=True)
+
+    def _wish(self, buckets: Sequence[Bucket], *, scratch: bool = False) -> None:
+        """Start reading `buckets` as far as there is room."""
         try:
-            self._hold_scratch()
-            self._stage_ahead([(bucket, []) for bucket in self._plan.buckets if bucket.length_bytes], 0)
+            if scratch:
+                self._stepper.hold_scratch()
+            self._stepper.stage_ahead([(bucket, []) for bucket in buckets], 0)
         except SwapError:
             # Read-ahead is a wish. What is wrong with it (a full pool, a failed write) comes up again in `step`.
             log.debug("no read-ahead", exc_info=True)
@@ -884,6 +628,11 @@ class OptimizerSwapper:
             raise
         # Only now: until then `optimizer.state`, which torch has replaced, says that the state does not belong to it.
         self._state = optimizer.state
+        self._made_anew()
+
+    def _made_anew(self) -> None:
+        if self._backward is not None:
+            self._backward.forget()
         if self._failure is not None:
             self._failure.state_loaded = True
 
@@ -912,13 +661,13 @@ class OptimizerSwapper:
         show = self._plan.stored_bytes >= _SHOW_PROGRESS_BYTES
         try:
             with torch.no_grad():
-                for i, (bucket, chosen) in enumerate(_progress(buckets, "reading optimizer state", show)):
-                    self._stage_ahead([(b, []) for b, _ in buckets[i : i + 64]], 0)
-                    lease = self._take(bucket)
+                for i, (bucket, chosen) in enumerate(progress(buckets, "reading optimizer state", show)):
+                    self._stepper.stage_ahead([(b, []) for b, _ in buckets[i : i + 64]], 0)
+                    lease = self._stepper.take(bucket)
                     for segment in chosen:
                         entries = gathered.setdefault(id(segment.parameter), {})
                         if not read_segment(bucket, segment, lease, entries, flat):
-                            self._count_reset()
+                            self._stepper.count_reset()
                     if lease is not None:
                         self._pipeline.give_back(bucket.key)
         except BaseException:
@@ -965,15 +714,15 @@ class OptimizerSwapper:
         show = self._plan.stored_bytes >= _SHOW_PROGRESS_BYTES
         with self._replacing("loading optimizer state"), torch.no_grad():
             self._forget_state()
-            for bucket in _progress(self._plan.buckets, "writing optimizer state", show):
+            for bucket in progress(self._plan.buckets, "writing optimizer state", show):
                 chosen = [segment for segment in bucket.segments if id(segment.parameter) in by_id]
                 if not chosen:
                     continue
-                lease = self._take(bucket)
+                lease = self._stepper.take(bucket)
                 for segment in chosen:
-                    group = optimizer.param_groups[self._group_of[id(segment.parameter)]]
+                    group = optimizer.param_groups[self._stepper.group_of[id(segment.parameter)]]
                     for key in write_segment(bucket, segment, lease, by_id[id(segment.parameter)], group, as_it_is):
-                        self._say_unplanned(key)
+                        self._stepper.say_unplanned(key)
                 if lease is not None:
                     self._pipeline.put(bucket.key, bucket.finish(lease))
 
@@ -984,18 +733,23 @@ class OptimizerSwapper:
         for hook in self._gradient_hooks.values():
             hook.remove()
         self._gradient_hooks.clear()
+        if self._backward is not None:
+            self._backward.forget()
         if os.getpid() != self._pid:
             self._released = True
             return
+        self._stepper.abandon()
         try:
             self._pipeline.drain()
         finally:
-            self._drop_scratch()
+            self._drop_window()
             for bucket in self._plan.buckets:
                 if bucket.length_bytes:
                     self._pipeline.forget(bucket.key)
                 for segment in bucket.segments:
                     segment.forget()
+            if self.gradients is not None:
+                self.gradients.close()
             for pool in self._later_pools:
                 pool.close()
             try:
@@ -1014,8 +768,8 @@ class UnswappedOptimizer(OptimizerSwapper):
         self._closed = False
         self._pid = os.getpid()
         self._failure = None
-        self.parameters = None
-        self.gradients = None
+        self._backward = None
+        self.parameters = self.gradients = None
         self._counting = optimizer.register_step_post_hook(self._count)
         self.metrics = Metrics()
         vars(optimizer)["swapper"] = self
@@ -1024,6 +778,11 @@ class UnswappedOptimizer(OptimizerSwapper):
         self.metrics.steps += 1
         if self.parameters is not None:
             self.parameters.end_round()
+
+    def attach(self, *, parameters: SwappedParameters | None = None, gradients: SwappedGradients | None = None) -> None:
+        """Say when a step is over to what has the parameters where they are on disk."""
+        assert gradients is None
+        self.parameters = parameters or self.parameters
 
     def stats(self) -> Stats:
         """Only `steps` is counted: nothing moves."""
@@ -1074,22 +833,6 @@ def _install_scheduler_wrapper(optimizer: Optimizer) -> None:
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     optimizer.step = step  # type: ignore[method-assign]
-
-
-def _return_free_memory() -> None:
-    """Let glibc give freed memory back to the system; elsewhere nothing.
-
-    When a class makes its state, small tensors that stay are allocated between large ones that do not. The holes are
-    too small for the next bucket's, so without this the first step would grow the heap by about the size of the state;
-    and after a step, gradients would come to lie in the holes that its scratch left. Milliseconds for a heap of 1 GB.
-    """
-    if _malloc_trim is not None:
-        _malloc_trim(0)
-
-
-def _progress(items: Sequence[_T], what: str, show: bool) -> Iterable[_T]:
-    """`items`, with a progress bar if it is long work and somebody looks."""
-    return tqdm(items, desc=what, unit="bucket", leave=False) if show and sys.stderr.isatty() else items
 
 
 def _finalize(swapper: OptimizerSwapper) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class OptimizerPlan:
         self._planned: dict[int, tuple[Segment, ...]] = {}
         self._kept_whole: set[int] = set()
         self._next_index = 0
+        self._buckets_by_id: tuple[tuple[int, int], dict[int, tuple[Bucket, ...]]] = ((-1, -1), {})
         self._fused = any(group.get("fused") for group in optimizer.param_groups)
         self.buckets: list[Bucket] = []
         self.threads = torch.get_num_threads()
@@ -83,6 +84,17 @@ class OptimizerPlan:
     def segments_of(self, parameter: torch.nn.Parameter) -> tuple[Segment, ...]:
         """The parameter's segments in order; () if it is not planned."""
         return self._planned.get(id(parameter), ())
+
+    def buckets_of(self, parameter: torch.nn.Parameter) -> Sequence[Bucket]:
+        """The buckets that have segments of `parameter`, in order; () if it is not planned."""
+        version = (self._next_index, len(self.buckets))
+        if self._buckets_by_id[0] != version:
+            found: dict[int, dict[Bucket, None]] = {}
+            for bucket in self.buckets:
+                for segment in bucket.segments:
+                    found.setdefault(id(segment.parameter), {})[bucket] = None
+            self._buckets_by_id = (version, {number: tuple(buckets) for number, buckets in found.items()})
+        return self._buckets_by_id[1].get(id(parameter), ())
 
     def drop(self, ids: set[int]) -> None:
         """Forget parameters, by `id`, that the optimizer no longer has."""
@@ -116,6 +128,11 @@ class OptimizerPlan:
     def gradient_accumulation_steps(self) -> int:
         """Gradients that each parameter gets before a step."""
         return self._config.gradient_accumulation_steps
+
+    @property
+    def step_in_backward(self) -> bool:
+        """Whether buckets are stepped as their gradients arrive."""
+        return self._config.offload_optimizer.step_in_backward
 
     @property
     def depends_on_threads(self) -> bool:

@@ -28,7 +28,7 @@ import torch
 from swapper import codec
 from swapper.buffers import BufferPool, Lease, PoolExhausted
 from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.evicted import Home, evict, home_of, refuse_copy, restore
+from swapper.evicted import Home, evict, home_of, refuse_copy, restore, settle
 from swapper.lasting import LastingCopies
 from swapper.layout import format_bytes
 from swapper.metrics import Metrics
@@ -123,8 +123,7 @@ class _PlaceHome:
 
     @property
     def keeper(self) -> object:
-        swapper = self.swapper()
-        return None if swapper is None else (swapper, swapper._model())
+        return self.swapper()
 
     def lasting(self) -> torch.Tensor:
         swapper = self.swapper()
@@ -146,21 +145,19 @@ class _PlaceHome:
 
 
 class _ForwardHooks:
-    """What is hooked to one module."""
+    """What is hooked to one module. The swapper lives as long as a module that has these hooks."""
 
     def __init__(self, swapper: ParameterSwapper, records: list[_Held]) -> None:
-        self._swapper = weakref.ref(swapper)
+        self._swapper = swapper
         self.records = records
 
     def before(self, module: torch.nn.Module, args: Any) -> None:
-        if (swapper := self._swapper()) is not None:
-            # In training this class leaves its parameters to the modules that own them.
-            alone = module.training and isinstance(module, torch.nn.TransformerEncoderLayer)
-            swapper._enter(module, [] if alone else self.records)
+        # In training this class leaves its parameters to the modules that own them.
+        alone = module.training and isinstance(module, torch.nn.TransformerEncoderLayer)
+        self._swapper._enter(module, [] if alone else self.records)
 
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
-        if (swapper := self._swapper()) is not None:
-            swapper._leave(module)
+        self._swapper._leave(module)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()
@@ -229,12 +226,15 @@ class _Hollow(torch.Tensor):
 class ParameterSwapper:
     """Keeps the parameters of `model` on disk, and brings each record in when it is used, ahead where it can.
 
+    Lives as long as a module of the model, or an optimizer that was offloaded with it; then its files are deleted.
+
     Args:
-        model: its parameters are taken away, its modules hooked. Only weak references are kept.
+        model: its parameters are taken away, its modules hooked. Only a weak reference is kept.
         owner: number of this swapper among those of the process; part of every record's key.
         bucket_bytes: see `plan_parameter_records`.
         budget_bytes: the most of the pool that records may hold.
         pool, store: where buffers come from and records go.
+        release: called once, when this is closed or dies.
 
     Raises:
         ConfigError: the budget is too small for two of the largest record, or for what a module uses at once.
@@ -252,6 +252,7 @@ class ParameterSwapper:
         budget_bytes: int,
         pool: BufferPool,
         store: TensorStore,
+        release: Callable[[], None],
     ) -> None:
         records, self.stays = plan_parameter_records(model, bucket_bytes)
         largest = max((record.length_bytes for record in records), default=0)
@@ -299,6 +300,7 @@ class ParameterSwapper:
         except BaseException:
             self._give_everything_back()
             raise
+        self._finalizer = weakref.finalize(self, _finalize, self._all, self._dropped, store, release, self._pid)
         formers, self._former = self._former, {}
         for parameter, former in formers.items():
             former.surrender(parameter)
@@ -388,34 +390,29 @@ class ParameterSwapper:
         with self._lock:
             self._order.end_round()
 
-    def close(self, *, keep_values: bool) -> None:
-        """Undo everything.
+    def close(self, *, keep_values: bool = False) -> None:
+        """Undo everything: remove the hooks, delete the files, give the memory back. Idempotent.
 
         Args:
-            keep_values: bring all parameters back into memory of their own; else their values are gone.
+            keep_values: bring all parameters back into memory of their own; else their values are gone, and any use of
+                them raises.
+
+        Raises:
+            SwapIOError: with `keep_values`, a record could not be read; everything is as it was but for the parameters
+                that are in memory already.
         """
         if self._closed or os.getpid() != self._pid:
             return
         with self._lock:
             if keep_values:
                 for held in self._all:
-                    with self.present([held]):
-                        copies = [p.detach().clone(memory_format=torch.preserve_format) for p in _parameters(held)]
-                    for place, copy in zip(held.plan.places, copies, strict=True):
-                        place.parameter.__dict__.pop("_swapper_home", None)
-                        restore(place.parameter, copy)
+                    self._restore_values(held)
             self._closed = True
             for hook in self._hooks:
                 hook.remove()
-            for held in self._all:
-                if held.lease is not None:
-                    if held.lease.transfer is not None:
-                        with contextlib.suppress(SwapIOError):
-                            held.lease.transfer.wait()
-                        held.lease.transfer = None
-                    self._release(held)
-            for held in self._all:
-                self._store.forget(held.key)
+            if (model := self._model()) is not None and vars(model).get("swapper") is self:
+                object.__delattr__(model, "swapper")
+            self._finalizer()
 
     # --- Taking over the model -------------------------------------------------------------------------------------
 
@@ -426,8 +423,12 @@ class ParameterSwapper:
         header = held.plan.layout.header(0)
         held.lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         self._open(held)
-        for place, values in zip(held.plan.places, held.values, strict=True):
-            values.as_strided(place.shape, place.stride).copy_(place.parameter.detach())
+        held.pins += 1  # To bring a value that is on disk already may need room.
+        try:
+            for place, values in zip(held.plan.places, held.values, strict=True):
+                values.as_strided(place.shape, place.stride).copy_(place.parameter.detach())
+        finally:
+            held.pins -= 1
         self._write(held)
         for place in held.plan.places:
             if (former := home_of(place.parameter)) is not None:
@@ -435,29 +436,33 @@ class ParameterSwapper:
             self._home[place.parameter] = held
             evict(place.parameter, _PlaceHome(self, held, place))
 
+    def _restore_values(self, held: _Held) -> None:
+        """Give the parameters of a record memory of their own; those that have it are left alone."""
+        away = [place.parameter for place in held.plan.places if home_of(place.parameter) is not None]
+        if not away:
+            return
+        with self.present([held]):
+            copies = [p.detach().clone(memory_format=torch.preserve_format) for p in away]
+        for parameter, copy in zip(away, copies, strict=True):
+            settle(parameter, copy)
+
     def _give_everything_back(self) -> None:
         """After a failed construction: the values of what was taken over are in the pool or on the drive."""
         for parameter, former in self._former.items():
             evict(parameter, former)
-            del self._home[parameter]
         for held in self._all:
-            mine = [i for i, place in enumerate(held.plan.places) if place.parameter in self._home]
+            mine = [i for i, p in enumerate(_parameters(held)) if p in self._home and p not in self._former]
             if mine:
-                held.pins += 1
-                self._bring(held, "forward")
-                for place, values in [(held.plan.places[i], held.values[i]) for i in mine]:
-                    copy = values.as_strided(place.shape, place.stride).clone(memory_format=torch.preserve_format)
-                    place.parameter.__dict__.pop("_swapper_home", None)
-                    restore(place.parameter, copy)
-                held.pins -= 1
-            if held.lease is not None:
-                if held.lease.transfer is not None:
-                    held.lease.transfer.settle()
-                self._release(held)
-            self._store.forget(held.key)
+                with self._lock:
+                    held.pins += 1
+                    self._bring(held, "forward")
+                    for place, values in [(held.plan.places[i], held.values[i]) for i in mine]:
+                        copy = values.as_strided(place.shape, place.stride).clone(memory_format=torch.preserve_format)
+                        settle(place.parameter, copy)
+        self._closed = True
         for hook in self._hooks:
             hook.remove()
-        self._closed = True
+        _finalize(self._all, self._dropped, self._store, lambda: None, self._pid)
 
     def _install(self, model: torch.nn.Module) -> None:
         wanted = dict.fromkeys(module for _, module in modules_with_parameters(model))
@@ -520,6 +525,8 @@ class ParameterSwapper:
             raise
 
     def _detach_all(self, records: Sequence[_Held]) -> None:
+        if self._closed:
+            return
         with self._lock, contextlib.ExitStack() as all_of_them:
             for held in records:
                 all_of_them.callback(self._let_go, held)
@@ -912,6 +919,38 @@ class ParameterSwapper:
             )
         if self._closed:
             raise SwapError("the swapper of this model was closed, and the values of its parameters are gone")
+
+
+def _finalize(
+    records: list[_Held], dropped: list[AnyTransfer], store: TensorStore, release: Callable[[], None], pid: int
+) -> None:
+    """Wait for what is in flight, delete the files and give the memory back."""
+    if os.getpid() != pid:
+        return
+    for held in records:
+        if held.lease is None:
+            continue
+        if held.lease.transfer is not None:
+            try:
+                held.lease.transfer.wait()
+            except SwapIOError as error:
+                # Without a traceback: this may run in the middle of anything, where formatting one is not safe.
+                if held.state is _State.HERE:
+                    log.warning("a write of parameters had failed, and the model is gone: %r", error)
+            held.lease.transfer = None
+        if held.foreign_uses():
+            held.lease.abandon()
+        else:
+            held.lease.release()
+        held.values = []
+        held.lease = None
+    for transfer in dropped:
+        with contextlib.suppress(SwapIOError):
+            transfer.wait()
+    dropped.clear()
+    for held in records:
+        store.forget(held.key)
+    release()
 
 
 def _parameters(held: _Held) -> list[torch.nn.Parameter]:

@@ -291,6 +291,20 @@ class Pipeline:
             self._dropped.append(held.lease.transfer)
         held.lease.release()
 
+    def _drop_last_staged(self) -> bool:
+        """Give back one buffer that was only read ahead: the one staged last, which is needed last. False if none is.
+
+        One that is still being written as well stays: it leaves when that is done.
+        """
+        for key, held in reversed(self._held.items()):
+            if held.place is Place.ARRIVING:
+                if held.writing:
+                    held.place = Place.LEAVING
+                else:
+                    self._drop(key, held)
+                return True
+        return False
+
     def _observe_dropped(self) -> None:
         # Waited for, so that the handle does not report the failure of a read that nobody wanted.
         for transfer in [transfer for transfer in self._dropped if transfer.done()]:
@@ -312,9 +326,7 @@ class Pipeline:
             if self._wait_for_write():
                 self._collect()
                 continue
-            self.drop_staged()
-            if not any(held.place is Place.LEAVING for held in self._held.values()):
-                return self._pool.acquire(length_bytes)
+            return self._pool.acquire(length_bytes)
         return lease
 
     def _wait_for_write(self) -> bool:
@@ -338,7 +350,7 @@ class Pipeline:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            if self.drop_staged():
+            if self._drop_last_staged():
                 return True
             # What is kept goes too if it must: buffers that stay can leave no piece of the pool that is long enough.
             for place in (Place.LEAVING, Place.KEPT):

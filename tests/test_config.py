@@ -379,9 +379,8 @@ def test_strings_are_validated() -> None:
 
 NOT_YET: dict[str, Any] = {
     "offload_optimizer.encoding": "int8",
-    "offload_optimizer.step_in_backward": True,
     "offload_gradient.device": "cpu",
-    "offload_param.device": "nvme",
+    "offload_param.device": "cpu",
     "offload_param.resident_bytes": "1MiB",
     "checkpoint.keep_last": 3,
 }
@@ -400,12 +399,6 @@ def test_what_a_later_version_brings_is_refused(
     message = error_of(lambda: way(nested(field, value)))
     assert message.startswith(f"{field}: ")
     assert "is not there yet in this version of swapper; use " in message
-
-
-@pytest.mark.parametrize("field", ["offload_gradient.device", "offload_param.device"])
-@pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_devices_that_a_later_version_brings_are_refused(field: str, device: str) -> None:
-    assert f"{field}: '{device}' is not there yet" in refused(nvme_path="/x", **nested(field, device))
 
 
 def test_bf16_encoding_is_refused() -> None:

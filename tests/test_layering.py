@@ -14,10 +14,20 @@ PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 BASE = {"errors", "layout", "metrics"}
 HANDLE = BASE | {"bounce", "handle"}
 PIPELINE = HANDLE | {"transfers", "buffers", "runs", "speed", "store", "codec", "schedule", "pipeline"}
-OPTIMIZER = PIPELINE | {"config", "trial", "segments", "failure", "optimizer_plan", "optimizer_state", "evicted"}
+OPTIMIZER = PIPELINE | {
+    "config",
+    "trial",
+    "segments",
+    "failure",
+    "optimizer_plan",
+    "optimizer_state",
+    "evicted",
+    "stepper",
+}
+STEPS = {"stepper", "backward_step"}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
-API = OPTIMIZER | SWAPPERS | {"evicted", "order", "parameter_records", "checkpoint", "fastsave", "dcp"}
+API = OPTIMIZER | STEPS | SWAPPERS | {"evicted", "order", "parameter_records", "checkpoint", "fastsave", "dcp"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -38,16 +48,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "deepspeed": {"errors"},
     "trial": {"errors", "layout"},
     "segments": {"trial", "pipeline", "store", "buffers", "codec", "layout"},
-    "failure": {"errors"},
+    "failure": {"errors", "evicted"},
     "optimizer_state": {"segments", "trial", "buffers", "layout", "errors"},
     "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
-    "optimizer": OPTIMIZER,
+    "stepper": PIPELINE | {"evicted", "optimizer_plan", "segments", "trial"},
+    "backward_step": {"errors", "evicted", "optimizer_plan", "segments", "stepper"},
+    "optimizer": OPTIMIZER | STEPS,
     "evicted": {"errors"},
     "order": set(),
     "parameter_records": {"layout", "codec", "trial"},
     "gradient": PARAMETERS | {"evicted", "trial"},
     "parameter": PARAMETERS | {"evicted", "order", "parameter_records"},
-    "checkpoint": OPTIMIZER | SWAPPERS,
+    "checkpoint": OPTIMIZER | STEPS | SWAPPERS,
     "fastsave": HANDLE | {"buffers"},
     "dcp": HANDLE | {"buffers", "fastsave"},
     "api": API,
@@ -65,7 +77,7 @@ TYPES_ONLY = {("store", "buffers")}
 
 OTHER_PACKAGES = {
     "config": {"pydantic", "pydantic_core", "yaml"},
-    "optimizer": {"tqdm"},
+    "stepper": {"tqdm"},
     "cli": {"typer", "rich", "yaml", "matplotlib"},
 }
 """What may be imported besides torch and the standard library."""

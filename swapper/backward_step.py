@@ -1,0 +1,299 @@
+"""`step_in_backward`: a bucket is stepped as soon as the last gradient of the window has arrived, and its gradients go.
+
+A window is `gradient_accumulation_steps` backward passes and the `step()` that ends them. In the last pass each
+parameter's gradient is final when autograd has accumulated it; when that is so for all parameters of a bucket, the
+bucket is stepped there and then, on the thread of the backward pass. `step()` does what is left: buckets with
+parameters that had fewer gradients than the window has passes.
+
+[Note: what plain PyTorch would still have] After `backward()` a plain program may look at gradients, change them, or
+not step at all. Here they are gone and the step is made. So whatever asks for a gradient that is gone, or leaves the
+order of backward, step, zero_grad, is told so, before it can do anything else than what it would have done.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterable
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+from torch.optim import optimizer as torch_optimizer
+from torch.utils.checkpoint import CheckpointFunction
+
+from swapper.errors import ConfigError, SwapError
+from swapper.evicted import clear_gradient_home, set_gradient_home, set_raw_gradient
+from swapper.optimizer_plan import OptimizerPlan
+from swapper.segments import Bucket
+from swapper.stepper import Stepper
+
+__all__ = ["CANNOT_GO_WITH", "BackwardSteps"]
+
+CANNOT_GO_WITH = "offload_optimizer.step_in_backward: true cannot be combined with"
+
+
+class BackwardSteps:
+    """Steps the buckets of one optimizer in backward.
+
+    Args:
+        optimizer: the user's. Only a weak reference is kept.
+        plan: the buckets; `gradient_accumulation_steps` is the window.
+        stepper: steps them.
+        prepare: called before the first bucket of a window is stepped; raises if a step could not be made now.
+        failed: called with what went wrong in the step of a bucket.
+
+    Raises:
+        ConfigError: several processes train together, or the optimizer has step pre-hooks.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        plan: OptimizerPlan,
+        stepper: Stepper,
+        prepare: Callable[[], None],
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._optimizer_ref = weakref.ref(optimizer)
+        self._plan = plan
+        self._stepper = stepper
+        self._prepare = prepare
+        self._failed = failed
+        self._lock = threading.RLock()
+        self._arrived: dict[int, int] = {}  # gradients of the window, by parameter
+        self._gone: dict[int, weakref.ref[torch.nn.Parameter]] = {}  # parameters that were stepped, until zero_grad
+        self._stepped: dict[Bucket, None] = {}  # of the window, in order
+        self._order: list[Bucket] = []  # of the last window: what to expect in the next
+        self._pass = -1  # autograd's number of the backward pass in which the first of them was stepped
+        self._groups: list[dict[str, Any]] = []  # the options that the window is stepped with
+        self._looked_for_scaler = False
+        self._refuse(optimizer)
+
+    @property
+    def under_way(self) -> bool:
+        """Whether buckets were stepped and `step()` was not called yet."""
+        return bool(self._stepped)
+
+    def arrived(self, p: torch.nn.Parameter) -> None:
+        """Autograd has accumulated the gradient of `p`, which is in memory: `count` it, and `complete` if it is final.
+
+        Errors as for those two.
+        """
+        if self.count(p):
+            self.complete(p)
+
+    def count(self, p: torch.nn.Parameter) -> bool:
+        """Autograd has accumulated a gradient of `p`. Returns whether it is the last of the window.
+
+        Raises:
+            SwapError: there is one pass too many; the gradient is dropped, and no parameter was touched.
+        """
+        with self._lock:
+            count = self._arrived.get(id(p), 0) + 1
+            if id(p) in self._gone or count > self._plan.gradient_accumulation_steps or self._is_another_pass():
+                set_raw_gradient(p, None)
+                raise SwapError(self._too_many())
+            self._arrived[id(p)] = count
+            return count == self._plan.gradient_accumulation_steps
+
+    def complete(self, p: torch.nn.Parameter) -> None:
+        """The gradient of `p` is final, and in memory. Steps the buckets of which that is true of all parameters.
+
+        Raises:
+            SwapError: the gradients of the last window were not set to None. No parameter was touched.
+            ConfigError: something is in use that would make the result wrong. No parameter was touched.
+            SwapIOError: the drive failed in the step of a bucket.
+        """
+        with self._lock:
+            optimizer = self._optimizer_ref()
+            assert optimizer is not None
+            if not self._stepped:
+                if self._known(None):
+                    set_raw_gradient(p, None)
+                    raise SwapError(self._too_many())
+                self._refuse(optimizer)
+                self._refuse_scaler()
+                self._prepare()
+            for bucket in self._plan.buckets_of(p):
+                if self._is_complete(bucket):
+                    self._step(optimizer, bucket)
+
+    def left(self) -> list[Bucket]:
+        """The buckets that `step()` has to see to."""
+        return [bucket for bucket in self._plan.buckets if bucket not in self._stepped]
+
+    def check_options(self, optimizer: Optimizer) -> None:
+        """Raise if an option was changed since the first bucket of the window was stepped with it."""
+        if self._stepped and _options(optimizer) != self._groups:
+            raise SwapError(
+                "an option of the optimizer (its learning rate, ...) was changed between backward() and step(), but "
+                "with step_in_backward the parameters were stepped in backward; change it after step() or before "
+                "backward()"
+            )
+
+    def finish(self) -> None:
+        """The window is over; what was stepped in it is expected in the next one."""
+        with self._lock:
+            if self._stepped:
+                self._order = list(self._stepped)
+            self._stepped = {}
+            self._arrived.clear()
+
+    def forget(self) -> None:
+        """State and parameters are made anew: there is no window, and nothing is missing."""
+        with self._lock:
+            self.finish()
+            for reference in self._gone.values():
+                if (parameter := reference()) is not None:
+                    clear_gradient_home(parameter)
+            self._gone.clear()
+
+    def expected(self) -> list[Bucket]:
+        """The buckets that are not stepped yet, in the order in which they probably will be."""
+        known = self._order or reversed(self._plan.buckets)
+        return [bucket for bucket in known if bucket not in self._stepped]
+
+    # --- `GradientHome`, of gradients that are gone ------------------------------------------------------------------
+
+    def bring_back(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """The gradient of `parameter` is asked for.
+
+        Raises:
+            SwapError: unless it is `zero_grad` that asks: that gets a tensor which it may drop.
+        """
+        asking = sys._getframe(2)
+        if asking.f_code.co_name == "zero_grad" and asking.f_globals["__name__"].startswith("torch."):
+            if asking.f_locals.get("set_to_none", True):
+                return torch.empty(0)
+            raise SwapError("zero_grad(set_to_none=False): with step_in_backward the gradients are gone; leave it out")
+        raise SwapError(
+            "the gradient of this parameter is gone: with step_in_backward it was used, and freed, in backward(). "
+            f"{CANNOT_GO_WITH} GradScaler, clipping by a global norm, or anything else that needs gradients after "
+            "it; use step_in_backward: false"
+        )
+
+    def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+        """`zero_grad`: the parameters may have gradients again.
+
+        Raises:
+            SwapError: `step()` was not called.
+        """
+        with self._lock:
+            if self._stepped:
+                raise SwapError(
+                    "the gradients were set to None before step() was called, but with step_in_backward the parameters "
+                    "were stepped in backward already: a step cannot be skipped. Load a checkpoint to undo it, or use "
+                    "step_in_backward: false"
+                )
+            for p in self._known(parameters):
+                self._gone.pop(id(p), None)
+                self._arrived.pop(id(p), None)
+                clear_gradient_home(p)
+
+    def _known(self, parameters: Iterable[torch.nn.Parameter] | None) -> list[torch.nn.Parameter]:
+        if parameters is not None:
+            return list(parameters)
+        return [p for reference in self._gone.values() if (p := reference()) is not None]
+
+    # --- The step of a bucket ----------------------------------------------------------------------------------------
+
+    def _is_complete(self, bucket: Bucket) -> bool:
+        wanted = self._plan.gradient_accumulation_steps
+        return bucket not in self._stepped and all(
+            self._arrived.get(id(segment.parameter), 0) == wanted for segment in bucket.segments
+        )
+
+    def _step(self, optimizer: Optimizer, bucket: Bucket) -> None:
+        if not self._stepped:
+            self._groups = _options(optimizer)
+            self._pass = torch._C._current_graph_task_id()
+        self.check_options(optimizer)
+        work = self._stepper.work_on([bucket])
+        if not work:
+            return
+        try:
+            with torch.no_grad():
+                self._stepper.run_one(optimizer, work[0])
+        except BaseException as error:
+            self._failed(error)
+            self.finish()
+            raise
+        self._stepped[bucket] = None
+        for p in {id(segment.parameter): segment.parameter for segment in bucket.segments}.values():
+            if all(other in self._stepped for other in self._plan.buckets_of(p)):
+                set_raw_gradient(p, None)
+                self._gone[id(p)] = weakref.ref(p)
+                set_gradient_home(p, self)
+        self._stepper.stage_ahead([(following, []) for following in self.expected()], 0)
+
+    def _is_another_pass(self) -> bool:
+        """Whether this is a later backward pass than the one in which buckets of the window were stepped.
+
+        Autograd numbers passes as they start. Reentrant activation checkpointing makes passes within a pass: those
+        have later numbers than what is around them.
+        """
+        if not self._stepped or torch._C._current_graph_task_id() <= self._pass:
+            return False
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:
+            if frame.f_code is CheckpointFunction.backward.__code__:
+                return False
+            frame = frame.f_back
+        return True
+
+    def _refuse(self, optimizer: Optimizer) -> None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            processes = torch.distributed.get_world_size()
+            if processes > 1:
+                raise ConfigError(
+                    f"{CANNOT_GO_WITH} DistributedDataParallel: {processes} processes train together, and a gradient "
+                    "is averaged only after it has arrived; use step_in_backward: false"
+                )
+        if optimizer._optimizer_step_pre_hooks or torch_optimizer._global_optimizer_pre_hooks:
+            raise ConfigError(
+                f"{CANNOT_GO_WITH} step pre-hooks, which would run after the step; use step_in_backward: false, or a "
+                "post-hook"
+            )
+
+    def _refuse_scaler(self) -> None:
+        """Once, before the first bucket is stepped: a gradient does not say whether it is scaled."""
+        if self._looked_for_scaler:
+            return
+        for item in gc.get_objects():
+            # Not `isinstance`: that asks objects for their class, and some warn.
+            if issubclass(type(item), torch.amp.GradScaler) and item.is_enabled() and item._scale is not None:
+                raise ConfigError(
+                    f"{CANNOT_GO_WITH} GradScaler: the gradients are scaled when they arrive; use step_in_backward: "
+                    "false, or bfloat16, which needs no scaling"
+                )
+        self._looked_for_scaler = True
+
+    def _too_many(self) -> str:
+        passes = self._plan.gradient_accumulation_steps
+        if not self._stepped:
+            return (
+                "gradients of a new window arrive, and those of the last one were not set to None; call "
+                "optimizer.zero_grad() after step()"
+            )
+        return (
+            f"more than gradient_accumulation_steps: {passes} gradients arrived for a parameter since the last step(), "
+            "and with step_in_backward it was stepped already; set gradient_accumulation_steps to the number of "
+            "backward passes before a step. (Reentrant activation checkpointing of modules that share parameters "
+            "counts as several: use use_reentrant=False.)"
+        )
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The options of each group, with the values of tensors."""
+    return [
+        {
+            key: value.tolist() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        for group in optimizer.param_groups
+    ]

@@ -1,0 +1,471 @@
+"""`Stepper`: one bucket after another is brought in, stepped by the optimizer's own class, and written behind.
+
+The class sees `param_groups` narrowed to the tensors of one bucket, with their state put in. Its own unhooked `step`
+runs, and what it left behind is taken out: whatever it does to all parameters at once, it does to a few.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import sys
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch.optim import Optimizer
+from tqdm import tqdm
+
+from swapper.buffers import BufferPool, Lease
+from swapper.errors import SwapError
+from swapper.evicted import gradient_lent, raw_gradient
+from swapper.metrics import Metrics
+from swapper.optimizer_plan import OptimizerPlan
+from swapper.pipeline import DeviceCopies, Pipeline
+from swapper.segments import Bucket, Opened, Scratch, Segment
+from swapper.trial import same_layout
+
+__all__ = ["Stepper", "SwappedGradients", "SwappedParameters", "Work", "progress", "return_free_memory"]
+
+log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
+Work = tuple[Bucket, list[Segment]]
+"""A bucket, and those of its segments that have a gradient."""
+
+_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+_READ_AHEAD = 64
+"""Buckets that are looked at for what to read next."""
+
+
+class SwappedParameters(Protocol):
+    """What a step asks of parameters that are on disk too."""
+
+    def stepping(self, parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
+        """Within it `parameters` have their values and may be changed."""
+
+    def staying(
+        self, parameters: Iterable[torch.nn.Parameter], following: Iterable[torch.nn.Parameter]
+    ) -> AbstractContextManager[None]:
+        """Within it those of `following` that lie together with some of `parameters`, which are there, stay there."""
+
+    def end_round(self) -> None:
+        """A step is over."""
+
+
+class SwappedGradients(Protocol):
+    """What a step asks of gradients that are on disk too."""
+
+    def has(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether there is a gradient, wherever it is."""
+
+    def is_away(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether it is on disk."""
+
+    def stage(self, parameter: torch.nn.Parameter, start: int) -> bool:
+        """Start reading the part of it that starts at `start`. False if there is no room."""
+
+    def taken(self, parameter: torch.nn.Parameter, start: int) -> AbstractContextManager[torch.Tensor]:
+        """Within it that part is there: 1-D, in memory order."""
+
+    def watches(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether its gradients are looked at when they arrive."""
+
+    def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+        """Forget the gradients that are on disk."""
+
+    def close(self) -> None:
+        """Forget everything."""
+
+    def clip_grad_norm_(
+        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float, error_if_nonfinite: bool
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`."""
+
+
+class Stepper:
+    """Steps the buckets of one optimizer.
+
+    Args:
+        class_step: the class's own `step`, without hooks.
+        plan: the buckets.
+        pool: for scratch.
+        pool_bytes: how much of the pool there is; to know whether memory is short.
+        pipeline: brings records in and out.
+        metrics: counts.
+
+    Attributes:
+        parameters, gradients: what has them where they are on disk too; None where they are in memory.
+        group_of: by the `id` of a parameter, the number of its group.
+        entered: the buckets that the step that is being made, or was cut off, has touched.
+        done: how many of them are finished.
+        stepping: a bucket is being stepped, or its step was cut off.
+    """
+
+    def __init__(
+        self,
+        class_step: Callable[[Optimizer], Any],
+        plan: OptimizerPlan,
+        pool: BufferPool,
+        pool_bytes: int,
+        pipeline: Pipeline,
+        metrics: Metrics,
+    ) -> None:
+        self.parameters: SwappedParameters | None = None
+        self.gradients: SwappedGradients | None = None
+        self.pool = pool
+        self.group_of: dict[int, int] = {}
+        self.entered: list[Bucket] = []
+        self.done = 0
+        self.stepping = False
+        self._class_step = class_step
+        self._plan = plan
+        self._pool_bytes = pool_bytes
+        self._pipeline = pipeline
+        self._metrics = metrics
+        self._copies = DeviceCopies(plan.device)
+        self._scratches: list[Scratch] = []
+        self._scratch_leases: list[Lease] = []
+        self._gradient_slices: dict[Segment, torch.Tensor] = {}
+        self._former: dict[str, Any] = {}  # what `_narrow` replaced on the optimizer
+        self._changes: dict[int, dict[str, Any]] = {}  # values of groups that the class changed
+        self._present = ExitStack()
+        self._unplanned: set[str] = set()
+
+    # --- A whole step ----------------------------------------------------------------------------------------------
+
+    def work_on(self, buckets: Iterable[Bucket]) -> list[Work]:
+        """What a step has to do now."""
+        return [(bucket, active) for bucket in buckets if (active := self._active(bucket))]
+
+    def run(self, optimizer: Optimizer, work: Sequence[Work], show: bool) -> None:
+        """Step `work`, then `finish`.
+
+        Args:
+            optimizer: the user's.
+            work: from `work_on`.
+            show: a progress bar.
+
+        Raises:
+            Exception: what went wrong; `entered` and `done` say where. The caller cleans up with `abandon`.
+        """
+        self.hold_scratch()
+        self._copies.begin()
+        present = self._bring(work, 0)
+        self._present.close()
+        self._present = present
+        pending = self._fetch(work, 0)
+        for i, (bucket, _) in enumerate(progress(work, "writing optimizer state", show)):
+            assert pending is not None
+            fetched = pending
+            if self._plan.remote:
+                pending = self._fetch(work, i + 1)
+            self.stage_ahead(work, i)
+            self._step_bucket(optimizer, bucket, *fetched)
+            if not self._plan.remote:
+                with self._staying(work, i):
+                    self._present.close()
+                    self._present = self._bring(work, i + 1)
+                pending = self._fetch(work, i + 1)
+        self.finish(optimizer)
+
+    def run_one(self, optimizer: Optimizer, item: Work) -> None:
+        """Step one bucket, of a step that `finish` ends. Errors as for `run`.
+
+        The parameter records that it needs stay until the next call or the end: they are then written once.
+        """
+        self.hold_scratch()
+        self._copies.begin()
+        present = self._bring([item], 0)
+        self._present.close()
+        self._present = present
+        fetched = self._fetch([item], 0)
+        assert fetched is not None
+        self._step_bucket(optimizer, item[0], *fetched)
+        self.stepping = False
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """End the step: apply what the class changed in its groups, give scratch back."""
+        self._present.close()
+        if self.parameters is not None:
+            self.parameters.end_round()
+        self._copies.join()
+        self.drop_scratch()
+        if self._plan.stored_bytes > self._pool_bytes:
+            return_free_memory()
+        for number, values in self._changes.items():
+            group = optimizer.param_groups[number]
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+        self._changes = {}
+        self.entered, self.done, self.stepping = [], 0, False
+
+    def abandon(self) -> None:
+        """After an exception: give back everything that a step holds. What was entered is for the caller to note."""
+        try:
+            self._present.close()
+        finally:
+            self._changes = {}
+            self._pipeline.recover()
+            self.drop_scratch()
+
+    def hold_scratch(self) -> None:
+        """Lease the scratch buffers, if they are not held."""
+        if self._scratches:
+            return
+        for _ in range(self._plan.scratch_count):
+            if self._plan.scratch_bytes:
+                lease = self.pool.acquire(self._plan.scratch_bytes)
+                self._scratch_leases.append(lease)
+                self._scratches.append(Scratch(lease))
+            else:
+                self._scratches.append(Scratch(None))
+
+    def drop_scratch(self) -> None:
+        """Give the scratch buffers back."""
+        for scratch in self._scratches:
+            scratch.reset()
+        for lease in self._scratch_leases:
+            lease.release()
+        self._scratches, self._scratch_leases = [], []
+
+    def take(self, bucket: Bucket) -> Lease | None:
+        """Bring the record in and wait for it; None if nothing of it moves."""
+        if not bucket.length_bytes:
+            return None
+        lease, _ = self._pipeline.take(bucket.key, bucket.length_bytes)
+        return lease
+
+    def stage_ahead(self, work: Sequence[Work], start: int) -> None:
+        """Start reading what `work` needs from position `start` on, as far as there is room."""
+        for bucket, active in work[start : start + _READ_AHEAD]:
+            if bucket.length_bytes and not self._pipeline.stage(bucket.key, bucket.length_bytes):
+                return
+            if self.gradients is not None:
+                for segment in active:
+                    if not self.gradients.stage(segment.parameter, segment.start):
+                        return
+
+    def widen(self, optimizer: Optimizer) -> None:
+        """Show the optimizer its own groups and hooks again, and no state. Idempotent."""
+        optimizer.state.clear()
+        vars(optimizer).update(self._former)
+        self._former = {}
+
+    def count_reset(self) -> None:
+        """A master was made anew because the user had changed the parameter."""
+        if self._metrics.masters_reset == 0:
+            log.warning(
+                "a parameter was changed outside of the optimizer since its last step, so its master weights are made "
+                "anew from it (said once; counted in stats().masters_reset)"
+            )
+        self._metrics.masters_reset += 1
+
+    def say_unplanned(self, key: str) -> None:
+        """There is state that the trial did not show."""
+        if key not in self._unplanned:
+            self._unplanned.add(key)
+            log.warning(
+                "the optimizer made state %r that a trial step did not show; it stays in memory, beyond pool_bytes", key
+            )
+
+    # --- What a bucket needs ---------------------------------------------------------------------------------------
+
+    def _active(self, bucket: Bucket) -> list[Segment]:
+        return [
+            segment
+            for segment in bucket.segments
+            if self._has_gradient(segment.parameter) and id(segment.parameter) in self.group_of
+        ]
+
+    def _has_gradient(self, p: torch.nn.Parameter) -> bool:
+        return raw_gradient(p) is not None if self.gradients is None else self.gradients.has(p)
+
+    def _staying(self, work: Sequence[Work], i: int) -> AbstractContextManager[None]:
+        """Keep the parameter records that bucket `i` and the next are both windows of: they are then written once."""
+        if self.parameters is None or i + 1 >= len(work):
+            return nullcontext()
+        mine, following = ([segment.parameter for segment in active] for _, active in work[i : i + 2])
+        return self.parameters.staying(mine, following)
+
+    def _bring(self, work: Sequence[Work], i: int) -> ExitStack:
+        """Have the parameters and gradients of bucket `i` there, if they are swapped, until the result is closed."""
+        stack = ExitStack()
+        self._gradient_slices = {}
+        if i >= len(work):
+            return stack
+        active = work[i][1]
+        try:
+            if self.parameters is not None:
+                stack.enter_context(self.parameters.stepping([segment.parameter for segment in active]))
+            if self.gradients is not None:
+                self._take_gradients(self.gradients, active, stack)
+        except BaseException:
+            stack.close()
+            raise
+        return stack
+
+    def _take_gradients(self, gradients: SwappedGradients, active: Sequence[Segment], stack: ExitStack) -> None:
+        for p in {id(segment.parameter): segment.parameter for segment in active}.values():
+            if not gradients.is_away(p):
+                continue
+            mine = [segment for segment in active if segment.parameter is p]
+            start = mine[0].start
+            part = stack.enter_context(gradients.taken(p, start))
+            if mine[0].whole and not mine[0].master:  # The class is given the parameter itself.
+                stack.enter_context(gradient_lent(p, part.as_strided(p.shape, p.stride())))
+                continue
+            for segment in mine:
+                self._gradient_slices[segment] = part[segment.start - start : segment.stop - start]
+
+    def _fetch(self, work: Sequence[Work], i: int) -> tuple[list[Opened], Scratch, torch.cuda.Event | None] | None:
+        if i >= len(work):
+            return None
+        bucket, active = work[i]
+        scratch = self._scratches[i % len(self._scratches)]
+        scratch.reset()
+        for segment in active:
+            self._check_gradient(segment)
+        return bucket.fetch(active, self._gradient_slices, scratch, self._copies), scratch, self._copies.mark()
+
+    def _check_gradient(self, segment: Segment) -> None:
+        p, gradient = segment.parameter, raw_gradient(segment.parameter)
+        if gradient is None:  # On disk, in the layout of its parameter.
+            return
+        if gradient.is_sparse:
+            if segment.master or not segment.whole or self._plan.remote:
+                raise SwapError(
+                    "a sparse gradient came, which can be stepped only on the CPU and without master weights; make "
+                    "it dense (nn.Embedding(sparse=False))"
+                )
+        elif not (segment.whole or same_layout(gradient, p) or self._plan.strides_may_differ(segment)):
+            raise SwapError(
+                f"a gradient has strides {gradient.stride()} and its parameter {p.stride()}; stepped in segments that "
+                "would give other bits. Assign gradients in the parameter's layout: torch.empty_like(p).copy_(gradient)"
+            )
+
+    # --- The step of a bucket --------------------------------------------------------------------------------------
+
+    def _step_bucket(
+        self,
+        optimizer: Optimizer,
+        bucket: Bucket,
+        opened: list[Opened],
+        scratch: Scratch,
+        event: torch.cuda.Event | None,
+    ) -> None:
+        if event is not None:
+            event.synchronize()
+        lease = self.take(bucket)
+        states = bucket.open(opened, lease, scratch)
+        self.entered.append(bucket)
+        self.stepping = True
+        self._call_class(optimizer, opened, states)
+        self._close_bucket(bucket, opened, states, lease)
+        self.done += 1
+        scratch.event = self._copies.mark()
+
+    def _call_class(
+        self,
+        optimizer: Optimizer,
+        opened: Sequence[Opened],
+        states: list[dict[str, Any]],
+    ) -> None:
+        """Step the tensors of `opened` with the class's own code. `states` is updated to what it left behind."""
+        groups: dict[int, dict[str, Any]] = {}
+        for item, state in zip(opened, states, strict=True):
+            number = self.group_of[id(item.segment.parameter)]
+            if number not in groups:
+                groups[number] = self._narrowed(optimizer.param_groups[number])
+            groups[number]["params"].append(item.tensor)
+            if state:
+                assert item.tensor is not None
+                optimizer.state[item.tensor] = state
+        self._narrow(optimizer, list(groups.values()))
+        self._class_step(optimizer)
+        for i, item in enumerate(opened):
+            assert item.tensor is not None
+            states[i] = dict(optimizer.state.get(item.tensor, {}))
+        self.widen(optimizer)
+        for number, group in groups.items():
+            original = optimizer.param_groups[number]
+            for key, value in group.items():
+                if key in ("params", "param_names") or (self._plan.remote and key == "capturable"):
+                    continue
+                if isinstance(value, torch.Tensor):
+                    former = original.get(key)
+                    changed = not isinstance(former, torch.Tensor) or not torch.equal(former.cpu(), value.cpu())
+                else:
+                    changed = key not in original or value is not original[key]
+                if changed:
+                    self._changes.setdefault(number, {})[key] = value
+
+    def _narrow(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+        """Show the class only `groups`, no hooks, and no tensor on an accelerator, until `widen`."""
+        attributes: dict[str, Any] = {
+            "param_groups": groups,
+            "_optimizer_step_pre_hooks": OrderedDict(),
+            "_optimizer_step_post_hooks": OrderedDict(),
+        }
+        if self._plan.remote:
+            for key in ("grad_scale", "found_inf"):  # From GradScaler, for fused steps.
+                if isinstance(value := getattr(optimizer, key, None), torch.Tensor):
+                    attributes[key] = value.cpu()
+        self._former = {key: getattr(optimizer, key) for key in attributes}
+        vars(optimizer).update(attributes)
+
+    def _narrowed(self, group: dict[str, Any]) -> dict[str, Any]:
+        # Tensors are cloned, so that a value that the class changes in place is changed once a step, not once a bucket.
+        narrowed = {
+            key: (value.cpu() if self._plan.remote else value).clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        if self._plan.remote and "capturable" in narrowed:
+            narrowed["capturable"] = False  # The step runs on the CPU, where there is no graph to capture.
+        narrowed["params"] = []
+        return narrowed
+
+    def _close_bucket(
+        self, bucket: Bucket, opened: Sequence[Opened], states: list[dict[str, Any]], lease: Lease | None
+    ) -> None:
+        masters: dict[Segment, tuple[torch.Tensor, torch.Tensor]] = {}
+        made_state = any(state and not item.segment.has_state for item, state in zip(opened, states, strict=True))
+        for item, state in zip(opened, states, strict=True):
+            for key in bucket.close(item.segment, state, lease):
+                self.say_unplanned(key)
+            if item.master is not None:
+                assert item.bits is not None
+                masters[item.segment] = (item.master, item.bits)
+            if item.master_reset:
+                self.count_reset()
+        if masters:
+            bucket.encode(masters, lease)
+        for item in opened:
+            bucket.write_back(item, self._copies)
+        if lease is not None:
+            self._pipeline.put(bucket.key, bucket.finish(lease))
+            if made_state:
+                states.clear()
+                return_free_memory()
+
+
+def return_free_memory() -> None:
+    """Let glibc give freed memory back to the system; elsewhere nothing.
+
+    When a class makes its state, small tensors that stay are allocated between large ones that do not. The holes are
+    too small for the next bucket's, so without this the first step would grow the heap by about the size of the state;
+    and after a step, gradients would come to lie in the holes that its scratch left. Milliseconds for a heap of 1 GB.
+    """
+    if _malloc_trim is not None:
+        _malloc_trim(0)
+
+
+def progress(items: Sequence[_T], what: str, show: bool) -> Iterable[_T]:
+    """`items`, with a progress bar if it is long work and somebody looks."""
+    return tqdm(items, desc=what, unit="bucket", leave=False) if show and sys.stderr.isatty() else items
