@@ -1,6 +1,17 @@
 """Train PyTorch models that do not fit in memory: what does not is on local drives, exact to the bit."""
 
-from swapper.api import CheckReport, check, of, offload, unwrap_optimizer, wrap_optimizer
+from swapper.api import (
+    CheckReport,
+    check,
+    gathered,
+    init,
+    load_safetensors,
+    materialize,
+    of,
+    offload,
+    unwrap_optimizer,
+    wrap_optimizer,
+)
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.optimizer import OptimizerSwapper, Stats
@@ -17,6 +28,10 @@ __all__ = [
     "SwapError",
     "SwapIOError",
     "check",
+    "gathered",
+    "init",
+    "load_safetensors",
+    "materialize",
     "of",
     "offload",
     "register_elementwise",

@@ -6,20 +6,24 @@ import itertools
 import os
 import secrets
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
+from swapper import evicted
 from swapper.buffers import BufferPool
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
 from swapper.gradient import GradientPart, GradientSwapper
 from swapper.handle import AsyncIOHandle
 from swapper.layout import PAGE_BYTES
+from swapper.nursery import Nursery, initialisers_of
 from swapper.optimizer import OptimizerSwapper, UnswappedOptimizer
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.parameter import ParameterSwapper
@@ -30,8 +34,21 @@ from swapper.segments import Bucket
 from swapper.speed import measure_speeds
 from swapper.store import TensorStore
 from swapper.trial import refuse_unsupported
+from swapper.weights import load_weights
 
-__all__ = ["CheckReport", "DriveReport", "check", "of", "offload", "unwrap_optimizer", "wrap_optimizer"]
+__all__ = [
+    "CheckReport",
+    "DriveReport",
+    "check",
+    "gathered",
+    "init",
+    "load_safetensors",
+    "materialize",
+    "of",
+    "offload",
+    "unwrap_optimizer",
+    "wrap_optimizer",
+]
 
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
 _ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
@@ -213,6 +230,122 @@ def _check_is_model(model: object) -> None:
     if not isinstance(model, torch.nn.Module):
         name = model.__name__ if isinstance(model, type) else type(model).__name__
         raise ConfigError(f"{name} is not a torch.nn.Module; call swapper.offload(model, optimizer, config)")
+
+
+@contextmanager
+def init(config: ConfigLike) -> Iterator[None]:
+    """Build a model that does not fit in memory: `with swapper.init(config): model = GPT(...)`.
+
+    Each parameter of 16 KiB or more goes to the drive as soon as its module is registered in its parent, or sooner if
+    more than `bucket_bytes` of parameters wait for that. What the constructor does with one afterwards (another
+    initialisation, `self.apply(...)`, tied weights, a conversion) stages it. So the model has the bits it would have
+    without this. The random numbers are drawn in the same order.
+
+    Give the model to `swapper.offload` afterwards: it takes the parameters over. One that is never given to it works
+    as it is, slowly. The files go when the model dies.
+
+    Args:
+        config: `offload_param.device` must be nvme. With the same `OffloadConfig` object `offload` shares the pool,
+            engines and run directory; with another one the pools of both exist until it is done.
+
+    Raises:
+        ConfigError: the pool is too small for one of the parameters, or nothing is to go to a drive.
+        SwapError: used within itself.
+        SwapIOError: the drive failed, or has too little free space.
+    """
+    with _nursery(_as_config(config)).building():
+        yield
+
+
+def materialize(
+    model: _ModelT, config: ConfigLike, initialiser: Callable[[torch.nn.Module], object] | None = None
+) -> _ModelT:
+    """Give a model on the meta device values on the drive, module by module: it need not fit in memory.
+
+    What it is then is as after `init`. Its parameters on the meta device are replaced by new ones, with the attributes
+    of the old; tied ones stay tied. So make the optimizer afterwards. Buffers get memory and stay there.
+
+    Args:
+        model: of which some or all parameters and buffers are on the meta device. The others stay as they are.
+        config: as for `init`.
+        initialiser: called for each module that has tensors on the meta device itself, in order of registration, once
+            they have memory, with undefined content. None: the module's own `reset_parameters()`.
+
+    Returns:
+        `model`. After an exception it is of no use.
+
+    Raises:
+        ConfigError: a module has no `reset_parameters` and there is no `initialiser`; nothing is changed then. And as
+            for `init`.
+        SwapIOError: the drive failed, or has too little free space.
+    """
+    initialisers = initialisers_of(model, initialiser)
+    nursery = _nursery(_as_config(config))
+    with nursery.building():
+        nursery.materialize(model, initialisers)
+    return model
+
+
+def load_safetensors(model: torch.nn.Module, path: str | os.PathLike[str], *, strict: bool = True) -> _IncompatibleKeys:
+    """Load weights from safetensors files into any model, swapped or not, within `init` or after it.
+
+    As `model.load_state_dict(...)` does, with its hooks and its casts to the model's dtypes; but of the files only one
+    tensor is in memory at a time. Shows its progress on a terminal.
+
+    Args:
+        model: with memory, or on the drive: see `materialize`.
+        path: a .safetensors file; an index (`model.safetensors.index.json`) of several; or a directory with either.
+        strict: all of the model's names must be in the files, and no others. A parameter that has several names needs
+            to be there under one of them.
+
+    Returns:
+        What `load_state_dict` returns: `missing_keys` and `unexpected_keys`.
+
+    Raises:
+        SwapError: the files do not fit the model, or one is no safetensors file. The message names file and tensor.
+            What did fit is loaded.
+        SwapIOError: a file could not be read, or is cut off; or the model's drive failed.
+        ConfigError: the model is on the meta device.
+    """
+    return load_weights(model, path, strict)
+
+
+def gathered(
+    parameters: torch.nn.Module | torch.nn.Parameter | Iterable[torch.nn.Parameter],
+) -> AbstractContextManager[object]:
+    """Plain access: `with swapper.gathered(module): ...` has all its parameters in memory, as ordinary ones.
+
+    Within it they are of class `torch.nn.Parameter`, `p.data`, `p.numpy()` and pointers to them included; what is
+    changed is kept. Without it any use works too, but stages parameters for each operation anew. Of parameters that
+    are not swapped this does nothing.
+
+    Args:
+        parameters: a module, with those below it, or some parameters.
+
+    Raises:
+        PoolExhausted: on entering, with the sum: they do not fit the pool together.
+        SwapIOError: the drive failed.
+    """
+    if isinstance(parameters, torch.nn.Module):
+        parameters = parameters.parameters()
+    elif isinstance(parameters, torch.nn.Parameter):
+        parameters = [parameters]
+    return evicted.gathered(parameters)
+
+
+def _nursery(settings: OffloadConfig) -> Nursery:
+    if settings.offload_param.device != "nvme":
+        raise ConfigError(
+            f"offload_param.device: {settings.offload_param.device} leaves parameters in memory; set it to nvme, or "
+            "build the model without swapper"
+        )
+    shared = _Shared.of(settings, False)
+    release = shared.hold(0)
+    try:
+        return Nursery(next(_owners), settings.bucket_bytes, settings.pool_bytes, shared.pool, shared.store, release)
+    except BaseException:
+        release()
+        raise
 
 
 def gradient_parts(buckets: Iterable[Bucket]) -> list[tuple[torch.nn.Parameter, list[GradientPart]]]:

@@ -176,6 +176,11 @@ class Lease:
             del self._tensor
             pool._given_back.append(self._extent)
 
+    def abandon(self) -> None:
+        """Never give the memory back: tensors that are not ours use it, for as long as they like."""
+        if self._pool is not None:
+            self._pool._abandoned.append(self)
+
     def __enter__(self) -> Lease:
         return self
 
@@ -212,6 +217,7 @@ class BufferPool:
         # Not for `close`, which a finalizer may call at any allocation, in a thread that holds it.
         self._lock = threading.Lock()
         self._given_back: deque[_Extent] = deque()  # to be freed; some still with a transfer in flight
+        self._abandoned: list[Lease] = []
         self._reclaimers: list[Callable[[], Callable[[], bool] | None]] = []
         self._closed = False
         if cuda:

@@ -29,6 +29,7 @@ from swapper import codec
 from swapper.buffers import BufferPool, Lease, PoolExhausted
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.evicted import Home, evict, home_of, refuse_copy, restore, settle
+from swapper.lasting import LastingCopies
 from swapper.layout import format_bytes
 from swapper.metrics import Metrics
 from swapper.order import Order, Use
@@ -50,6 +51,8 @@ class _State(enum.Enum):
     """Being read into its buffer."""
     HERE = enum.auto()
     """In its buffer, as stored or newer; perhaps being written from there."""
+    GONE = enum.auto()
+    """Nowhere: it was given up."""
 
 
 @dataclass(eq=False, slots=True)
@@ -94,11 +97,51 @@ class _PlaceHome:
     def stride(self) -> tuple[int, ...]:
         return self.place.stride
 
+    @property
+    def owner(self) -> object:
+        return self.swapper
+
+    @property
+    def temporary(self) -> bool:
+        swapper = self.swapper()
+        return swapper is not None and swapper.temporary
+
+    @property
+    def viewed(self) -> bool:
+        return self.held.foreign_uses()
+
+    def surrender(self, parameter: torch.nn.Parameter) -> None:
+        swapper = self.swapper()
+        assert swapper is not None
+        swapper._surrender(self.held, parameter)
+
+    def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        swapper = self.swapper()
+        if swapper is None:
+            refuse_copy()
+        return swapper._deepcopy(parameter, memo)
+
+    @property
+    def keeper(self) -> object:
+        return self.swapper()
+
+    def lasting(self) -> torch.Tensor:
+        swapper = self.swapper()
+        if swapper is None:
+            raise SwapError("the values of this parameter are gone: its swapper was closed")
+        return swapper._lasting_copy(self.held, self.place)
+
     def present(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
         swapper = self.swapper()
         if swapper is None:
             raise SwapError("the values of this parameter are gone: its swapper was closed")
         return swapper._used({home.held: None for home in homes if isinstance(home, _PlaceHome)})
+
+    def gather(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
+        swapper = self.swapper()
+        if swapper is None:
+            raise SwapError("the values of this parameter are gone: its swapper was closed")
+        return swapper._gathered({home.held: None for home in homes if isinstance(home, _PlaceHome)})
 
 
 class _ForwardHooks:
@@ -106,12 +149,12 @@ class _ForwardHooks:
 
     def __init__(self, swapper: ParameterSwapper, records: list[_Held]) -> None:
         self._swapper = swapper
-        self._records = records
+        self.records = records
 
     def before(self, module: torch.nn.Module, args: Any) -> None:
         # In training this class leaves its parameters to the modules that own them.
         alone = module.training and isinstance(module, torch.nn.TransformerEncoderLayer)
-        self._swapper._enter(module, [] if alone else self._records)
+        self._swapper._enter(module, [] if alone else self.records)
 
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         self._swapper._leave(module)
@@ -198,6 +241,9 @@ class ParameterSwapper:
         SwapIOError: the records could not be written. The model is as it was.
     """
 
+    temporary = False
+    """Whether another swapper may take parameters over; see `swapper.nursery`."""
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -234,12 +280,15 @@ class ParameterSwapper:
         self._awaiting: list[_Held] = []  # attached until their gradient is accumulated
         self._model = weakref.ref(model)
         self._hooks: list[torch.utils.hooks.RemovableHandle | _Forward] = []
+        self._forward_hooks: list[_ForwardHooks] = []
         self._closed = False
         count = len(records)
         forward = [Use("forward", i) for i in range(count)]
         backward = [Use("backward", i) for i in reversed(range(count))]
         self._order = Order([*forward, *backward, *(Use("step", i) for i in range(count))])
         self._home: dict[torch.nn.Parameter, _Held] = {}
+        self._lasting = LastingCopies(store)
+        self._former: dict[torch.nn.Parameter, Home] = {}  # who had them, until all are taken over
         for name, reason in self.stays.items():
             log.warning("parameter %s stays in memory: %s", name, reason)
         store.plan({held.key: held.plan.file_bytes for held in self._all})
@@ -252,6 +301,9 @@ class ParameterSwapper:
             self._give_everything_back()
             raise
         self._finalizer = weakref.finalize(self, _finalize, self._all, self._dropped, store, release, self._pid)
+        formers, self._former = self._former, {}
+        for parameter, former in formers.items():
+            former.surrender(parameter)
 
     @property
     def length_bytes(self) -> int:
@@ -299,6 +351,21 @@ class ParameterSwapper:
         if _in_transform():
             _refuse_in_transform(parameters)
         with self.present(wanted), self._saving_places(parameters) or contextlib.nullcontext():
+            yield
+
+    @contextmanager
+    def _gathered(self, records: Iterable[_Held]) -> Iterator[None]:
+        """As `_used`, for as long as the user likes."""
+        wanted = list(records)
+        together = {*wanted, *(held for held in self._all if held.attached)}
+        needed_bytes = sum(held.plan.length_bytes for held in together)
+        if needed_bytes > self._budget_bytes:
+            raise PoolExhausted(
+                f"the records of the parameters to be gathered are {format_bytes(needed_bytes)} together, and the pool "
+                f"has {format_bytes(self._budget_bytes)} for parameters; gather fewer at a time, or set pool_bytes to "
+                f"at least {self._pool.capacity_bytes + needed_bytes - self._budget_bytes}"
+            )
+        with self._used(wanted):
             yield
 
     def records_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[_Held]:
@@ -361,10 +428,16 @@ class ParameterSwapper:
         header = held.plan.layout.header(0)
         held.lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         self._open(held)
-        for place, values in zip(held.plan.places, held.values, strict=True):
-            values.as_strided(place.shape, place.stride).copy_(place.parameter.detach())
+        held.pins += 1  # To bring a value that is on disk already may need room.
+        try:
+            for place, values in zip(held.plan.places, held.values, strict=True):
+                values.as_strided(place.shape, place.stride).copy_(place.parameter.detach())
+        finally:
+            held.pins -= 1
         self._write(held)
         for place in held.plan.places:
+            if (former := home_of(place.parameter)) is not None:
+                self._former[place.parameter] = former
             self._home[place.parameter] = held
             evict(place.parameter, _PlaceHome(self, held, place))
 
@@ -380,9 +453,17 @@ class ParameterSwapper:
 
     def _give_everything_back(self) -> None:
         """After a failed construction: the values of what was taken over are in the pool or on the drive."""
+        for parameter, former in self._former.items():
+            evict(parameter, former)
         for held in self._all:
-            if all(place.parameter in self._home for place in held.plan.places):
-                self._restore_values(held)
+            mine = [i for i, p in enumerate(_parameters(held)) if p in self._home and p not in self._former]
+            if mine:
+                with self._lock:
+                    held.pins += 1
+                    self._bring(held, "forward")
+                    for place, values in [(held.plan.places[i], held.values[i]) for i in mine]:
+                        copy = values.as_strided(place.shape, place.stride).clone(memory_format=torch.preserve_format)
+                        settle(place.parameter, copy)
         self._closed = True
         for hook in self._hooks:
             hook.remove()
@@ -396,6 +477,7 @@ class ParameterSwapper:
         without_hooks = {module for layer in layers for module in layer.modules()}
         for module in wanted:
             hooks = _ForwardHooks(self, self.records_of(_used_by(module)))
+            self._forward_hooks.append(hooks)
             if module in without_hooks:
                 self._hooks.append(_Forward(module, hooks))
                 continue
@@ -411,7 +493,8 @@ class ParameterSwapper:
         self_ref = weakref.ref(self)
 
         def before(gradient: torch.Tensor) -> None:
-            if (swapper := self_ref()) is not None:
+            swapper = self_ref()
+            if swapper is not None and swapper._home.get(parameter) is held:
                 with swapper._lock:
                     swapper._attach_all([held], "backward")
                     swapper._awaiting.append(held)
@@ -522,7 +605,10 @@ class ParameterSwapper:
         for place, values in zip(held.plan.places, held.values, strict=True):
             p = place.parameter
             if p.data_ptr() != values.data_ptr():  # The user gave it other values: `p.data = ...`.
-                if p.shape == place.shape and p.dtype == place.dtype and p.device == values.device:
+                same = p.shape == place.shape and p.dtype == place.dtype and p.device == values.device
+                if not (same and p.stride() == place.stride) and self._lets_go(held):
+                    return
+                if same:
                     values.as_strided(place.shape, place.stride).copy_(p.detach())
                 else:
                     refused = refused or (
@@ -535,6 +621,29 @@ class ParameterSwapper:
             self._write(held)
         if refused:
             raise SwapError(refused)
+
+    def _lasting_copy(self, held: _Held, place: ParameterPlace) -> torch.Tensor:
+        index = held.plan.places.index(place)
+
+        def fill(copy: torch.Tensor) -> None:
+            with self.present([held]), torch.no_grad():
+                copy.copy_(held.values[index].as_strided(place.shape, place.stride))
+
+        self._check_open()
+        with self._lock:
+            now = codec.checksum(held.values[index]) if held.state is _State.HERE else held.checksums[index]
+            return self._lasting.get(place, now, fill)
+
+    def _lets_go(self, held: _Held) -> bool:
+        """Whether a record is given up whose parameter was given data that do not fit it."""
+        return False
+
+    def _surrender(self, held: _Held, parameter: torch.nn.Parameter) -> None:
+        """Another swapper took over `parameter`."""
+        raise AssertionError("only a nursery gives up parameters")
+
+    def _deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        refuse_copy()
 
     # --- What autograd saves ---------------------------------------------------------------------------------------
 
@@ -585,11 +694,13 @@ class ParameterSwapper:
         return torch.autograd.graph.saved_tensors_hooks(pack_places, unpack_places)
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _Packed:
+        # Not the tensor itself: an output that its own graph holds would live as long as nobody calls backward.
+        itself = tensor if tensor.grad_fn is None else tensor.detach()
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-            return tensor
+            return itself
         found = self._by_address.get(tensor.untyped_storage().data_ptr())
         if found is None:
-            return tensor
+            return itself
         held, index = found
         version = held.plan.places[index].parameter._version
         return _Packed(held, index, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), version)
@@ -755,7 +866,7 @@ class ParameterSwapper:
         """The record that is needed last among those that may go."""
         best, best_distance = None, -1
         for held in self._all:
-            if held.state is _State.STORED or held.pins or held.attached:
+            if held.lease is None or held.pins or held.attached:
                 continue
             if held.state is _State.HERE:
                 transfer = held.lease.transfer if held.lease is not None else None
@@ -833,8 +944,11 @@ def _finalize(
                 if held.state is _State.HERE:
                     log.warning("a write of parameters had failed, and the model is gone: %r", error)
             held.lease.transfer = None
+        if held.foreign_uses():
+            held.lease.abandon()
+        else:
+            held.lease.release()
         held.values = []
-        held.lease.release()
         held.lease = None
     for transfer in dropped:
         with contextlib.suppress(SwapIOError):

@@ -9,16 +9,28 @@ than that of their indices (channels_last), because the format has them in that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from swapper.codec import SAFETENSORS_NAMES
+from swapper.errors import ConfigError
+from swapper.evicted import home_of
 from swapper.layout import ALIGNMENT_BYTES, PAGE_BYTES, Entry, RecordLayout, plan_whole_tensors, round_up
 from swapper.trial import is_dense
 
-__all__ = ["GROUP_BYTES", "ParameterPlace", "ParameterRecord", "plan_parameter_records", "why_not"]
+__all__ = [
+    "GROUP_BYTES",
+    "OtherTensors",
+    "ParameterPlace",
+    "ParameterRecord",
+    "modules_with_parameters",
+    "plan_parameter_records",
+    "plan_record_of",
+    "why_not",
+]
 
 GROUP_BYTES = 16 << 20
 """Small modules that follow one another share a record of about this size: one long transfer instead of many short."""
@@ -80,6 +92,8 @@ class ParameterRecord:
 
 def why_not(parameter: torch.nn.Parameter) -> str:
     """Why `parameter` stays in memory; "" if it can be swapped."""
+    if (home := home_of(parameter)) is not None:
+        return "" if home.temporary else "it is swapped already"
     if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
         return f"its class is {type(parameter).__name__}"
     if parameter.layout is not torch.strided or not is_dense(parameter):
@@ -93,6 +107,40 @@ def why_not(parameter: torch.nn.Parameter) -> str:
     return ""
 
 
+class OtherTensors:
+    """Which parameters share their memory with a tensor that Python code has and that is no parameter of the model.
+
+    What autograd saved of one shares it too, but in C++, and does not count: it has the values of its time, as it
+    should, and the version counter says when it must not be used any more. Memory that torch does not own may have
+    users besides, such as the NumPy array that a parameter was made of: those cannot be known.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] | None = None
+
+    def view(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether such a tensor shares the memory of `parameter`, whose values are there."""
+        storage = parameter.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) <= 2:  # the parameter's, and that of this Python object
+            return False
+        if self._counts is None:
+            self._counts = _tensors_by_storage()
+        return self._counts.get(storage._cdata, 0) > 1
+
+
+def _tensors_by_storage() -> dict[int, int]:
+    """How many tensors that Python code has there are for each storage."""
+    counts: dict[int, int] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for item in gc.get_objects():
+            if not issubclass(type(item), torch.Tensor) or type(item.data) is not torch.Tensor:
+                continue
+            if item.layout is torch.strided:
+                number = item.untyped_storage()._cdata
+                counts[number] = counts.get(number, 0) + 1
+    return counts
+
+
 def modules_with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """The modules that own parameters, with the prefix of their names, in order of registration, each once."""
     for name, module in model.named_modules():
@@ -104,6 +152,8 @@ def _names_by_storage(model: torch.nn.Module) -> dict[int, list[str]]:
     """The parameters and buffers, each once, in each storage: what changes one of them may change the others."""
     names: dict[int, list[str]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if home_of(tensor) is not None:  # It shares memory with nothing.
+            continue
         if tensor.layout is torch.strided and type(tensor.data) is torch.Tensor:
             names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
     return names
@@ -118,10 +168,14 @@ def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[l
 
     Returns:
         The records; and for each parameter that stays in memory, by name, the reason.
+
+    Raises:
+        ConfigError: views are left of a parameter that is on disk already.
     """
     stays: dict[str, str] = {}
     seen: set[torch.nn.Parameter] = set()
     sharing = _names_by_storage(model)
+    others_of_it = OtherTensors()
     groups: list[list[tuple[str, torch.nn.Parameter]]] = []
     total_bytes = 0
     for prefix, module in modules_with_parameters(model):
@@ -132,10 +186,17 @@ def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[l
             seen.add(parameter)
             reason = "it belongs to a ScriptModule" if isinstance(module, torch.jit.ScriptModule) else ""
             reason = reason or why_not(parameter)
-            if not reason and parameter.device.type != "meta":
+            if not reason and (home := home_of(parameter)) is not None and home.viewed:
+                raise ConfigError(
+                    f"model: a tensor that was made from parameter {prefix + name} since it was put on disk shares its "
+                    "memory and would not follow it; drop it, or make it a copy (clone), before swapper.offload"
+                )
+            if not reason and parameter.device.type != "meta" and home_of(parameter) is None:
                 names = sharing[parameter.untyped_storage().data_ptr()]
                 if others := [other for other in names if other != prefix + name]:
                     reason = f"it shares memory with {', '.join(others)}"
+                elif others_of_it.view(parameter):
+                    reason = "a tensor that is neither a parameter nor a buffer of the model shares its memory"
             if reason:
                 stays[prefix + name] = reason
             else:
@@ -148,10 +209,16 @@ def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[l
             total_bytes = 0
         groups[-1] += unit
         total_bytes += unit_bytes
-    return [_plan_record(number, group) for number, group in enumerate(groups)], stays
+    return [plan_record_of(number, group) for number, group in enumerate(groups)], stays
 
 
-def _plan_record(number: int, group: list[tuple[str, torch.nn.Parameter]]) -> ParameterRecord:
+def plan_record_of(number: int, group: Sequence[tuple[str, torch.nn.Parameter]]) -> ParameterRecord:
+    """Lay out a record of `group`, parameters with their names.
+
+    Args:
+        number: of the record.
+    """
+
     def rank(item: tuple[str, torch.nn.Parameter]) -> int:
         # Of those that lie tightly packed, the ones with wide elements come first: each is then at a multiple of them.
         p = item[1]
