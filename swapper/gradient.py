@@ -115,6 +115,10 @@ class GradientSwapper:
         self.largest_bytes = max(sizes.values(), default=0)
         store.plan(sizes)
 
+    def share_pool(self, read_ahead_bytes: int) -> None:
+        """Others need the pool too: read at most `read_ahead_bytes` ahead."""
+        self._pipeline.read_ahead_bytes = read_ahead_bytes
+
     def deliver_to(self, window: Window) -> None:
         """From now on the last gradient of a window stays in memory, whole, and `window` is told of it."""
         self._window = window

@@ -292,6 +292,10 @@ class OptimizerSwapper:
         self.parameters = self._stepper.parameters = parameters or self.parameters
         self.gradients = self._stepper.gradients = gradients or self.gradients
 
+    def share_pool(self, read_ahead_bytes: int) -> None:
+        """Others need the pool too: read at most `read_ahead_bytes` ahead."""
+        self._pipeline.read_ahead_bytes = read_ahead_bytes
+
     @property
     def backward_steps(self) -> BackwardSteps | None:
         """What steps buckets in backward, if that is asked for."""

@@ -59,6 +59,10 @@ class Pipeline:
         store: where records go; None keeps every record in the pool for good (`device: cpu`).
         metrics: counts waits and hits.
 
+    Attributes:
+        read_ahead_bytes: the most that `stage` keeps of the pool, beside what is in use; None where nobody else needs
+            the rest.
+
     Thread safety: `stage` may be called by an autograd thread while the owner's thread waits in backward.
     """
 
@@ -66,6 +70,7 @@ class Pipeline:
         self._pool = pool
         self._store = store
         self._metrics = metrics
+        self.read_ahead_bytes: int | None = None
         self._held: dict[RecordKey, _Held] = {}
         self._resident: frozenset[RecordKey] = frozenset()
         self._dropped: list[AnyTransfer] = []  # reads that are not wanted any more
@@ -94,7 +99,7 @@ class Pipeline:
             length_bytes: length of the buffer; at least what is stored.
 
         Returns:
-            False if the pool has no room: nothing was done.
+            False if there is no room: nothing was done.
         """
         with self._lock:
             self._collect()
@@ -105,6 +110,8 @@ class Pipeline:
                 return True
             if self._store is None or self._store.stored_bytes(key) == 0:
                 return True
+            if self.read_ahead_bytes is not None and self._staged_bytes() + length_bytes > self.read_ahead_bytes:
+                return False
             lease = self._pool.try_acquire(length_bytes)
             if lease is None:
                 return False
@@ -304,6 +311,9 @@ class Pipeline:
                     self._drop(key, held)
                 return True
         return False
+
+    def _staged_bytes(self) -> int:
+        return sum(held.lease.length_bytes for held in self._held.values() if held.place is Place.ARRIVING)
 
     def _observe_dropped(self) -> None:
         # Waited for, so that the handle does not report the failure of a read that nobody wanted.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from swapper.errors import ConfigError
 from swapper.layout import format_bytes
 
-__all__ = ["Schedule", "format_bytes", "plan_schedule"]
+__all__ = ["IN_FLIGHT", "Schedule", "format_bytes", "plan_schedule"]
 
 IN_FLIGHT = 3
 """Records that the pool must hold at once: one arriving, one in use, one leaving."""
@@ -28,12 +28,14 @@ class Schedule:
         resident: positions whose record stays in the pool: written through, never read again.
         pool_bytes: what the pool must hold: `held_bytes` and three of the largest.
         held_bytes: the part of it that is never free for others: the resident records and the scratch.
+        largest_bytes: size of the largest record that is not resident.
     """
 
     sizes_bytes: tuple[int, ...]
     resident: frozenset[int]
     pool_bytes: int
     held_bytes: int
+    largest_bytes: int
 
 
 def plan_schedule(sizes_bytes: Sequence[int], resident_bytes: int, work_bytes: int, pool_bytes: int) -> Schedule:
@@ -65,4 +67,4 @@ def plan_schedule(sizes_bytes: Sequence[int], resident_bytes: int, work_bytes: i
             f"Set pool_bytes to at least {needed}; a smaller bucket_bytes helps too, unless the optimizer steps whole "
             "parameters"
         )
-    return Schedule(tuple(sizes_bytes), frozenset(resident), needed, work_bytes + kept_bytes)
+    return Schedule(tuple(sizes_bytes), frozenset(resident), needed, work_bytes + kept_bytes, largest)
