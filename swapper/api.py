@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import secrets
 import weakref
@@ -25,7 +26,7 @@ from swapper.handle import AsyncIOHandle
 from swapper.layout import PAGE_BYTES
 from swapper.nursery import Nursery, initialisers_of
 from swapper.optimizer import OptimizerSwapper, UnswappedOptimizer
-from swapper.optimizer_plan import OptimizerPlan
+from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.parameter import ParameterSwapper
 from swapper.parameter_records import plan_parameter_records
 from swapper.runs import check_nvme_paths, file_systems
@@ -54,6 +55,8 @@ _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
 _ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
 ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
 
+log = logging.getLogger(__name__)
+
 _owners = itertools.count()
 _TYPICAL_ENDURANCE_BYTES = 600 * 10**12
 
@@ -79,7 +82,7 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
         SwapIOError: the drive failed, or has too little free space. The optimizer is then as it was.
     """
     settings = _as_config(config)
-    if settings.offload_param.device != "none":
+    if settings.offload_param.device == "nvme":
         raise ConfigError(
             f"offload_param.device: {settings.offload_param.device} needs the model too: call "
             "swapper.offload(model, optimizer, config) instead of wrap_optimizer"
@@ -95,6 +98,12 @@ def _wrap(
         raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
     device = settings.offload_optimizer.device
     refuse_unsupported(optimizer)
+    if settings.offload_param.device == "cpu":
+        if any(p.device.type == "cuda" for p in parameters_of(optimizer)):
+            raise ConfigError(
+                "offload_param.device: cpu is not there yet for a model on a GPU in this version of swapper; use none"
+            )
+        _say_once("offload_param.device: cpu is the same as none for a model on the CPU: its parameters are there")
     asked = settings.offload_optimizer
     asks_more = asked.master_weights or asked.step_in_backward or settings.offload_gradient.device == "nvme"
     if device == "none" and not asks_more:
@@ -151,6 +160,7 @@ def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple
     records = None
     if settings.offload_param.device == "nvme":
         _check_can_be_offloaded(model)
+        evicted.let_viewed_stay(model.parameters())
         planned, _ = plan_parameter_records(model, settings.bucket_bytes)
         records = {id(place.parameter): (r.number, r.length_bytes) for r in planned for place in r.places}
     _wrap(optimizer, settings, records)
@@ -195,10 +205,18 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
         vars(optimizer)["zero_grad"] = zero_grad
     if settings.offload_param.device == "nvme":
         shared = _Shared.of(settings, False)
+        free_bytes -= shared.pool.abandoned_bytes
         release = shared.hold(0)
         try:
             parameters = ParameterSwapper(
-                model, next(_owners), settings.bucket_bytes, free_bytes, shared.pool, shared.store, release
+                model,
+                next(_owners),
+                settings.bucket_bytes,
+                free_bytes,
+                settings.offload_param.resident_bytes,
+                shared.pool,
+                shared.store,
+                release,
             )
         except BaseException:
             release()
@@ -211,6 +229,15 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
         swapper.share_pool((IN_FLIGHT - 1) * record_bytes + free_bytes // 2)
     if gradients is not None:
         gradients.share_pool((IN_FLIGHT - 1) * gradients.largest_bytes + free_bytes // 2)
+
+
+_said: set[str] = set()
+
+
+def _say_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        log.warning("%s", text)
 
 
 def _check_can_be_offloaded(model: torch.nn.Module) -> None:

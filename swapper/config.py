@@ -87,10 +87,6 @@ _NOT_YET: tuple[_NotYet, ...] = (
     # A version that brings one of these deletes its row here, and "Not there yet" in the field's docstring.
     _NotYet("offload_optimizer.encoding", lambda value: value in ("bf16", "int8"), "use encoding: exact"),
     _NotYet("offload_gradient.device", lambda value: value == "cpu", "use device: nvme, or none: they stay in memory"),
-    _NotYet(
-        "offload_param.device", lambda value: value == "cpu", "use device: nvme, or none: parameters stay in memory"
-    ),
-    _NotYet("offload_param.resident_bytes", lambda value: value > 0, "use resident_bytes: 0"),
     _NotYet("checkpoint.keep_last", lambda value: value is not None, "use keep_last: null and prune old ones yourself"),
 )
 
@@ -489,12 +485,12 @@ class OffloadParamConfig(_Section, frozen=True):
         def __init__(self, /, **data: Any) -> None: ...  # [Note: what a type checker sees]
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """Where parameters are while unused. "cpu": in the pool, for a model on a GPU. "nvme": on the drive. Default and
-    off: "none", in the model. Not there yet: "cpu" and "nvme"."""
+    """Where parameters are while unused. "nvme": on the drive, for a model on the CPU. "cpu": in host memory, where
+    those of a model on the CPU are anyway. Default and off: "none", in the model."""
 
     resident_bytes: Size = 0
-    """Bytes of parameters kept in the pool, so that they are not read again. Part of `pool_bytes`; needs device
-    "nvme". Default and off: 0. Not there yet: more than 0."""
+    """Bytes of parameters kept in the pool whatever is used next, so that they are not read again. Part of
+    `pool_bytes`; needs device "nvme". What the pool has room for is kept anyway. Default and off: 0."""
 
 
 def _add_thread_count(schema: dict[str, Any]) -> None:

@@ -32,6 +32,7 @@ __all__ = [
     "gathered",
     "gradient_lent",
     "home_of",
+    "let_viewed_stay",
     "make_ordinary",
     "raw_gradient",
     "restore",
@@ -87,6 +88,9 @@ class Home(Protocol):
 
     def surrender(self, parameter: torch.nn.Parameter) -> None:
         """Another home has the values of `parameter` now. Only if `temporary`."""
+
+    def stay(self, parameter: torch.nn.Parameter) -> None:
+        """Let `parameter`, which is `viewed`, have its values where they are now, for good. Only if `temporary`."""
 
     def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
         """What `copy.deepcopy` of the parameter gives.
@@ -453,6 +457,14 @@ def settle(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
 
 def _set_class(parameter: torch.nn.Parameter, of: type[torch.nn.Parameter]) -> None:
     parameter.__class__ = of
+
+
+def let_viewed_stay(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Those that another home may take over, but that share memory with tensors of the user, are not away any more."""
+    for parameter in parameters:
+        home = home_of(parameter)
+        if home is not None and home.temporary and home.viewed:
+            home.stay(parameter)
 
 
 def make_ordinary(parameter: torch.nn.Parameter) -> None:

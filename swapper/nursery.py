@@ -28,7 +28,8 @@ from torch.nn.modules.module import (
 
 from swapper.buffers import BufferPool
 from swapper.errors import ConfigError, SwapError
-from swapper.evicted import home_of, make_ordinary
+from swapper.evicted import home_of, make_ordinary, settle
+from swapper.heap import return_free_memory
 from swapper.layout import format_bytes
 from swapper.order import Order, Use
 from swapper.parameter import ParameterSwapper, _Held, _State
@@ -68,9 +69,10 @@ class Nursery(ParameterSwapper):
         store: TensorStore,
         release: Callable[[], None],
     ) -> None:
-        super().__init__(torch.nn.Module(), owner, waiting_bytes, budget_bytes, pool, store, release)
+        super().__init__(torch.nn.Module(), owner, waiting_bytes, budget_bytes, 0, pool, store, release)
         self._owner = owner
         self._waiting_bytes = waiting_bytes
+        self._freed_bytes = 0
         self._waiting: dict[int, weakref.ref[torch.nn.Parameter]] = {}
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -102,7 +104,7 @@ class Nursery(ParameterSwapper):
                 yield
                 self._finish()
             except BaseException:
-                self.close(keep_values=False)
+                self.close()
                 raise
 
     def _on_registration(self, module: torch.nn.Module, item: torch.nn.Module | torch.nn.Parameter | None) -> None:
@@ -209,6 +211,11 @@ class Nursery(ParameterSwapper):
             except BaseException:
                 self._give_up(held)
                 raise
+            self._freed_bytes += parameter.nbytes
+            if self._freed_bytes > self._waiting_bytes:
+                # Small tensors that stay lie between large ones that do not: the next would not fit the holes.
+                self._freed_bytes = 0
+                return_free_memory()
 
     def _give_up(self, held: _Held) -> None:
         """After a failed `_adopt`: the parameter has its values still, unless all was done."""
@@ -256,23 +263,43 @@ class Nursery(ParameterSwapper):
         with self._lock:
             self._part_from(held, parameter, keep_home=True)
             if not self._home:
-                self.close(keep_values=False)
+                self.close()
+
+    def _stay(self, held: _Held, parameter: torch.nn.Parameter) -> None:
+        with self._lock, self.present([held]):
+            values = parameter.detach()
+        lease = held.lease
+        assert lease is not None
+        self._settle_write(held)
+        lease.abandon()
+        held.lease, held.values, held.state = None, [], _State.GONE
+        self._by_address = {address: found for address, found in self._by_address.items() if found[0] is not held}
+        self._held_bytes -= lease.length_bytes
+        self._drop(held, parameter)
+        self._store.forget(held.key)
+        settle(parameter, values)
+        if not self._home:
+            self.close()
 
     def _part_from(self, held: _Held, parameter: torch.nn.Parameter, *, keep_home: bool = False) -> None:
         """Forget a parameter that is not ours any more, and its record, unless views of it are left."""
-        del self._home[parameter]
         if not keep_home:
             parameter.__dict__.pop("_swapper_home", None)
-        for hooks in self._forward_hooks:
-            if held in hooks.records:
-                hooks.records.remove(held)
         if held.lease is not None:
             self._settle_write(held)
             if held.foreign_uses():
+                self._drop(held, parameter)
                 return
             self._release(held)
         held.state = _State.GONE
+        self._drop(held, parameter)
         self._store.forget(held.key)
+
+    def _drop(self, held: _Held, parameter: torch.nn.Parameter) -> None:
+        del self._home[parameter]
+        for hooks in self._forward_hooks:
+            if held in hooks.records:
+                hooks.records.remove(held)
 
     def _deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
         """A parameter of its own, as modules are copied in construction."""

@@ -41,6 +41,9 @@ __all__ = ["ParameterSwapper"]
 
 log = logging.getLogger(__name__)
 
+_living: weakref.WeakSet[ParameterSwapper] = weakref.WeakSet()
+"""Those whose parameters a forked child must find evicted."""
+
 
 class _State(enum.Enum):
     """Where the values of a record are."""
@@ -72,6 +75,8 @@ class _Held:
     """How often it was attached; the parameters see the values while this is not 0."""
     changed: bool = False
     """Known to be newer than what is stored."""
+    resident: bool = False
+    """Stays in the pool once it is there. What changes is written all the same."""
 
     @property
     def number(self) -> int:
@@ -124,6 +129,11 @@ class _PlaceHome:
     @property
     def keeper(self) -> object:
         return self.swapper()
+
+    def stay(self, parameter: torch.nn.Parameter) -> None:
+        swapper = self.swapper()
+        assert swapper is not None
+        swapper._stay(self.held, parameter)
 
     def lasting(self) -> torch.Tensor:
         swapper = self.swapper()
@@ -233,6 +243,7 @@ class ParameterSwapper:
         owner: number of this swapper among those of the process; part of every record's key.
         bucket_bytes: see `plan_parameter_records`.
         budget_bytes: the most of the pool that records may hold.
+        resident_bytes: the part of it for records that stay, the first in order of registration.
         pool, store: where buffers come from and records go.
         release: called once, when this is closed or dies.
 
@@ -250,17 +261,14 @@ class ParameterSwapper:
         owner: int,
         bucket_bytes: int,
         budget_bytes: int,
+        resident_bytes: int,
         pool: BufferPool,
         store: TensorStore,
         release: Callable[[], None],
     ) -> None:
         records, self.stays = plan_parameter_records(model, bucket_bytes)
-        largest = max((record.length_bytes for record in records), default=0)
-        needed, why = 2 * largest, f"2 x {format_bytes(largest)} (the largest record: one in use, one arriving)"
-        together, name = _longest_together(model, records)
-        if together > needed:
-            needed = together
-            why = f"{format_bytes(together)} (what {name or 'the model'} uses itself, and the modules it runs in,)"
+        resident = _first_of(records, resident_bytes)
+        needed, why = _least_bytes(model, records, resident)
         if needed > budget_bytes:
             raise ConfigError(
                 f"pool_bytes: {format_bytes(budget_bytes)} are left for parameters, and {why} are needed; set "
@@ -272,7 +280,9 @@ class ParameterSwapper:
         self._budget_bytes = budget_bytes
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._all = [_Held(record, RecordKey(owner, "param", record.number)) for record in records]
+        self._all = [
+            _Held(record, RecordKey(owner, "param", record.number), resident=record in resident) for record in records
+        ]
         self._held_bytes = 0
         self._dropped: list[AnyTransfer] = []
         self._by_address: dict[int, tuple[_Held, int]] = {}
@@ -293,6 +303,7 @@ class ParameterSwapper:
             log.warning("parameter %s stays in memory: %s", name, reason)
         store.plan({held.key: held.plan.file_bytes for held in self._all})
         pool.add_reclaimer(self._reclaim)
+        _living.add(self)
         try:
             for held in self._all:
                 self._adopt(held)
@@ -423,23 +434,35 @@ class ParameterSwapper:
 
     def _adopt(self, held: _Held) -> None:
         """Write the values of a record, and take them from the parameters."""
-        self._make_room(held)
-        assert held.lease is not None
-        header = held.plan.layout.header(0)
-        held.lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        self._open(held)
-        held.pins += 1  # To bring a value that is on disk already may need room.
         try:
-            for place, values in zip(held.plan.places, held.values, strict=True):
-                values.as_strided(place.shape, place.stride).copy_(place.parameter.detach())
-        finally:
-            held.pins -= 1
+            self._fill(held)
+        except PoolExhausted:  # A value that is on disk already needs room too, and the pool may be in pieces.
+            while self._pool.reclaim():
+                pass
+            self._fill(held)
         self._write(held)
         for place in held.plan.places:
             if (former := home_of(place.parameter)) is not None:
                 self._former[place.parameter] = former
             self._home[place.parameter] = held
             evict(place.parameter, _PlaceHome(self, held, place))
+
+    def _fill(self, held: _Held) -> None:
+        """Copy the values of a record into a buffer for it. After an exception it has none."""
+        self._make_room(held)
+        assert held.lease is not None
+        header = held.plan.layout.header(0)
+        held.lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        self._open(held)
+        held.pins += 1
+        try:
+            for place, values in zip(held.plan.places, held.values, strict=True):
+                values.as_strided(place.shape, place.stride).copy_(place.parameter.detach())
+        except BaseException:
+            self._release(held)
+            raise
+        finally:
+            held.pins -= 1
 
     def _restore_values(self, held: _Held) -> None:
         """Give the parameters of a record memory of their own; those that have it are left alone."""
@@ -640,6 +663,10 @@ class ParameterSwapper:
 
     def _surrender(self, held: _Held, parameter: torch.nn.Parameter) -> None:
         """Another swapper took over `parameter`."""
+        raise AssertionError("only a nursery gives up parameters")
+
+    def _stay(self, held: _Held, parameter: torch.nn.Parameter) -> None:
+        """Let `parameter` be an ordinary one, where its values are now."""
         raise AssertionError("only a nursery gives up parameters")
 
     def _deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
@@ -866,7 +893,7 @@ class ParameterSwapper:
         """The record that is needed last among those that may go."""
         best, best_distance = None, -1
         for held in self._all:
-            if held.lease is None or held.pins or held.attached:
+            if held.lease is None or held.pins or held.attached or held.resident:
                 continue
             if held.state is _State.HERE:
                 transfer = held.lease.transfer if held.lease is not None else None
@@ -927,6 +954,19 @@ class ParameterSwapper:
             raise SwapError("the swapper of this model was closed, and the values of its parameters are gone")
 
 
+def _evict_in_child() -> None:
+    """The pool does not exist in a forked child: a parameter that was in use there would be a crash."""
+    for swapper in _living:
+        for held in swapper._all:
+            if held.attached:
+                for place in held.plan.places:
+                    if (home := home_of(place.parameter)) is not None:
+                        evict(place.parameter, home)
+
+
+os.register_at_fork(after_in_child=_evict_in_child)
+
+
 def _finalize(
     records: list[_Held], dropped: list[AnyTransfer], store: TensorStore, release: Callable[[], None], pid: int
 ) -> None:
@@ -976,6 +1016,37 @@ def _used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     whole = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
     # These choose another kernel in evaluation if a parameter of a module below them is not an ordinary one.
     yield from module.parameters(recurse=isinstance(module, whole))
+
+
+def _first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[ParameterRecord]:
+    """The first records that together take at most `resident_bytes`."""
+    chosen: set[ParameterRecord] = set()
+    for record in records:
+        if resident_bytes < record.length_bytes:
+            break
+        resident_bytes -= record.length_bytes
+        chosen.add(record)
+    return chosen
+
+
+def _least_bytes(
+    model: torch.nn.Module, records: Sequence[ParameterRecord], resident: set[ParameterRecord]
+) -> tuple[int, str]:
+    """What the pool must have for parameters, and the sum in words."""
+    moving = [record for record in records if record not in resident]
+    kept_bytes = sum(record.length_bytes for record in resident)
+    kept = f" + {format_bytes(kept_bytes)} kept resident" if resident else ""
+    largest = max((record.length_bytes for record in moving), default=0)
+    together, name = _longest_together(model, moving)
+    if together > 2 * largest:
+        return (
+            together + kept_bytes,
+            f"{format_bytes(together)} (what {name or 'the model'} uses itself, and the modules it runs in,){kept}",
+        )
+    return (
+        2 * largest + kept_bytes,
+        f"2 x {format_bytes(largest)} (the largest record: one in use, one arriving){kept}",
+    )
 
 
 def _longest_together(model: torch.nn.Module, records: Iterable[ParameterRecord]) -> tuple[int, str]:

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 import torch
 
 from swapper.codec import SAFETENSORS_NAMES
-from swapper.errors import ConfigError
 from swapper.evicted import home_of
 from swapper.layout import ALIGNMENT_BYTES, PAGE_BYTES, Entry, RecordLayout, plan_whole_tensors, round_up
 from swapper.trial import is_dense
@@ -168,9 +167,6 @@ def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[l
 
     Returns:
         The records; and for each parameter that stays in memory, by name, the reason.
-
-    Raises:
-        ConfigError: views are left of a parameter that is on disk already.
     """
     stays: dict[str, str] = {}
     seen: set[torch.nn.Parameter] = set()
@@ -186,11 +182,6 @@ def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[l
             seen.add(parameter)
             reason = "it belongs to a ScriptModule" if isinstance(module, torch.jit.ScriptModule) else ""
             reason = reason or why_not(parameter)
-            if not reason and (home := home_of(parameter)) is not None and home.viewed:
-                raise ConfigError(
-                    f"model: a tensor that was made from parameter {prefix + name} since it was put on disk shares its "
-                    "memory and would not follow it; drop it, or make it a copy (clone), before swapper.offload"
-                )
             if not reason and parameter.device.type != "meta" and home_of(parameter) is None:
                 names = sharing[parameter.untyped_storage().data_ptr()]
                 if others := [other for other in names if other != prefix + name]:

@@ -6,7 +6,6 @@ runs, and what it left behind is taken out: whatever it does to all parameters a
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import sys
 from collections import OrderedDict
@@ -21,13 +20,14 @@ from tqdm import tqdm
 from swapper.buffers import BufferPool, Lease
 from swapper.errors import SwapError
 from swapper.evicted import gradient_lent, raw_gradient
+from swapper.heap import return_free_memory
 from swapper.metrics import Metrics
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.pipeline import DeviceCopies, Pipeline
 from swapper.segments import Bucket, Opened, Scratch, Segment
 from swapper.trial import same_layout
 
-__all__ = ["Stepper", "SwappedGradients", "SwappedParameters", "Work", "progress", "return_free_memory"]
+__all__ = ["Stepper", "SwappedGradients", "SwappedParameters", "Work", "progress"]
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ _T = TypeVar("_T")
 Work = tuple[Bucket, list[Segment]]
 """A bucket, and those of its segments that have a gradient."""
 
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _READ_AHEAD = 64
 """Buckets that are looked at for what to read next."""
 
@@ -453,17 +452,6 @@ class Stepper:
             if made_state:
                 states.clear()
                 return_free_memory()
-
-
-def return_free_memory() -> None:
-    """Let glibc give freed memory back to the system; elsewhere nothing.
-
-    When a class makes its state, small tensors that stay are allocated between large ones that do not. The holes are
-    too small for the next bucket's, so without this the first step would grow the heap by about the size of the state;
-    and after a step, gradients would come to lie in the holes that its scratch left. Milliseconds for a heap of 1 GB.
-    """
-    if _malloc_trim is not None:
-        _malloc_trim(0)
 
 
 def progress(items: Sequence[_T], what: str, show: bool) -> Iterable[_T]:

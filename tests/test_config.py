@@ -380,8 +380,6 @@ def test_strings_are_validated() -> None:
 NOT_YET: dict[str, Any] = {
     "offload_optimizer.encoding": "int8",
     "offload_gradient.device": "cpu",
-    "offload_param.device": "cpu",
-    "offload_param.resident_bytes": "1MiB",
     "checkpoint.keep_last": 3,
 }
 

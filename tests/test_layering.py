@@ -27,7 +27,8 @@ OPTIMIZER = PIPELINE | {
 STEPS = {"stepper", "backward_step"}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
-API = OPTIMIZER | STEPS | SWAPPERS | {"evicted", "order", "parameter_records", "checkpoint", "fastsave", "dcp"}
+BUILDING = {"heap", "lasting", "nursery", "weights"}
+API = OPTIMIZER | STEPS | SWAPPERS | BUILDING | {"order", "parameter_records", "checkpoint", "fastsave", "dcp"}
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -51,14 +52,18 @@ MAY_IMPORT: dict[str, set[str]] = {
     "failure": {"errors", "evicted"},
     "optimizer_state": {"segments", "trial", "buffers", "layout", "errors"},
     "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
-    "stepper": PIPELINE | {"evicted", "optimizer_plan", "segments", "trial"},
+    "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "segments", "trial"},
     "backward_step": {"errors", "evicted", "optimizer_plan", "segments", "stepper"},
     "optimizer": OPTIMIZER | STEPS,
     "evicted": {"errors"},
+    "heap": set(),
+    "lasting": {"store", "parameter_records"},
     "order": set(),
-    "parameter_records": {"layout", "codec", "trial"},
+    "parameter_records": {"layout", "codec", "trial", "evicted"},
     "gradient": PARAMETERS | {"evicted", "trial"},
-    "parameter": PARAMETERS | {"evicted", "order", "parameter_records"},
+    "parameter": PARAMETERS | {"evicted", "order", "parameter_records", "lasting"},
+    "nursery": PARAMETERS | {"evicted", "heap", "order", "parameter_records", "parameter"},
+    "weights": HANDLE | {"evicted"},
     "checkpoint": OPTIMIZER | STEPS | SWAPPERS,
     "fastsave": HANDLE | {"buffers"},
     "dcp": HANDLE | {"buffers", "fastsave"},
@@ -78,6 +83,7 @@ TYPES_ONLY = {("store", "buffers")}
 OTHER_PACKAGES = {
     "config": {"pydantic", "pydantic_core", "yaml"},
     "stepper": {"tqdm"},
+    "weights": {"tqdm"},
     "cli": {"typer", "rich", "yaml", "matplotlib"},
 }
 """What may be imported besides torch and the standard library."""

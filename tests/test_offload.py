@@ -1,0 +1,378 @@
+"""`swapper.offload` as a whole: what lives how long, who gets what of the pool, what is refused, how much memory."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import swapper
+from swapper import ConfigError, OffloadConfig, ParameterSwapper, SwapError, parameter_records
+from swapper.evicted import EvictedParameter
+
+WIDTH = 256
+RECORD_BYTES = 4 * (WIDTH * WIDTH + WIDTH) + 8192
+"""The most that the record of a layer takes."""
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
+
+
+def make_config(
+    nvme_path: Path, *, resident_bytes: int | str = 0, pool_bytes: str = "8MiB", **more: Any
+) -> OffloadConfig:
+    return OffloadConfig(
+        nvme_path=nvme_path,
+        pool_bytes=pool_bytes,
+        bucket_bytes="1MiB",
+        offload_optimizer={"device": "nvme"},
+        offload_gradient={"device": "nvme"},
+        offload_param={"device": "nvme", "resident_bytes": resident_bytes},
+        **more,
+    )
+
+
+@pytest.fixture(autouse=True)
+def _short_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record for each layer."""
+    monkeypatch.setattr(parameter_records, "GROUP_BYTES", 300_000)
+
+
+def offloaded(config: OffloadConfig) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+    model = make_model()
+    return swapper.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 3) -> list[float]:
+    generator = torch.Generator().manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        loss = model(torch.randn(4, WIDTH, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def plain_losses(steps: int = 3) -> list[float]:
+    model = make_model()
+    return train(model, torch.optim.AdamW(model.parameters(), lr=1e-3), steps)
+
+
+def swapper_of(model: nn.Module) -> ParameterSwapper:
+    found = model.swapper
+    assert isinstance(found, ParameterSwapper)
+    return found
+
+
+# --- Lifetimes ---
+
+
+def test_files_go_with_model_and_optimizer(nvme_path: Path) -> None:
+    model, optimizer = offloaded(make_config(nvme_path))
+    assert train(model, optimizer) == plain_losses()
+    assert len(list(nvme_path.iterdir())) == 1
+    del model, optimizer
+    gc.collect()
+    assert list(nvme_path.iterdir()) == []
+
+
+def test_a_part_of_the_model_outlives_it(nvme_path: Path) -> None:
+    model, optimizer = offloaded(make_config(nvme_path))
+    layer = model[3]
+    expected = layer.weight.detach().clone()
+    del model, optimizer
+    gc.collect()
+    assert torch.equal(layer.weight, expected)
+    assert torch.equal(
+        layer(torch.ones(1, WIDTH)), torch.nn.functional.linear(torch.ones(1, WIDTH), expected, layer.bias)
+    )
+    del layer
+    gc.collect()
+    assert list(nvme_path.iterdir()) == []
+
+
+def test_closed_with_its_values_it_is_an_ordinary_model(nvme_path: Path) -> None:
+    model, optimizer = offloaded(make_config(nvme_path))
+    losses = train(model, optimizer)
+    swapper_of(model).close(keep_values=True)
+    swapper.unwrap_optimizer(optimizer)
+    assert list(nvme_path.iterdir()) == []
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert not hasattr(model, "swapper")
+    generator = torch.Generator().manual_seed(1)
+    loss = model(torch.randn(4, WIDTH, generator=generator)).square().mean()
+    loss.backward()
+    optimizer.step()
+    assert loss.item() < losses[0]
+
+
+def test_closed_without_its_values_any_use_raises(nvme_path: Path) -> None:
+    model, optimizer = offloaded(make_config(nvme_path))
+    swapper_of(model).close()
+    with pytest.raises(SwapError, match="closed"):
+        model(torch.ones(1, WIDTH))
+    with pytest.raises(SwapError, match="closed"):
+        model[0].weight.sum()
+    assert model[0].weight.shape == (WIDTH, WIDTH)
+    swapper.of(optimizer).close()
+    assert list(nvme_path.iterdir()) == []
+
+
+def test_two_models_share_one_config_and_its_pool(nvme_path: Path) -> None:
+    config = make_config(nvme_path)
+    pairs = [offloaded(config), offloaded(config)]
+    assert [train(*pair) for pair in pairs] == [plain_losses()] * 2
+    assert len(list(nvme_path.iterdir())) == 1
+    first = pairs.pop(0)
+    del first
+    gc.collect()
+    assert train(*pairs[0])
+    assert len(list(nvme_path.iterdir())) == 1
+
+
+def test_an_exit_without_closing_leaves_no_files(nvme_path: Path) -> None:
+    program = f"""
+import torch, swapper
+from pathlib import Path
+model = torch.nn.Linear(300, 300)
+config = swapper.OffloadConfig(nvme_path={str(nvme_path)!r}, offload_param={{"device": "nvme"}})
+model, optimizer = swapper.offload(model, torch.optim.SGD(model.parameters(), lr=0.1), config)
+model(torch.ones(1, 300)).sum().backward()
+optimizer.step()
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert list(nvme_path.iterdir()) == []
+
+
+# --- The pool ---
+
+
+def least_pool_bytes(nvme_path: Path, resident_bytes: int) -> int:
+    """The smallest pool that is accepted, by what the refusals say."""
+    pool_bytes = 3 * (1 << 20) + resident_bytes
+    while True:
+        try:
+            model, optimizer = offloaded(
+                make_config(nvme_path, resident_bytes=resident_bytes, pool_bytes=f"{pool_bytes}B")
+            )
+        except ConfigError as error:
+            found = re.search(r"[Ss]et pool_bytes to at least '?(\d+)", str(error))
+            assert found is not None, error
+            assert int(found[1]) > pool_bytes
+            pool_bytes = int(found[1])
+            continue
+        swapper_of(model).close()
+        swapper.of(optimizer).close()
+        return pool_bytes
+
+
+def test_resident_records_are_not_read_and_the_others_are(nvme_path: Path) -> None:
+    reads = {}
+    for resident_bytes in (0, 8 * RECORD_BYTES):
+        pool_bytes = least_pool_bytes(nvme_path, resident_bytes)
+        model, optimizer = offloaded(make_config(nvme_path, resident_bytes=resident_bytes, pool_bytes=f"{pool_bytes}B"))
+        used = swapper_of(model)
+        writes = used.metrics.writes
+        assert train(model, optimizer) == plain_losses()
+        reads[resident_bytes] = used.metrics.reads
+        assert used.metrics.writes >= writes + 3 * 8, "what changed is written all the same"
+    assert reads[0] > 3 * 8
+    assert reads[8 * RECORD_BYTES] == 0
+
+
+def test_resident_bytes_count_in_what_is_needed(nvme_path: Path) -> None:
+    pool_bytes = least_pool_bytes(nvme_path, 8 * RECORD_BYTES)
+    with pytest.raises(ConfigError, match=r"pool_bytes.*resident"):
+        offloaded(make_config(nvme_path, resident_bytes=8 * RECORD_BYTES, pool_bytes=f"{pool_bytes - 4096}B"))
+
+
+def test_a_step_reads_what_it_needs_once(nvme_path: Path) -> None:
+    """Nothing that was read ahead is dropped and read again, however small the pool."""
+    model, optimizer = offloaded(make_config(nvme_path, pool_bytes="5MiB"))
+    train(model, optimizer, 2)
+    used = swapper.of(optimizer)
+    used.flush()
+    before = used.stats()
+    train(model, optimizer, 2)
+    after = used.stats()
+    records = sum(1 for bucket in used._plan.buckets if bucket.length_bytes)
+    assert after.reads - before.reads <= 2 * records * 1.2
+
+
+# --- What is refused ---
+
+
+@pytest.mark.parametrize(
+    ("prepare", "message"),
+    [
+        (lambda model: [model], "list is not a torch.nn.Module"),
+        (lambda model: type(model), "Sequential is not a torch.nn.Module"),
+        (lambda model: model.to("meta"), "parameter 0.weight is on the meta device"),
+    ],
+    ids=["no model", "class", "meta"],
+)
+def test_what_is_no_model_is_refused(prepare: Callable[[nn.Module], Any], message: str, nvme_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ConfigError, match=message):
+        swapper.offload(prepare(model), optimizer, make_config(nvme_path))
+    assert list(nvme_path.iterdir()) == []
+
+
+def test_a_model_is_offloaded_once(nvme_path: Path) -> None:
+    config = make_config(nvme_path)
+    model, _ = offloaded(config)
+    with pytest.raises(ConfigError, match="offloaded already"):
+        swapper.offload(model, torch.optim.AdamW(model.parameters()), config)
+
+
+def test_wrap_optimizer_alone_refuses_parameters_on_disk(nvme_path: Path) -> None:
+    model = make_model()
+    with pytest.raises(ConfigError, match=r"swapper\.offload\(model, optimizer, config\)"):
+        swapper.wrap_optimizer(torch.optim.AdamW(model.parameters()), make_config(nvme_path))
+
+
+def test_a_failed_offload_leaves_model_and_optimizer_as_they_were(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(self: ParameterSwapper, model: nn.Module) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ParameterSwapper, "_install", fail)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with pytest.raises(KeyboardInterrupt):
+        swapper.offload(model, optimizer, make_config(nvme_path))
+    assert not hasattr(optimizer, "swapper")
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    gc.collect()
+    assert list(nvme_path.iterdir()) == []
+    assert train(model, optimizer) == plain_losses()
+
+
+def test_parameters_in_host_memory_are_where_they_are_said_once(
+    nvme_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(swapper.api, "_said", set())
+    config = OffloadConfig(nvme_path=nvme_path, offload_param={"device": "cpu"})
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert train(*offloaded(config)) == plain_losses()
+    assert sum("is the same as none" in record.message for record in caplog.records) == 1
+
+
+# --- Fork ---
+
+
+def test_a_forked_child_finds_parameters_in_use_evicted(nvme_path: Path) -> None:
+    model, _ = offloaded(make_config(nvme_path))
+    outcome: list[str] = []
+
+    def fork(module: nn.Module, args: Any, output: Any) -> None:
+        receiver, sender = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                text = "values"
+                weight = module.weight
+                assert isinstance(weight, EvictedParameter)
+                assert weight.shape == (WIDTH, WIDTH)
+                weight.sum()
+            except SwapError as error:
+                text = str(error)
+            except BaseException as error:
+                text = repr(error)
+            os.write(sender, text.encode())
+            os._exit(0)
+        os.waitpid(child, 0)
+        outcome.append(os.read(receiver, 1000).decode())
+
+    model[2].register_forward_hook(fork)
+    model(torch.ones(1, WIDTH))
+    assert "forked process" in outcome[0]
+    assert torch.isfinite(model(torch.ones(1, WIDTH))).all()  # The parent goes on.
+
+
+# --- Memory ---
+
+_PEAK = """
+import json, sys
+sys.path.insert(0, {benchmarks!r})
+from memory import Peak
+import torch, swapper
+from torch import nn
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(1024, 2048), nn.Linear(2048, 1024)
+    def forward(self, x):
+        return x + self.down(torch.relu(self.up(x)))
+
+torch.manual_seed(0)
+model = nn.Sequential(*(Block() for _ in range({blocks})))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+if {swapped}:
+    config = swapper.OffloadConfig(
+        nvme_path={nvme_path!r}, pool_bytes="96MiB", bucket_bytes="8MiB",
+        offload_optimizer={{"device": "nvme", "step_in_backward": {in_backward}}},
+        offload_gradient={{"device": "nvme"}}, offload_param={{"device": "nvme"}},
+    )
+    model, optimizer = swapper.offload(model, optimizer, config)
+import ctypes
+ctypes.CDLL(None).malloc_trim(0)
+def step():
+    loss = model(torch.randn(16, 1024)).square().mean()
+    loss.backward()
+    if {swapped}:
+        optimizer.step()
+    optimizer.zero_grad()
+if {swapped}:
+    step()
+with Peak() as peak:
+    for _ in range(3):
+        step()
+print(json.dumps(peak.bytes))
+"""
+
+
+def _peak_bytes(nvme_path: Path, *, blocks: int, swapped: bool, in_backward: bool = False) -> int:
+    program = _PEAK.format(
+        benchmarks=str(Path(__file__).resolve().parent.parent / "benchmarks"),
+        blocks=blocks,
+        swapped=swapped,
+        in_backward=in_backward,
+        nvme_path=str(nvme_path),
+    )
+    output = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout
+    return int(json.loads(output))
+
+
+@pytest.mark.parametrize("in_backward", [False, True], ids=["step at the end", "step in backward"])
+def test_memory_does_not_grow_with_the_model(in_backward: bool, nvme_path: Path) -> None:
+    """The baseline is the forward and backward of a model that is one block long: what a block takes, and no more.
+
+    The model is 24 blocks of 16.8 MB: 400 MB of parameters, as much of gradients, twice as much of state. Beside the
+    baseline there may be the pool, the scratch of torch in a step (2 x bucket_bytes), the activations, and 100 MB.
+    """
+    blocks = 24
+    baseline = _peak_bytes(nvme_path, blocks=1, swapped=False)
+    peak = _peak_bytes(nvme_path, blocks=blocks, swapped=True, in_backward=in_backward)
+    activation_bytes = blocks * 16 * (2048 * 2 + 1024 * 2) * 4
+    assert peak <= baseline + (96 << 20) + 2 * (8 << 20) + activation_bytes + 100_000_000
+    assert blocks * 16_800_000 > 3 * ((96 << 20) + 100_000_000) / 2, "the parameters alone would not fit that"
