@@ -71,7 +71,7 @@ def parse_arguments() -> Arguments:
     parser.add_argument("--steps", type=positive, default=3, help="a step is tens of seconds on two cores")
     parser.add_argument("--batch-size", type=positive, default=1)
     parser.add_argument("--context", type=positive, default=512, help="bytes in a window")
-    parser.add_argument("--lr", type=float, default=1e-5, help="learning rate of AdamW")
+    parser.add_argument("--lr", type=float, default=7e-7, help="of AdamW; so low because there is no warm-up")
     parser.add_argument("--data", type=Path, help="file to train on instead of Python's own source files")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=positive, default=torch.get_num_threads(), help="torch's")
