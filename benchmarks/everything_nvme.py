@@ -22,9 +22,11 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import shutil
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,8 @@ from swapper.metrics import Timeline
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from gpt import GPT, SIZES
 from timeline import share_out
+
+RESULTS = Path(__file__).with_name("results")
 
 ALLOWANCE_BYTES = 50 * 10**6
 """For what swapping keeps in Python's memory, and holes in the heap."""
@@ -61,6 +65,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--deepspeed", nargs="?", const=sys.executable, metavar="PYTHON", help="train with it too")
+    parser.add_argument("--save", action="store_true", help=f"keep the result in {RESULTS.name}/")
     parser.add_argument("--json", type=Path, help="also write the figures there")
     parser.add_argument("--only", choices=["baseline", "swapped"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -83,6 +88,11 @@ def main() -> None:
     if arguments.deepspeed:
         record["deepspeed"] = run_deepspeed(arguments)
     show(record)
+    if arguments.save:
+        path = RESULTS / time.strftime("%Y-%m-%d-everything-nvme-%H%M%S.json")
+        record["arguments"] |= {"nvme_path": "...", "deepspeed": "..." if arguments.deepspeed else "None"}
+        path.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"saved: {path}")
     if arguments.json:
         arguments.json.write_text(json.dumps(record, indent=1) + "\n")
 
@@ -218,9 +228,6 @@ def medians(rows: list[dict[str, float]]) -> dict[str, float]:
 
 def run_deepspeed(arguments: argparse.Namespace) -> dict[str, Any]:
     """The peer, in its own process; its files in a directory that goes afterwards."""
-    import shutil
-    import tempfile
-
     directory = tempfile.mkdtemp(dir=arguments.nvme_path, prefix="deepspeed-")
     try:
         command = [arguments.deepspeed, str(Path(__file__).with_name("deepspeed_zero3.py")), "--nvme-path", directory]
