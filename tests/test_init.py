@@ -531,7 +531,7 @@ def test_init_within_init_is_refused(nvme_path: Path) -> None:
         message = r"swapper\.init is used within swapper\.init"
         with pytest.raises(swapper.SwapError, match=message), swapper.init(config):
             pass
-        model = nn.Sequential(nn.Linear(128, 128))
+        model = nn.Sequential(nn.Linear(64, 64))
         assert away(model) == []
     assert away(model) == ["0.weight"]
     assert no_hooks_are_left()
