@@ -214,6 +214,7 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
                 settings.bucket_bytes,
                 free_bytes,
                 settings.offload_param.resident_bytes,
+                settings.offload_optimizer.step_in_backward,
                 shared.pool,
                 shared.store,
                 release,

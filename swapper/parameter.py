@@ -244,6 +244,7 @@ class ParameterSwapper:
         bucket_bytes: see `plan_parameter_records`.
         budget_bytes: the most of the pool that records may hold.
         resident_bytes: the part of it for records that stay, the first in order of registration.
+        step_in_backward: records of the last bucket that was stepped stay beside those that backward uses.
         pool, store: where buffers come from and records go.
         release: called once, when this is closed or dies.
 
@@ -262,13 +263,14 @@ class ParameterSwapper:
         bucket_bytes: int,
         budget_bytes: int,
         resident_bytes: int,
+        step_in_backward: bool,
         pool: BufferPool,
         store: TensorStore,
         release: Callable[[], None],
     ) -> None:
         records, self.stays = plan_parameter_records(model, bucket_bytes)
         resident = _first_of(records, resident_bytes)
-        needed, why = _least_bytes(model, records, resident)
+        needed, why = _least_bytes(model, records, resident, step_in_backward)
         if needed > budget_bytes:
             raise ConfigError(
                 f"pool_bytes: {format_bytes(budget_bytes)} are left for parameters, and {why} are needed; set "
@@ -1029,23 +1031,25 @@ def _first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[Pa
 
 
 def _least_bytes(
-    model: torch.nn.Module, records: Sequence[ParameterRecord], resident: set[ParameterRecord]
+    model: torch.nn.Module, records: Sequence[ParameterRecord], resident: set[ParameterRecord], step_in_backward: bool
 ) -> tuple[int, str]:
     """What the pool must have for parameters, and the sum in words."""
     moving = [record for record in records if record not in resident]
-    kept_bytes = sum(record.length_bytes for record in resident)
-    kept = f" + {format_bytes(kept_bytes)} kept resident" if resident else ""
     largest = max((record.length_bytes for record in moving), default=0)
+    needed = 2 * largest
+    why = f"2 x {format_bytes(largest)} (the largest record: one in use, one arriving)"
     together, name = _longest_together(model, moving)
-    if together > 2 * largest:
-        return (
-            together + kept_bytes,
-            f"{format_bytes(together)} (what {name or 'the model'} uses itself, and the modules it runs in,){kept}",
-        )
-    return (
-        2 * largest + kept_bytes,
-        f"2 x {format_bytes(largest)} (the largest record: one in use, one arriving){kept}",
-    )
+    if together > needed:
+        needed = together
+        why = f"{format_bytes(together)} (what {name or 'the model'} uses itself, and the modules it runs in,)"
+    if step_in_backward:
+        needed += largest
+        why += f" + {format_bytes(largest)} (stepped in backward)"
+    if resident:
+        kept_bytes = sum(record.length_bytes for record in resident)
+        needed += kept_bytes
+        why += f" + {format_bytes(kept_bytes)} kept resident"
+    return needed, why
 
 
 def _longest_together(model: torch.nn.Module, records: Iterable[ParameterRecord]) -> tuple[int, str]:
