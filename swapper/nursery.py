@@ -32,7 +32,7 @@ from swapper.evicted import home_of, make_ordinary, settle
 from swapper.heap import return_free_memory
 from swapper.layout import format_bytes
 from swapper.order import Order, Use
-from swapper.parameter import ParameterSwapper, _Held, _State
+from swapper.parameter import ParameterSwapper, _by_address, _Held, _State
 from swapper.parameter_records import OtherTensors, plan_record_of, why_not
 from swapper.store import RecordKey, TensorStore
 
@@ -69,7 +69,17 @@ class Nursery(ParameterSwapper):
         store: TensorStore,
         release: Callable[[], None],
     ) -> None:
-        super().__init__(torch.nn.Module(), owner, waiting_bytes, budget_bytes, 0, pool, store, release)
+        super().__init__(
+            torch.nn.Module(),
+            owner,
+            waiting_bytes,
+            budget_bytes,
+            resident_bytes=0,
+            step_in_backward=False,
+            pool=pool,
+            store=store,
+            release=release,
+        )
         self._owner = owner
         self._waiting_bytes = waiting_bytes
         self._freed_bytes = 0
@@ -172,9 +182,9 @@ class Nursery(ParameterSwapper):
             return
         if parameter.nbytes < SMALL_BYTES:
             return
-        former = self._by_address.get(parameter.data_ptr())
-        if former is not None and self._is_orphan(former[0]):
-            self._replace(former[0], parameter, name)
+        swapper, former, _ = _by_address.get(parameter.data_ptr(), (None, None, 0))
+        if former is not None and swapper is not None and swapper() is self and self._is_orphan(former):
+            self._replace(former, parameter, name)
             return
         if others.view(parameter):  # Perhaps only a variable of the code that is making it.
             self._wait(parameter, name)
@@ -273,7 +283,7 @@ class Nursery(ParameterSwapper):
         self._settle_write(held)
         lease.abandon()
         held.lease, held.values, held.state = None, [], _State.GONE
-        self._by_address = {address: found for address, found in self._by_address.items() if found[0] is not held}
+        del _by_address[values.data_ptr()]
         self._held_bytes -= lease.length_bytes
         self._drop(held, parameter)
         self._store.forget(held.key)

@@ -188,6 +188,14 @@ def test_of_two_models_at_once(nvme_path: Path) -> None:
     for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
         assert bits(p + q) == bits(p.detach() + q.detach())
         assert torch.equal(torch.stack([p, q]), torch.stack([p.detach().clone(), q.detach().clone()]))
+    products = []
+    for one, other in ((models[0], models[1]), (first, second)):
+        product = (one.blocks[0][0].weight @ other.blocks[1][0].weight).square().sum()  # type: ignore[index, union-attr]
+        [p.sum() for model in models for p in model.parameters()]
+        product.backward()
+        products.append([bits(p.grad) for p in (*one.parameters(), *other.parameters()) if p.grad is not None])
+    assert len(products[0]) == len(products[1]) == 2
+    assert products[0] == products[1]
     for model in models:
         model.swapper.close()  # type: ignore[operator, union-attr]
 
