@@ -32,7 +32,7 @@ from swapper.evicted import home_of, make_ordinary, settle
 from swapper.heap import return_free_memory
 from swapper.layout import format_bytes
 from swapper.order import Order, Use
-from swapper.parameter import ParameterSwapper, _Held, _State
+from swapper.parameter import ParameterSwapper, _by_address, _Held, _State
 from swapper.parameter_records import OtherTensors, plan_record_of, why_not
 from swapper.store import RecordKey, TensorStore
 
@@ -69,11 +69,21 @@ class Nursery(ParameterSwapper):
         store: TensorStore,
         release: Callable[[], None],
     ) -> None:
-        super().__init__(torch.nn.Module(), owner, waiting_bytes, budget_bytes, 0, pool, store, release)
+        super().__init__(
+            torch.nn.Module(),
+            owner,
+            waiting_bytes,
+            budget_bytes,
+            resident_bytes=0,
+            step_in_backward=False,
+            pool=pool,
+            store=store,
+            release=release,
+        )
         self._owner = owner
         self._waiting_bytes = waiting_bytes
         self._freed_bytes = 0
-        self._waiting: dict[int, weakref.ref[torch.nn.Parameter]] = {}
+        self._waiting: dict[int, tuple[weakref.ref[torch.nn.Parameter], str]] = {}
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     # --- Building --------------------------------------------------------------------------------------------------
@@ -96,7 +106,7 @@ class Nursery(ParameterSwapper):
             def registered(module: torch.nn.Module, name: str, item: Any) -> None:
                 nursery = mine()
                 if nursery is not None and threading.get_ident() == thread:
-                    nursery._on_registration(module, item)
+                    nursery._on_registration(module, name, item)
 
             for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
                 stack.callback(register(registered).remove)
@@ -107,14 +117,14 @@ class Nursery(ParameterSwapper):
                 self.close()
                 raise
 
-    def _on_registration(self, module: torch.nn.Module, item: torch.nn.Module | torch.nn.Parameter | None) -> None:
+    def _on_registration(self, module: torch.nn.Module, name: str, item: object) -> None:
         self._seen.add(module)
         if isinstance(item, torch.nn.Module):
             self.put_away(item)
         elif isinstance(item, torch.nn.Parameter):
             make_ordinary(item)
             self._put_away_waiting()
-            self._wait(item)
+            self._wait(item, f"{type(module).__name__}.{name}")
 
     def put_away(self, module: torch.nn.Module) -> None:
         """Put the parameters of `module` and of those below it on disk, as far as they can be.
@@ -151,20 +161,20 @@ class Nursery(ParameterSwapper):
             for name, parameter in module.named_parameters(recurse=False):
                 self._put_away(parameter, f"{type(module).__name__}.{name}", others)
 
-    def _wait(self, parameter: torch.nn.Parameter) -> None:
+    def _wait(self, parameter: torch.nn.Parameter, name: str) -> None:
         if home_of(parameter) is None and parameter.device.type == "cpu":
-            self._waiting[id(parameter)] = weakref.ref(parameter)
+            self._waiting[id(parameter)] = weakref.ref(parameter), name
 
     def _put_away_waiting(self, *, all_of_them: bool = False) -> None:
         """Put away those that wait, if they are too many."""
-        waiting = [p for reference in self._waiting.values() if (p := reference()) is not None]
-        if all_of_them or sum(p.nbytes for p in waiting) > self._waiting_bytes:
+        waiting = [(p, name) for reference, name in self._waiting.values() if (p := reference()) is not None]
+        if all_of_them or sum(p.nbytes for p, _ in waiting) > self._waiting_bytes:
             self._waiting.clear()
             others = OtherTensors()
-            for parameter in waiting:
-                self._put_away(parameter, "a parameter", others)
+            for parameter, name in waiting:
+                self._put_away(parameter, name, others)
         elif len(waiting) < len(self._waiting):
-            self._waiting = {id(p): weakref.ref(p) for p in waiting}
+            self._waiting = {id(p): (weakref.ref(p), name) for p, name in waiting}
 
     def _put_away(self, parameter: torch.nn.Parameter, name: str, others: OtherTensors) -> None:
         self._check_open()
@@ -172,12 +182,12 @@ class Nursery(ParameterSwapper):
             return
         if parameter.nbytes < SMALL_BYTES:
             return
-        former = self._by_address.get(parameter.data_ptr())
-        if former is not None and self._is_orphan(former[0]):
-            self._replace(former[0], parameter, name)
+        swapper, former, _ = _by_address.get(parameter.data_ptr(), (None, None, 0))
+        if former is not None and swapper is not None and swapper() is self and self._is_orphan(former):
+            self._replace(former, parameter, name)
             return
         if others.view(parameter):  # Perhaps only a variable of the code that is making it.
-            self._wait(parameter)
+            self._wait(parameter, name)
             return
         self._store_away(parameter, name)
 
@@ -256,7 +266,7 @@ class Nursery(ParameterSwapper):
         parameter = held.plan.places[0].parameter
         self._part_from(held, parameter)
         self._put_away_waiting()
-        self._wait(parameter)
+        self._wait(parameter, held.plan.places[0].name)
         return True
 
     def _surrender(self, held: _Held, parameter: torch.nn.Parameter) -> None:
@@ -273,7 +283,7 @@ class Nursery(ParameterSwapper):
         self._settle_write(held)
         lease.abandon()
         held.lease, held.values, held.state = None, [], _State.GONE
-        self._by_address = {address: found for address, found in self._by_address.items() if found[0] is not held}
+        del _by_address[values.data_ptr()]
         self._held_bytes -= lease.length_bytes
         self._drop(held, parameter)
         self._store.forget(held.key)
@@ -313,7 +323,7 @@ class Nursery(ParameterSwapper):
                 self._seen.add(item)
                 break
         self._put_away_waiting()
-        self._wait(copy)
+        self._wait(copy, self._home[parameter].plan.places[0].name)
         return copy
 
 

@@ -41,6 +41,12 @@ __all__ = ["ParameterSwapper"]
 
 log = logging.getLogger(__name__)
 
+_by_address: dict[int, tuple[weakref.ref[ParameterSwapper], _Held, int]] = {}
+"""Where values in buffers begin: whose they are, in which record, and which of its parameters.
+
+Of all swappers, because of several that are in use at once only the hooks of one decide what autograd saves.
+"""
+
 _living: weakref.WeakSet[ParameterSwapper] = weakref.WeakSet()
 """Those whose parameters a forked child must find evicted."""
 
@@ -208,6 +214,7 @@ class _Forward:
 class _Packed:
     """A tensor that autograd saved, as a place in a record."""
 
+    swapper: weakref.ref[ParameterSwapper]
     held: _Held
     index: int
     dtype: torch.dtype
@@ -287,7 +294,6 @@ class ParameterSwapper:
         ]
         self._held_bytes = 0
         self._dropped: list[AnyTransfer] = []
-        self._by_address: dict[int, tuple[_Held, int]] = {}
         self._threads = threading.local()
         self._awaiting: list[_Held] = []  # attached until their gradient is accumulated
         self._model = weakref.ref(model)
@@ -727,16 +733,23 @@ class ParameterSwapper:
         itself = tensor if tensor.grad_fn is None else tensor.detach()
         if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
             return itself
-        found = self._by_address.get(tensor.untyped_storage().data_ptr())
+        found = _by_address.get(tensor.untyped_storage().data_ptr())
         if found is None:
             return itself
-        held, index = found
+        swapper, held, index = found
         version = held.plan.places[index].parameter._version
-        return _Packed(held, index, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()), version)
+        offset = int(tensor.storage_offset())
+        return _Packed(swapper, held, index, tensor.dtype, tensor.size(), tensor.stride(), offset, version)
 
     def _unpack(self, packed: torch.Tensor | _Packed) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
+        swapper = packed.swapper()
+        if swapper is None:
+            raise SwapError("the values of a parameter are gone that backward needs: its swapper was closed")
+        return swapper._unpack_own(packed)
+
+    def _unpack_own(self, packed: _Packed) -> torch.Tensor:
         held = packed.held
         place = held.plan.places[packed.index]
         if place.parameter._version != packed.version:
@@ -800,7 +813,7 @@ class ParameterSwapper:
             with torch.inference_mode(False):  # They outlive that mode.
                 values = lease.own_view(place.offset_bytes, place.numel, place.dtype)
             held.values.append(values)
-            self._by_address[values.data_ptr()] = (held, index)
+            _by_address[values.data_ptr()] = (weakref.ref(self), held, index)
         if held.state is _State.ARRIVING:
             for place, values in zip(held.plan.places, held.values, strict=True):
                 if place.offset_bytes != place.file_offset_bytes:
@@ -927,7 +940,7 @@ class ParameterSwapper:
             with contextlib.suppress(SwapIOError):  # Nobody wanted what it read.
                 transfer.wait()
         for values in held.values:
-            self._by_address.pop(values.data_ptr(), None)
+            _by_address.pop(values.data_ptr(), None)
         held.values = []
         self._held_bytes -= lease.length_bytes
         held.lease, held.state = None, _State.STORED
@@ -990,6 +1003,8 @@ def _finalize(
             held.lease.abandon()
         else:
             held.lease.release()
+        for values in held.values:
+            _by_address.pop(values.data_ptr(), None)
         held.values = []
         held.lease = None
     for transfer in dropped:

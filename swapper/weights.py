@@ -11,6 +11,7 @@ from __future__ import annotations
 import errno
 import json
 import math
+import mmap
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -195,8 +196,8 @@ class _Reader:
             start = tensor.start_bytes // PAGE_BYTES * PAGE_BYTES
             stop = min(round_up(tensor.stop_bytes, PAGE_BYTES), tensor.path.stat().st_size)
             stop = max(stop, tensor.stop_bytes)  # Of a file that was cut off meanwhile the read says so.
-            buffer = torch.empty(stop - start + PAGE_BYTES, dtype=torch.uint8)
-            buffer = buffer[-buffer.data_ptr() % PAGE_BYTES :][: stop - start]
+            # Not from the heap, where what is allocated later and stays would make holes of what this leaves.
+            buffer = torch.frombuffer(mmap.mmap(-1, stop - start), dtype=torch.uint8)
             self.handle.read(self.files[tensor.path], buffer, start).wait()
         except (SwapError, OSError) as error:
             self.failure = self.failure or error

@@ -470,7 +470,7 @@ def test_ctrl_c_anywhere_leaves_nothing(nvme_path: Path) -> None:
         assert no_hooks_are_left()
         gc.collect()
         assert not list(nvme_path.iterdir()), n
-        n += 3
+        n += 5
     assert n > 60
     build()
 
@@ -531,9 +531,9 @@ def test_init_within_init_is_refused(nvme_path: Path) -> None:
         message = r"swapper\.init is used within swapper\.init"
         with pytest.raises(swapper.SwapError, match=message), swapper.init(config):
             pass
-        model = nn.Sequential(nn.Linear(128, 128))
+        model = nn.Linear(64, 64)
         assert away(model) == []
-    assert away(model) == ["0.weight"]
+    assert away(model) == ["weight"]
     assert no_hooks_are_left()
 
 
