@@ -21,7 +21,8 @@ from swapper import evicted
 from swapper.buffers import BufferPool
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
-from swapper.gradient import GradientPart, GradientSwapper
+from swapper.gradient import GradientSwapper
+from swapper.gradient_records import can_leave, check_room, gradient_bytes, gradient_pool_bytes
 from swapper.handle import AsyncIOHandle
 from swapper.layout import PAGE_BYTES
 from swapper.nursery import Nursery, initialisers_of
@@ -31,7 +32,6 @@ from swapper.parameter import ParameterSwapper
 from swapper.parameter_records import plan_parameter_records
 from swapper.runs import check_nvme_paths, file_systems
 from swapper.schedule import IN_FLIGHT, format_bytes
-from swapper.segments import Bucket
 from swapper.speed import measure_speeds
 from swapper.store import TensorStore
 from swapper.trial import refuse_unsupported
@@ -51,11 +51,11 @@ __all__ = [
     "wrap_optimizer",
 ]
 
+log = logging.getLogger(__name__)
+
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
 _ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
 ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
-
-log = logging.getLogger(__name__)
 
 _owners = itertools.count()
 _TYPICAL_ENDURANCE_BYTES = 600 * 10**12
@@ -98,6 +98,13 @@ def _wrap(
         raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
     device = settings.offload_optimizer.device
     refuse_unsupported(optimizer)
+    moves_gradients = settings.offload_gradient.device == "nvme"
+    if settings.offload_gradient.device == "cpu":
+        moves_gradients = any(p.device.type == "cuda" for p in parameters_of(optimizer))
+        if not moves_gradients:
+            _say_once(
+                "offload_gradient.device: cpu is the same as none for a model on the CPU: its gradients are there"
+            )
     if settings.offload_param.device == "cpu":
         if any(p.device.type == "cuda" for p in parameters_of(optimizer)):
             raise ConfigError(
@@ -105,7 +112,7 @@ def _wrap(
             )
         _say_once("offload_param.device: cpu is the same as none for a model on the CPU: its parameters are there")
     asked = settings.offload_optimizer
-    asks_more = asked.master_weights or asked.step_in_backward or settings.offload_gradient.device == "nvme"
+    asks_more = asked.master_weights or asked.step_in_backward or moves_gradients
     if device == "none" and not asks_more:
         UnswappedOptimizer(optimizer)
         return optimizer
@@ -121,7 +128,8 @@ def _wrap(
     else:
         if device == "none" and plan.remote:
             raise ConfigError(
-                "offload_optimizer.device: none cannot keep master weights for a model on a GPU; use device: cpu"
+                "offload_optimizer.device: none can neither keep master weights nor step gradients that are offloaded "
+                "for a model on a GPU; use device: cpu"
             )
         pool_bytes = plan.stored_bytes + plan.scratch_bytes * plan.scratch_count
         pool, store = BufferPool(max(pool_bytes, PAGE_BYTES), cuda=plan.device.type == "cuda"), None
@@ -132,7 +140,43 @@ def _wrap(
         if getattr(optimizer, "swapper", None) is None:  # Else Ctrl-C struck when it was wrapped already.
             release()
         raise
+    if moves_gradients:
+        swapper = of(optimizer)
+        try:
+            gradients = _swap_gradients(plan, settings)
+            swapper.attach(gradients=gradients)
+            if swapper.backward_steps is not None:
+                gradients.deliver_to(swapper.backward_steps)
+        except BaseException:
+            swapper.unwrap()
+            raise
     return optimizer
+
+
+def _swap_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> GradientSwapper:
+    parts = plan.gradient_parts()
+    total_bytes, _ = gradient_bytes(parts)
+    stored = settings.offload_gradient.device == "nvme"
+    state_stored = settings.offload_optimizer.device == "nvme"
+    owner, steps = next(_owners), settings.gradient_accumulation_steps
+    if not stored and not state_stored:  # As for state with device: cpu, a pool of the size that is needed.
+        own = BufferPool(max(total_bytes, PAGE_BYTES), cuda=plan.remote)
+        try:
+            return GradientSwapper(parts, owner, steps, own, own.capacity_bytes, None, own.close)
+        except BaseException:
+            own.close()
+            raise
+    shared = _Shared.of(settings, plan.remote)
+    limit_bytes = settings.pool_bytes - shared.held_bytes
+    if state_stored:
+        schedule = plan.schedule(settings.pool_bytes)
+        limit_bytes -= schedule.pool_bytes - schedule.held_bytes
+    release = shared.hold(0 if stored else total_bytes)
+    try:
+        return GradientSwapper(parts, owner, steps, shared.pool, limit_bytes, shared.store if stored else None, release)
+    except BaseException:
+        release()
+        raise
 
 
 def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple[_ModelT, _OptimizerT]:
@@ -175,7 +219,7 @@ def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple
 
 
 def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConfig) -> None:
-    """Gradients and parameters, after the optimizer's state."""
+    """Parameters, after the optimizer's state and the gradients."""
     swapper = of(optimizer)
     gradients: GradientSwapper | None = None
     parameters: ParameterSwapper | None = None
@@ -184,25 +228,10 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
         schedule = swapper._plan.schedule(settings.pool_bytes)
         free_bytes -= schedule.pool_bytes
         record_bytes = schedule.largest_bytes
-    if settings.offload_gradient.device == "nvme":
-        shared = _Shared.of(settings, False)
-        gradients = GradientSwapper(
-            gradient_parts(swapper._plan.buckets),
-            next(_owners),
-            settings.gradient_accumulation_steps,
-            shared.pool,
-            shared.store,
-        )
-        swapper.attach(gradients=gradients)
-        if swapper.backward_steps is not None:
-            gradients.deliver_to(swapper.backward_steps)
-        free_bytes -= IN_FLIGHT * gradients.largest_bytes
-
-        def zero_grad(set_to_none: bool = True) -> None:
-            gradients.clear()
-            type(optimizer).zero_grad(optimizer, set_to_none)
-
-        vars(optimizer)["zero_grad"] = zero_grad
+    if isinstance(swapper.gradients, GradientSwapper):
+        gradients = swapper.gradients
+        gradients.watch(model.parameters())
+        free_bytes -= gradients.reserved_bytes
     if settings.offload_param.device == "nvme":
         shared = _Shared.of(settings, False)
         free_bytes -= shared.pool.abandoned_bytes
@@ -229,7 +258,7 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
     if settings.offload_optimizer.device == "nvme":
         swapper.share_pool((IN_FLIGHT - 1) * record_bytes + free_bytes // 2)
     if gradients is not None:
-        gradients.share_pool((IN_FLIGHT - 1) * gradients.largest_bytes + free_bytes // 2)
+        gradients.share_pool(gradients.reserved_bytes + free_bytes // 2)
 
 
 _said: set[str] = set()
@@ -376,16 +405,6 @@ def _nursery(settings: OffloadConfig) -> Nursery:
         raise
 
 
-def gradient_parts(buckets: Iterable[Bucket]) -> list[tuple[torch.nn.Parameter, list[GradientPart]]]:
-    """What each parameter's gradient is cut into: the part in each bucket."""
-    parts: dict[int, tuple[torch.nn.Parameter, list[GradientPart]]] = {}
-    for bucket in buckets:
-        for p in {id(segment.parameter): segment.parameter for segment in bucket.segments}.values():
-            mine = [segment for segment in bucket.segments if segment.parameter is p]
-            parts.setdefault(id(p), (p, []))[1].append(GradientPart(mine[0].start, mine[-1].stop))
-    return list(parts.values())
-
-
 def unwrap_optimizer(optimizer: _OptimizerT, *, drop_masters: bool = False) -> _OptimizerT:
     """Bring all state back into memory and make `optimizer` the plain optimizer it was.
 
@@ -443,8 +462,9 @@ class CheckReport:
 
     Attributes:
         parameter_numel: elements of the optimizer's parameters.
-        model_bytes: parameters and buffers of the model, and a gradient for each trained parameter.
+        model_bytes: parameters and buffers of the model, and those gradients of its parameters that stay in memory.
         state_bytes: optimizer state, as stored.
+        gradient_bytes: gradients that do not stay in memory, or on the GPU.
         buckets: how many records it is cut into.
         pool_bytes: size of the pool that would be allocated.
         pool_needed_bytes: the least that would do.
@@ -453,7 +473,7 @@ class CheckReport:
         disk_bytes: files on all drives.
         disk_free_bytes: what all drives together can take now; -1 if nothing goes to a drive. Each drive gets its part,
             in proportion to its speed, so this is when the first is full, and may be less than their free space.
-        step_read_bytes, step_written_bytes: moved by one step.
+        step_read_bytes, step_written_bytes: moved by one step and its micro-batches.
         steps_of_endurance: steps until a drive rated 600 TB written has had them, with several the one that gets most;
             0 if nothing is written.
         drives: what each would get, if they are several; else empty.
@@ -472,6 +492,7 @@ class CheckReport:
     step_written_bytes: int
     steps_of_endurance: int
     drives: tuple[DriveReport, ...] = ()
+    gradient_bytes: int = 0
 
     def __str__(self) -> str:
         rows = [
@@ -497,12 +518,16 @@ class CheckReport:
             ]
         if self.steps_of_endurance:
             rows.append(("steps until a drive rated 600 TBW is worn", f"{self.steps_of_endurance:,}"))
+        if self.gradient_bytes:
+            rows[3:3] = [("gradients that are moved away", format_bytes(self.gradient_bytes))]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
 def check(model: torch.nn.Module, optimizer: Optimizer, config: ConfigLike) -> CheckReport:
     """Dry run: what `wrap_optimizer` would need in memory and on the drive, and what a step would move. Prints it.
+
+    Optimizer state and gradients are counted; parameters count as in memory.
 
     Allocates nothing, creates no file and leaves model and optimizer as they are. The model may be on the meta device
     if the optimizer is too. Only with several drives their speed is measured, with a temporary file of at most 32 MiB
@@ -514,32 +539,52 @@ def check(model: torch.nn.Module, optimizer: Optimizer, config: ConfigLike) -> C
     settings = _as_config(config)
     _check_is_optimizer(optimizer)
     refuse_unsupported(optimizer)
-    device = settings.offload_optimizer.device
     plan = OptimizerPlan(optimizer, settings, 0)
-    nvme = device == "nvme"
+    parts = plan.gradient_parts()
+    state_stored = settings.offload_optimizer.device == "nvme"
+    gradients_stored = settings.offload_gradient.device == "nvme"
+    gradients_move = gradients_stored or (settings.offload_gradient.device == "cpu" and plan.remote)
+    gradient_total = gradient_bytes(parts)[0] if gradients_move else 0
     scratch_bytes = plan.scratch_bytes * plan.scratch_count
-    if nvme:
+    pool_bytes = settings.pool_bytes if state_stored or gradients_stored else 0
+    needed_bytes = own_bytes = read_bytes = written_bytes = stored_bytes = 0
+    if state_stored:
         schedule = plan.schedule(settings.pool_bytes)
-        # A config also asks for three whole buckets, though the largest of this model may be smaller.
-        pool_bytes, needed_bytes = settings.pool_bytes, max(schedule.pool_bytes, 3 * settings.bucket_bytes)
+        needed_bytes = schedule.pool_bytes
         read_bytes = plan.stored_bytes - (schedule.held_bytes - scratch_bytes)
-        drives, free_bytes = _check_drives(settings, plan.stored_bytes)
+        written_bytes = stored_bytes = plan.stored_bytes
     else:
-        pool_bytes = needed_bytes = plan.stored_bytes + scratch_bytes
-        read_bytes, free_bytes, drives = 0, -1, ()
+        own_bytes = plan.stored_bytes + scratch_bytes
+    if gradients_stored or (gradients_move and state_stored):
+        check_room(parts, gradients_stored, settings.pool_bytes - needed_bytes, settings.pool_bytes)
+        needed_bytes += gradient_pool_bytes(parts, gradients_stored)
+    elif gradients_move:
+        own_bytes += gradient_total
+    if gradients_stored:
+        # Of the first micro-batch nothing is read to add to it, but then all for the step.
+        read_bytes += gradient_total * settings.gradient_accumulation_steps
+        written_bytes += gradient_total * settings.gradient_accumulation_steps
+        stored_bytes += gradient_total
+    drives, free_bytes = _check_drives(settings, stored_bytes) if stored_bytes else ((), -1)
+    if pool_bytes:  # A config also asks for three whole buckets, though the largest of this model may be smaller.
+        needed_bytes = max(needed_bytes, 3 * settings.bucket_bytes)
+    away = {id(p) for _, p, _, _ in parts if can_leave(p)} if gradients_move else set()
     tensors = [*model.parameters(), *model.buffers()]
-    model_bytes = sum(t.nbytes for t in tensors) + sum(p.nbytes for p in model.parameters() if p.requires_grad)
-    written_bytes = plan.stored_bytes if nvme else 0
-    worn_bytes = max((drive.disk_bytes for drive in drives), default=written_bytes)
+    in_memory = [p for p in model.parameters() if p.requires_grad and id(p) not in away]
+    model_bytes = sum(t.nbytes for t in tensors) + sum(p.nbytes for p in in_memory)
+    worn_bytes = written_bytes
+    if drives:
+        worn_bytes = written_bytes * max(drive.disk_bytes for drive in drives) // max(stored_bytes, 1)
     report = CheckReport(
         parameter_numel=sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
         model_bytes=model_bytes,
         state_bytes=plan.stored_bytes,
+        gradient_bytes=gradient_total,
         buckets=len(plan.buckets),
-        pool_bytes=pool_bytes,
-        pool_needed_bytes=needed_bytes,
-        host_bytes=(0 if plan.remote else model_bytes) + pool_bytes + 2 * settings.bucket_bytes,
-        disk_bytes=written_bytes,
+        pool_bytes=pool_bytes + own_bytes,
+        pool_needed_bytes=needed_bytes + own_bytes,
+        host_bytes=(0 if plan.remote else model_bytes) + pool_bytes + own_bytes + 2 * settings.bucket_bytes,
+        disk_bytes=stored_bytes,
         disk_free_bytes=free_bytes,
         step_read_bytes=read_bytes,
         step_written_bytes=written_bytes,

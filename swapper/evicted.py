@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 from swapper.errors import SwapError
 
 __all__ = [
+    "AwayGradient",
     "EvictedParameter",
     "EvictedView",
     "GradientAwayParameter",
@@ -27,8 +28,11 @@ __all__ = [
     "Home",
     "Source",
     "ViewOfParameter",
+    "away_gradient",
+    "can_have_gradient_away",
     "clear_gradient_home",
     "evict",
+    "fill_gradient",
     "gathered",
     "gradient_lent",
     "home_of",
@@ -103,11 +107,17 @@ class Home(Protocol):
 class GradientHome(Protocol):
     """Where gradients are that are away."""
 
+    def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """What reading `parameter.grad` gives."""
+
     def bring_back(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Have the gradient in memory again, for good."""
 
     def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """Forget the gradients of `parameters`."""
+
+    def set_zero(self, parameter: torch.nn.Parameter) -> None:
+        """Let the gradient be zeros; what it was is not needed."""
 
 
 _METADATA = frozenset(
@@ -144,22 +154,46 @@ class GradientAwayParameter(torch.nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient; one that is away is brought back into memory for good."""
+        """The gradient; if it is away, a tensor whose values come, for good, when they are used."""
         away = self.__dict__.get(_GRADIENT)
-        home = None if away is None else away()
-        return raw_gradient(self) if home is None else home.bring_back(self)
+        if away is None:
+            return raw_gradient(self)
+        home: GradientHome | None = away()
+        return away_gradient(self, None, ()) if home is None else home.gradient_of(self)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
+        if isinstance(gradient, AwayGradient):
+            gradient.bring_back()
+        before = raw_gradient(self)
+        set_raw_gradient(self, gradient)  # First: it refuses what is no gradient of this.
         away = self.__dict__.get(_GRADIENT)
-        home = None if away is None else away()
-        if home is not None:
-            home.clear([self])
-        set_raw_gradient(self, gradient)
+        if away is None:
+            return
+        home: GradientHome | None = away()
+        try:
+            if home is not None:
+                home.clear([self])
+        except BaseException:
+            set_raw_gradient(self, before)
+            raise
+        clear_gradient_home(self)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A plain parameter; as always its gradient is not copied."""
+        if id(self) not in memo:
+            values = self.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = torch.nn.Parameter(values, self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        twin = torch.nn.Parameter(self.data, self.requires_grad)
+        twin.__dict__.update({name: value for name, value in vars(self).items() if name != _GRADIENT})
+        return twin.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class EvictedParameter(GradientAwayParameter):
@@ -365,6 +399,8 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
             homes += item._swapper_source.homes()
         elif (home := home_of(item)) is not None:
             homes.append(home)
+        elif isinstance(item, AwayGradient):
+            item.bring_back()
     with _present(homes), torch._C.DisableTorchFunctionSubclass():
         if not views:
             return func(*args, **kwargs)
@@ -400,6 +436,89 @@ def _together(
         for those in by_owner.values():
             stack.enter_context(way(those[0])(those))
         return stack.pop_all()
+
+
+class AwayGradient(torch.Tensor):
+    """The gradient of a parameter, away. It becomes a plain tensor, the same object, when its values are used.
+
+    Attributes:
+        parameter: whose gradient it is.
+        home: where it is; None if nowhere any more.
+        away_stride: its strides when its values are there.
+    """
+
+    parameter: torch.nn.Parameter
+    home: GradientHome | None
+    away_stride: tuple[int, ...]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`, with the values there unless it only asks for metadata or overwrites them with zeros."""
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        like = args[0] if args else None
+        if name in _METADATA and isinstance(like, cls) and _leaves_alone(name, args):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in _LAYOUT and isinstance(like, cls):
+            with torch._C.DisableTorchFunctionSubclass():
+                meta = torch.empty_strided(like.shape, like.away_stride, dtype=like.dtype, device="meta")
+                return func(meta, *args[1:], **kwargs)
+        if name == "zero_" and isinstance(like, cls) and like.home is not None:
+            like.home.set_zero(like.parameter)
+            return like
+        if name == "_foreach_zero_" and args and isinstance(like, (list, tuple)):
+            for gradient in like:
+                gradient.zero_()
+            return None
+        for item in tree_iter((args, kwargs)):
+            if isinstance(item, cls):
+                item.bring_back()
+        return func(*args, **kwargs)
+
+    def bring_back(self) -> None:
+        """Have the values: this is a plain tensor then.
+
+        Raises:
+            SwapError: they are gone.
+            SwapIOError: they could not be read.
+        """
+        if self.home is not None:
+            self.home.bring_back(self.parameter)
+        if isinstance(self, AwayGradient):
+            raise SwapError(
+                "this gradient was on disk, and its optimizer was closed or is gone: the values cannot be read"
+            )
+
+
+def _leaves_alone(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether what sets an attribute sets it to what it is: a gradient that is away has no history and gets none."""
+    return name not in ("__set__ requires_grad", "requires_grad_") or (len(args) > 1 and args[1] is False)
+
+
+def away_gradient(parameter: torch.nn.Parameter, home: GradientHome | None, stride: tuple[int, ...]) -> AwayGradient:
+    """What stands for the gradient of `parameter` that is in `home`, or gone, until its values are used."""
+    with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        hollow = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        gradient: AwayGradient = torch.Tensor._make_subclass(AwayGradient, hollow)
+        gradient.parameter, gradient.home = parameter, home
+        gradient.away_stride = stride or tuple(torch.empty(parameter.shape, device="meta").stride())
+    return gradient
+
+
+def fill_gradient(gradient: AwayGradient, values: torch.Tensor) -> torch.Tensor:
+    """Let `values` be those of `gradient`, which is a plain tensor from now on."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient.data = values
+    gradient.__dict__.clear()
+    gradient.__class__ = torch.Tensor  # type: ignore[assignment]
+    return gradient
 
 
 def _grad(outputs: Any, inputs: Sequence[Any], *, materialize_grads: bool = False, **options: Any) -> Any:
@@ -473,9 +592,16 @@ def make_ordinary(parameter: torch.nn.Parameter) -> None:
         _set_class(parameter, torch.nn.Parameter)
 
 
+def can_have_gradient_away(parameter: torch.Tensor) -> bool:
+    """Whether `set_gradient_home` works: the class must be that of all parameters."""
+    return type(parameter) in (torch.nn.Parameter, GradientAwayParameter, EvictedParameter)
+
+
 def raw_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """The gradient that autograd knows of."""
     gradient: torch.Tensor | None = vars(torch._C.TensorBase)["grad"].__get__(parameter)
+    if isinstance(gradient, AwayGradient):  # Another parameter's, assigned to this one.
+        gradient.bring_back()
     return gradient
 
 

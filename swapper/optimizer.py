@@ -43,7 +43,7 @@ from swapper.stepper import Stepper, SwappedGradients, SwappedParameters, progre
 from swapper.store import TensorStore
 from swapper.trial import unhooked_step
 
-__all__ = ["OptimizerSwapper", "Stats", "UnswappedOptimizer"]
+__all__ = ["Moves", "OptimizerSwapper", "Stats", "UnswappedOptimizer"]
 
 log = logging.getLogger(__name__)
 
@@ -53,20 +53,41 @@ _ADVICE_AFTER_STEPS = 3
 
 
 @dataclass(frozen=True)
+class Moves:
+    """What moved between memory and the drive. Sizes are bytes, times seconds.
+
+    Attributes:
+        bytes_read, bytes_written: asked of the drive, padding included.
+        reads, writes: transfers.
+        hits: records that were in memory already when they were asked for.
+        wait_read_s, wait_write_s: time that training waited for the drive.
+    """
+
+    bytes_read: int = 0
+    bytes_written: int = 0
+    reads: int = 0
+    writes: int = 0
+    hits: int = 0
+    wait_read_s: float = 0.0
+    wait_write_s: float = 0.0
+
+
+@dataclass(frozen=True)
 class Stats:
     """What an `OptimizerSwapper` did since it was made. Sizes are bytes, times seconds.
 
     Attributes:
         steps: calls of `step()` that were completed.
-        bytes_read, bytes_written: asked of the drive, headers and padding included.
-        reads, writes: transfers.
+        bytes_read, bytes_written: of state, asked of the drive, headers and padding included.
+        reads, writes: transfers of state.
         hits: records that were in memory already when a step came to them.
-        wait_read_s, wait_write_s: time that the training thread waited for the drive.
+        wait_read_s, wait_write_s: time that the training thread waited for the drive, because of state.
         step_s: time inside `step()`, waits included, closures not.
         state_bytes: length of all records now.
         pool_bytes, pool_used_bytes, pool_peak_bytes: size of the pool; what is leased now; the most ever leased.
         masters_reset: segments whose master weights were made anew because the user had changed the parameter.
         late_failures: writes whose failure only a finalizer saw.
+        gradients: what moved of gradients; zeros if they stay in memory or in the pool.
     """
 
     steps: int
@@ -84,6 +105,7 @@ class Stats:
     pool_peak_bytes: int
     masters_reset: int
     late_failures: int
+    gradients: Moves = Moves()
 
 
 class OptimizerSwapper:
@@ -113,6 +135,7 @@ class OptimizerSwapper:
     ) -> None:
         self.parameters: SwappedParameters | None = None
         self.gradients: SwappedGradients | None = None
+        self._gradient_buckets: list[Bucket] = []  # that `gradients` follows
         self._optimizer_ref = weakref.ref(optimizer)
         self._plan = plan
         self._pool = pool
@@ -182,16 +205,19 @@ class OptimizerSwapper:
             pool_peak_bytes=self._pool.peak_used_bytes,
             masters_reset=m.masters_reset,
             late_failures=m.late_failures,
+            gradients=Moves() if self.gradients is None else _moves(self.gradients.metrics),
         )
 
     def flush(self) -> None:
-        """Wait until everything that was stepped is on disk.
+        """Wait until everything that was stepped, and every gradient that is away, is on disk.
 
         Raises:
             SwapIOError: a write failed.
         """
         self._check_open()
         self._pipeline.drain()
+        if self.gradients is not None:
+            self.gradients.drain()
 
     def close(self) -> None:
         """Wait for writes, delete the files, give the memory back. The state is gone; `step()` raises from now on.
@@ -218,6 +244,8 @@ class OptimizerSwapper:
     ) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over all parameters of the optimizer, with the same bits.
 
+        Gradients that are away stay away: norms were taken as they passed, and they are scaled when they are used.
+
         Returns:
             The total norm before clipping, a scalar.
         """
@@ -228,7 +256,7 @@ class OptimizerSwapper:
             )
         parameters = list(parameters_of(self._optimizer()))
         if self.gradients is not None:
-            return self.gradients.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+            return self.gradients.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
@@ -271,6 +299,8 @@ class OptimizerSwapper:
                     key: as_plain_state(key, value, p, self.has_masters) if isinstance(value, torch.Tensor) else value
                     for key, value in entries.items()
                 }
+        if self.gradients is not None:
+            self.gradients.bring_back_all()
         try:
             optimizer.state.update(state)
             self._uninstall(optimizer)
@@ -442,6 +472,9 @@ class OptimizerSwapper:
                 del self._plan.buckets[count:]
                 self._plan.drop({id(p) for p in new})
                 raise
+        if self.gradients is not None and (gone or self._plan.buckets != self._gradient_buckets):
+            self.gradients.plan(self._plan.gradient_parts())
+            self._gradient_buckets = list(self._plan.buckets)
         self._watch_gradients(optimizer)
 
     def _add_buckets(self, buckets: Sequence[Bucket]) -> None:
@@ -764,6 +797,10 @@ class OptimizerSwapper:
             self._released = True
 
 
+def _moves(metrics: Metrics) -> Moves:
+    return Moves(**{field.name: getattr(metrics, field.name) for field in dataclasses.fields(Moves)})
+
+
 class UnswappedOptimizer(OptimizerSwapper):
     """`device: none`: the optimizer is left to itself; what users call on `optimizer.swapper` works all the same."""
 
@@ -790,8 +827,8 @@ class UnswappedOptimizer(OptimizerSwapper):
 
     def stats(self) -> Stats:
         """Only `steps` is counted: nothing moves."""
-        values = {field.name: 0 for field in dataclasses.fields(Stats)}
-        return Stats(**{**values, "steps": self.metrics.steps})
+        values: dict[str, Any] = {field.name: 0 for field in dataclasses.fields(Stats)}
+        return Stats(**{**values, "steps": self.metrics.steps, "gradients": Moves()})
 
     def flush(self) -> None:
         """Nothing to wait for."""

@@ -899,7 +899,7 @@ class ParameterSwapper:
             raise PoolExhausted(
                 f"no room for {format_bytes(length)} of parameters: {format_bytes(self._held_bytes)} of "
                 f"{format_bytes(self._budget_bytes)} are held by {len(kept)} records that are in use at once or of "
-                "which user code keeps views; raise pool_bytes, or do not keep views of parameters"
+                f"which user code keeps views; raise pool_bytes, or do not keep views of parameters{_about_ddp()}"
             )
         held.lease = lease
         self._held_bytes += lease.length_bytes
@@ -1082,6 +1082,15 @@ def _longest_together(model: torch.nn.Module, records: Iterable[ParameterRecord]
 
 def _is_contiguous(place: ParameterPlace) -> bool:
     return torch.empty_strided(place.shape, place.stride, device="meta").is_contiguous()
+
+
+def _about_ddp() -> str:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return ""
+    return (
+        " (DistributedDataParallel keeps views of all while it synchronizes them: make it before swapper.offload, or "
+        "with init_sync=False where all ranks start with the same values)"
+    )
 
 
 def _in_transform() -> bool:

@@ -103,6 +103,10 @@ def why_not(parameter: torch.nn.Parameter) -> str:
         return "it is empty"
     if not parameter.is_leaf:
         return "it is computed from others"
+    if not parameter.is_contiguous() and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return (
+            "it is not contiguous, and DistributedDataParallel would take its gradient for contiguous while it is away"
+        )
     return ""
 
 

@@ -60,6 +60,7 @@ class Pipeline:
         metrics: counts waits and hits.
 
     Attributes:
+        limit_bytes: the most of the pool to hold at once, unless what is in use alone is more; None for no limit.
         read_ahead_bytes: the most that `stage` keeps of the pool, beside what is in use; None where nobody else needs
             the rest.
 
@@ -70,6 +71,7 @@ class Pipeline:
         self._pool = pool
         self._store = store
         self._metrics = metrics
+        self.limit_bytes: int | None = None
         self.read_ahead_bytes: int | None = None
         self._held: dict[RecordKey, _Held] = {}
         self._resident: frozenset[RecordKey] = frozenset()
@@ -112,7 +114,7 @@ class Pipeline:
                 return True
             if self.read_ahead_bytes is not None and self._staged_bytes() + length_bytes > self.read_ahead_bytes:
                 return False
-            lease = self._pool.try_acquire(length_bytes)
+            lease = self._try_acquire(length_bytes)
             if lease is None:
                 return False
             self._read(key, lease)
@@ -334,11 +336,21 @@ class Pipeline:
             del self._held[key]
             held.lease.release()
 
+    def _is_beyond_limit(self, length_bytes: int) -> bool:
+        if self.limit_bytes is None:
+            return False
+        return sum(held.lease.length_bytes for held in self._held.values()) + length_bytes > self.limit_bytes
+
+    def _try_acquire(self, length_bytes: int) -> Lease | None:
+        return None if self._is_beyond_limit(length_bytes) else self._pool.try_acquire(length_bytes)
+
     def _acquire(self, length_bytes: int) -> Lease:
-        while (lease := self._pool.try_acquire(length_bytes)) is None:
+        while (lease := self._try_acquire(length_bytes)) is None:
             # Waiting for a write costs less than reading again what was read ahead.
             if self._wait_for_write():
                 self._collect()
+                continue
+            if self._is_beyond_limit(length_bytes) and self._drop_last_staged():
                 continue
             with self._metrics.span("swapper.wait_pool"):
                 return self._pool.acquire(length_bytes)

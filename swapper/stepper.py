@@ -55,13 +55,20 @@ class SwappedParameters(Protocol):
 
 
 class SwappedGradients(Protocol):
-    """What a step asks of gradients that are on disk too."""
+    """What a step asks of gradients that are away too."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counts what moves."""
+
+    def plan(self, parts: Iterable[tuple[int, torch.nn.Parameter, int, int]]) -> None:
+        """The buckets have changed: see `OptimizerPlan.gradient_parts`."""
 
     def has(self, parameter: torch.nn.Parameter) -> bool:
         """Whether there is a gradient, wherever it is."""
 
     def is_away(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether it is on disk."""
+        """Whether it is not in memory."""
 
     def stage(self, parameter: torch.nn.Parameter, start: int) -> bool:
         """Start reading the part of it that starts at `start`. False if there is no room."""
@@ -73,13 +80,24 @@ class SwappedGradients(Protocol):
         """Whether its gradients are looked at when they arrive."""
 
     def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
-        """Forget the gradients that are on disk."""
+        """Forget the gradients that are away."""
+
+    def bring_back_all(self) -> None:
+        """Have all gradients in memory."""
+
+    def drain(self) -> None:
+        """Wait until what is away is on disk."""
 
     def close(self) -> None:
         """Forget everything."""
 
     def clip_grad_norm_(
-        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float, error_if_nonfinite: bool
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        foreach: bool | None,
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`."""
 
@@ -131,6 +149,7 @@ class Stepper:
         self._former: dict[str, Any] = {}  # what `_narrow` replaced on the optimizer
         self._changes: dict[int, dict[str, Any]] = {}  # values of groups that the class changed
         self._present = ExitStack()
+        self._following = ExitStack()  # with an accelerator: of the bucket that is being copied
         self._unplanned: set[str] = set()
 
     # --- A whole step ----------------------------------------------------------------------------------------------
@@ -160,10 +179,14 @@ class Stepper:
             assert pending is not None
             fetched = pending
             if self._plan.remote:
+                self._following = self._bring(work, i + 1)
                 pending = self._fetch(work, i + 1)
             self.stage_ahead(work, i)
             self._step_bucket(optimizer, bucket, *fetched)
-            if not self._plan.remote:
+            if self._plan.remote:
+                self._present.close()
+                self._present, self._following = self._following, ExitStack()
+            else:
                 with self._staying(work, i):
                     self._present.close()
                     self._present = self._bring(work, i + 1)
@@ -208,6 +231,7 @@ class Stepper:
         """After an exception: give back everything that a step holds. What was entered is for the caller to note."""
         try:
             self._present.close()
+            self._following.close()
         finally:
             self._changes = {}
             self._pipeline.recover()
@@ -316,7 +340,7 @@ class Stepper:
             mine = [segment for segment in active if segment.parameter is p]
             start = mine[0].start
             part = stack.enter_context(gradients.taken(p, start))
-            if mine[0].whole and not mine[0].master:  # The class is given the parameter itself.
+            if mine[0].whole and not mine[0].master and not self._plan.remote:  # The class is given it itself.
                 stack.enter_context(gradient_lent(p, part.as_strided(p.shape, p.stride())))
                 continue
             for segment in mine:

@@ -28,12 +28,19 @@ STEPS = {"stepper", "backward_step"}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
 BUILDING = {"heap", "lasting", "nursery", "weights"}
-API = OPTIMIZER | STEPS | SWAPPERS | BUILDING | {"order", "parameter_records", "checkpoint", "fastsave", "dcp"}
+API = (
+    OPTIMIZER
+    | STEPS
+    | SWAPPERS
+    | BUILDING
+    | {"evicted", "order", "parameter_records", "gradient_records", "checkpoint", "fastsave", "dcp"}
+)
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "layout": {"errors"},
     "metrics": {"errors"},
+    "heap": set(),
     "bounce": {"errors"},
     "handle": BASE | {"_native", "bounce"},
     "gds": HANDLE | {"_native"},
@@ -56,11 +63,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "backward_step": {"errors", "evicted", "optimizer_plan", "segments", "stepper"},
     "optimizer": OPTIMIZER | STEPS,
     "evicted": {"errors"},
-    "heap": set(),
     "lasting": {"store", "parameter_records"},
     "order": set(),
     "parameter_records": {"layout", "codec", "trial", "evicted"},
-    "gradient": PARAMETERS | {"evicted", "trial"},
+    "gradient_records": {"store", "layout", "errors", "evicted", "trial"},
+    "gradient": PARAMETERS | {"evicted", "gradient_records", "heap"},
     "parameter": PARAMETERS | {"evicted", "order", "parameter_records", "lasting"},
     "nursery": PARAMETERS | {"evicted", "heap", "order", "parameter_records", "parameter"},
     "weights": HANDLE | {"evicted"},
