@@ -153,7 +153,17 @@ def test_the_next_record_is_read_while_the_current_one_is_used(nvme_path: Path) 
     with small_records(), BufferPool(4 * bytes_of_record, handle) as pool:
         store = TensorStore([nvme_path], "run", 0, [handle])
         model = nn.Sequential(*(Patient(settle) for _ in range(10)))
-        swapper = ParameterSwapper(model, 0, 16384, pool.capacity_bytes, 0, pool, store, lambda: None)
+        swapper = ParameterSwapper(
+            model,
+            owner=0,
+            bucket_bytes=16384,
+            budget_bytes=pool.capacity_bytes,
+            resident_bytes=0,
+            step_in_backward=False,
+            pool=pool,
+            store=store,
+            release=lambda: None,
+        )
 
         def train() -> None:
             x = torch.randn(4, 64)
