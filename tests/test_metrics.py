@@ -11,14 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from twins import small_records
+from twins import close, offloaded, swapper_of
 
-from swapper.buffers import BufferPool
 from swapper.errors import SwapError, SwapIOError
 from swapper.handle import AsyncIOHandle, FaultPlan, File, Transfer
 from swapper.metrics import Metrics, Timeline, TimelineEvent
-from swapper.parameter import ParameterSwapper
-from swapper.store import TensorStore
 from swapper.transfers import JoinedTransfer
 
 RECORD = (0, "param", 3)
@@ -143,43 +140,32 @@ class Patient(nn.Module):
 
 def test_the_next_record_is_read_while_the_current_one_is_used(nvme_path: Path) -> None:
     """In both directions. A use ends when nothing is in flight: what is read in time has then begun, by the drive."""
-    bytes_of_record = 64 * 64 * 4 + 4096
-    handle = AsyncIOHandle()
+    timeline = Timeline()
+    rounds = []
 
     def settle() -> None:
-        while handle.in_flight:
+        while sum(event.name in ("read", "write") for event in timeline.events()) < metrics.reads + metrics.writes:
             time.sleep(0.0005)
 
-    with small_records(), BufferPool(4 * bytes_of_record, handle) as pool:
-        store = TensorStore([nvme_path], "run", 0, [handle])
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
         model = nn.Sequential(*(Patient(settle) for _ in range(10)))
-        swapper = ParameterSwapper(
-            model,
-            owner=0,
-            bucket_bytes=16384,
-            budget_bytes=pool.capacity_bytes,
-            resident_bytes=0,
-            step_in_backward=False,
-            pool=pool,
-            store=store,
-            release=lambda: None,
-        )
+        return model, torch.optim.SGD(model.parameters())
 
-        def train() -> None:
+    model, optimizer = offloaded(nvme_path, make, spare_bytes=2 * (64 * 64 * 4 + 4096), optimizer_device="none")
+    swapper = swapper_of(model)
+    swapper.flush()
+    metrics = swapper.metrics = Metrics()
+    with timeline:
+        for _ in range(2):  # The order is learnt in the first.
+            rounds.append(time.perf_counter())
             x = torch.randn(4, 64)
-            for layer in model:
+            for layer in model.children():
                 x = checkpoint(layer, x, use_reentrant=False)
             x.sum().backward()
             swapper.end_round()
+    close(model, optimizer)
 
-        train()  # The order is learnt.
-        with Timeline() as timeline:
-            train()
-        swapper.close(keep_values=False)
-        store.close()
-    handle.close()
-
-    events = timeline.events()
+    events = [event for event in timeline.events() if event.start_s >= rounds[1]]
     uses = [event for event in events if event.name == "use"]
     reads = [event for event in events if event.name == "read"]
     order = [event.record[2] for event in uses if event.record is not None]
