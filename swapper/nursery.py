@@ -74,6 +74,7 @@ class Nursery(ParameterSwapper):
             owner,
             waiting_bytes,
             budget_bytes,
+            leave_bytes=0,
             resident_bytes=0,
             step_in_backward=False,
             pool=pool,
