@@ -95,14 +95,14 @@ def sketch(events: Iterable[TimelineEvent], start_s: float, stop_s: float, width
 
 
 def draw(
-    path: Path, events: Sequence[TimelineEvent], start_s: float, stop_s: float, zoom_s: Span, *, title: str
+    path: Path, events: Sequence[TimelineEvent], start_s: float, stop_s: float, parts_s: Sequence[Span], *, title: str
 ) -> None:
-    """Draw the time from `start_s` to `stop_s`, and below it, larger, the part of it that `zoom_s` is.
+    """Draw the time from `start_s` to `stop_s`, and below it, larger, parts of it.
 
     Args:
         path: what it is written to; its suffix says how: .png or .svg.
         events: from a `swapper.metrics.Timeline`, with spans named as in `PHASES`.
-        zoom_s: from and to.
+        parts_s: from and to, of each; at least one.
         title: what ran.
 
     Raises:
@@ -110,14 +110,15 @@ def draw(
     """
     from matplotlib.figure import Figure
 
-    picture = Figure(figsize=(_PIXELS / _DPI, 7.5), dpi=_DPI, layout="constrained")
-    whole, part = picture.subplots(2, 1)
+    picture = Figure(figsize=(_PIXELS / _DPI, 3.6 * (1 + len(parts_s))), dpi=_DPI, layout="constrained")
+    whole, *below = picture.subplots(1 + len(parts_s), 1)
     picture.suptitle(title, fontsize=11, fontweight="bold")
     _draw_lanes(whole, events, start_s, stop_s, start_s)
-    whole.axvspan(zoom_s[0] - start_s, zoom_s[1] - start_s, color="#fff3b0", zorder=0)
-    _draw_lanes(part, events, *zoom_s, start_s)
-    part.set_title("the yellow part, larger; numbers are those of records", fontsize=8, loc="left")
-    part.set_xlabel("seconds since the step began", fontsize=8)
+    for axes, part_s in zip(below, parts_s, strict=True):
+        whole.axvspan(part_s[0] - start_s, part_s[1] - start_s, color="#ffe066", zorder=0)
+        _draw_lanes(axes, events, *part_s, start_s)
+        axes.set_title("a yellow part, larger; numbers are those of records", fontsize=8, loc="left")
+    below[-1].set_xlabel("seconds since the step began", fontsize=8)
     picture.savefig(path, dpi=_DPI)
 
 
@@ -136,7 +137,7 @@ def _draw_lanes(axes: Axes, events: Iterable[TimelineEvent], start_s: float, sto
                 linewidth=0,
             )
             for colour, event in row:
-                if event.stop_s - event.start_s < wide_s:
+                if event.stop_s - event.start_s < wide_s or colour in _WAITS:
                     continue
                 text = colour if event.record is None else str(event.record[2])
                 middle_s = (event.start_s + event.stop_s) / 2 - origin_s

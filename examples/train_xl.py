@@ -213,18 +213,19 @@ def show(console: Console, events: list[TimelineEvent], picture: Path, what: str
     for name, shades in sketch(events, start_s, stop_s, width):
         console.print(f"{name:>26} {shades}", highlight=False, markup=False, no_wrap=True)
     try:
-        draw(picture, events, start_s, stop_s, middle_of_backward(events, start_s, stop_s), title=what)
+        parts_s = [middle_of(name, events, start_s, stop_s) for name in ("forward", "step")]
+        draw(picture, events, start_s, stop_s, parts_s, title=what)
     except ImportError:
         console.print("No picture: that needs matplotlib (pip install matplotlib).")
     else:
         console.print(f"Timeline: {picture.resolve()}", soft_wrap=True, highlight=False)
 
 
-def middle_of_backward(events: list[TimelineEvent], start_s: float, stop_s: float) -> tuple[float, float]:
-    """A twentieth of the time between, within backward: long enough for a few blocks."""
-    backward = next(event for event in events if event.name == "backward" and event.start_s >= start_s)
-    middle_s = (backward.start_s + backward.stop_s) / 2
-    half_s = (stop_s - start_s) / 40
+def middle_of(name: str, events: list[TimelineEvent], start_s: float, stop_s: float) -> tuple[float, float]:
+    """A part of a phase of the step between: long enough for a few records."""
+    phase = next(event for event in events if event.name == name and start_s <= event.start_s < stop_s)
+    middle_s = (phase.start_s + phase.stop_s) / 2
+    half_s = (stop_s - start_s) / 100
     return middle_s - half_s, middle_s + half_s
 
 
