@@ -31,7 +31,7 @@ from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.parameter import ParameterSwapper
 from swapper.parameter_records import plan_parameter_records
 from swapper.runs import check_nvme_paths, file_systems
-from swapper.schedule import IN_FLIGHT, format_bytes
+from swapper.schedule import IN_FLIGHT, READ_AHEAD, format_bytes
 from swapper.speed import measure_speeds
 from swapper.store import TensorStore
 from swapper.trial import refuse_unsupported
@@ -223,7 +223,7 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
     swapper = of(optimizer)
     gradients: GradientSwapper | None = None
     parameters: ParameterSwapper | None = None
-    free_bytes, record_bytes = settings.pool_bytes, 0
+    free_bytes, record_bytes, gradient_bytes = settings.pool_bytes, 0, 0
     if settings.offload_optimizer.device == "nvme":  # Else it takes nothing from this pool.
         schedule = swapper._plan.schedule(settings.pool_bytes)
         free_bytes -= schedule.pool_bytes
@@ -232,6 +232,7 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
         gradients = swapper.gradients
         gradients.watch(model.parameters())
         free_bytes -= gradients.reserved_bytes
+        gradient_bytes = gradients.reserved_bytes // IN_FLIGHT
     if settings.offload_param.device == "nvme":
         shared = _Shared.of(settings, False)
         free_bytes -= shared.pool.abandoned_bytes
@@ -242,6 +243,7 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
                 next(_owners),
                 settings.bucket_bytes,
                 free_bytes,
+                min(free_bytes // 2, READ_AHEAD * (record_bytes + gradient_bytes)),
                 settings.offload_param.resident_bytes,
                 settings.offload_optimizer.step_in_backward,
                 shared.pool,
@@ -253,7 +255,7 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
             raise
         swapper.attach(parameters=parameters)
         object.__setattr__(model, "swapper", parameters)
-        free_bytes -= min(free_bytes, parameters.length_bytes)
+        free_bytes -= parameters.held_bytes_max
     # Beside what each needs at least. Of the three in flight one is in use.
     if settings.offload_optimizer.device == "nvme":
         swapper.share_pool((IN_FLIGHT - 1) * record_bytes + free_bytes // 2)

@@ -250,6 +250,7 @@ class ParameterSwapper:
         owner: number of this swapper among those of the process; part of every record's key.
         bucket_bytes: see `plan_parameter_records`.
         budget_bytes: the most of the pool that records may hold.
+        leave_bytes: the part of it that others can make better use of; left to them as far as records can do without.
         resident_bytes: the part of it for records that stay, the first in order of registration.
         step_in_backward: records of the last bucket that was stepped stay beside those that backward uses.
         pool, store: where buffers come from and records go.
@@ -269,6 +270,7 @@ class ParameterSwapper:
         owner: int,
         bucket_bytes: int,
         budget_bytes: int,
+        leave_bytes: int,
         resident_bytes: int,
         step_in_backward: bool,
         pool: BufferPool,
@@ -286,7 +288,7 @@ class ParameterSwapper:
         self.metrics = Metrics()
         self._pool = pool
         self._store = store
-        self._budget_bytes = budget_bytes
+        self._budget_bytes = max(needed, budget_bytes - leave_bytes)
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._all = [
@@ -325,9 +327,9 @@ class ParameterSwapper:
             former.surrender(parameter)
 
     @property
-    def length_bytes(self) -> int:
-        """What all records together take in the pool."""
-        return sum(held.plan.length_bytes for held in self._all)
+    def held_bytes_max(self) -> int:
+        """The most that records will ever hold of the pool."""
+        return min(self._budget_bytes, sum(held.plan.length_bytes for held in self._all))
 
     # --- What users call -------------------------------------------------------------------------------------------
 
