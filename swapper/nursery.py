@@ -135,8 +135,26 @@ class Nursery(ParameterSwapper):
             SwapIOError: the drive failed or is full.
         """
         others = OtherTensors()
+        scripted = {
+            parameter
+            for part in module.modules()
+            if isinstance(part, torch.jit.ScriptModule)
+            for parameter in part.parameters(recurse=False)
+        }
         for name, parameter in module.named_parameters():
-            self._put_away(parameter, f"{type(module).__name__}.{name}", others)
+            if parameter not in scripted:
+                self._put_away(parameter, f"{type(module).__name__}.{name}", others)
+            elif parameter in self._home:
+                self._bring_back(parameter)
+
+    def _bring_back(self, parameter: torch.nn.Parameter) -> None:
+        """Let `parameter` have memory of its own: code that is not Python has it now."""
+        held = self._home[parameter]
+        with self._lock:
+            with self.present([held]):
+                values = parameter.detach().clone(memory_format=torch.preserve_format)
+            settle(parameter, values)
+            self._part_from(held, parameter)
 
     def materialize(
         self, model: torch.nn.Module, initialisers: Sequence[tuple[torch.nn.Module, Callable[[], object]]]

@@ -509,6 +509,8 @@ class ParameterSwapper:
         wanted.update(dict.fromkeys(layers))
         without_hooks = {module for layer in layers for module in layer.modules()}
         for module in wanted:
+            if isinstance(module, torch.jit.ScriptModule):  # Its parameters stay, and it takes no hooks.
+                continue
             hooks = _ForwardHooks(self, self.records_of(_used_by(module)))
             self._forward_hooks.append(hooks)
             if module in without_hooks:

@@ -9,6 +9,7 @@ than that of their indices (channels_last), because the format has them in that 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -136,9 +137,11 @@ def _tensors_by_storage() -> dict[int, int]:
     counts: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for item in gc.get_objects():
-            if not issubclass(type(item), torch.Tensor) or type(item.data) is not torch.Tensor:
+            kind = type(item)
+            # Those that dispatch to Python have no storage of their own.
+            if not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
                 continue
-            if item.layout is torch.strided:
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # As have some others.
                 number = item.untyped_storage()._cdata
                 counts[number] = counts.get(number, 0) + 1
     return counts

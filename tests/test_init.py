@@ -18,7 +18,7 @@ import torch
 from interrupts import interrupted_at
 from isolation import alone
 from test_memory import BENCHMARK
-from test_parameter_models import CASES, WIDTH, Gpt2, Mlp, loss_of, vectors
+from test_parameter_models import CASES, WIDTH, Gpt2, Mlp, loss_of, tokens, vectors
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations
@@ -286,6 +286,58 @@ def test_an_alias_that_initialises_a_parameter(nvme_path: Path) -> None:
 
     _, model = built_twice(nvme_path, Aliased)
     assert "one" in away(model)
+
+
+def test_scripted_modules_stay_in_memory(nvme_path: Path) -> None:
+    class Scripted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.plain = nn.Linear(WIDTH, WIDTH)
+            with pytest.warns(DeprecationWarning):
+                self.scripted = torch.jit.script(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y: torch.Tensor = self.scripted(self.plain(x))
+            return y
+
+    plain, model = built_twice(nvme_path, lambda: nn.Sequential(Scripted()))
+    assert away(model) == ["0.plain.weight", "0.plain.bias"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with small_records():
+        swapper.offload(model, optimizer, config_for(nvme_path))
+    for one, its in ((plain, torch.optim.AdamW(plain.parameters(), lr=1e-2)), (model, optimizer)):
+        for _ in range(2):
+            one(torch.ones(2, WIDTH)).sum().backward()
+            its.step()
+    assert values_of(model) == values_of(plain)
+    model.swapper.close()  # type: ignore[operator, union-attr]
+    optimizer.swapper.close()  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("in_backward", [True, False])
+def test_everything_on_the_drive(in_backward: bool, nvme_path: Path, leaves_nothing: None) -> None:
+    torch.manual_seed(0)
+    plain = Gpt2(functional=False).bfloat16().float()
+    config = config_for(
+        nvme_path,
+        offload_gradient={"device": "nvme"},
+        offload_optimizer={"device": "nvme", "step_in_backward": in_backward},
+    )
+    torch.manual_seed(0)
+    with small_records(), swapper.init(config):
+        model = Gpt2(functional=False).bfloat16().float()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with small_records():
+        swapper.offload(model, optimizer, config)
+    for one, its in ((plain, torch.optim.AdamW(plain.parameters(), lr=1e-2)), (model, optimizer)):
+        for seed in range(3):
+            torch.manual_seed(seed)
+            one(*tokens(torch.Generator().manual_seed(seed))).square().mean().backward()
+            its.step()
+            its.zero_grad()
+    assert values_of(model) == values_of(plain)
+    model.swapper.close()  # type: ignore[operator, union-attr]
+    optimizer.swapper.close()  # type: ignore[attr-defined]
 
 
 def test_parameters_that_are_short_wait_in_memory(nvme_path: Path) -> None:
