@@ -14,13 +14,14 @@ from swapper.api import (
 )
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.optimizer import OptimizerSwapper, Stats
+from swapper.optimizer import Moves, OptimizerSwapper, Stats
 from swapper.parameter import ParameterSwapper
 from swapper.trial import register_elementwise
 
 __all__ = [
     "CheckReport",
     "ConfigError",
+    "Moves",
     "OffloadConfig",
     "OptimizerSwapper",
     "ParameterSwapper",

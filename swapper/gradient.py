@@ -15,10 +15,8 @@ arrives, and all are taken after the last callback of a backward, when they are 
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
@@ -26,10 +24,9 @@ from contextlib import contextmanager
 from typing import ClassVar, Protocol
 
 import torch
-from torch.autograd import Variable
-from torch.autograd.function import BackwardCFunction
 
 from swapper.buffers import BufferPool
+from swapper.end_of_backward import call_at_the_end, is_distributed, is_nested
 from swapper.errors import SwapError
 from swapper.evicted import (
     away_gradient,
@@ -45,8 +42,8 @@ from swapper.gradient_records import (
     Part,
     Place,
     TakenNorm,
-    can_leave,
     check_room,
+    fitting,
     gradient_pool_bytes,
     in_order_of_clipping,
     norm_of,
@@ -60,10 +57,6 @@ from swapper.store import RecordKey, TensorStore
 __all__ = ["GradientSwapper", "Window"]
 
 log = logging.getLogger(__name__)
-
-_ROUNDS = 3
-"""A callback at the end of a backward that is queued anew so often comes after those of `DistributedDataParallel`,
-which queues the last of its own in a callback."""
 
 _FREED_BYTES = 32 << 20
 """Bytes of gradients that left memory, after which the heap is told to let go of them."""
@@ -157,7 +150,7 @@ class GradientSwapper:
         with self._lock, torch.no_grad():
             wanted: dict[int, tuple[torch.nn.Parameter, list[tuple[int, int]]]] = {}
             given = list(parts)
-            for _, p, start, stop in self._fitting(given):
+            for _, p, start, stop in fitting(given, self._gradients.keys(), self._store is not None, self._limit_bytes):
                 wanted.setdefault(id(p), (p, []))[1].append((start, stop))
             for number in [number for number in self._gradients if number not in wanted]:
                 self._leave(number)
@@ -188,6 +181,19 @@ class GradientSwapper:
     def watches(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the gradients of `parameter` are looked at when they arrive."""
         return id(parameter) in self._gradients
+
+    def check(self) -> None:
+        """Raise what is known to be wrong with any gradient.
+
+        Raises:
+            SwapError: one was lost.
+            SwapIOError: a write had failed.
+        """
+        for gradient in self._gradients.values():
+            if gradient.place is Place.LOST:
+                gradient.raise_lost()
+            self._settle(gradient)
+        self._pipeline.check()
 
     def has(self, parameter: torch.nn.Parameter) -> bool:
         """Whether there is a gradient, in memory or away."""
@@ -235,6 +241,7 @@ class GradientSwapper:
         clips every step, those of the first step if `norm_type` is not 2. What is away is scaled when it is used.
         """
         self._check_process()
+        self.check()
         with self._lock, torch.no_grad():
             norm_type = float(norm_type)
             self._norm_type, self._clipped = norm_type, True
@@ -286,7 +293,7 @@ class GradientSwapper:
         """
         for p in parameters:
             if p.requires_grad and p.is_leaf and id(p) not in self._hooks:
-                self._hooks[id(p)] = [self._hook_before(p)]
+                self._hooks[id(p)] = self._hook(p, taken=False)
 
     def close(self) -> None:
         """Delete the records. Gradients that are away are gone, and using one raises. Idempotent."""
@@ -315,6 +322,8 @@ class GradientSwapper:
         """What reading `p.grad` gives: a tensor that is brought back when its values are used."""
         with self._lock:
             gradient = self._gradients.get(id(parameter))
+            if gradient is not None and os.getpid() == self._pid and not self._closed:
+                self._settle(gradient)
             if gradient is None or gradient.place is Place.HERE:
                 return raw_gradient(parameter)
             if gradient.device.type != "cpu" and not self._closed:
@@ -342,8 +351,9 @@ class GradientSwapper:
             values = self._whole(gradient)
             if (handed := gradient.somebody_has_it()) is not None:
                 values = fill_gradient(handed, values)
-            self._forget(gradient)
+            gradient.begin_to_change()
             set_raw_gradient(parameter, values)
+            self._forget(gradient)
             return values
 
     def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
@@ -362,46 +372,42 @@ class GradientSwapper:
     def set_zero(self, parameter: torch.nn.Parameter) -> None:
         """Let an away gradient be zeros; nothing is read or written."""
         with self._lock:
-            gradient = self._gradients[id(parameter)]
-            handed, stride = gradient.handed, gradient.stride
-            self._forget(gradient)
-            gradient.place, gradient.handed, gradient.stride = Place.ZERO, handed, stride
-            set_gradient_home(parameter, self)
+            self._forget(self._gradients[id(parameter)], to=Place.ZERO)
 
     # --- Arrival ---------------------------------------------------------------------------------------------------
 
-    def _hook_before(self, p: torch.Tensor) -> torch.utils.hooks.RemovableHandle:
+    def _hook(self, p: torch.Tensor, *, taken: bool) -> list[torch.utils.hooks.RemovableHandle]:
+        """See every gradient of `p` arrive, and have those that are `taken`."""
         self_ref, number = weakref.ref(self), id(p)
 
         def before(_: torch.Tensor) -> None:
             if (swapper := self_ref()) is not None and not swapper._closed:
                 swapper._before_arrival(number)
 
-        return p.register_hook(before)  # type: ignore[no-untyped-call, no-any-return]
-
-    def _hook_after(self, p: torch.nn.Parameter) -> torch.utils.hooks.RemovableHandle:
-        self_ref = weakref.ref(self)
-
         def after(p: torch.Tensor) -> None:
             if (swapper := self_ref()) is not None and not swapper._closed:
                 assert isinstance(p, torch.nn.Parameter)
                 swapper._after_arrival(p)
 
-        return p.register_post_accumulate_grad_hook(after)  # type: ignore[no-untyped-call, no-any-return]
+        hooks = [p.register_hook(before)]  # type: ignore[no-untyped-call]
+        if taken:
+            hooks.append(p.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+        return hooks
 
     def _before_arrival(self, number: int) -> None:
         self._check_process()
-        if _is_distributed():
+        if is_distributed():
             for swapper in list(GradientSwapper._open):
                 swapper._begin_collecting()
             return
         gradient = self._gradients.get(number)
         p = None if gradient is None else gradient.parameter()
         if gradient is not None and p is not None:
+            self._settle(gradient)
             gradient.stays = raw_gradient(p) is not None
 
     def _after_arrival(self, p: torch.nn.Parameter) -> None:
-        if raw_gradient(p) is None or _is_distributed():
+        if raw_gradient(p) is None or is_distributed():
             return
         last = self._window is not None and self._window.count(p)
         with self._lock:
@@ -412,10 +418,17 @@ class GradientSwapper:
             assert self._window is not None
             self._window.complete(p)
 
+    def _settle(self, gradient: Gradient) -> None:
+        """Join what an arrival that was cut off before it began has left in memory."""
+        p = gradient.parameter()
+        if gradient.place in (Place.AWAY, Place.ZERO) and p is not None and raw_gradient(p) is not None:
+            with self._lock:
+                self._arrive(gradient, p, take=True)
+
     def _arrive(self, gradient: Gradient, p: torch.nn.Parameter, *, take: bool) -> None:
         """A gradient is in memory. Join it with what is away: there if `take`, else in memory."""
         if gradient.place is Place.LOST:
-            self._raise_lost(gradient)
+            gradient.raise_lost()
         self._read_ahead(gradient)
         fresh = raw_gradient(p)
         assert fresh is not None
@@ -430,12 +443,7 @@ class GradientSwapper:
         elif take:
             self._take(gradient, p, fresh)
         else:
-            flat = fresh.as_strided((fresh.numel(),), (1,))
-            for part in gradient.parts:
-                with self._opened(gradient, part) as view, torch.no_grad():
-                    piece = flat[part.start : part.stop]
-                    torch.add(view.to(piece.device), piece, out=piece)
-            self._forget(gradient)
+            self._add_in_memory(gradient, p, fresh)
 
     def _take(self, gradient: Gradient, p: torch.nn.Parameter, fresh: torch.Tensor) -> None:
         """Add `fresh` to what is away, if anything is, and let go of it."""
@@ -480,8 +488,21 @@ class GradientSwapper:
                 self._undo(gradient, p, before, error)
                 raise
 
+    def _add_in_memory(self, gradient: Gradient, p: torch.nn.Parameter, fresh: torch.Tensor) -> None:
+        """Add what is away to `fresh`."""
+        flat = fresh.as_strided((fresh.numel(),), (1,))
+        try:
+            for part in gradient.parts:
+                with self._opened(gradient, part) as view, torch.no_grad():
+                    piece = flat[part.start : part.stop]
+                    torch.add(view.to(piece.device), piece, out=piece)
+            self._forget(gradient)
+        except BaseException as error:
+            self._undo(gradient, p, Place.AWAY, error)
+            raise
+
     def _undo(self, gradient: Gradient, p: torch.nn.Parameter, before: Place, error: BaseException) -> None:
-        """After `_take` was cut off."""
+        """After joining a gradient with what was `before` was cut off."""
         if before is Place.HERE:
             if raw_gradient(p) is not None:  # It is still whole in memory.
                 self._forget(gradient)
@@ -520,13 +541,10 @@ class GradientSwapper:
                         gradient.stays = raw_gradient(p) is not None or gradient.somebody_has_it() is not None
             self.bring_back_all()
         # A backward inside of another, as reentrant checkpointing makes it, is over before gradients are reduced.
-        if not _is_nested():
-            Variable._execution_engine.queue_callback(functools.partial(self._collect_later, _ROUNDS - 1))
+        if not is_nested():
+            call_at_the_end(self._collect)
 
-    def _collect_later(self, rounds: int) -> None:
-        if rounds:
-            Variable._execution_engine.queue_callback(functools.partial(self._collect_later, rounds - 1))
-            return
+    def _collect(self) -> None:
         with self._lock:
             self._collecting = False
             self._tasks.clear()
@@ -544,16 +562,16 @@ class GradientSwapper:
     def _opened(self, gradient: Gradient, part: Part) -> Iterator[torch.Tensor]:
         """Within it a part of an away gradient is there, complete; 1-D, in memory order. It is not changed."""
         if gradient.place is Place.LOST:
-            self._raise_lost(gradient)
-        lease, there = self._pipeline.take(part.key, part.length_bytes)
+            gradient.raise_lost()
         try:
+            lease, there = self._pipeline.take(part.key, part.length_bytes)
             assert there or gradient.place is Place.ZERO, part.key
             view = lease.view(0, part.numel, gradient.dtype)
             with torch.no_grad():
                 self._complete(gradient, view)
             yield view
         finally:
-            self._pipeline.give_back(part.key)
+            self._pipeline.let_go(part.key)
 
     def _complete(self, gradient: Gradient, view: torch.Tensor) -> None:
         """Do what was put off."""
@@ -614,32 +632,20 @@ class GradientSwapper:
         except SwapError:
             handed.home = None  # Using it raises.
 
-    def _forget(self, gradient: Gradient) -> None:
+    def _forget(self, gradient: Gradient, *, to: Place = Place.HERE) -> None:
         """It is in memory now, or not wanted."""
+        gradient.begin_to_change()
         if os.getpid() == self._pid and not self._closed:
             for part in gradient.parts:
                 self._pipeline.discard(part.key)
-        gradient.place, gradient.arrived, gradient.norm, gradient.scales = Place.HERE, 0, None, []
-        gradient.handed, gradient.why, gradient.cause = None, "", None
-        if (parameter := gradient.parameter()) is not None:
-            clear_gradient_home(parameter)
-
-    def _raise_lost(self, gradient: Gradient) -> None:
-        raise SwapError(
-            f"a gradient of shape {tuple(gradient.shape)} was lost when changing it was cut off ({gradient.why}); call "
-            "zero_grad() and repeat the micro-batches"
-        ) from gradient.cause
+        gradient.arrived, gradient.norm, gradient.scales, gradient.cause = 0, None, [], None
+        gradient.place = to
+        if to is Place.HERE:
+            gradient.handed = None
+            if (parameter := gradient.parameter()) is not None:
+                clear_gradient_home(parameter)
 
     # --- Planning --------------------------------------------------------------------------------------------------
-
-    def _fitting(self, parts: list[GradientPart]) -> list[GradientPart]:
-        """Those of `parts` whose gradients are taken."""
-        chosen = [part for part in parts if can_leave(part[1])]
-        while chosen and gradient_pool_bytes(chosen, self._store is not None) > self._limit_bytes:
-            dropped = next((p for _, p, _, _ in reversed(chosen) if id(p) not in self._gradients), chosen[-1][1])
-            chosen = [part for part in chosen if part[1] is not dropped]
-            log.warning("the pool has no room for the gradient of a parameter that came later: it stays in memory")
-        return chosen
 
     def _new_part(self, p: torch.nn.Parameter, start: int, stop: int) -> Part:
         key = RecordKey(self._owner, "grad", self._next_number)
@@ -671,7 +677,7 @@ class GradientSwapper:
         for hook in self._hooks.pop(id(p), []):
             hook.remove()
         if p.requires_grad:
-            self._hooks[id(p)] = [self._hook_before(p), self._hook_after(p)]
+            self._hooks[id(p)] = self._hook(p, taken=True)
 
     def _leave(self, number: int) -> None:
         """Stop taking the gradient of a parameter that the optimizer has no more."""
@@ -691,17 +697,3 @@ class GradientSwapper:
             raise SwapError(
                 "a gradient that is swapped was used in a forked process; its files and buffers belong to the parent"
             )
-
-
-def _is_distributed() -> bool:
-    return torch.distributed.is_available() and torch.distributed.is_initialized()
-
-
-def _is_nested() -> bool:
-    """Whether the backward that is going on was started by a function's own backward, on this thread."""
-    frame = sys._getframe()
-    while (following := frame.f_back) is not None:
-        if following.f_code is BackwardCFunction.apply.__code__:
-            return True
-        frame = following
-    return False

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 import enum
+import logging
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NoReturn
 
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from swapper.errors import ConfigError, SwapIOError
+from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.evicted import AwayGradient, can_have_gradient_away, raw_gradient
 from swapper.layout import PAGE_BYTES, format_bytes, round_up
 from swapper.store import RecordKey
@@ -27,12 +29,15 @@ __all__ = [
     "TakenNorm",
     "can_leave",
     "check_room",
+    "fitting",
     "gradient_bytes",
     "gradient_pool_bytes",
     "in_order_of_clipping",
     "norm_of",
     "record_bytes",
 ]
+
+log = logging.getLogger(__name__)
 
 SMALL_BYTES = 16 * 1024
 """Gradients smaller than this never move: the transfer would cost more than the memory."""
@@ -113,11 +118,22 @@ class Gradient:
     why: str = ""
     cause: SwapIOError | None = None
 
+    def begin_to_change(self) -> None:
+        """It is LOST until that is over: Ctrl-C may strike before."""
+        self.place, self.why = Place.LOST, "KeyboardInterrupt"
+
     def lose(self, error: BaseException) -> None:
         """`error` cut off what was being done to it."""
         self.place, self.why = Place.LOST, f"{type(error).__name__}: {error}"
         # A copy has no traceback, whose frames would keep much alive.
         self.cause = copy.copy(error) if isinstance(error, SwapIOError) else None
+
+    def raise_lost(self) -> NoReturn:
+        """Raise that it is LOST."""
+        raise SwapError(
+            f"a gradient of shape {tuple(self.shape)} was lost when changing it was cut off ({self.why}); call "
+            "zero_grad() and repeat the micro-batches"
+        ) from self.cause
 
     @property
     def cuts(self) -> list[tuple[int, int]]:
@@ -178,6 +194,16 @@ def check_room(parts: Sequence[GradientPart], stored: bool, limit_bytes: int, po
         f"pool_bytes: {format_bytes(max(limit_bytes, 0))} are left for gradients, and {format_bytes(needed)} are "
         f"needed ({why}); set pool_bytes to at least {pool_bytes + needed - limit_bytes}"
     )
+
+
+def fitting(parts: Sequence[GradientPart], known: Container[int], stored: bool, limit_bytes: int) -> list[GradientPart]:
+    """Those of `parts` whose gradients are taken. If all are too many, the last not `known` by `id` are not."""
+    chosen = [part for part in parts if can_leave(part[1])]
+    while chosen and gradient_pool_bytes(chosen, stored) > limit_bytes:
+        dropped = next((p for _, p, _, _ in reversed(chosen) if id(p) not in known), chosen[-1][1])
+        chosen = [part for part in chosen if part[1] is not dropped]
+        log.warning("the pool has no room for the gradient of a parameter that came later: it stays in memory")
+    return chosen
 
 
 def can_leave(p: torch.nn.Parameter) -> bool:

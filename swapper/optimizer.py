@@ -410,6 +410,8 @@ class OptimizerSwapper:
         if self._backward is not None:
             self._backward.check_options(optimizer)
         self._check_state(optimizer)
+        if self.gradients is not None:
+            self.gradients.check()
         self._reconcile(optimizer)
         work = self._stepper.work_on(self._plan.buckets if self._backward is None else self._backward.left())
         show = self.metrics.steps == 0 and self._plan.stored_bytes >= _SHOW_PROGRESS_BYTES

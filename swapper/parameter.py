@@ -110,7 +110,7 @@ class _PlaceHome:
 
     @property
     def owner(self) -> object:
-        return self.swapper
+        return id(self.swapper)  # The reference, which all of one swapper share, also when it is dead.
 
     @property
     def temporary(self) -> bool:

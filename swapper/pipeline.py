@@ -193,6 +193,13 @@ class Pipeline:
                 del self._held[key]
                 held.lease.release()
 
+    def let_go(self, key: RecordKey) -> None:
+        """As `give_back`; nothing if it is not in use, as after a `take` that was cut off."""
+        with self._lock:
+            held = self._held.get(key)
+            if held is not None and held.place is Place.LIVE:
+                self.give_back(key)
+
     def drop_staged(self) -> bool:
         """Give back what was only read ahead. Returns whether that freed anything; False if the pipeline is busy."""
         if not self._lock.acquire(blocking=False):
@@ -226,6 +233,15 @@ class Pipeline:
             self._collect()
             if self._store is not None:
                 self._store.check_written()
+
+    def check(self) -> None:
+        """Raise what is known of writes that failed; waits for none.
+
+        Raises:
+            SwapIOError: the first of them.
+        """
+        with self._lock:
+            self._collect()
 
     def recover(self) -> None:
         """Give back what was read or taken and not put; writes go on. For the way out of an exception; never raises.

@@ -64,6 +64,9 @@ class SwappedGradients(Protocol):
     def plan(self, parts: Iterable[tuple[int, torch.nn.Parameter, int, int]]) -> None:
         """The buckets have changed: see `OptimizerPlan.gradient_parts`."""
 
+    def check(self) -> None:
+        """Raise what is known to be wrong with any gradient: a step must not find out in the middle."""
+
     def has(self, parameter: torch.nn.Parameter) -> bool:
         """Whether there is a gradient, wherever it is."""
 

@@ -39,11 +39,12 @@ class Net(nn.Module):
         self.checkpointed = checkpointed
 
     def forward(self, x: torch.Tensor, use: bool) -> torch.Tensor:
-        x = torch.tanh(self.norm(self.first(x)))
-        if self.checkpointed:
-            x = checkpoint(self.second, x, use_reentrant=True)
-        else:
-            x = self.second(x)
+        def run(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = checkpoint(layer, x, use_reentrant=True) if self.checkpointed else layer(x)
+            return out
+
+        # The gradients of the first layer come last, within a backward of their own if it is checkpointed.
+        x = run(self.second, torch.tanh(self.norm(run(self.first, x))))
         if use:
             x = torch.tanh(self.sometimes(x))
         image = x.reshape(-1, 6, 4, 4).contiguous(memory_format=torch.channels_last)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import functools
 import io
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,13 +18,17 @@ from torch import nn
 from torch.optim import Optimizer
 
 import swapper
-from swapper.buffers import BufferPool
+from swapper.buffers import BufferPool, Lease
 from swapper.config import OffloadConfig
 from swapper.errors import SwapError
 from swapper.evicted import AwayGradient, raw_gradient
 from swapper.gradient import GradientSwapper
 from swapper.gradient_records import gradient_bytes
+from swapper.handle import AsyncIOHandle, FaultPlan
 from swapper.optimizer import Moves, OptimizerSwapper
+from swapper.pipeline import Pipeline
+from swapper.store import RecordKey, TensorStore
+from swapper.transfers import AnyTransfer
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -261,6 +267,45 @@ def test_a_micro_batch_is_one_read_and_one_write_and_the_first_is_none_read(nvme
         twin.optimizer.zero_grad()
         twin.backward()
         assert twin.moves == (reads + parts, writes + parts)
+
+
+def test_a_backward_waits_for_no_write_while_the_pool_has_room(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = FaultPlan(delay_us=100_000)
+    monkeypatch.setattr("swapper.api.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+    for pool_bytes, waits in (("8MiB", False), ("1MiB", True)):
+        with Twin(nvme_path, pool_bytes=pool_bytes) as twin:
+            twin.backward()
+            moves = twin.swapper.stats().gradients
+            assert moves.writes > 0 and (moves.wait_write_s > 0) == waits
+            twin.finish()
+
+
+def test_earlier_sums_are_read_ahead_in_the_order_of_arrival(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    events: list[tuple[str, RecordKey]] = []
+    read, take = TensorStore.read, Pipeline.take
+
+    def log_read(store: TensorStore, key: RecordKey, lease: Lease) -> AnyTransfer:
+        events.append(("read", key))
+        return read(store, key, lease)
+
+    def log_take(pipeline: Pipeline, key: RecordKey, length_bytes: int) -> tuple[Lease, bool]:
+        events.append(("take", key))
+        return take(pipeline, key, length_bytes)
+
+    with Twin(nvme_path, 2, pool_bytes="8MiB") as twin:
+        twin.backward()
+        twin.swapper.flush()
+        monkeypatch.setattr(TensorStore, "read", log_read)
+        monkeypatch.setattr(Pipeline, "take", log_take)
+        twin.backward()
+        taken = [key for event, key in events if event == "take"]
+        assert len(taken) > 8
+        for before, key in itertools.pairwise(taken):
+            assert events.index(("read", key)) < events.index(("take", before))
+        monkeypatch.undo()
+        twin.finish()
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
