@@ -627,6 +627,7 @@ class ParameterSwapper:
     def _attach(self, held: _Held) -> None:
         held.attached += 1
         if held.attached == 1:
+            self.metrics.begin_use(held.key)
             for place, values in zip(held.plan.places, held.values, strict=True):
                 restore(place.parameter, values.as_strided(place.shape, place.stride))
 
@@ -634,6 +635,7 @@ class ParameterSwapper:
         held.attached -= 1
         if held.attached > 0:
             return
+        self.metrics.end_use(held.key)
         refused = ""
         for place, values in zip(held.plan.places, held.values, strict=True):
             p = place.parameter
@@ -804,8 +806,7 @@ class ParameterSwapper:
             self._release(held)
             raise
         held.state = _State.ARRIVING
-        self.metrics.reads += 1
-        self.metrics.bytes_read += held.plan.file_bytes
+        self.metrics.count_read(held.key, held.plan.file_bytes, held.lease.transfer)
 
     def _open(self, held: _Held) -> None:
         """Make the views of a buffer whose bytes are there."""
@@ -839,8 +840,7 @@ class ParameterSwapper:
         checksums = [codec.checksum(values) for values in held.values]
         lease.transfer = self._store.write(held.key, lease, held.plan.file_bytes)
         held.checksums, held.changed = checksums, False
-        self.metrics.writes += 1
-        self.metrics.bytes_written += held.plan.file_bytes
+        self.metrics.count_write(held.key, held.plan.file_bytes, lease.transfer)
 
     def _settle_write(self, held: _Held) -> None:
         """Wait for the write of a record that is HERE, if one is in flight.
@@ -896,7 +896,8 @@ class ParameterSwapper:
                 self._evict(victim)
                 continue
             if self._held_bytes + length <= self._budget_bytes:
-                lease = self._pool.acquire(length)
+                with self.metrics.span("swapper.wait_pool"):
+                    lease = self._pool.acquire(length)
                 break
             kept = [other for other in self._all if other.state is _State.HERE]
             raise PoolExhausted(
