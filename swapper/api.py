@@ -160,13 +160,13 @@ def _swap_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> GradientSwa
     state_stored = settings.offload_optimizer.device == "nvme"
     owner, steps = next(_owners), settings.gradient_accumulation_steps
     if not stored and not state_stored:  # As for state with device: cpu, a pool of the size that is needed.
-        own = BufferPool(max(total_bytes, PAGE_BYTES), cuda=plan.remote)
+        own = BufferPool(max(total_bytes, PAGE_BYTES), cuda=plan.device.type == "cuda")
         try:
             return GradientSwapper(parts, owner, steps, own, own.capacity_bytes, None, own.close)
         except BaseException:
             own.close()
             raise
-    shared = _Shared.of(settings, plan.remote)
+    shared = _Shared.of(settings, plan.device.type == "cuda")
     limit_bytes = settings.pool_bytes - shared.held_bytes
     if state_stored:
         schedule = plan.schedule(settings.pool_bytes)

@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn.modules import module as module_hooks
 from torch.nn.modules.module import (
     register_module_module_registration_hook,
     register_module_parameter_registration_hook,
@@ -100,8 +101,8 @@ class Nursery(ParameterSwapper):
         if thread in _building:
             raise SwapError("swapper.init is used within swapper.init; build the whole model in the outer one")
         with contextlib.ExitStack() as stack:
-            _building[thread] = self
             stack.callback(_building.pop, thread, None)
+            _building[thread] = self
             mine = weakref.ref(self)
 
             def registered(module: torch.nn.Module, name: str, item: Any) -> None:
@@ -109,8 +110,11 @@ class Nursery(ParameterSwapper):
                 if nursery is not None and threading.get_ident() == thread:
                     nursery._on_registration(module, name, item)
 
-            for register in (register_module_module_registration_hook, register_module_parameter_registration_hook):
-                stack.callback(register(registered).remove)
+            # Before they are there, and twice, should Ctrl-C cut off the first.
+            stack.callback(_remove_registration_hook, registered)
+            stack.callback(_remove_registration_hook, registered)
+            register_module_module_registration_hook(registered)
+            register_module_parameter_registration_hook(registered)
             try:
                 yield
                 self._finish()
@@ -344,6 +348,13 @@ class Nursery(ParameterSwapper):
         self._put_away_waiting()
         self._wait(copy, self._home[parameter].plan.places[0].name)
         return copy
+
+
+def _remove_registration_hook(hook: Callable[..., None]) -> None:
+    """Undo what registered `hook`. By the hook and not by the handle, which Ctrl-C can lose."""
+    for hooks in (module_hooks._global_module_registration_hooks, module_hooks._global_parameter_registration_hooks):
+        for key in [key for key, other in list(hooks.items()) if other is hook]:
+            hooks.pop(key, None)
 
 
 def initialisers_of(

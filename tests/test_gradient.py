@@ -82,7 +82,7 @@ def make_config(nvme_path: Path, steps: int = 1, **settings: Any) -> OffloadConf
     """Buckets so small that long parameters are cut, and a pool of few of them."""
     values: dict[str, Any] = {
         "nvme_path": nvme_path,
-        "pool_bytes": "4MiB",
+        "pool_bytes": "6MiB",
         "bucket_bytes": "256KiB",
         "gradient_accumulation_steps": steps,
         "offload_optimizer": {"device": "nvme"},
@@ -1023,3 +1023,13 @@ def test_gradients_that_are_kept_in_the_pool(nvme_path: Path, micro_batches: int
             assert 0 < pool.peak_used_bytes <= total
             twin.swapper.close()
             assert pool.used_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adafactor"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-masters"])
+def test_the_way_of_gradients_of_a_gpu_on_the_host(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, precision: str
+) -> None:
+    """Parameters are copied for a step, the next bucket's while one is stepped; gradients are in the pool."""
+    monkeypatch.setattr("swapper.optimizer_plan.is_remote", lambda device: True)
+    test_same_bits_as_plain(nvme_path, precision, name, 2, 0.5)

@@ -522,7 +522,7 @@ def test_ctrl_c_anywhere_leaves_nothing(nvme_path: Path) -> None:
         assert no_hooks_are_left()
         gc.collect()
         assert not list(nvme_path.iterdir()), n
-        n += 5
+        n += 4
     assert n > 60
     build()
 
