@@ -26,6 +26,15 @@ OPTIMIZER = PIPELINE | {
 }
 STEPS = {"stepper", "backward_step"}
 PARAMETERS = PIPELINE | {"config"}
+PARAMETER_PARTS = {
+    "evicted",
+    "forward_hooks",
+    "lasting",
+    "order",
+    "parameter_cache",
+    "parameter_records",
+    "saved_places",
+}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
 BUILDING = {"heap", "lasting", "nursery", "weights"}
 API = (
@@ -69,8 +78,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parameter_records": {"layout", "codec", "trial", "evicted"},
     "gradient_records": {"store", "layout", "errors", "evicted", "trial"},
     "gradient": PARAMETERS | {"evicted", "gradient_records", "heap", "end_of_backward"},
-    "parameter": PARAMETERS | {"evicted", "order", "parameter_records", "lasting"},
-    "nursery": PARAMETERS | {"evicted", "heap", "order", "parameter_records", "parameter"},
+    "parameter_cache": PIPELINE | {"order", "parameter_records"},
+    "saved_places": {"errors", "evicted", "parameter_cache"},
+    "forward_hooks": {"evicted", "parameter_cache"},
+    "parameter": PARAMETERS | PARAMETER_PARTS,
+    "nursery": PARAMETERS | PARAMETER_PARTS | {"heap", "parameter"},
     "weights": HANDLE | {"evicted"},
     "checkpoint": OPTIMIZER | STEPS | SWAPPERS,
     "fastsave": HANDLE | {"buffers"},
