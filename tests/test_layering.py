@@ -42,7 +42,8 @@ API = (
     | STEPS
     | SWAPPERS
     | BUILDING
-    | {"evicted", "order", "parameter_records", "gradient_records", "checkpoint", "fastsave", "dcp"}
+    | PARAMETER_PARTS
+    | {"gradient_records", "stats", "unswapped", "shared", "dry_run", "checkpoint", "fastsave", "dcp"}
 )
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -67,11 +68,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trial": {"errors", "layout"},
     "segments": {"trial", "pipeline", "store", "buffers", "codec", "layout"},
     "failure": {"errors", "evicted"},
-    "optimizer_state": {"segments", "trial", "buffers", "layout", "errors"},
+    "optimizer_state": OPTIMIZER | {"stepper"},
     "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
     "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "segments", "trial"},
     "backward_step": {"errors", "evicted", "optimizer_plan", "segments", "stepper"},
-    "optimizer": OPTIMIZER | STEPS,
+    "stats": {"metrics"},
+    "optimizer": OPTIMIZER | STEPS | {"stats"},
+    "unswapped": {"metrics", "optimizer", "stats", "stepper"},
     "evicted": {"errors"},
     "lasting": {"store", "parameter_records"},
     "order": set(),
@@ -88,6 +91,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "fastsave": HANDLE | {"buffers"},
     "dcp": HANDLE | {"buffers", "fastsave"},
     "api": API,
+    "shared": PIPELINE | {"config"},
+    "dry_run": PIPELINE | {"config", "gradient_records", "optimizer_plan", "parameter_records", "shared"},
     "deepnvme": {"handle", "gds", "errors"},
     "lightning": {"api", "checkpoint", "config"},
     "fabric": {"api", "checkpoint", "config"},
