@@ -941,7 +941,7 @@ def test_compiled_models_have_the_bits_of_compiled_plain_ones(what: str, backend
     run_twice(nvme_path, Mlp, program, watch=False)
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 def test_tracing_is_refused_by_name(nvme_path: Path) -> None:
     torch.manual_seed(0)
     model, optimizer = offloaded(nvme_path, lambda: with_adamw(Mlp()))
