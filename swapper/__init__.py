@@ -14,8 +14,9 @@ from swapper.api import (
 )
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.optimizer import Moves, OptimizerSwapper, Stats
+from swapper.optimizer import OptimizerSwapper
 from swapper.parameter import ParameterSwapper
+from swapper.stats import Moves, Stats
 from swapper.trial import register_elementwise
 
 __all__ = [

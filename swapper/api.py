@@ -5,13 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import secrets
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
@@ -20,21 +16,20 @@ from torch.optim import Optimizer
 from swapper import evicted
 from swapper.buffers import BufferPool
 from swapper.config import OffloadConfig
+from swapper.dry_run import CheckReport, DriveReport, dry_run
 from swapper.errors import ConfigError, SwapError
 from swapper.gradient import GradientSwapper
-from swapper.gradient_records import can_leave, check_room, gradient_bytes, gradient_pool_bytes
-from swapper.handle import AsyncIOHandle
+from swapper.gradient_records import gradient_bytes
 from swapper.layout import PAGE_BYTES
 from swapper.nursery import Nursery, initialisers_of
-from swapper.optimizer import OptimizerSwapper, UnswappedOptimizer
+from swapper.optimizer import OptimizerSwapper
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.parameter import ParameterSwapper
 from swapper.parameter_records import plan_parameter_records
-from swapper.runs import check_nvme_paths, file_systems
-from swapper.schedule import IN_FLIGHT, READ_AHEAD, format_bytes
-from swapper.speed import measure_speeds
-from swapper.store import TensorStore
+from swapper.schedule import IN_FLIGHT, READ_AHEAD
+from swapper.shared import Shared
 from swapper.trial import refuse_unsupported
+from swapper.unswapped import UnswappedOptimizer
 from swapper.weights import load_weights
 
 __all__ = [
@@ -58,7 +53,6 @@ _ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
 ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
 
 _owners = itertools.count()
-_TYPICAL_ENDURANCE_BYTES = 600 * 10**12
 
 
 def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
@@ -121,7 +115,7 @@ def _wrap(
         raise ConfigError("the parameters are on the meta device and have no values; give the model memory first")
     if device == "nvme":
         plan.schedule(settings.pool_bytes)  # Refuses what cannot work before anything is made.
-        shared = _Shared.of(settings, plan.device.type == "cuda")
+        shared = Shared.of(settings, plan.device.type == "cuda")
         pool_bytes = settings.pool_bytes - shared.held_bytes
         release = shared.hold(plan.schedule(pool_bytes).held_bytes)
         pool, store = shared.pool, shared.store
@@ -166,7 +160,7 @@ def _swap_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> GradientSwa
         except BaseException:
             own.close()
             raise
-    shared = _Shared.of(settings, plan.device.type == "cuda")
+    shared = Shared.of(settings, plan.device.type == "cuda")
     limit_bytes = settings.pool_bytes - shared.held_bytes
     if state_stored:
         schedule = plan.schedule(settings.pool_bytes)
@@ -234,7 +228,7 @@ def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConf
         free_bytes -= gradients.reserved_bytes
         gradient_bytes = gradients.reserved_bytes // IN_FLIGHT
     if settings.offload_param.device == "nvme":
-        shared = _Shared.of(settings, False)
+        shared = Shared.of(settings, False)
         free_bytes -= shared.pool.abandoned_bytes
         release = shared.hold(0)
         try:
@@ -398,7 +392,7 @@ def _nursery(settings: OffloadConfig) -> Nursery:
             f"offload_param.device: {settings.offload_param.device} leaves parameters in memory; set it to nvme, or "
             "build the model without swapper"
         )
-    shared = _Shared.of(settings, False)
+    shared = Shared.of(settings, False)
     release = shared.hold(0)
     try:
         return Nursery(next(_owners), settings.bucket_bytes, settings.pool_bytes, shared.pool, shared.store, release)
@@ -439,277 +433,22 @@ def of(optimizer: Optimizer) -> OptimizerSwapper:
     return swapper
 
 
-@dataclass(frozen=True)
-class DriveReport:
-    """What one of several drives would get.
-
-    Attributes:
-        path: as in the config.
-        bytes_per_second: as measured, of as much reading as writing.
-        disk_bytes: files on it, give or take a mebibyte for each drive.
-        disk_free_bytes: free space there now, which directories on one file system share.
-    """
-
-    path: Path
-    bytes_per_second: int
-    disk_bytes: int
-    disk_free_bytes: int
-
-
-@dataclass(frozen=True)
-class CheckReport:
-    """What a run would need and move, at most; from `check`. All in bytes, except counts.
-
-    State, traffic and files count each record at its longest; what is written is up to 1.2 % less.
-
-    Attributes:
-        parameter_numel: elements of the optimizer's parameters.
-        model_bytes: parameters and buffers of the model, and those gradients of its parameters that stay in memory.
-        state_bytes: optimizer state, as stored.
-        gradient_bytes: gradients that do not stay in memory, or on the GPU.
-        buckets: how many records it is cut into.
-        pool_bytes: size of the pool that would be allocated.
-        pool_needed_bytes: the least that would do.
-        host_bytes: the model, the pool, and torch's scratch in a step: the peak, without
-            activations and the 100 MB that the process itself may take.
-        disk_bytes: files on all drives.
-        disk_free_bytes: what all drives together can take now; -1 if nothing goes to a drive. Each drive gets its part,
-            in proportion to its speed, so this is when the first is full, and may be less than their free space.
-        step_read_bytes, step_written_bytes: moved by one step and its micro-batches.
-        steps_of_endurance: steps until a drive rated 600 TB written has had them, with several the one that gets most;
-            0 if nothing is written.
-        drives: what each would get, if they are several; else empty.
-    """
-
-    parameter_numel: int
-    model_bytes: int
-    state_bytes: int
-    buckets: int
-    pool_bytes: int
-    pool_needed_bytes: int
-    host_bytes: int
-    disk_bytes: int
-    disk_free_bytes: int
-    step_read_bytes: int
-    step_written_bytes: int
-    steps_of_endurance: int
-    drives: tuple[DriveReport, ...] = ()
-    gradient_bytes: int = 0
-
-    def __str__(self) -> str:
-        rows = [
-            ("parameters", f"{self.parameter_numel:,}"),
-            ("model and gradients in memory", format_bytes(self.model_bytes)),
-            ("optimizer state", f"{format_bytes(self.state_bytes)} in {self.buckets} buckets"),
-            ("pool", f"{format_bytes(self.pool_bytes)} (at least {format_bytes(self.pool_needed_bytes)} needed)"),
-            ("host memory, without activations", format_bytes(self.host_bytes)),
-            ("a step reads", format_bytes(self.step_read_bytes)),
-            ("a step writes", format_bytes(self.step_written_bytes)),
-        ]
-        if self.disk_free_bytes >= 0:
-            free = f"{format_bytes(self.disk_bytes)} of {format_bytes(self.disk_free_bytes)} free"
-            free += "" if self.disk_bytes <= self.disk_free_bytes else ": TOO LITTLE"
-            name = "files on the drives, by their speed" if self.drives else "files on the drive"
-            rows[5:5] = [(name, free)] + [
-                (
-                    f"  {drive.path}",
-                    f"{format_bytes(drive.disk_bytes)} of {format_bytes(drive.disk_free_bytes)} free, "
-                    f"{drive.bytes_per_second / 1e6:.0f} MB/s",
-                )
-                for drive in self.drives
-            ]
-        if self.steps_of_endurance:
-            rows.append(("steps until a drive rated 600 TBW is worn", f"{self.steps_of_endurance:,}"))
-        if self.gradient_bytes:
-            rows[3:3] = [("gradients that are moved away", format_bytes(self.gradient_bytes))]
-        width = max(len(name) for name, _ in rows)
-        return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
-
-
 def check(model: torch.nn.Module, optimizer: Optimizer, config: ConfigLike) -> CheckReport:
-    """Dry run: what `wrap_optimizer` would need in memory and on the drive, and what a step would move. Prints it.
-
-    Optimizer state and gradients are counted; parameters count as in memory.
+    """Dry run: what `offload` would need in memory and on the drive, and what a step would move. Prints it.
 
     Allocates nothing, creates no file and leaves model and optimizer as they are. The model may be on the meta device
     if the optimizer is too. Only with several drives their speed is measured, with a temporary file of at most 32 MiB
     on each: what each would get depends on it, and is a little different at every measurement.
 
     Raises:
-        ConfigError: what `wrap_optimizer` would refuse.
+        ConfigError: what `offload` would refuse.
     """
     settings = _as_config(config)
     _check_is_optimizer(optimizer)
     refuse_unsupported(optimizer)
-    plan = OptimizerPlan(optimizer, settings, 0)
-    parts = plan.gradient_parts()
-    state_stored = settings.offload_optimizer.device == "nvme"
-    gradients_stored = settings.offload_gradient.device == "nvme"
-    gradients_move = gradients_stored or (settings.offload_gradient.device == "cpu" and plan.remote)
-    gradient_total = gradient_bytes(parts)[0] if gradients_move else 0
-    scratch_bytes = plan.scratch_bytes * plan.scratch_count
-    pool_bytes = settings.pool_bytes if state_stored or gradients_stored else 0
-    needed_bytes = own_bytes = read_bytes = written_bytes = stored_bytes = 0
-    if state_stored:
-        schedule = plan.schedule(settings.pool_bytes)
-        needed_bytes = schedule.pool_bytes
-        read_bytes = plan.stored_bytes - (schedule.held_bytes - scratch_bytes)
-        written_bytes = stored_bytes = plan.stored_bytes
-    else:
-        own_bytes = plan.stored_bytes + scratch_bytes
-    if gradients_stored or (gradients_move and state_stored):
-        check_room(parts, gradients_stored, settings.pool_bytes - needed_bytes, settings.pool_bytes)
-        needed_bytes += gradient_pool_bytes(parts, gradients_stored)
-    elif gradients_move:
-        own_bytes += gradient_total
-    if gradients_stored:
-        # Of the first micro-batch nothing is read to add to it, but then all for the step.
-        read_bytes += gradient_total * settings.gradient_accumulation_steps
-        written_bytes += gradient_total * settings.gradient_accumulation_steps
-        stored_bytes += gradient_total
-    drives, free_bytes = _check_drives(settings, stored_bytes) if stored_bytes else ((), -1)
-    if pool_bytes:  # A config also asks for three whole buckets, though the largest of this model may be smaller.
-        needed_bytes = max(needed_bytes, 3 * settings.bucket_bytes)
-    away = {id(p) for _, p, _, _ in parts if can_leave(p)} if gradients_move else set()
-    tensors = [*model.parameters(), *model.buffers()]
-    in_memory = [p for p in model.parameters() if p.requires_grad and id(p) not in away]
-    model_bytes = sum(t.nbytes for t in tensors) + sum(p.nbytes for p in in_memory)
-    worn_bytes = written_bytes
-    if drives:
-        worn_bytes = written_bytes * max(drive.disk_bytes for drive in drives) // max(stored_bytes, 1)
-    report = CheckReport(
-        parameter_numel=sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
-        model_bytes=model_bytes,
-        state_bytes=plan.stored_bytes,
-        gradient_bytes=gradient_total,
-        buckets=len(plan.buckets),
-        pool_bytes=pool_bytes + own_bytes,
-        pool_needed_bytes=needed_bytes + own_bytes,
-        host_bytes=(0 if plan.remote else model_bytes) + pool_bytes + own_bytes + 2 * settings.bucket_bytes,
-        disk_bytes=stored_bytes,
-        disk_free_bytes=free_bytes,
-        step_read_bytes=read_bytes,
-        step_written_bytes=written_bytes,
-        steps_of_endurance=_TYPICAL_ENDURANCE_BYTES // worn_bytes if worn_bytes else 0,
-        drives=drives,
-    )
+    report = dry_run(model, optimizer, settings)
     print(report)
     return report
-
-
-def _check_drives(settings: OffloadConfig, stored_bytes: int) -> tuple[tuple[DriveReport, ...], int]:
-    """What each drive would get, if they are several; and how much all can take."""
-    paths = settings.nvme_paths
-    check_nvme_paths(paths)
-    speeds = [1]
-    if len(paths) > 1:
-        handles = _open_handles(settings)
-        try:
-            speeds = [speed.bps for speed in measure_speeds(paths, handles)]
-        finally:
-            _close_all(handles)
-    found = file_systems(paths)
-    free = {i: file_system.free_bytes for file_system in found for i in file_system.members}
-    total = sum(speeds)
-    reports = [
-        DriveReport(path, speed, stored_bytes * speed // total, free[i])
-        for i, (path, speed) in enumerate(zip(paths, speeds, strict=True))
-    ]
-    usable = min(fs.free_bytes * total // sum(speeds[i] for i in fs.members) for fs in found)
-    return tuple(reports) if len(paths) > 1 else (), usable
-
-
-class _Shared:
-    """The pool, engines and run directories of one `OffloadConfig` object, closed when the last optimizer lets go."""
-
-    _all: ClassVar[weakref.WeakValueDictionary[int, _Shared]] = weakref.WeakValueDictionary()
-
-    def __init__(self, config: OffloadConfig, cuda: bool) -> None:
-        self._config = config  # Kept, so that its id stays its own.
-        self._holders = 0
-        self.held_bytes = 0
-        self.handles = _open_handles(config)
-        try:
-            # The store comes first: what is wrong with a path is said before memory is taken.
-            self.store = TensorStore(
-                config.nvme_paths, _run_name(), _rank(), self.handles, verify=config.verify == "crc32c"
-            )
-            try:
-                self.pool = BufferPool(config.pool_bytes, *self.handles, cuda=cuda)
-            except BaseException:
-                self.store.close()
-                raise
-        except BaseException:
-            _close_all(self.handles)
-            raise
-
-    @classmethod
-    def of(cls, config: OffloadConfig, cuda: bool) -> _Shared:
-        """The one of this very object; made if there is none."""
-        shared = cls._all.get(id(config))
-        if shared is None:
-            shared = cls._all[id(config)] = cls(config, cuda)
-        return shared
-
-    def hold(self, held_bytes: int) -> Callable[[], None]:
-        """Count one more holder, which keeps `held_bytes` of the pool. Returns what lets go; it may be called twice."""
-        self._holders += 1
-        self.held_bytes += held_bytes
-        done = False
-
-        def release() -> None:
-            nonlocal done
-            if not done:
-                done = True
-                self._holders -= 1
-                self.held_bytes -= held_bytes
-            if self._holders == 0:
-                self._close()
-
-        return release
-
-    def _close(self) -> None:
-        if self._all.get(id(self._config)) is self:
-            del self._all[id(self._config)]
-        try:
-            self.store.close()
-            self.pool.close()
-        finally:
-            _close_all(self.handles)
-
-
-def _open_handles(config: OffloadConfig) -> list[AsyncIOHandle]:
-    """An engine for each drive, so that a slow one does not hold the queue of a fast one."""
-    handles: list[AsyncIOHandle] = []
-    aio = config.aio
-    try:
-        for _ in config.nvme_paths:
-            handles.append(
-                AsyncIOHandle(
-                    backend=aio.backend,
-                    block_bytes=aio.block_size,
-                    queue_depth=aio.queue_depth,
-                    threads=aio.intra_op_parallelism,
-                    single_submit=aio.single_submit,
-                    overlap_events=aio.overlap_events,
-                )
-            )
-    except BaseException:
-        _close_all(handles)
-        raise
-    return handles
-
-
-def _close_all(handles: Sequence[AsyncIOHandle]) -> None:
-    """Close every handle, whatever the others raise; then raise what the first did."""
-    failures: list[BaseException] = []
-    for handle in handles:
-        try:
-            handle.close()
-        except BaseException as error:
-            failures.append(error)
-    if failures:
-        raise failures[0]
 
 
 def _as_config(config: ConfigLike) -> OffloadConfig:
@@ -729,17 +468,3 @@ def _check_is_optimizer(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
         name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise ConfigError(f"optimizer: {name} is not a torch.optim.Optimizer; wrap the one inside it")
-
-
-def _rank() -> int:
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return torch.distributed.get_rank()
-    return int(os.environ.get("RANK", "0"))
-
-
-def _run_name() -> str:
-    """A name that no other run has; the same on all ranks, where rank 0 chooses it."""
-    names = [secrets.token_hex(6)]
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.broadcast_object_list(names, src=0)
-    return names[0]

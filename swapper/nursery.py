@@ -33,7 +33,8 @@ from swapper.evicted import home_of, make_ordinary, settle
 from swapper.heap import return_free_memory
 from swapper.layout import format_bytes
 from swapper.order import Order, Use
-from swapper.parameter import ParameterSwapper, _by_address, _Held, _State
+from swapper.parameter import ParameterSwapper
+from swapper.parameter_cache import BY_ADDRESS, Held, State
 from swapper.parameter_records import OtherTensors, plan_record_of, why_not
 from swapper.store import RecordKey, TensorStore
 
@@ -205,7 +206,7 @@ class Nursery(ParameterSwapper):
             return
         if parameter.nbytes < SMALL_BYTES:
             return
-        swapper, former, _ = _by_address.get(parameter.data_ptr(), (None, None, 0))
+        swapper, former, _ = BY_ADDRESS.get(parameter.data_ptr(), (None, None, 0))
         if former is not None and swapper is not None and swapper() is self and self._is_orphan(former):
             self._replace(former, parameter, name)
             return
@@ -214,12 +215,12 @@ class Nursery(ParameterSwapper):
             return
         self._store_away(parameter, name)
 
-    def _is_orphan(self, held: _Held) -> bool:
+    def _is_orphan(self, held: Held) -> bool:
         """Whether nobody has the parameter of a record any more: another was made that shares its memory."""
         # The references are that of the place, that of `_home`, and the argument.
         return held.pins == 0 and sys.getrefcount(held.plan.places[0].parameter) <= 3
 
-    def _replace(self, former: _Held, parameter: torch.nn.Parameter, name: str) -> None:
+    def _replace(self, former: Held, parameter: torch.nn.Parameter, name: str) -> None:
         """Put a parameter away that lies in the buffer of a record that is not needed any more."""
         self._store_away(parameter, name)
         if former.plan.places[0].parameter in self._home:
@@ -229,7 +230,7 @@ class Nursery(ParameterSwapper):
         self._waiting.pop(id(parameter), None)
         with self._lock:
             number = len(self._all)
-            held = _Held(plan_record_of(number, [(name, parameter)]), RecordKey(self._owner, "param", number))
+            held = Held(plan_record_of(number, [(name, parameter)]), RecordKey(self._owner, "param", number))
             needed_bytes = 2 * held.plan.length_bytes
             if needed_bytes > self._budget_bytes:
                 raise ConfigError(
@@ -250,7 +251,7 @@ class Nursery(ParameterSwapper):
                 self._freed_bytes = 0
                 return_free_memory()
 
-    def _give_up(self, held: _Held) -> None:
+    def _give_up(self, held: Held) -> None:
         """After a failed `_adopt`: the parameter has its values still, unless all was done."""
         parameter = held.plan.places[0].parameter
         if parameter in self._home:
@@ -259,7 +260,7 @@ class Nursery(ParameterSwapper):
             if held.lease.transfer is not None:
                 held.lease.transfer.settle()
             self._release(held)
-        held.state = _State.GONE
+        held.state = State.GONE
         self._store.forget(held.key)
 
     def _finish(self) -> None:
@@ -284,7 +285,7 @@ class Nursery(ParameterSwapper):
 
     # --- What becomes of the parameters ----------------------------------------------------------------------------
 
-    def _lets_go(self, held: _Held) -> bool:
+    def _lets_go(self, held: Held) -> bool:
         """The parameter was converted, as by `model.bfloat16()`: it is a new one."""
         parameter = held.plan.places[0].parameter
         self._part_from(held, parameter)
@@ -292,21 +293,21 @@ class Nursery(ParameterSwapper):
         self._wait(parameter, held.plan.places[0].name)
         return True
 
-    def _surrender(self, held: _Held, parameter: torch.nn.Parameter) -> None:
+    def _surrender(self, held: Held, parameter: torch.nn.Parameter) -> None:
         with self._lock:
             self._part_from(held, parameter, keep_home=True)
             if not self._home:
                 self.close()
 
-    def _stay(self, held: _Held, parameter: torch.nn.Parameter) -> None:
+    def _stay(self, held: Held, parameter: torch.nn.Parameter) -> None:
         with self._lock, self.present([held]):
             values = parameter.detach()
         lease = held.lease
         assert lease is not None
         self._settle_write(held)
         lease.abandon()
-        held.lease, held.values, held.state = None, [], _State.GONE
-        del _by_address[values.data_ptr()]
+        held.lease, held.values, held.state = None, [], State.GONE
+        del BY_ADDRESS[values.data_ptr()]
         self._held_bytes -= lease.length_bytes
         self._drop(held, parameter)
         self._store.forget(held.key)
@@ -314,7 +315,7 @@ class Nursery(ParameterSwapper):
         if not self._home:
             self.close()
 
-    def _part_from(self, held: _Held, parameter: torch.nn.Parameter, *, keep_home: bool = False) -> None:
+    def _part_from(self, held: Held, parameter: torch.nn.Parameter, *, keep_home: bool = False) -> None:
         """Forget a parameter that is not ours any more, and its record, unless views of it are left."""
         if not keep_home:
             parameter.__dict__.pop("_swapper_home", None)
@@ -324,11 +325,11 @@ class Nursery(ParameterSwapper):
                 self._drop(held, parameter)
                 return
             self._release(held)
-        held.state = _State.GONE
+        held.state = State.GONE
         self._drop(held, parameter)
         self._store.forget(held.key)
 
-    def _drop(self, held: _Held, parameter: torch.nn.Parameter) -> None:
+    def _drop(self, held: Held, parameter: torch.nn.Parameter) -> None:
         del self._home[parameter]
         for hooks in self._forward_hooks:
             if held in hooks.records:

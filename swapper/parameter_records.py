@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from swapper.codec import SAFETENSORS_NAMES
 from swapper.evicted import home_of
-from swapper.layout import ALIGNMENT_BYTES, PAGE_BYTES, Entry, RecordLayout, plan_whole_tensors, round_up
+from swapper.layout import ALIGNMENT_BYTES, PAGE_BYTES, Entry, RecordLayout, format_bytes, plan_whole_tensors, round_up
 from swapper.trial import is_dense
 
 __all__ = [
@@ -26,9 +26,12 @@ __all__ = [
     "OtherTensors",
     "ParameterPlace",
     "ParameterRecord",
+    "first_of",
+    "least_bytes",
     "modules_with_parameters",
     "plan_parameter_records",
     "plan_record_of",
+    "used_by",
     "why_not",
 ]
 
@@ -238,3 +241,55 @@ def plan_record_of(number: int, group: Sequence[tuple[str, torch.nn.Parameter]])
         places.append(ParameterPlace(p, name, p.shape, p.stride(), p.dtype, file_offset, offset))
     length = max(layout.length_bytes, round_up(cursor, PAGE_BYTES))
     return ParameterRecord(number, tuple(places), layout, layout.length_bytes, length)
+
+
+def used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters that the forward of `module` itself uses, as far as can be known before it runs."""
+    whole = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
+    # These choose another kernel in evaluation if a parameter of a module below them is not an ordinary one.
+    yield from module.parameters(recurse=isinstance(module, whole))
+
+
+def first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[ParameterRecord]:
+    """The first records that together take at most `resident_bytes`."""
+    chosen: set[ParameterRecord] = set()
+    for record in records:
+        if resident_bytes < record.length_bytes:
+            break
+        resident_bytes -= record.length_bytes
+        chosen.add(record)
+    return chosen
+
+
+def least_bytes(
+    model: torch.nn.Module, records: Sequence[ParameterRecord], resident: set[ParameterRecord], step_in_backward: bool
+) -> tuple[int, str]:
+    """What the pool must have for parameters, and the sum in words."""
+    moving = [record for record in records if record not in resident]
+    largest = max((record.length_bytes for record in moving), default=0)
+    needed = 2 * largest
+    why = f"2 x {format_bytes(largest)} (the largest record: one in use, one arriving)"
+    together, name = _longest_together(model, moving)
+    if together > needed:
+        needed = together
+        why = f"{format_bytes(together)} (what {name or 'the model'} uses itself, and the modules it runs in,)"
+    if step_in_backward:
+        needed += largest
+        why += f" + {format_bytes(largest)} (stepped in backward)"
+    if resident:
+        kept_bytes = sum(record.length_bytes for record in resident)
+        needed += kept_bytes
+        why += f" + {format_bytes(kept_bytes)} kept resident"
+    return needed, why
+
+
+def _longest_together(model: torch.nn.Module, records: Iterable[ParameterRecord]) -> tuple[int, str]:
+    """The most bytes of records that are there while a module runs inside others, and the name of that module."""
+    record_of = {place.parameter: record for record in records for place in record.places}
+
+    def walk(name: str, module: torch.nn.Module, outer: frozenset[ParameterRecord]) -> tuple[int, str]:
+        used = outer | {record_of[p] for p in used_by(module) if p in record_of}
+        below = [walk(f"{name}.{key}".lstrip("."), child, used) for key, child in module.named_children()]
+        return max([(sum(record.length_bytes for record in used), name), *below], key=lambda item: item[0])
+
+    return walk("", model, frozenset())

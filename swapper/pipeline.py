@@ -138,6 +138,7 @@ class Pipeline:
                 lease = self._acquire(length_bytes)
                 if self._store is None or self._store.stored_bytes(key) == 0:
                     self._held[key] = _Held(lease, Place.LIVE, empty=True)
+                    self._metrics.begin_use(key)
                     return lease, False
                 held = self._read(key, lease)
             assert held.place is not Place.LIVE, f"{key} is in use already"
@@ -157,6 +158,7 @@ class Pipeline:
                     raise
                 held.lease.transfer = None
             held.place, held.writing = Place.LIVE, False
+            self._metrics.begin_use(key)
             return held.lease, True
 
     def put(self, key: RecordKey, length_bytes: int) -> None:
@@ -169,14 +171,14 @@ class Pipeline:
             held = self._held[key]
             assert held.place is Place.LIVE, f"{key} is not in use"
             held.empty = False
+            self._metrics.end_use(key)
             if self._store is None:
                 held.place = Place.KEPT
                 return
             held.lease.transfer = self._store.write(key, held.lease, length_bytes)
             held.writing = True
             held.place = Place.KEPT if key in self._resident else Place.LEAVING
-            self._metrics.writes += 1
-            self._metrics.bytes_written += length_bytes
+            self._metrics.count_write(key, length_bytes, held.lease.transfer)
             self._collect()
 
     def give_back(self, key: RecordKey) -> None:
@@ -184,6 +186,7 @@ class Pipeline:
         with self._lock:
             held = self._held[key]
             assert held.place is Place.LIVE, f"{key} is not in use"
+            self._metrics.end_use(key)
             if not held.empty and (self._store is None or key in self._resident):
                 held.place = Place.KEPT
             else:
@@ -250,6 +253,7 @@ class Pipeline:
             for key, held in list(self._held.items()):
                 if held.place is not Place.LIVE:
                     continue
+                self._metrics.end_use(key)
                 if self._store is None and not held.empty:
                     held.place = Place.KEPT
                 else:
@@ -266,6 +270,7 @@ class Pipeline:
                         held.lease.transfer.wait()
                 del self._held[key]
                 held.lease.release()
+                self._metrics.end_use(key)
             if self._store is not None:
                 self._store.discard(key)
 
@@ -280,8 +285,7 @@ class Pipeline:
         assert self._store is not None
         held = _Held(lease, Place.ARRIVING)
         lease.transfer = self._store.read(key, lease)
-        self._metrics.reads += 1
-        self._metrics.bytes_read += self._store.stored_bytes(key)
+        self._metrics.count_read(key, self._store.stored_bytes(key), lease.transfer)
         self._held[key] = held
         return held
 
@@ -364,7 +368,8 @@ class Pipeline:
                 continue
             if self._is_beyond_limit(length_bytes) and self._drop_last_staged():
                 continue
-            return self._pool.acquire(length_bytes)
+            with self._metrics.span("swapper.wait_pool"):
+                return self._pool.acquire(length_bytes)
         return lease
 
     def _wait_for_write(self) -> bool:

@@ -273,7 +273,7 @@ def test_a_backward_waits_for_no_write_while_the_pool_has_room(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = FaultPlan(delay_us=100_000)
-    monkeypatch.setattr("swapper.api.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+    monkeypatch.setattr("swapper.shared.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
     for pool_bytes, waits in (("8MiB", False), ("1MiB", True)):
         with Twin(nvme_path, pool_bytes=pool_bytes) as twin:
             twin.backward()

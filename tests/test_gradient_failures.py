@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("leaves_nothing")
 def faults(monkeypatch: pytest.MonkeyPatch) -> FaultPlan:
     """The faults of every engine that is made after it."""
     plan = FaultPlan()
-    monkeypatch.setattr("swapper.api.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+    monkeypatch.setattr("swapper.shared.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
     return plan
 
 
@@ -68,7 +68,7 @@ def test_delays_short_transfers_retries_and_other_orders_change_no_bit(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
     plan = FaultPlan(seed=seed, short=0.3, eintr=0.1, eagain=0.1, delay_us=1000, reorder=True)
-    monkeypatch.setattr("swapper.api.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+    monkeypatch.setattr("swapper.shared.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
     with Twin(nvme_path, 2, pool_bytes="1536KiB") as twin:
         for _ in range(3):
             twin.backward()
@@ -127,7 +127,7 @@ def test_a_gradient_whose_write_failed_raises_until_it_is_cleared(
 ) -> None:
     # So late that it is not seen where it was started: there the gradient would still be in memory.
     faults = FaultPlan(delay_us=300_000)
-    monkeypatch.setattr("swapper.api.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=faults))
+    monkeypatch.setattr("swapper.shared.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=faults))
     first, last = (nn.Parameter(torch.ones(8192)) for _ in range(2))
     optimizer = torch.optim.SGD([first, last], lr=0.5)
     with wrapped(optimizer, make_config(nvme_path)) as handle:

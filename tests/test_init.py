@@ -534,7 +534,7 @@ def test_a_drive_that_fails_while_parameters_are_put_away(
     for at in (1, 2, 5, 9):
         plan = FaultPlan(fail_errno=number)
         plan.fail_write_at = at
-        monkeypatch.setattr("swapper.api.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+        monkeypatch.setattr("swapper.shared.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
         config = config_for(nvme_path, pool_bytes="64KiB")
         with pytest.raises(swapper.SwapIOError) as caught, small_records(), swapper.init(config):
             model = Mlp(16)
@@ -561,7 +561,7 @@ def test_too_little_space_is_said_with_the_sum(nvme_path: Path, monkeypatch: pyt
 
 def test_a_read_that_fails_is_not_silent(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     plan = FaultPlan()
-    monkeypatch.setattr("swapper.api.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+    monkeypatch.setattr("swapper.shared.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
     plain, model = built_twice(nvme_path, lambda: Mlp(250))
     plan.fail_read_at = 1
     with pytest.raises(swapper.SwapIOError):

@@ -26,6 +26,15 @@ OPTIMIZER = PIPELINE | {
 }
 STEPS = {"stepper", "backward_step"}
 PARAMETERS = PIPELINE | {"config"}
+PARAMETER_PARTS = {
+    "evicted",
+    "forward_hooks",
+    "lasting",
+    "order",
+    "parameter_cache",
+    "parameter_records",
+    "saved_places",
+}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
 BUILDING = {"heap", "lasting", "nursery", "weights"}
 API = (
@@ -33,7 +42,8 @@ API = (
     | STEPS
     | SWAPPERS
     | BUILDING
-    | {"evicted", "order", "parameter_records", "gradient_records", "checkpoint", "fastsave", "dcp"}
+    | PARAMETER_PARTS
+    | {"gradient_records", "stats", "unswapped", "shared", "dry_run", "checkpoint", "fastsave", "dcp"}
 )
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -58,24 +68,31 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trial": {"errors", "layout"},
     "segments": {"trial", "pipeline", "store", "buffers", "codec", "layout"},
     "failure": {"errors", "evicted"},
-    "optimizer_state": {"segments", "trial", "buffers", "layout", "errors"},
+    "optimizer_state": OPTIMIZER | {"stepper"},
     "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
     "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "segments", "trial"},
     "backward_step": {"errors", "evicted", "optimizer_plan", "segments", "stepper"},
-    "optimizer": OPTIMIZER | STEPS,
+    "stats": {"metrics"},
+    "optimizer": OPTIMIZER | STEPS | {"stats"},
+    "unswapped": {"metrics", "optimizer", "stats", "stepper"},
     "evicted": {"errors"},
     "lasting": {"store", "parameter_records"},
     "order": set(),
     "parameter_records": {"layout", "codec", "trial", "evicted"},
     "gradient_records": {"store", "layout", "errors", "evicted", "trial"},
     "gradient": PARAMETERS | {"evicted", "gradient_records", "heap", "end_of_backward"},
-    "parameter": PARAMETERS | {"evicted", "order", "parameter_records", "lasting"},
-    "nursery": PARAMETERS | {"evicted", "heap", "order", "parameter_records", "parameter"},
+    "parameter_cache": PIPELINE | {"order", "parameter_records"},
+    "saved_places": {"errors", "evicted", "parameter_cache"},
+    "forward_hooks": {"evicted", "parameter_cache"},
+    "parameter": PARAMETERS | PARAMETER_PARTS,
+    "nursery": PARAMETERS | PARAMETER_PARTS | {"heap", "parameter"},
     "weights": HANDLE | {"evicted"},
     "checkpoint": OPTIMIZER | STEPS | SWAPPERS,
     "fastsave": HANDLE | {"buffers"},
     "dcp": HANDLE | {"buffers", "fastsave"},
     "api": API,
+    "shared": PIPELINE | {"config"},
+    "dry_run": PIPELINE | {"config", "gradient_records", "optimizer_plan", "parameter_records", "shared"},
     "deepnvme": {"handle", "gds", "errors"},
     "lightning": {"api", "checkpoint", "config"},
     "fabric": {"api", "checkpoint", "config"},
