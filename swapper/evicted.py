@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -202,7 +201,6 @@ class EvictedParameter(GradientAwayParameter):
     """The class of a parameter while its values are away."""
 
     @classmethod
-    @_disable_dynamo
     def __torch_function__(
         cls,
         func: Callable[..., Any],
