@@ -84,6 +84,7 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
     return _wrap(optimizer, settings)
 
 
+@torch.inference_mode(False)  # What is made here is used outside of that mode too.
 def _wrap(
     optimizer: _OptimizerT, settings: OffloadConfig, records: Mapping[int, tuple[int, int]] | None = None
 ) -> _OptimizerT:
@@ -212,6 +213,7 @@ def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple
     return model, optimizer
 
 
+@torch.inference_mode(False)  # What is made here is used outside of that mode too.
 def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConfig) -> None:
     """Parameters, after the optimizer's state and the gradients."""
     swapper = of(optimizer)
@@ -386,6 +388,7 @@ def gathered(
     return evicted.gathered(parameters)
 
 
+@torch.inference_mode(False)  # What is made here is used outside of that mode too.
 def _nursery(settings: OffloadConfig) -> Nursery:
     if settings.offload_param.device != "nvme":
         raise ConfigError(

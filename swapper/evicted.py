@@ -49,6 +49,9 @@ __all__ = [
 _ATTRIBUTE = "_swapper_home"
 """Name of the attribute of a parameter that says where its values come from."""
 
+_ADDRESS = "_swapper_address"
+"""Name of the attribute of a parameter that keeps the copy whose address it gave."""
+
 _GRADIENT = "_swapper_gradient_home"
 """Name of the attribute of a parameter that says where its gradient is, while that is away."""
 
@@ -219,6 +222,10 @@ class EvictedParameter(GradientAwayParameter):
             with torch._C.DisableTorchFunctionSubclass():
                 like = torch.empty_strided(like.shape, home.stride, dtype=like.dtype, device="meta")
                 return func(like, *args[1:], **kwargs)
+        if name == "data_ptr" and (home := home_of(args[0])) is not None:
+            # Where the values come in the pool others will be next: of two parameters the address would be the same.
+            lasting = vars(args[0])[_ADDRESS] = home.lasting()
+            return lasting.data_ptr()
         if func is torch.autograd.grad:
             return _grad(*args, **kwargs)
         if func is torch.autograd.backward and not any(home_of(root) for root in args[0]):
@@ -614,6 +621,7 @@ def restore(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
 def settle(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
     """As `restore`, for good: it has no home any more."""
     parameter.__dict__.pop(_ATTRIBUTE, None)
+    parameter.__dict__.pop(_ADDRESS, None)
     restore(parameter, values)
 
 

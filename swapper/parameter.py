@@ -260,6 +260,9 @@ class ParameterSwapper(ParameterCache):
     def stepping(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
         """Within it `parameters` have their values and are changed; afterwards they are written behind."""
         records = self.records_of(parameters)
+        if not records:  # All of them are in memory, as after `close(keep_values=True)`.
+            yield
+            return
         with self.present(records, "step"):
             with self._lock:
                 for held in records:
@@ -272,7 +275,8 @@ class ParameterSwapper(ParameterCache):
     ) -> contextlib.AbstractContextManager[None]:
         """Within it the records stay that hold some of `parameters`, which are there, and some of `following`."""
         here = set(self.records_of(parameters))
-        return self.present([held for held in self.records_of(following) if held in here], "step")
+        staying = [held for held in self.records_of(following) if held in here]
+        return self.present(staying, "step") if staying else contextlib.nullcontext()
 
     def end_round(self) -> None:
         """A step is over: the order of use since the last one is what to expect until the next one."""
@@ -283,8 +287,8 @@ class ParameterSwapper(ParameterCache):
         """Undo everything: remove the hooks, delete the files, give the memory back. Idempotent.
 
         Args:
-            keep_values: bring all parameters back into memory of their own; else their values are gone, and any use of
-                them raises.
+            keep_values: bring all parameters back into memory of their own, where the optimizer goes on stepping them;
+                else their values are gone, and any use of them raises.
 
         Raises:
             SwapIOError: with `keep_values`, a record could not be read; everything is as it was but for the parameters
@@ -296,6 +300,7 @@ class ParameterSwapper(ParameterCache):
             if keep_values:
                 for held in self._all:
                     self._restore_values(held)
+                self._home.clear()
             self._closed = True
             for hook in self._hooks:
                 hook.remove()
@@ -514,7 +519,8 @@ class ParameterSwapper(ParameterCache):
                 else:
                     refused = refused or (
                         f"{place.name} was {tuple(place.shape)} x {place.dtype} and was given data of "
-                        f"{tuple(p.shape)} x {p.dtype} on {p.device}; convert or move the model before swapper.offload"
+                        f"{tuple(p.shape)} x {p.dtype} on {p.device}; convert, resize or move the model before "
+                        "swapper.offload"
                     )
                     restore(p, values.as_strided(place.shape, place.stride))
             evict(p, p.__dict__["_swapper_home"])

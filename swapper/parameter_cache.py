@@ -304,10 +304,13 @@ class ParameterCache:
         if os.getpid() != self._pid:
             raise SwapError(
                 "a model whose parameters are swapped was used in a forked process; its files and buffers "
-                "belong to the parent"
+                "belong to the parent. Make the model in the process that uses it"
             )
         if self._closed:
-            raise SwapError("the swapper of this model was closed, and the values of its parameters are gone")
+            raise SwapError(
+                "the swapper of this model was closed, and the values of its parameters are gone; make the model anew, "
+                "and close it with model.swapper.close(keep_values=True)"
+            )
 
     def saved(self, held: Held, index: int, version: int) -> torch.Tensor:
         """The values of a parameter that autograd saved, 1-D; there as long as a view of them is.

@@ -129,7 +129,7 @@ def _pack(tensor: torch.Tensor) -> torch.Tensor | _Packed:
 
 def _place_of(tensor: torch.Tensor) -> _Packed | None:
     """Where the values of `tensor` are, if it is a swapped parameter or a view of one."""
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor._is_zerotensor():
         return None
     found = BY_ADDRESS.get(tensor.untyped_storage().data_ptr())
     if found is None:

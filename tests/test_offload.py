@@ -121,6 +121,35 @@ def test_closed_with_its_values_it_is_an_ordinary_model(nvme_path: Path) -> None
     assert loss.item() < losses[0]
 
 
+def test_closed_with_its_values_its_optimizer_goes_on(nvme_path: Path) -> None:
+    model, optimizer = offloaded(make_config(nvme_path))
+    losses = train(model, optimizer, 2)
+    swapper_of(model).close(keep_values=True)
+    assert [*losses, *train(model, optimizer, 1)][:2] == plain_losses(2)
+    plain = make_model()
+    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    train(plain, plain_optimizer, 2)
+    train(plain, plain_optimizer, 1)
+    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_offload_in_inference_mode_is_for_training_too(nvme_path: Path) -> None:
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with torch.inference_mode():
+        swapper.offload(model, optimizer, make_config(nvme_path))
+        model(torch.ones(1, WIDTH))
+    assert train(model, optimizer) == plain_losses()
+
+
+def test_addresses_of_parameters_that_are_away_differ_and_last(nvme_path: Path) -> None:
+    model, _ = offloaded(make_config(nvme_path, pool_bytes=f"{least_pool_bytes(nvme_path, 0)}B"))
+    addresses = [p.data_ptr() for p in model.parameters()]
+    assert len(set(addresses)) == len(addresses)
+    assert addresses == [p.data_ptr() for p in model.parameters()]
+
+
 def test_closed_without_its_values_any_use_raises(nvme_path: Path) -> None:
     model, optimizer = offloaded(make_config(nvme_path))
     swapper_of(model).close()
