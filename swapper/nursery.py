@@ -17,7 +17,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -132,20 +132,19 @@ class Nursery(ParameterSwapper):
             self._put_away_waiting()
             self._wait(item, f"{type(module).__name__}.{name}")
 
-    def put_away(self, module: torch.nn.Module) -> None:
+    def put_away(self, module: torch.nn.Module, scripted: Collection[torch.nn.Parameter] = ()) -> None:
         """Put the parameters of `module` and of those below it on disk, as far as they can be.
+
+        Args:
+            module: complete.
+            scripted: parameters that code which is not Python has, as those of ScriptModules in `module`.
 
         Raises:
             ConfigError: the pool is too small for one of them.
             SwapIOError: the drive failed or is full.
         """
         others = OtherTensors()
-        scripted = {
-            parameter
-            for part in module.modules()
-            if isinstance(part, torch.jit.ScriptModule)
-            for parameter in part.parameters(recurse=False)
-        }
+        scripted = {*scripted, *_scripted(module)}
         for name, parameter in module.named_parameters():
             if parameter not in scripted:
                 self._put_away(parameter, f"{type(module).__name__}.{name}", others)
@@ -266,8 +265,12 @@ class Nursery(ParameterSwapper):
     def _finish(self) -> None:
         """The models are complete: put away what waits, and hook their modules so that they run as others do."""
         roots = self._roots()
+        # What was scripted may be there as it was before too, with the same parameters.
+        scripted = {parameter for root in roots for parameter in _scripted(root)}
+        for parameter in scripted:
+            self._waiting.pop(id(parameter), None)
         for root in roots:
-            self.put_away(root)
+            self.put_away(root, scripted)
         self._put_away_waiting(all_of_them=True)
         count = len(self._all)
         self._order = Order(
@@ -381,6 +384,13 @@ def initialisers_of(
                 "device and no reset_parameters(); pass a function that initialises such a module"
             )
     return found
+
+
+def _scripted(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters of ScriptModules in `module`."""
+    for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            yield from part.parameters(recurse=False)
 
 
 def _is_hollow(tensor: torch.Tensor | None) -> bool:
