@@ -270,12 +270,13 @@ class Stepper:
     def stage_ahead(self, work: Sequence[Work], start: int) -> None:
         """Start reading what `work` needs from position `start` on, as far as there is room."""
         for bucket, active in work[start : start + _READ_AHEAD]:
-            if bucket.length_bytes and not self._pipeline.stage(bucket.key, bucket.length_bytes):
-                return
+            # Gradients first: they are short, are asked for before the record, and would else queue behind it.
             if self.gradients is not None:
                 for segment in active:
                     if not self.gradients.stage(segment.parameter, segment.start):
                         return
+            if bucket.length_bytes and not self._pipeline.stage(bucket.key, bucket.length_bytes):
+                return
 
     def widen(self, optimizer: Optimizer) -> None:
         """Show the optimizer its own groups and hooks again, and no state. Idempotent."""
