@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.autograd.forward_ad as fwAD
 from torch import nn
 
 import swapper
 from swapper import ConfigError, OffloadConfig, ParameterSwapper, SwapError, parameter_records
 from swapper.evicted import EvictedParameter
+from swapper.parameter_cache import State
 
 WIDTH = 256
 RECORD_BYTES = 4 * (WIDTH * WIDTH + WIDTH) + 8192
@@ -186,6 +188,32 @@ optimizer.step()
 """
     subprocess.run([sys.executable, "-c", program], check=True)
     assert list(nvme_path.iterdir()) == []
+
+
+def test_a_read_that_ctrl_c_cut_off_from_its_use_is_made_again(nvme_path: Path) -> None:
+    model, _ = offloaded(make_config(nvme_path, pool_bytes=f"{least_pool_bytes(nvme_path, 0)}B"))
+    expected = make_model()(torch.ones(1, WIDTH))
+    used = swapper_of(model)
+    model(torch.ones(1, WIDTH))
+    held = next(held for held in used._all if held.state is State.STORED)
+    used._make_room(held)
+    used._read(held)
+    assert held.lease is not None
+    assert held.lease.transfer is not None
+    held.lease.transfer.wait()
+    held.lease.transfer = None  # As between the wait and the opening of the record.
+    assert torch.equal(model(torch.ones(1, WIDTH)), expected)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch uses it for some of them.
+def test_forward_derivatives_have_the_bits_of_the_plain_model(nvme_path: Path) -> None:
+    tangents = []
+    x, direction = torch.ones(2, WIDTH), torch.full((2, WIDTH), 0.5)
+    for model in (make_model(), offloaded(make_config(nvme_path))[0]):
+        with fwAD.dual_level():
+            tangents.append(fwAD.unpack_dual(model(fwAD.make_dual(x, direction))).tangent)
+    assert tangents[0] is not None
+    assert torch.equal(tangents[0], tangents[1])
 
 
 # --- The pool ---
