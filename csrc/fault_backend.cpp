@@ -59,12 +59,20 @@ class FaultBackend final : public Backend {
         return probability > 0 && std::uniform_real_distribution<double>(0, 1)(random_) < probability;
     }
 
+    // Whether this was the one that is counted to. It stays at 0 then: several I/O threads count at once.
+    static bool count_down(std::atomic<int64_t>& left) {
+        int64_t before = left.load();
+        while (before > 0 && !left.compare_exchange_weak(before, before - 1)) {
+        }
+        return before == 1;
+    }
+
     int drawn_error(const Request& request) {
         const bool read = request.operation == Operation::kRead;
         auto& seen = read ? plan_->reads : plan_->writes;
         auto& fail_at = read ? plan_->fail_read_at : plan_->fail_write_at;
         ++seen;
-        if (fail_at.load() > 0 && --fail_at == 0) return plan_->fail_error;
+        if (count_down(fail_at)) return plan_->fail_error;
         if (chance(plan_->eio)) return EIO;
         if (!read && chance(plan_->enospc)) return ENOSPC;
         if (chance(plan_->eintr)) return EINTR;
