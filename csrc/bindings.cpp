@@ -10,6 +10,7 @@
 
 #include "checksums.h"
 #include "codec.h"
+#include "crc32.h"
 #include "crc32c.h"
 #include "cufile.h"
 #include "engine.h"
@@ -318,6 +319,24 @@ void bind_codec(py::module_& module) {
             return crc32c_by_table(source(address), length_bytes, seed);
         },
         "address"_a, "length_bytes"_a, "seed"_a = 0, NoGil());
+    module.def(
+        "crc32",
+        [](uintptr_t address, size_t length_bytes, uint32_t seed) {
+            return crc32(source(address), length_bytes, seed);
+        },
+        "address"_a, "length_bytes"_a, "seed"_a = 0, NoGil());
+    module.def(
+        "crc32_by_table",
+        [](uintptr_t address, size_t length_bytes, uint32_t seed) {
+            return crc32_by_table(source(address), length_bytes, seed);
+        },
+        "address"_a, "length_bytes"_a, "seed"_a = 0, NoGil());
+    module.def(
+        "copy_crc32",
+        [](uintptr_t destination, uintptr_t from, size_t length_bytes, uint32_t seed) {
+            return copy_crc32(target(destination), source(from), length_bytes, seed);
+        },
+        "destination"_a, "source"_a, "length_bytes"_a, "seed"_a = 0, NoGil());
 }
 
 // end of codec
