@@ -332,6 +332,17 @@ void bind_codec(py::module_& module) {
         },
         "address"_a, "length_bytes"_a, "seed"_a = 0, NoGil());
     module.def(
+        "address_of",
+        [](const py::object& buffer, bool writable) {
+            Py_buffer view;
+            if (PyObject_GetBuffer(buffer.ptr(), &view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
+                throw py::error_already_set();
+            const auto place = py::make_tuple(reinterpret_cast<uintptr_t>(view.buf), view.len);
+            PyBuffer_Release(&view);
+            return place;
+        },
+        "buffer"_a, "writable"_a);
+    module.def(
         "copy_crc32",
         [](uintptr_t destination, uintptr_t from, size_t length_bytes, uint32_t seed) {
             return copy_crc32(target(destination), source(from), length_bytes, seed);

@@ -160,25 +160,35 @@ def crc32(tensor: Tensor, seed: int = 0) -> int:
     return _native.crc32(tensor.data_ptr(), tensor.nbytes, seed)
 
 
-def copy_crc32(destination: Tensor, source: Tensor, seed: int = 0) -> int:
+def copy_crc32(destination: Tensor | memoryview, source: Tensor | memoryview, seed: int = 0) -> int:
     """Copy the bytes of `source` and return their `crc32`, on one way through memory. Releases the GIL.
 
     Autograd does not notice the write.
 
     Args:
         destination: as many bytes as `source` has, none in common with it; written. Faster at multiples of 16 bytes.
-        source: both on the CPU and contiguous; any dtype, shape and alignment.
+        source: both contiguous, of any shape and alignment; a tensor on the CPU.
         seed: the checksum of what came before; 0 if nothing did.
 
     Raises:
         ValueError: a tensor is not as described.
+        BufferError: a memoryview is not, or `destination` is read-only.
     """
-    _require("destination", destination)
-    _require("source", source)
-    if destination.nbytes != source.nbytes:
-        raise ValueError(f"destination has {destination.nbytes} bytes; source has {source.nbytes}")
-    _require_disjoint(destination=destination, source=source)
-    return _native.copy_crc32(destination.data_ptr(), source.data_ptr(), source.nbytes, seed)
+    to, to_bytes = _place("destination", destination, writable=True)
+    begin, length_bytes = _place("source", source, writable=False)
+    if to_bytes != length_bytes:
+        raise ValueError(f"destination has {to_bytes} bytes; source has {length_bytes}")
+    if to < begin + length_bytes and begin < to + length_bytes:
+        raise ValueError("destination and source overlap in memory")
+    return _native.copy_crc32(to, begin, length_bytes, seed)
+
+
+def _place(name: str, memory: Tensor | memoryview, *, writable: bool) -> tuple[int, int]:
+    """Address and length of `memory`."""
+    if isinstance(memory, Tensor):
+        _require(name, memory)
+        return memory.data_ptr(), memory.nbytes
+    return _native.address_of(memory, writable)
 
 
 def _require(

@@ -375,6 +375,9 @@ def test_crc32_equals_zlib_and_copies_every_byte(length: int) -> None:
             assert codec.copy_crc32(copy[to : to + length], part, 0x1234) == expected
             assert torch.equal(copy[to : to + length], part)
             assert copy[:to].eq(7).all() and copy[-1] == 7
+        memory = bytearray(length)
+        assert codec.copy_crc32(memoryview(memory), memoryview(data)[offset : offset + length], 0x1234) == expected
+        assert memory == data[offset : offset + length]
 
 
 def test_copy_with_crc32_refuses_what_would_go_beyond() -> None:
@@ -385,3 +388,7 @@ def test_copy_with_crc32_refuses_what_would_go_beyond() -> None:
         codec.copy_crc32(tensor[1:5], tensor[:4])
     with pytest.raises(ValueError, match="source is not contiguous"):
         codec.copy_crc32(torch.zeros(16), torch.zeros(4, 4).t())
+    with pytest.raises(BufferError):
+        codec.copy_crc32(memoryview(b"1234"), torch.zeros(1))
+    with pytest.raises(BufferError):
+        codec.copy_crc32(torch.zeros(1), memoryview(b"12345678")[::2])
