@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["BadArchive", "Entry", "Record", "descriptor", "directory", "local_header", "read_directory"]
+__all__ = ["BadArchive", "Entry", "Record", "descriptor", "directory", "header_bytes", "local_header", "read_directory"]
 
 _MAX_16, _MAX_32 = 0xFFFF, 0xFFFFFFFF
 _UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008
@@ -25,6 +25,7 @@ _ZIP64_EXTRA, _PADDING_EXTRA = 1, b"FB"
 _COMMENT_BYTES_MAX = _MAX_16
 
 LOCAL_HEADER_BYTES = _LOCAL.size
+"""Of a local header, without the name and extra fields that it announces."""
 
 
 class BadArchive(ValueError):
@@ -81,6 +82,18 @@ def local_header(record: Record, alignment_bytes: int) -> bytes:
     padding = -start % alignment_bytes
     extra += struct.pack("<2sH", _PADDING_EXTRA, padding) + b"Z" * padding
     return _LOCAL.pack(b"PK\3\4", 0, _flags(record), 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
+
+
+def header_bytes(header: bytes) -> int:
+    """How long a local header is, from its first `LOCAL_HEADER_BYTES`.
+
+    Raises:
+        BadArchive: it is none.
+    """
+    if len(header) < _LOCAL.size or not header.startswith(b"PK\3\4"):
+        raise BadArchive("a local header is damaged")
+    *_, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
+    return int(_LOCAL.size + name_bytes + extra_bytes)
 
 
 def descriptor(record: Record, crc32: int) -> bytes:

@@ -27,7 +27,12 @@ OPTIMIZER = PIPELINE | {
 STEPS = {"stepper", "backward_step"}
 PARAMETERS = PIPELINE | {"config"}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
-API = OPTIMIZER | STEPS | SWAPPERS | {"evicted", "order", "parameter_records", "checkpoint", "fastsave", "dcp"}
+API = (
+    OPTIMIZER
+    | STEPS
+    | SWAPPERS
+    | {"evicted", "order", "parameter_records", "checkpoint", "archive", "streams", "fastsave", "dcp"}
+)
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -60,8 +65,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gradient": PARAMETERS | {"evicted", "trial"},
     "parameter": PARAMETERS | {"evicted", "order", "parameter_records"},
     "checkpoint": OPTIMIZER | STEPS | SWAPPERS,
-    "fastsave": HANDLE | {"buffers"},
-    "dcp": HANDLE | {"buffers", "fastsave"},
+    "archive": set(),
+    "streams": HANDLE | {"buffers", "codec", "archive"},
+    "fastsave": HANDLE | {"buffers", "archive", "streams"},
+    "dcp": HANDLE | {"buffers", "archive", "streams", "fastsave"},
     "api": API,
     "deepnvme": {"handle", "gds", "errors"},
     "lightning": {"api", "checkpoint", "config"},
