@@ -18,6 +18,7 @@
 #include "fault_backend.h"
 #include "file.h"
 #include "pinned.h"
+#include "prefault.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -348,6 +349,12 @@ void bind_codec(py::module_& module) {
             return copy_crc32(target(destination), source(from), length_bytes, seed);
         },
         "destination"_a, "source"_a, "length_bytes"_a, "seed"_a = 0, NoGil());
+    module.def(
+        "prefault",
+        [](uintptr_t address, size_t length_bytes, unsigned threads) {
+            prefault(target(address), length_bytes, threads);
+        },
+        "address"_a, "length_bytes"_a, "threads"_a, NoGil());
 }
 
 // end of codec

@@ -191,4 +191,7 @@ def address_of(buffer: object, writable: bool) -> tuple[int, int]:
 def copy_crc32(destination: int, source: int, length_bytes: int, seed: int = 0) -> int:
     """See csrc/crc32.h. Addresses, as ints; they are not checked."""
 
+def prefault(address: int, length_bytes: int, threads: int) -> None:
+    """See csrc/prefault.h."""
+
 # end of codec

@@ -25,7 +25,16 @@ from torch import Tensor
 from swapper import _native
 from swapper.errors import SwapError
 
-__all__ = ["SAFETENSORS_NAMES", "checksum", "copy_crc32", "crc32", "join_master", "split_master", "ties_bytes_max"]
+__all__ = [
+    "SAFETENSORS_NAMES",
+    "checksum",
+    "copy_crc32",
+    "crc32",
+    "join_master",
+    "prefault",
+    "split_master",
+    "ties_bytes_max",
+]
 
 SAFETENSORS_NAMES = {
     torch.float64: "F64",
@@ -181,6 +190,18 @@ def copy_crc32(destination: Tensor | memoryview, source: Tensor | memoryview, se
     if to < begin + length_bytes and begin < to + length_bytes:
         raise ValueError("destination and source overlap in memory")
     return _native.copy_crc32(to, begin, length_bytes, seed)
+
+
+def prefault(memory: memoryview) -> None:
+    """Let the kernel bring the pages of memory that is about to be filled, with all threads. Its content stays.
+
+    A hint. Uses `torch.get_num_threads()` threads and releases the GIL.
+
+    Raises:
+        BufferError: `memory` is not contiguous, or read-only.
+    """
+    address, length_bytes = _place("memory", memory, writable=True)
+    _native.prefault(address, length_bytes, torch.get_num_threads())
 
 
 def _place(name: str, memory: Tensor | memoryview, *, writable: bool) -> tuple[int, int]:

@@ -31,7 +31,7 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.handle import AsyncIOHandle
 from swapper.streams import POOL_BYTES, InputFile, OutputFile
 
-__all__ = ["FastWriter", "SaveHandle", "load", "save"]
+__all__ = ["FastWriter", "Prepared", "SaveHandle", "checked", "load", "save"]
 
 _ARCHIVE = "archive"
 _END_BYTES = 22
@@ -200,19 +200,15 @@ def save(
         SwapIOError: the drive is full or has failed, the directory is not there, or `path` is not a regular file.
         Exception: what pickling raises.
     """
-    data, storages = _pickled(obj, pickle_module, pickle_protocol)
-    plan = _Plan(len(data), [storage.nbytes() for storage in storages])
+    prepared = Prepared(obj, pickle_module, pickle_protocol)
+    devices = prepared.cuda_devices
     output = OutputFile(
-        path,
-        length_bytes=plan.length_bytes,
-        pool_bytes=pool_bytes,
-        handle=handle,
-        cuda=any(storage.device.type == "cuda" for storage in storages),
+        path, length_bytes=prepared.length_bytes, pool_bytes=pool_bytes, handle=handle, cuda=bool(devices)
     )
 
     def write() -> None:
         with output:
-            plan.write(output, data, storages)
+            prepared.write(output)
             output.commit()
 
     if not background:
@@ -220,7 +216,6 @@ def save(
         return None
     try:
         # The caller's streams may still have to compute what is saved.
-        devices = {storage.device for storage in storages if storage.device.type == "cuda"}
         streams = [torch.cuda.current_stream(device) for device in devices]
         return SaveHandle(output.path, lambda: _on_streams(streams, write))
     except BaseException:
@@ -274,52 +269,71 @@ def _pickled(obj: object, pickle_module: Any, protocol: int) -> tuple[bytes, lis
     return buffer.getvalue(), storages
 
 
-class _Plan:
-    """Where each record of a file will be.
+class Prepared:
+    """An object that is pickled, and where each record of its file will be. The tensors' bytes are still only there.
 
     Args:
-        data_bytes: length of the pickle.
-        storages_bytes: lengths of the storages.
+        obj, pickle_module, pickle_protocol: as for `torch.save`.
+
+    Attributes:
+        length_bytes: of the whole file.
+
+    Raises:
+        Exception: what pickling raises.
     """
 
-    def __init__(self, data_bytes: int, storages_bytes: list[int]) -> None:
-        self._alignment_bytes = _storage_alignment_bytes()
-        alignment = str(self._alignment_bytes).encode()
+    def __init__(self, obj: object, pickle_module: Any = pickle, pickle_protocol: int = 2) -> None:
+        data, self._storages = _pickled(obj, pickle_module, pickle_protocol)
+        alignment_bytes = _storage_alignment_bytes()
         # In torch's order: the first must be the pickle, and storages follow one another.
-        self._before = {".format_version": b"1", ".storage_alignment": alignment, "byteorder": sys.byteorder.encode()}
-        lengths = {"data.pkl": data_bytes, **{name: len(content) for name, content in self._before.items()}}
-        lengths.update((f"data/{key}", length) for key, length in enumerate(storages_bytes))
-        lengths.update({"version": 2, ".data/serialization_id": 40})
-        self._records: list[tuple[Record, bytes]] = []
+        contents: dict[str, bytes | torch.UntypedStorage] = {
+            "data.pkl": data,
+            ".format_version": b"1",
+            ".storage_alignment": str(alignment_bytes).encode(),
+            "byteorder": sys.byteorder.encode(),
+            **{f"data/{key}": storage for key, storage in enumerate(self._storages)},
+            "version": b"3\n",
+            ".data/serialization_id": b"0" * 40,
+        }
+        self._records: list[tuple[Record, bytes, bytes | torch.UntypedStorage]] = []
         offset = 0
-        for name, length in lengths.items():
-            record = Record(f"{_ARCHIVE}/{name}", offset, length)
-            header = archive.local_header(record, self._alignment_bytes)
-            self._records.append((record, header))
-            offset += len(header) + length + len(archive.descriptor(record, 0))
+        for name, content in contents.items():
+            record = Record(f"{_ARCHIVE}/{name}", offset, _length_bytes(content))
+            header = archive.local_header(record, alignment_bytes)
+            self._records.append((record, header, content))
+            offset += len(header) + record.length_bytes + len(archive.descriptor(record, 0))
         self._directory_offset_bytes = offset
-        self.length_bytes = offset + len(archive.directory([(record, 0) for record, _ in self._records], offset))
-        """Of the whole file."""
+        self.length_bytes = offset + len(archive.directory([(record, 0) for record, *_ in self._records], offset))
 
-    def write(self, output: OutputFile, data: bytes, storages: list[torch.UntypedStorage]) -> None:
-        """Write all of it."""
-        contents: list[bytes | torch.UntypedStorage] = [data, *self._before.values(), *storages, b"3\n"]
+    @property
+    def cuda_devices(self) -> set[torch.device]:
+        """Where its CUDA tensors are."""
+        return {storage.device for storage in self._storages if storage.device.type == "cuda"}
+
+    def write(self, output: OutputFile) -> None:
+        """Write all of it, at the end of what `output` has.
+
+        Raises:
+            SwapIOError: the drive has failed.
+            SwapError: a tensor was resized meanwhile.
+        """
         done: list[tuple[Record, int]] = []
-        for (record, header), content in zip(self._records, contents, strict=False):
+        for record, header, content in self._records[:-1]:
             done.append((record, _append(output, record, header, content)))
         # torch makes it of names and checksums too, and only shows it: 40 digits that differ where the content does.
         crcs = struct.pack(f"<{len(done)}I", *(crc for _, crc in done))
-        record, header = self._records[-1]
-        content = f"{len(done):020d}{zlib.crc32(crcs):020d}".encode()
-        done.append((record, _append(output, record, header, content)))
+        record, header, _ = self._records[-1]
+        done.append((record, _append(output, record, header, f"{len(done):020d}{zlib.crc32(crcs):020d}".encode())))
         output.append(archive.directory(done, self._directory_offset_bytes))
-        assert output.tell() == self.length_bytes
+
+
+def _length_bytes(content: bytes | torch.UntypedStorage) -> int:
+    return len(content) if isinstance(content, bytes) else content.nbytes()
 
 
 def _append(output: OutputFile, record: Record, header: bytes, content: bytes | torch.UntypedStorage) -> int:
-    length = len(content) if isinstance(content, bytes) else content.nbytes()
-    if length != record.length_bytes:
-        raise SwapError(f"a tensor was resized while it was saved: {record.length_bytes} bytes became {length}")
+    if _length_bytes(content) != record.length_bytes:
+        raise SwapError(f"a tensor of {record.length_bytes} bytes was resized while it was saved")
     output.append(header)
     crc = output.append(content)
     output.append(archive.descriptor(record, crc))
@@ -380,12 +394,12 @@ def load(
                 found = _load_to_devices(file, map_location, load_from)
                 if found is not None:
                     return found[0]
-            return _checked(file, lambda: load_from(file, map_location))
+            return checked(file, lambda: load_from(file, map_location))
     return load_from(path, map_location)
 
 
-def _checked(file: InputFile, action: Callable[[], Any]) -> Any:
-    """Let what a read met be raised, and not what torch makes of a file that ends too early."""
+def checked(file: InputFile, action: Callable[[], Any]) -> Any:
+    """Call `action`, which lets torch read `file`; if a read fails, raise that, and not what torch makes of it."""
     try:
         result = action()
     except BaseException as error:
@@ -405,7 +419,7 @@ def _load_to_devices(file: InputFile, map_location: Any, load_from: Callable[[An
         return None  # torch swaps the bytes before it asks for the device.
     file.defer_from_bytes = _DEFERRED_BYTES_MIN
     try:
-        return (_checked(file, lambda: load_from(file, _ToDevices(file, map_location))),)
+        return (checked(file, lambda: load_from(file, _ToDevices(file, map_location))),)
     except RuntimeError as error:
         # Tensor subclasses without memory of their own, such as DTensor, ask for `map_location`, and take no function.
         # Nothing has happened yet: with `weights_only` unpickling has no effects.

@@ -40,6 +40,7 @@ _BUFFERS = 4
 _POOL_BYTES_MIN = _BUFFERS * 64 * 1024
 _FIRST_AHEAD_BYTES = 256 << 10
 _NEXT_TO_BYTES = 64 << 10
+_FRESH_BYTES_MIN = 1 << 20
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
@@ -362,7 +363,7 @@ class InputFile(io.RawIOBase):
 
     Attributes:
         failure: what a read met first; None if nothing did.
-        length_bytes: of the file.
+        length_bytes: of the file, or of its part: see `restrict`.
         deferred: the last read that was left out, on demand: see `defer_from_bytes`. Offset and length.
         defer_from_bytes: reads of storages this long return with the memory untouched; 0 for none. What they asked for
             must then be fetched by `fill`. Needs `check`.
@@ -385,6 +386,7 @@ class InputFile(io.RawIOBase):
         self.failure: BaseException | None = None
         self.deferred: tuple[int, int] | None = None
         self.defer_from_bytes = 0
+        self._base = 0
         self._position = 0
         self._offsets: list[int] = []
         self._entries: list[Entry] = []
@@ -394,14 +396,24 @@ class InputFile(io.RawIOBase):
         self._ahead_bytes = 0
         self._stack = contextlib.ExitStack()
         with contextlib.ExitStack() as stack:
-            # What it is, by an engine that costs nothing: a directory, or a file that is not there, is refused here.
             with _system_errors("open", self.path):
-                self.length_bytes = os.stat(self.path).st_size
-            self._buffers = _Buffers(pool_bytes, self.length_bytes, handle, cuda=cuda)
+                length_bytes = os.stat(self.path).st_size
+            self._buffers = _Buffers(pool_bytes, length_bytes, handle, cuda=cuda)
             stack.callback(self._buffers.close)
             self._file: File = stack.enter_context(self._buffers.handle.open(self.path, "r"))
-            self.length_bytes = self._file.size_bytes()
+            self.length_bytes = self._file_bytes = self._file.size_bytes()
             self._stack = stack.pop_all()
+
+    def restrict(self, offset_bytes: int, length_bytes: int) -> None:
+        """Be that part of the file from now on: every offset is counted from its start. Nothing is checked any more.
+
+        Raises:
+            SwapIOError: the file ends before (ENODATA).
+        """
+        if not 0 <= offset_bytes <= offset_bytes + length_bytes <= self._file_bytes:
+            raise SwapIOError(errno.ENODATA, "read", self.path, offset_bytes, length_bytes)
+        self._base, self.length_bytes, self._position = offset_bytes, length_bytes, 0
+        self.check(())
 
     def check(self, entries: Sequence[Entry]) -> None:
         """Compare payloads that are read in one piece with their checksums from now on."""
@@ -427,7 +439,8 @@ class InputFile(io.RawIOBase):
             SwapIOError: the drive has failed.
         """
         with _system_errors("read", self.path):
-            return os.pread(self._file.fileno(), length_bytes, offset_bytes)
+            length_bytes = max(0, min(length_bytes, self.length_bytes - offset_bytes))
+            return os.pread(self._file.fileno(), length_bytes, self._base + offset_bytes)
 
     def fill(self, storage: torch.UntypedStorage, offset_bytes: int) -> None:
         """Read so many bytes as a storage on any device has, from `offset_bytes` on.
@@ -490,22 +503,29 @@ class InputFile(io.RawIOBase):
         super().close()
 
     def _read_into(self, view: memoryview, offset_bytes: int) -> None:
+        # Memory that torch has just allocated: to touch it page after page would take longer than the drive does.
+        fresh = len(view) >= _FRESH_BYTES_MIN
+
         def put(done: int, piece: torch.Tensor, crc: int) -> int:
-            return codec.copy_crc32(view[done : done + len(piece)], piece, crc)
+            part = view[done : done + len(piece)]
+            if fresh:
+                codec.prefault(part)
+            return codec.copy_crc32(part, piece, crc)
 
         self._read(offset_bytes, len(view), put)
 
-    def _read(self, start: int, length_bytes: int, put: Callable[[int, torch.Tensor, int], int]) -> None:
-        """Hand over a part of the file, piece by piece, and check it.
+    def _read(self, offset_bytes: int, length_bytes: int, put: Callable[[int, torch.Tensor, int], int]) -> None:
+        """Hand over some bytes, piece by piece, and check them.
 
         Args:
-            start: offset in the file.
-            length_bytes: of the part.
+            offset_bytes: where they start.
+            length_bytes: how many.
             put: takes what was done before, a piece and the checksum so far; returns that with the piece.
         """
         if not length_bytes:
             return
         crc = 0
+        start = self._base + offset_bytes
         stop = start + length_bytes
         # Small reads at scattered places bring nothing else; those that go on where the last one ended, more and more.
         on = 0 <= start - self._end_of_last <= _NEXT_TO_BYTES
@@ -521,7 +541,7 @@ class InputFile(io.RawIOBase):
         if at == self._pieces[0].stop:
             self._free_first()
         self._read_ahead(stop)
-        entry = self._entry(start, length_bytes)
+        entry = self._entry(offset_bytes, length_bytes)
         if entry is not None and entry.crc32 not in (None, crc):
             detail = f"the record {entry.name!r} does not match its checksum: the file was damaged"
             raise SwapIOError(errno.EBADMSG, "read", self.path, start, length_bytes, detail)
@@ -546,10 +566,10 @@ class InputFile(io.RawIOBase):
         """Start reads up to `stop`, which is wanted, and beyond, as far as there are buffers."""
         while self._buffers.free:
             start = self._next
-            beyond = min(stop + self._ahead_bytes, self.length_bytes)
-            end = min(start + self._buffers.buffer_bytes, -(-beyond // _PAGE_BYTES) * _PAGE_BYTES, self.length_bytes)
+            beyond = min(stop + self._ahead_bytes, self._file_bytes)
+            end = min(start + self._buffers.buffer_bytes, -(-beyond // _PAGE_BYTES) * _PAGE_BYTES, self._file_bytes)
             # What is not wanted yet comes in long pieces, or many short reads would make many short transfers.
-            short = end - start < min(self._ahead_bytes // 4, self._buffers.buffer_bytes) and end < self.length_bytes
+            short = end - start < min(self._ahead_bytes // 4, self._buffers.buffer_bytes) and end < self._file_bytes
             if end <= start or (start >= stop and short):
                 return
             lease = self._buffers.free.popleft()
