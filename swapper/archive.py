@@ -64,9 +64,14 @@ class Entry:
     crc32: int | None
 
 
-def _zip64(values: Sequence[int]) -> bytes:
+def _zip64(record: Record, *, local: bool = False) -> bytes:
     """The extra field with what does not fit into 32 bits."""
-    large = [value for value in values if value >= _MAX_32]
+    large: list[int] = []
+    if record.length_bytes >= _MAX_32:
+        # Length and stored length. torch leaves the latter 0 in a local header: the descriptor has it.
+        large += [record.length_bytes, 0 if local else record.length_bytes]
+    if record.offset_bytes >= _MAX_32:
+        large.append(record.offset_bytes)
     return struct.pack(f"<HH{len(large)}Q", _ZIP64_EXTRA, 8 * len(large), *large) if large else b""
 
 
@@ -77,7 +82,7 @@ def _flags(record: Record) -> int:
 def local_header(record: Record, alignment_bytes: int) -> bytes:
     """What comes before the payload: it ends at a multiple of `alignment_bytes` in the file."""
     name = record.name.encode()
-    extra = _zip64((record.length_bytes, record.length_bytes, record.offset_bytes))
+    extra = _zip64(record, local=True)
     start = record.offset_bytes + _LOCAL.size + len(name) + len(extra) + 4
     padding = -start % alignment_bytes
     extra += struct.pack("<2sH", _PADDING_EXTRA, padding) + b"Z" * padding
@@ -114,7 +119,7 @@ def directory(records: Sequence[tuple[Record, int]], offset_bytes: int) -> bytes
     parts = []
     for record, crc32 in records:
         name = record.name.encode()
-        extra = _zip64((record.length_bytes, record.length_bytes, record.offset_bytes))
+        extra = _zip64(record)
         length, offset = min(record.length_bytes, _MAX_32), min(record.offset_bytes, _MAX_32)
         head = (b"PK\1\2", 0, 0, _flags(record), 0, 0, 0, crc32, length, length, len(name), len(extra))
         parts += [_CENTRAL.pack(*head, 0, 0, 0, 0, offset), name, extra]
@@ -158,7 +163,10 @@ def read_directory(read: Callable[[int, int], bytes], length_bytes: int) -> list
             end = end_64
     if start + directory_bytes > end:
         raise BadArchive("its directory is damaged")
-    return list(_entries(read(start, directory_bytes), count, start))
+    entries = list(_entries(read(start, directory_bytes), count, start))
+    if not len(entries) == len({entry.name for entry in entries}) == len({entry.offset_bytes for entry in entries}):
+        raise BadArchive("its directory is damaged")
+    return entries
 
 
 def _entries(data: bytes, count: int, stop: int) -> Sequence[Entry]:
@@ -184,7 +192,9 @@ def _entries(data: bytes, count: int, stop: int) -> Sequence[Entry]:
             if at > len(data) or offset + _LOCAL.size + name_bytes + stored > stop:
                 raise BadArchive(f"its directory is damaged, or the record {name!r} is cut off")
             # torch writes 0 where it was told to compute none (`set_crc32_options`).
-            known = method == 0 and stored == length and bool(crc32)
+            if method == 0 and stored != length:
+                raise BadArchive("its directory is damaged")
+            known = method == 0 and bool(crc32)
             entries.append(Entry(name, offset, stored, crc32 if known else None))
     except (struct.error, StopIteration, UnicodeDecodeError) as error:
         raise BadArchive("its directory is damaged") from error

@@ -58,12 +58,12 @@ class SaveHandle:
         self.path = path
         self._pid = os.getpid()
         self._outcome = _Outcome(path)
-        finalizer = weakref.finalize(self, self._outcome.abandon)
+        self._finalizer = weakref.finalize(self, self._outcome.abandon)
         self._thread = threading.Thread(target=self._outcome.run, args=(write,), name="swapper-save", daemon=False)
         try:
             self._thread.start()
         except BaseException as error:
-            finalizer.detach()
+            self._finalizer.detach()
             if isinstance(error, RuntimeError):
                 raise SwapIOError(errno.EAGAIN, "start a thread for", path, detail=str(error)) from None
             raise
@@ -94,6 +94,7 @@ class SaveHandle:
             raise SwapError("this save was started before a fork: it can be waited for in the parent only")
         if not self._outcome.over.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
             raise TimeoutError(f"{self.path} is still being saved")
+        self._finalizer.detach()
         self._outcome.observe()
 
 
@@ -113,7 +114,11 @@ class _Outcome:
         try:
             write()
         except BaseException as error:
-            self._error = error.with_traceback(None)  # Its frames hold what was saved.
+            self._error = error
+            part: BaseException | None = error
+            while part is not None:
+                part.with_traceback(None)  # Its frames hold what was saved.
+                part = part.__context__
         del write  # With all that was saved: let go of it before anybody is told.
         with self._lock:
             self.over.set()
@@ -122,7 +127,7 @@ class _Outcome:
     def observe(self) -> None:
         self._seen = True
         if self._error is not None:
-            raise self._error
+            raise self._error.with_traceback(None)
 
     def abandon(self) -> None:
         if os.getpid() == self._pid:
@@ -384,7 +389,8 @@ def load(
         return torch.load(file, location, pickle_module, weights_only=weights_only, mmap=False, **pickle_load_args)
 
     direct = weights_only and torch.cuda.is_available() and not callable(map_location)
-    with InputFile(path, pool_bytes=pool_bytes, handle=handle, cuda=direct) as file:
+    cuda = direct and (torch.cuda.is_initialized() or str(map_location).startswith("cuda"))  # type: ignore[no-untyped-call]
+    with InputFile(path, pool_bytes=pool_bytes, handle=handle, cuda=cuda) as file:
         if file.read_at(0, 4) == b"PK\3\4":
             try:
                 file.check(archive.read_directory(file.read_at, file.length_bytes))

@@ -11,13 +11,14 @@ start: there, a process that is killed leaves a file `.swapper-*.tmp` behind.
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import errno
 import io
+import itertools
 import os
 import secrets
 import stat
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ _POOL_BYTES_MIN = _BUFFERS * 64 * 1024
 _FIRST_AHEAD_BYTES = 256 << 10
 _NEXT_TO_BYTES = 64 << 10
 _FRESH_BYTES_MIN = 1 << 20
+_HOSTS = ("cpu",)
+"""Types of devices whose memory the processor reads and writes."""
 _NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
@@ -48,6 +51,7 @@ class _Buffers:
     """The engine and the page-locked buffers of one file.
 
     Args:
+        stack: gives all of it back.
         pool_bytes: at least 256 KiB; all buffers together.
         length_bytes: of what will be moved, if that is known: a short file needs less.
         handle: the engine; its owner closes it. None for one of our own.
@@ -58,26 +62,28 @@ class _Buffers:
         SwapIOError: there is not so much memory.
     """
 
-    def __init__(self, pool_bytes: int, length_bytes: int | None, handle: AsyncIOHandle | None, *, cuda: bool) -> None:
+    def __init__(
+        self,
+        stack: contextlib.ExitStack,
+        pool_bytes: int,
+        length_bytes: int | None,
+        handle: AsyncIOHandle | None,
+        *,
+        cuda: bool,
+    ) -> None:
         if pool_bytes < _POOL_BYTES_MIN:
             raise ValueError(f"pool_bytes: {pool_bytes} is less than {_POOL_BYTES_MIN}")
-        self._stack = contextlib.ExitStack()
         self.buffer_bytes = pool_bytes // _BUFFERS // _PAGE_BYTES * _PAGE_BYTES
         if length_bytes is not None:
             self.buffer_bytes = min(self.buffer_bytes, max(1, -(-length_bytes // _PAGE_BYTES)) * _PAGE_BYTES)
-        with contextlib.ExitStack() as stack:
-            self.handle = handle or stack.enter_context(AsyncIOHandle(block_bytes=min(4 << 20, self.buffer_bytes)))
-            count = _BUFFERS
-            if length_bytes is not None:
-                count = min(count, max(1, -(-length_bytes // self.buffer_bytes)))
-            pool = stack.enter_context(BufferPool(count * self.buffer_bytes, self.handle, cuda=cuda))
-            self.free = deque(pool.acquire(self.buffer_bytes) for _ in range(count))
-            self._stack = stack.pop_all()
-
-    def close(self) -> None:
-        """Give all of it back. Nothing may be in flight, or be failing unseen."""
-        self.free.clear()
-        self._stack.close()
+        self.free: deque[Lease] = deque()
+        count = _BUFFERS
+        if length_bytes is not None:
+            count = min(count, max(1, -(-length_bytes // self.buffer_bytes)))
+        self.handle = handle or stack.enter_context(AsyncIOHandle(block_bytes=min(4 << 20, self.buffer_bytes)))
+        pool = stack.enter_context(BufferPool(count * self.buffer_bytes, self.handle, cuda=cuda))
+        stack.callback(self.free.clear)
+        self.free.extend(pool.acquire(self.buffer_bytes) for _ in range(count))
 
 
 def _memory_of(storage: torch.UntypedStorage) -> torch.Tensor:
@@ -120,26 +126,29 @@ class OutputFile:
         self._current: Lease | None = None
         self._used_bytes = 0
         self._pid = os.getpid()
-        self._temporary: str | None = None
-        self._stack = contextlib.ExitStack()
         self._over = False
-        with contextlib.ExitStack() as stack:
-            self._directory = self._open_directory()
-            stack.callback(os.close, self._directory)
-            self._descriptor = self._make()
-            stack.callback(os.close, self._descriptor)
-            stack.callback(self._remove_temporary)
-            self._buffers = _Buffers(pool_bytes, length_bytes, handle, cuda=cuda)
-            stack.callback(self._buffers.close)
+        self._descriptors: list[int] = []
+        self._stack = contextlib.ExitStack()
+        self._finalizer = weakref.finalize(self, _close_unattended, self._stack, self._pid)
+        try:
+            self._stack.callback(_close_all, self._descriptors)
+            self._open_directory()
+            (self._directory,) = self._descriptors
+            self._temporaries: list[str] = []
+            self._stack.callback(_remove_all, self._temporaries, self._directory)
+            self._make()
+            self._descriptor = self._descriptors[1]
+            self._buffers = _Buffers(self._stack, pool_bytes, length_bytes, handle, cuda=cuda)
             with self._named():
-                self._file = stack.enter_context(
-                    self._buffers.handle.open(f"/proc/self/fd/{self._descriptor}", "rw", create=False)
-                )
+                self._file = self._buffers.handle.open(f"/proc/self/fd/{self._descriptor}", "rw", create=False)
+                self._stack.callback(self._file.close)
                 if length_bytes:
                     self._file.preallocate(length_bytes)
-            self._stack = stack.pop_all()
+        except BaseException:
+            self._close()
+            raise
 
-    def _open_directory(self) -> int:
+    def _open_directory(self) -> None:
         directory, name = os.path.split(self.path)
         with _system_errors("open", self.path):
             with contextlib.suppress(FileNotFoundError):
@@ -148,21 +157,24 @@ class OutputFile:
                     raise SwapIOError(kind, "open", self.path, detail="only a regular file can be replaced")
             if not name:
                 raise SwapIOError(errno.EISDIR, "open", self.path)
-            return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._open(directory, os.O_RDONLY | os.O_DIRECTORY)
 
-    def _make(self) -> int:
+    def _make(self) -> None:
         # See [Note: publishing].
-        flags = os.O_RDWR | os.O_CLOEXEC
         try:
-            return os.open(f"/proc/self/fd/{self._directory}", flags | os.O_TMPFILE, 0o666)
+            self._open(f"/proc/self/fd/{self._directory}", os.O_RDWR | os.O_TMPFILE)
+            return
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise SwapIOError(error.errno or errno.EIO, "open", self.path) from None
         with _system_errors("open", self.path):
-            name = f".swapper-{secrets.token_hex(8)}.tmp"
-            descriptor = os.open(name, flags | os.O_CREAT | os.O_EXCL, 0o666, dir_fd=self._directory)
-            self._temporary = name
-            return descriptor
+            self._temporaries.append(f".swapper-{secrets.token_hex(8)}.tmp")
+            place = f"/proc/self/fd/{self._directory}/{self._temporaries[0]}"
+            self._open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+
+    def _open(self, path: str, flags: int) -> None:
+        # Opened and kept in one call, in which no Ctrl-C can be raised.
+        self._descriptors.extend(itertools.starmap(os.open, [(path, flags | os.O_CLOEXEC, 0o666)]))
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -211,7 +223,7 @@ class OutputFile:
             room = self._room()
             part = source[done : done + len(room)]
             room = room[: len(part)]
-            if isinstance(part, torch.Tensor) and part.device.type != "cpu":
+            if isinstance(part, torch.Tensor) and part.device.type not in _HOSTS:
                 room.copy_(part)
                 crc = codec.crc32(room, crc)
             else:
@@ -298,16 +310,16 @@ class OutputFile:
         name = os.path.basename(self.path)
         with contextlib.suppress(FileNotFoundError):
             os.fchmod(self._descriptor, stat.S_IMODE(os.stat(name, dir_fd=self._directory).st_mode))
-        if self._temporary is None:
+        if not self._temporaries:
             try:
                 self._link(name)
             except FileExistsError:
-                temporary = f".swapper-{secrets.token_hex(8)}.tmp"
-                self._temporary = temporary  # Before it exists, so that it is removed whatever strikes.
-                self._link(temporary)
-        if self._temporary is not None:
-            os.rename(self._temporary, name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
-            self._temporary = None
+                # Known before it exists, so that it is removed whatever strikes.
+                self._temporaries.append(f".swapper-{secrets.token_hex(8)}.tmp")
+                self._link(self._temporaries[0])
+        if self._temporaries:
+            os.rename(self._temporaries[0], name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
+            self._temporaries.clear()
         os.fsync(self._directory)
 
     def _link(self, name: str) -> None:
@@ -315,17 +327,29 @@ class OutputFile:
         source = f"/proc/self/fd/{self._descriptor}"
         os.link(source, name, src_dir_fd=self._directory, dst_dir_fd=self._directory, follow_symlinks=True)
 
-    def _remove_temporary(self) -> None:
-        if self._temporary is not None:
-            with contextlib.suppress(OSError):
-                os.unlink(self._temporary, dir_fd=self._directory)
-            self._temporary = None
-
     def _close(self) -> None:
         self._over = True
         self._in_flight.clear()
         self._current = None
         self._stack.close()
+        self._finalizer.detach()
+
+
+def _close_unattended(stack: contextlib.ExitStack, pid: int) -> None:
+    """Finalizer of a file that nobody closed."""
+    if os.getpid() == pid:
+        stack.close()
+
+
+def _close_all(descriptors: list[int]) -> None:
+    while descriptors:
+        os.close(descriptors.pop())
+
+
+def _remove_all(names: list[str], directory: int) -> None:
+    for name in names:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=directory)
 
 
 @contextlib.contextmanager
@@ -388,21 +412,24 @@ class InputFile(io.RawIOBase):
         self.defer_from_bytes = 0
         self._base = 0
         self._position = 0
-        self._offsets: list[int] = []
-        self._entries: list[Entry] = []
+        self._entries: dict[int, Entry] = {}
+        self._announced: Entry | None = None
         self._pieces: deque[_Piece] = deque()
         self._next = 0
         self._end_of_last = -1
         self._ahead_bytes = 0
         self._stack = contextlib.ExitStack()
-        with contextlib.ExitStack() as stack:
+        self._finalizer = weakref.finalize(self, _close_unattended, self._stack, os.getpid())
+        try:
             with _system_errors("open", self.path):
                 length_bytes = os.stat(self.path).st_size
-            self._buffers = _Buffers(pool_bytes, length_bytes, handle, cuda=cuda)
-            stack.callback(self._buffers.close)
-            self._file: File = stack.enter_context(self._buffers.handle.open(self.path, "r"))
+            self._buffers = _Buffers(self._stack, pool_bytes, length_bytes, handle, cuda=cuda)
+            self._file: File = self._buffers.handle.open(self.path, "r")
+            self._stack.callback(self._file.close)
             self.length_bytes = self._file_bytes = self._file.size_bytes()
-            self._stack = stack.pop_all()
+        except BaseException:
+            self.close()
+            raise
 
     def restrict(self, offset_bytes: int, length_bytes: int) -> None:
         """Be that part of the file from now on: every offset is counted from its start. Nothing is checked any more.
@@ -416,9 +443,9 @@ class InputFile(io.RawIOBase):
         self.check(())
 
     def check(self, entries: Sequence[Entry]) -> None:
-        """Compare payloads that are read in one piece with their checksums from now on."""
-        self._entries = sorted(entries, key=lambda entry: entry.offset_bytes)
-        self._offsets = [entry.offset_bytes for entry in self._entries]
+        """Compare payloads with their checksums from now on. One is what is read after its local header."""
+        self._entries = {entry.offset_bytes: entry for entry in entries}
+        self._announced = None
 
     def record(self, name: str) -> bytes | None:
         """What a small record holds, without the archive's name before its own; None if there is none.
@@ -426,7 +453,7 @@ class InputFile(io.RawIOBase):
         Raises:
             SwapIOError: the drive has failed.
         """
-        for entry in self._entries:
+        for entry in self._entries.values():
             if entry.name.partition("/")[2] == name:
                 header = self.read_at(entry.offset_bytes, LOCAL_HEADER_BYTES)
                 return self.read_at(entry.offset_bytes + header_bytes(header), entry.length_bytes)
@@ -452,7 +479,7 @@ class InputFile(io.RawIOBase):
 
         def put(done: int, piece: torch.Tensor, crc: int) -> int:
             part = memory[done : done + len(piece)]
-            if part.device.type == "cpu":
+            if part.device.type in _HOSTS:
                 return codec.copy_crc32(part, piece, crc)
             part.copy_(piece)
             return codec.crc32(piece, crc)
@@ -484,8 +511,9 @@ class InputFile(io.RawIOBase):
         try:
             view = memoryview(buffer).cast("B")
             length_bytes = min(len(view), max(0, self.length_bytes - self._position))
-            entry = self._entry(self._position, length_bytes) if 0 < self.defer_from_bytes <= length_bytes else None
-            if entry is not None and "/data/" in entry.name:
+            entry = self._announced
+            wanted = entry is not None and "/data/" in entry.name and entry.length_bytes == length_bytes
+            if wanted and 0 < self.defer_from_bytes <= length_bytes:
                 self.deferred = (self._position, length_bytes)
             else:
                 self._read_into(view[:length_bytes], self._position)
@@ -500,6 +528,7 @@ class InputFile(io.RawIOBase):
         if not self.closed:
             self._drop_pieces()
             self._stack.close()
+            self._finalizer.detach()
         super().close()
 
     def _read_into(self, view: memoryview, offset_bytes: int) -> None:
@@ -541,17 +570,11 @@ class InputFile(io.RawIOBase):
         if at == self._pieces[0].stop:
             self._free_first()
         self._read_ahead(stop)
-        entry = self._entry(offset_bytes, length_bytes)
-        if entry is not None and entry.crc32 not in (None, crc):
+        entry = self._announced
+        self._announced = self._entries.get(offset_bytes) if length_bytes == LOCAL_HEADER_BYTES else None
+        if entry is not None and entry.length_bytes == length_bytes and entry.crc32 not in (None, crc):
             detail = f"the record {entry.name!r} does not match its checksum: the file was damaged"
             raise SwapIOError(errno.EBADMSG, "read", self.path, start, length_bytes, detail)
-
-    def _entry(self, start: int, length_bytes: int) -> Entry | None:
-        """The record whose whole payload is there."""
-        i = bisect.bisect_left(self._offsets, start) - 1
-        if i >= 0 and self._entries[i].length_bytes == length_bytes:
-            return self._entries[i]
-        return None
 
     def _piece_at(self, at: int, stop: int) -> _Piece:
         """The piece that holds the byte `at`, of those up to `stop` that are wanted now."""
