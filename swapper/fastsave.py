@@ -409,9 +409,10 @@ def checked(file: InputFile, action: Callable[[], Any]) -> Any:
     try:
         result = action()
     except BaseException as error:
-        raise (file.failure or error) from None
-    if file.failure is not None:
-        raise file.failure
+        raise (file.take_failure() or error) from None
+    failure = file.take_failure()
+    if failure is not None:
+        raise failure
     return result
 
 

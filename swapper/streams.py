@@ -127,17 +127,18 @@ class OutputFile:
         self._used_bytes = 0
         self._pid = os.getpid()
         self._over = False
-        self._descriptors: list[int] = []
+        self._descriptors: list[int | None] = [None]  # At the bottom, where `_stack` stops.
         self._stack = contextlib.ExitStack()
         self._finalizer = weakref.finalize(self, _close_unattended, self._stack, self._pid)
         try:
-            self._stack.callback(_close_all, self._descriptors)
+            # By C code alone, in which no Ctrl-C can be raised: none is closed twice, and none is forgotten.
+            self._stack.callback(deque, map(os.close, iter(self._descriptors.pop, None)), 0)
             self._open_directory()
-            (self._directory,) = self._descriptors
+            self._directory = self._last_descriptor()
             self._temporaries: list[str] = []
             self._stack.callback(_remove_all, self._temporaries, self._directory)
             self._make()
-            self._descriptor = self._descriptors[1]
+            self._descriptor = self._last_descriptor()
             self._buffers = _Buffers(self._stack, pool_bytes, length_bytes, handle, cuda=cuda)
             with self._named():
                 self._file = self._buffers.handle.open(f"/proc/self/fd/{self._descriptor}", "rw", create=False)
@@ -175,6 +176,11 @@ class OutputFile:
     def _open(self, path: str, flags: int) -> None:
         # Opened and kept in one call, in which no Ctrl-C can be raised.
         self._descriptors.extend(itertools.starmap(os.open, [(path, flags | os.O_CLOEXEC, 0o666)]))
+
+    def _last_descriptor(self) -> int:
+        descriptor = self._descriptors[-1]
+        assert descriptor is not None
+        return descriptor
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -341,11 +347,6 @@ def _close_unattended(stack: contextlib.ExitStack, pid: int) -> None:
         stack.close()
 
 
-def _close_all(descriptors: list[int]) -> None:
-    while descriptors:
-        os.close(descriptors.pop())
-
-
 def _remove_all(names: list[str], directory: int) -> None:
     for name in names:
         with contextlib.suppress(OSError):
@@ -377,7 +378,7 @@ class InputFile(io.RawIOBase):
     """A file that is read mostly from start to end, by reads of any length; what follows is read ahead.
 
     A file object, for `torch.load`. That goes through C++ code which does not bear exceptions: a read that fails
-    returns nothing, and the reason is in `failure`. Not thread-safe.
+    returns nothing, as do all after it, and the reason is kept for `take_failure`. Not thread-safe.
 
     Args:
         path: of the file.
@@ -386,7 +387,6 @@ class InputFile(io.RawIOBase):
         cuda: lock the buffers for CUDA, too.
 
     Attributes:
-        failure: what a read met first; None if nothing did.
         length_bytes: of the file, or of its part: see `restrict`.
         deferred: the last read that was left out, on demand: see `defer_from_bytes`. Offset and length.
         defer_from_bytes: reads of storages this long return with the memory untouched; 0 for none. What they asked for
@@ -407,7 +407,8 @@ class InputFile(io.RawIOBase):
     ) -> None:
         super().__init__()
         self.path = os.fsdecode(path)
-        self.failure: BaseException | None = None
+        self._failure: BaseException | None = None
+        self._failed = False
         self.deferred: tuple[int, int] | None = None
         self.defer_from_bytes = 0
         self._base = 0
@@ -506,7 +507,7 @@ class InputFile(io.RawIOBase):
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
         """Read; see the class for what a failure is."""
-        if self.failure is not None:
+        if self._failed:
             return 0
         try:
             view = memoryview(buffer).cast("B")
@@ -520,8 +521,13 @@ class InputFile(io.RawIOBase):
             self._position += length_bytes
             return length_bytes
         except BaseException as error:
-            self.failure = error
+            self._failure, self._failed = error, True
             return 0
+
+    def take_failure(self) -> BaseException | None:
+        """What a read met, once. It is not kept: its frames hold torch's reader, which holds this, unseen by Python."""
+        failure, self._failure = self._failure, None
+        return failure
 
     def close(self) -> None:
         """Give everything back. Idempotent."""
