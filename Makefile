@@ -21,11 +21,12 @@ FIXED_PLACES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 USES_CORE := ^(from|import) swapper.*(_native|handle|buffers|codec|deepnvme)
 SANITIZED_TESTS = $(sort tests/test_optimizer.py $(shell grep -lE '$(USES_CORE)' tests/test_*.py))
 
-.PHONY: help build train test lint sanitize sanitize-core sanitize-python schema clean
+.PHONY: help build train train-xl test lint sanitize sanitize-core sanitize-python schema clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train      train a small GPT with its optimizer state on disk (under five minutes)"
+	@echo "make train-xl   train a GPT of 1.3 billion parameters in 3 GB of memory, all of it on disk (19 GB of files)"
 	@echo "make test       lint, then all tests, a minute of fuzz among them (SWAPPER_FUZZ_SECONDS)"
 	@echo "make lint       ruff, mypy, clang-format"
 	@echo "make sanitize   under ASan, UBSan and TSan: the native core's own tests, then those in Python that use it"
@@ -38,6 +39,10 @@ build: $(VENV)/.built
 train: $(VENV)/.built
 	@mkdir -p .swapper
 	$(BIN)/python examples/train_gpt.py --nvme-path .swapper --compare
+
+train-xl: $(VENV)/.built
+	@mkdir -p .swapper
+	$(BIN)/python examples/train_xl.py --nvme-path .swapper --picture .swapper/train-xl.png
 
 test: lint
 	SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-60} $(BIN)/python -m pytest -q

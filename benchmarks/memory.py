@@ -15,11 +15,11 @@ import argparse
 import json
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
 import torch
+from peak import Peak
 
 import swapper
 
@@ -118,28 +118,6 @@ def run(mode: str, arguments: argparse.Namespace) -> dict[str, float]:
         swapper.of(optimizer).close()
     numel = sum(p.numel() for p in model.parameters())
     return {"peak_bytes": peak.bytes, "numel": numel, "loss": loss.item(), "step_s": times_s[len(times_s) // 2]}
-
-
-class Peak:
-    """The most anonymous and shared memory of this process, in bytes, since it was entered."""
-
-    def __enter__(self) -> Peak:
-        self.bytes = 0
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._sample)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._stop.wait(0.002):
-            lines = Path("/proc/self/status").read_text().splitlines()
-            fields = dict(line.split(":", 1) for line in lines)
-            now = sum(int(fields[key].split()[0]) * 1024 for key in ("RssAnon", "RssShmem"))
-            self.bytes = max(self.bytes, now)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,9 @@ import time
 from pathlib import Path
 
 import torch
+from drive_speed import Drive
 
 import swapper
-from swapper.buffers import BufferPool
 from swapper.handle import AsyncIOHandle
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
@@ -163,44 +163,6 @@ def kernel_bytes() -> tuple[int, int]:
     """What this process read from and wrote to block devices so far (proc_pid_io(5)), in bytes."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"]), int(fields["write_bytes"])
-
-
-class Drive:
-    """The drive's speed, as the engine reaches it: 1 GiB in transfers of 16 MiB, four in flight, overwriting."""
-
-    TOTAL_BYTES, TRANSFER_BYTES, IN_FLIGHT = 1 << 30, 16 << 20, 4
-
-    def __init__(self, handle: AsyncIOHandle, directory: Path) -> None:
-        self._handle = handle
-        self._path = directory / "drive-speed.tmp"
-        self._pool = BufferPool(self.TRANSFER_BYTES * self.IN_FLIGHT, handle)
-        self._file = handle.open(self._path, "rw", create=True)
-        self._file.preallocate(self.TOTAL_BYTES)
-        self._run(handle.write)  # The first write of new blocks is slower and not what a step does.
-
-    def measure(self) -> tuple[float, float]:
-        """Bytes per second, writing and reading."""
-        written_s = timed(lambda: self._run(self._handle.write))
-        read_s = timed(lambda: self._run(self._handle.read))
-        return self.TOTAL_BYTES / written_s, self.TOTAL_BYTES / read_s
-
-    def _run(self, operation: object) -> None:
-        assert callable(operation)
-        leases = [self._pool.acquire(self.TRANSFER_BYTES) for _ in range(self.IN_FLIGHT)]
-        for i, offset in enumerate(range(0, self.TOTAL_BYTES, self.TRANSFER_BYTES)):
-            lease = leases[i % self.IN_FLIGHT]
-            if lease.transfer is not None:
-                lease.transfer.wait()
-            lease.transfer = operation(self._file, lease.tensor, offset)
-        for lease in leases:
-            assert lease.transfer is not None
-            lease.transfer.wait()
-            lease.release()
-
-    def close(self) -> None:
-        self._file.close()
-        self._path.unlink()
-        self._pool.close()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@
 #include <cmath>
 #include <memory>
 #include <string>
+#include <utility>
 
 #include "checksums.h"
 #include "codec.h"
@@ -102,6 +103,15 @@ uint64_t wait_transfer(const Transfer& transfer, std::optional<double> timeout_s
     return transfer.result();
 }
 
+// Seconds of CLOCK_MONOTONIC, as `time.perf_counter()` has them.
+std::pair<double, double> times_of(const Transfer& transfer) {
+    const auto seconds = [](std::chrono::steady_clock::time_point point) {
+        return std::chrono::duration<double>(point.time_since_epoch()).count();
+    };
+    if (!transfer.done()) throw StateError("the transfer is still in flight");
+    return {seconds(transfer.begun()), seconds(transfer.ended())};
+}
+
 std::shared_ptr<Transfer> start(Engine& engine, Operation operation, std::shared_ptr<File> file,
                                 uintptr_t address, uint64_t length, uint64_t offset, uint64_t key,
                                 std::shared_ptr<Checksums> checksums) {
@@ -192,6 +202,7 @@ void bind_engine(py::module_& module) {
         .def_property_readonly("key", &Transfer::key)
         .def("done", &Transfer::done)
         .def("failed", &Transfer::failed)
+        .def("times_s", &times_of)
         .def("wait", &wait_transfer, "timeout"_a = py::none());
 
     py::class_<FaultPlan, std::shared_ptr<FaultPlan>>(module, "FaultPlan")

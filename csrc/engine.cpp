@@ -131,6 +131,8 @@ uint64_t Transfer::result() const {
 }
 
 void Transfer::complete() {
+    ended_ = std::chrono::steady_clock::now();
+    if (cut_ == 0) begun_ = ended_;
     state_.store(error_ ? kFailed : kComplete, std::memory_order_release);
     futex(state_, FUTEX_WAKE, INT_MAX, nullptr);
 }
@@ -555,6 +557,7 @@ bool Engine::Impl::cut(Part& part, bool may_bounce) {
     part.refused_direct = false;
     part.retries = 0;
 
+    if (transfer.cut_ == 0) transfer.begun_ = std::chrono::steady_clock::now();
     transfer.cut_ += length;
     ++transfer.parts_;
     if (transfer.cut_ == transfer.length_) queue.pop_front();

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -43,6 +44,10 @@ class Transfer {
     uint64_t result() const;
     // Only once `failed()`.
     const IoError& error() const { return *error_; }
+    // When its first bytes were given to the backend, and when its last were done, which is not when somebody
+    // looked. The same where nothing was to be moved. Only once `done()`.
+    std::chrono::steady_clock::time_point begun() const { return begun_; }
+    std::chrono::steady_clock::time_point ended() const { return ended_; }
 
   private:
     friend class Engine;
@@ -66,6 +71,8 @@ class Transfer {
     uint64_t cut_ = 0;
     uint32_t parts_ = 0;
     std::optional<IoError> error_;
+    std::chrono::steady_clock::time_point begun_;
+    std::chrono::steady_clock::time_point ended_;
 
     std::atomic<uint32_t> state_{kPending};
 };

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 __all__ = ["GPT", "SIZES", "Shape"]
 
@@ -26,6 +27,7 @@ SIZES = {
     "tiny": Shape(layers=4, heads=4, width=128, context=128),
     "small": Shape(layers=12, heads=12, width=768, context=1024),
     "medium": Shape(layers=24, heads=16, width=1024, context=1024),
+    "1.3b": Shape(layers=26, heads=16, width=2048, context=1024),
     "xl": Shape(layers=48, heads=25, width=1600, context=1024),
 }
 
@@ -71,11 +73,14 @@ class GPT(nn.Module):
         shape: one of `SIZES`, or your own.
         vocab_size: number of token ids; 256 is every byte.
         tied: whether the output layer shares the token embedding's weight.
+        recompute: keep only the input of each block for backward, and compute the block again there (activation
+            checkpointing): memory for one block's activations instead of all.
     """
 
-    def __init__(self, shape: Shape, vocab_size: int = 256, tied: bool = False) -> None:
+    def __init__(self, shape: Shape, vocab_size: int = 256, tied: bool = False, recompute: bool = False) -> None:
         super().__init__()
         self.context = shape.context
+        self.recompute = recompute
         self.tokens = nn.Embedding(vocab_size, shape.width)
         self.positions = nn.Embedding(shape.context, shape.width)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.layers))
@@ -98,7 +103,7 @@ class GPT(nn.Module):
         """Logits, (batch, length, vocab_size), of `tokens`, (batch, length) int64 with length <= context."""
         x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
-            x = block(x)
+            x = checkpoint(block, x, use_reentrant=False) if self.recompute and self.training else block(x)
         logits: Tensor = self.head(self.norm(x))
         return logits
 

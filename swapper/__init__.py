@@ -1,17 +1,30 @@
 """Train PyTorch models that do not fit in memory: what does not is on local drives, exact to the bit."""
 
-from swapper.api import CheckReport, check, of, offload, unwrap_optimizer, wrap_optimizer
+from swapper.api import (
+    CheckReport,
+    check,
+    gathered,
+    init,
+    load_safetensors,
+    materialize,
+    of,
+    offload,
+    unwrap_optimizer,
+    wrap_optimizer,
+)
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.fastsave import FastWriter, SaveHandle, load, save
-from swapper.optimizer import OptimizerSwapper, Stats
+from swapper.optimizer import OptimizerSwapper
 from swapper.parameter import ParameterSwapper
+from swapper.stats import Moves, Stats
 from swapper.trial import register_elementwise
 
 __all__ = [
     "CheckReport",
     "ConfigError",
     "FastWriter",
+    "Moves",
     "OffloadConfig",
     "OptimizerSwapper",
     "ParameterSwapper",
@@ -20,7 +33,11 @@ __all__ = [
     "SwapError",
     "SwapIOError",
     "check",
+    "gathered",
+    "init",
     "load",
+    "load_safetensors",
+    "materialize",
     "of",
     "offload",
     "register_elementwise",

@@ -26,7 +26,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
 from swapper.errors import ConfigError, SwapError
-from swapper.evicted import clear_gradient_home, set_gradient_home, set_raw_gradient
+from swapper.evicted import away_gradient, clear_gradient_home, set_gradient_home, set_raw_gradient
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.segments import Bucket
 from swapper.stepper import Stepper
@@ -159,22 +159,29 @@ class BackwardSteps:
 
     # --- `GradientHome`, of gradients that are gone ------------------------------------------------------------------
 
+    def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        """What reading `p.grad` gives: a tensor that raises when its values are used."""
+        return away_gradient(parameter, self, tuple(parameter.stride()))
+
     def bring_back(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """The gradient of `parameter` is asked for.
+        """The values of the gradient of `parameter` are asked for.
 
         Raises:
-            SwapError: unless it is `zero_grad` that asks: that gets a tensor which it may drop.
+            SwapError: always.
         """
-        asking = sys._getframe(2)
-        if asking.f_code.co_name == "zero_grad" and asking.f_globals["__name__"].startswith("torch."):
-            if asking.f_locals.get("set_to_none", True):
-                return torch.empty(0)
-            raise SwapError("zero_grad(set_to_none=False): with step_in_backward the gradients are gone; leave it out")
         raise SwapError(
             "the gradient of this parameter is gone: with step_in_backward it was used, and freed, in backward(). "
             f"{CANNOT_GO_WITH} GradScaler, clipping by a global norm, or anything else that needs gradients after "
             "it; use step_in_backward: false"
         )
+
+    def set_zero(self, parameter: torch.nn.Parameter) -> None:
+        """`zero_grad(set_to_none=False)`.
+
+        Raises:
+            SwapError: always.
+        """
+        raise SwapError("zero_grad(set_to_none=False): with step_in_backward the gradients are gone; leave it out")
 
     def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """`zero_grad`: the parameters may have gradients again.

@@ -187,9 +187,11 @@ class Job:
         "_over",
         "_tensor",
         "begun",
+        "begun_s",
         "chunks",
         "copies",
         "direct",
+        "ended_s",
         "error",
         "key",
         "length_bytes",
@@ -237,6 +239,7 @@ class Job:
         self.ready = copies.reached()  # See [Note: order].
         self.ordered = False
         self.begun = False
+        self.begun_s = self.ended_s = time.perf_counter()
         self.error: SwapIOError | None = None
         # The helper thread's: what is not cut into chunks, and the chunks in flight.
         self.uncut = 0
@@ -251,6 +254,12 @@ class Job:
     def failed(self) -> bool:
         """Whether it is over and failed."""
         return self.done() and self.error is not None
+
+    def times_s(self) -> tuple[float, float]:
+        """See `swapper.handle.Transfer.times_s`; it begins when it is made."""
+        if not self.done():
+            raise SwapError("the transfer is still in flight")
+        return self.begun_s, self.ended_s
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait until it is over; see `swapper.handle.Transfer.wait`."""
@@ -272,6 +281,7 @@ class Job:
 
     def finish(self) -> None:
         """It is over: let go of the memory, tell everyone."""
+        self.ended_s = time.perf_counter()
         self.storage = self._tensor = self.direct = None
         self.over(self)
         self._over.set()

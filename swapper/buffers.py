@@ -176,6 +176,13 @@ class Lease:
             del self._tensor
             pool._given_back.append(self._extent)
 
+    def abandon(self) -> None:
+        """Never give the memory back: tensors that are not ours use it, for as long as they like."""
+        pool = self._pool
+        if pool is not None:
+            pool._abandoned.append(self)
+            pool.abandoned_bytes += self.length_bytes
+
     def __enter__(self) -> Lease:
         return self
 
@@ -212,6 +219,8 @@ class BufferPool:
         # Not for `close`, which a finalizer may call at any allocation, in a thread that holds it.
         self._lock = threading.Lock()
         self._given_back: deque[_Extent] = deque()  # to be freed; some still with a transfer in flight
+        self.abandoned_bytes = 0
+        self._abandoned: list[Lease] = []
         self._reclaimers: list[Callable[[], Callable[[], bool] | None]] = []
         self._closed = False
         if cuda:
@@ -291,7 +300,7 @@ class BufferPool:
         """
         lease = self.try_acquire(length_bytes)
         # What was dropped while it was being read is waited for before more is dropped: that would be read again.
-        while lease is None and (self._wait_for_one() or self._reclaim()):
+        while lease is None and (self._wait_for_one() or self.reclaim()):
             lease = self.try_acquire(length_bytes)
         if lease is None:
             lease = self.try_acquire(length_bytes)  # Another thread may have given back since.
@@ -333,7 +342,8 @@ class BufferPool:
     def _used_bytes(self) -> int:
         return self.capacity_bytes - self._free.total_bytes()
 
-    def _reclaim(self) -> bool:
+    def reclaim(self) -> bool:
+        """Ask the reclaimers for one buffer. False if none of them has any to give."""
         for reference in list(self._reclaimers):
             callback = reference()
             if callback is None:

@@ -86,7 +86,6 @@ class _NotYet:
 _NOT_YET: tuple[_NotYet, ...] = (
     # A version that brings one of these deletes its row here, and "Not there yet" in the field's docstring.
     _NotYet("offload_optimizer.encoding", lambda value: value in ("bf16", "int8"), "use encoding: exact"),
-    _NotYet("offload_gradient.device", lambda value: value == "cpu", "use device: nvme, or none: they stay in memory"),
     _NotYet("checkpoint.keep_last", lambda value: value is not None, "use keep_last: null and prune old ones yourself"),
 )
 
@@ -473,8 +472,10 @@ class OffloadGradientConfig(_Section, frozen=True):
     """Where gradients live from backward to the step."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """Where gradients are between backward and the step. "cpu": in the pool, for a model on a GPU. "nvme": on the
-    drive. Default and off: "none", where autograd puts them. Not there yet: "cpu" and "nvme"."""
+    """Where gradients are between backward and the step. "nvme": each is written to the drive as it arrives, and what
+    arrives in further micro-batches is added there. "cpu": for a model on a GPU, each moves to the pool, which must
+    hold them all; for a model on the CPU the same as "none", which is said. Gradients under 16 KiB stay where they are.
+    Default and off: "none", where autograd puts them."""
 
 
 class OffloadParamConfig(_Section, frozen=True):

@@ -7,26 +7,37 @@ happened, everything else waits until the values are there and then runs on them
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NoReturn, Protocol
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_iter
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from swapper.errors import SwapError
 
 __all__ = [
+    "AwayGradient",
     "EvictedParameter",
+    "EvictedView",
     "GradientAwayParameter",
     "GradientHome",
     "Home",
+    "Source",
+    "ViewOfParameter",
+    "away_gradient",
+    "can_have_gradient_away",
     "clear_gradient_home",
     "evict",
+    "fill_gradient",
+    "gathered",
     "gradient_lent",
     "home_of",
+    "let_viewed_stay",
+    "make_ordinary",
     "raw_gradient",
     "restore",
     "set_gradient_home",
@@ -41,6 +52,12 @@ _GRADIENT = "_swapper_gradient_home"
 """Name of the attribute of a parameter that says where its gradient is, while that is away."""
 
 
+_TensorT = TypeVar("_TensorT", bound=torch.Tensor)
+
+_MAKES_PARAMETERS = torch.nn.Parameter.__new__.__code__
+_MAKES_STATE_DICTS = torch.nn.Module._save_to_state_dict.__code__
+
+
 class Home(Protocol):
     """Where the values of one parameter come from."""
 
@@ -48,18 +65,59 @@ class Home(Protocol):
     def stride(self) -> tuple[int, ...]:
         """Of the parameter when its values are there."""
 
+    @property
+    def owner(self) -> object:
+        """Those of one owner are present together. Hashable."""
+
+    @property
+    def temporary(self) -> bool:
+        """Whether another home may take the parameter over."""
+
+    @property
+    def viewed(self) -> bool:
+        """Whether tensors that are not ours share the memory of the values."""
+
+    @property
+    def keeper(self) -> object:
+        """What has to live for the values to be there."""
+
+    def lasting(self) -> torch.Tensor:
+        """A copy of the values now in memory that costs disk: for those who want the address of all parameters."""
+
     def present(self, homes: Iterable[Home]) -> AbstractContextManager[None]:
-        """Within it the values of the parameters of `homes` are there, this one's among them."""
+        """Within it the values of the parameters of `homes`, all of this owner, are there, this one's among them."""
+
+    def gather(self, homes: Iterable[Home]) -> AbstractContextManager[None]:
+        """As `present`, and says beforehand if there is no room for all of them."""
+
+    def surrender(self, parameter: torch.nn.Parameter) -> None:
+        """Another home has the values of `parameter` now. Only if `temporary`."""
+
+    def stay(self, parameter: torch.nn.Parameter) -> None:
+        """Let `parameter`, which is `viewed`, have its values where they are now, for good. Only if `temporary`."""
+
+    def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """What `copy.deepcopy` of the parameter gives.
+
+        Raises:
+            SwapError: it cannot be copied.
+        """
 
 
 class GradientHome(Protocol):
     """Where gradients are that are away."""
+
+    def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """What reading `parameter.grad` gives."""
 
     def bring_back(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Have the gradient in memory again, for good."""
 
     def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """Forget the gradients of `parameters`."""
+
+    def set_zero(self, parameter: torch.nn.Parameter) -> None:
+        """Let the gradient be zeros; what it was is not needed."""
 
 
 _METADATA = frozenset(
@@ -96,22 +154,46 @@ class GradientAwayParameter(torch.nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The gradient; one that is away is brought back into memory for good."""
+        """The gradient; if it is away, a tensor whose values come, for good, when they are used."""
         away = self.__dict__.get(_GRADIENT)
-        home = None if away is None else away()
-        return raw_gradient(self) if home is None else home.bring_back(self)
+        if away is None:
+            return raw_gradient(self)
+        home: GradientHome | None = away()
+        return away_gradient(self, None, ()) if home is None else home.gradient_of(self)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
+        if isinstance(gradient, AwayGradient):
+            gradient.bring_back()
+        before = raw_gradient(self)
+        set_raw_gradient(self, gradient)  # First: it refuses what is no gradient of this.
         away = self.__dict__.get(_GRADIENT)
-        home = None if away is None else away()
-        if home is not None:
-            home.clear([self])
-        set_raw_gradient(self, gradient)
+        if away is None:
+            return
+        home: GradientHome | None = away()
+        try:
+            if home is not None:
+                home.clear([self])
+        except BaseException:
+            set_raw_gradient(self, before)
+            raise
+        clear_gradient_home(self)
 
     @grad.deleter
     def grad(self) -> None:
         self.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A plain parameter; as always its gradient is not copied."""
+        if id(self) not in memo:
+            values = self.data.clone(memory_format=torch.preserve_format)
+            memo[id(self)] = torch.nn.Parameter(values, self.requires_grad)
+        return memo[id(self)]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        twin = torch.nn.Parameter(self.data, self.requires_grad)
+        twin.__dict__.update({name: value for name, value in vars(self).items() if name != _GRADIENT})
+        return twin.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
 class EvictedParameter(GradientAwayParameter):
@@ -138,18 +220,305 @@ class EvictedParameter(GradientAwayParameter):
                 return func(like, *args[1:], **kwargs)
         if func is torch.autograd.grad:
             return _grad(*args, **kwargs)
-        homes = [home for item in tree_iter((args, kwargs)) if (home := home_of(item)) is not None]
-        if not homes:  # `func` is about the class, not about one of its parameters.
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        with homes[0].present(homes), torch._C.DisableTorchFunctionSubclass():
-            return func(*args, **kwargs)
+        if func is torch.Tensor.detach:
+            caller = sys._getframe(1).f_code
+            if caller is _MAKES_PARAMETERS:
+                return cls._in_memory(args[0])
+            if caller is _MAKES_STATE_DICTS and (home := home_of(args[0])) is not None:
+                return EvictedView(ViewOfParameter(args[0], home))
+        return _run(func, args, kwargs)
+
+    @classmethod
+    def _in_memory(cls, parameter: torch.Tensor) -> torch.Tensor:
+        """What `torch.nn.Parameter(parameter)` makes its result of: shares memory, and must be of the same class."""
+        home = home_of(parameter)
+        with _present([] if home is None else [home]), torch._C.DisableTorchFunctionSubclass():
+            return parameter.detach().as_subclass(cls)
+
+    def set_(self, *args: Any, **kwargs: Any) -> Any:
+        """As `torch.Tensor.set_`, which does not ask `__torch_function__`."""
+        return self.__torch_function__(torch.Tensor.set_, (), (self, *args), kwargs)
+
+    def as_subclass(self, cls: type[_TensorT]) -> _TensorT:
+        """As `torch.Tensor.as_subclass`, which does not ask `__torch_function__`."""
+        made: _TensorT = self.__torch_function__(torch.Tensor.as_subclass, (), (self, cls))
+        return made
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        refuse_copy()
+        home = home_of(self)
+        if home is None:
+            refuse_copy()
+        return home.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()
+
+
+class Source(Protocol):
+    """Where the values of an `EvictedView` come from."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def homes(self) -> Sequence[Home]:
+        """What must be present for `real`."""
+
+    def real(self) -> torch.Tensor:
+        """The tensor itself."""
+
+    def lasting(self) -> torch.Tensor:
+        """The values in memory that stays where it is as long as somebody has it."""
+
+
+class ViewOfParameter:
+    """The values of a parameter, whether they are away or not. See `Source`."""
+
+    def __init__(self, parameter: torch.nn.Parameter, home: Home) -> None:
+        self.shape, self.stride, self.dtype = parameter.shape, home.stride, parameter.dtype
+        self.parameter = parameter
+        self._keeper = home.keeper
+        self._lasting: torch.Tensor | None = None
+
+    def homes(self) -> Sequence[Home]:
+        """That of the parameter, if it is still swapped."""
+        home = home_of(self.parameter)
+        return () if home is None else (home,)
+
+    def real(self) -> torch.Tensor:
+        """As ordinary state dicts have it."""
+        return self.parameter.detach()
+
+    def lasting(self) -> torch.Tensor:
+        """A copy that is the same for all views of the parameter, and is kept."""
+        home = home_of(self.parameter)
+        self._lasting = self.real() if home is None else home.lasting()
+        return self._lasting
+
+
+class EvictedView(torch.Tensor):
+    """What a state dict has for an evicted parameter: it shares the parameter's memory whenever that is there.
+
+    So it reads as the parameter is at that time, what is written to it is the parameter's, and until it is used it
+    costs nothing. Only its address, and what is saved of it, are those of a copy in a mapped file.
+    """
+
+    _swapper_source: Source
+
+    @staticmethod
+    def __new__(cls, source: Source) -> EvictedView:
+        """One for the values of `source`. It has no memory: what C++ code does with it comes back as a dispatch."""
+        view: EvictedView = torch.Tensor._make_wrapper_subclass(
+            cls, source.shape, strides=source.stride, dtype=source.dtype, device=torch.device("cpu")
+        )
+        view._swapper_source = source
+        return view
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`, with the values there unless it only asks for metadata."""
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        first = args[0] if args else None
+        if isinstance(first, EvictedView):
+            if name in _STATEFUL:
+                if name.endswith(("requires_grad_", " requires_grad")) and not (
+                    args[1] if len(args) > 1 else kwargs.get("requires_grad", True)
+                ):
+                    return first  # It does not already.
+                raise SwapError(
+                    f"{name.split()[-1]} of a tensor of a state dict whose parameters are swapped: "
+                    "make it a copy first (clone)"
+                )
+            if name in ("detach", "__get__ data"):
+                if sys._getframe(1).f_code is _MAKES_PARAMETERS:
+                    raise SwapError(
+                        "a parameter cannot be made of a tensor of a state dict whose parameters are swapped; "
+                        "make it a copy first (clone)"
+                    )
+                return EvictedView(first._swapper_source)
+            if name in _ADDRESSES:
+                lasting = first._swapper_source.lasting()
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(lasting, *args[1:], **kwargs)
+            if name in _METADATA or name in _LAYOUT:
+                with torch._C.DisableTorchFunctionSubclass():
+                    return func(*args, **kwargs)
+        return _run(func, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`, called by C++ code, with the values there."""
+        return _run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> torch.Tensor:
+        source = self._swapper_source
+        of = id(source.parameter) if isinstance(source, ViewOfParameter) else id(source)
+        copy: torch.Tensor | None = memo.get(("values", of))
+        if copy is None:
+            copy = memo["values", of] = self.clone(memory_format=torch.preserve_format)
+            return copy
+        return copy.detach()  # Tied parameters stay so.
+
+
+_STATEFUL = frozenset(
+    {
+        "requires_grad_", "__set__ requires_grad", "__set__ grad", "__set__ data", "set_", "resize_", "resize_as_",
+        "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "share_memory_", "t_", "transpose_",
+        "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_", "rename_", "__set__ names", "detach_",
+        "__set__ _backward_hooks", "__set__ _post_accumulate_grad_hooks", "__set__ _grad",
+    }
+)  # fmt: skip
+"""What would change a view itself, and not the values."""
+
+_ADDRESSES = frozenset(
+    {"data_ptr", "untyped_storage", "storage", "_typed_storage", "__reduce_ex__", "_reduce_ex_internal"}
+)
+"""What gives away where the values are, for use at any later time."""
+
+
+def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run `func` with all values there that are away."""
+    homes: list[Home] = []
+    views: dict[int, EvictedView] = {}
+    for item in tree_iter((args, kwargs)):
+        if isinstance(item, EvictedView):
+            views[id(item)] = item
+            homes += item._swapper_source.homes()
+        elif (home := home_of(item)) is not None:
+            homes.append(home)
+        elif isinstance(item, AwayGradient):
+            item.bring_back()
+    with _present(homes), torch._C.DisableTorchFunctionSubclass():
+        if not views:
+            return func(*args, **kwargs)
+        real = {key: view._swapper_source.real() for key, view in views.items()}
+        args, kwargs = tree_map_only(EvictedView, lambda view: real[id(view)], (args, kwargs))
+        result = func(*args, **kwargs)
+        view_of = {id(real[key]): view for key, view in views.items()}  # What works in place gives it back.
+        if type(result) in (list, tuple):
+            return type(result)(view_of.get(id(item), item) for item in result)
+        return view_of.get(id(result), result)
+
+
+def _present(homes: Sequence[Home]) -> AbstractContextManager[object]:
+    """Within it the values of the parameters of `homes` are there, whosever they are."""
+    return _together(homes, lambda home: home.present) if homes else nullcontext()
+
+
+def gathered(parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[object]:
+    """Within it `parameters` have their values, and are of their own class."""
+    homes = [home for parameter in parameters if (home := home_of(parameter)) is not None]
+    return _together(homes, lambda home: home.gather) if homes else nullcontext()
+
+
+def _together(
+    homes: Sequence[Home], way: Callable[[Home], Callable[[Iterable[Home]], AbstractContextManager[None]]]
+) -> AbstractContextManager[object]:
+    by_owner: dict[object, list[Home]] = {}
+    for home in homes:
+        by_owner.setdefault(home.owner, []).append(home)
+    if len(by_owner) == 1:
+        return way(homes[0])(homes)
+    with ExitStack() as stack:
+        for those in by_owner.values():
+            stack.enter_context(way(those[0])(those))
+        return stack.pop_all()
+
+
+class AwayGradient(torch.Tensor):
+    """The gradient of a parameter, away. It becomes a plain tensor, the same object, when its values are used.
+
+    Attributes:
+        parameter: whose gradient it is.
+        home: where it is; None if nowhere any more.
+        away_stride: its strides when its values are there.
+    """
+
+    parameter: torch.nn.Parameter
+    home: GradientHome | None
+    away_stride: tuple[int, ...]
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`, with the values there unless it only asks for metadata or overwrites them with zeros."""
+        kwargs = kwargs or {}
+        name = _name_of(func)
+        like = args[0] if args else None
+        if name in _METADATA and isinstance(like, cls) and _leaves_alone(name, args):
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        if name in _LAYOUT and isinstance(like, cls):
+            with torch._C.DisableTorchFunctionSubclass():
+                meta = torch.empty_strided(like.shape, like.away_stride, dtype=like.dtype, device="meta")
+                return func(meta, *args[1:], **kwargs)
+        if name == "zero_" and isinstance(like, cls) and like.home is not None:
+            like.home.set_zero(like.parameter)
+            return like
+        if name == "_foreach_zero_" and args and isinstance(like, (list, tuple)):
+            for gradient in like:
+                gradient.zero_()
+            return None
+        for item in tree_iter((args, kwargs)):
+            if isinstance(item, cls):
+                item.bring_back()
+        return func(*args, **kwargs)
+
+    def bring_back(self) -> None:
+        """Have the values: this is a plain tensor then.
+
+        Raises:
+            SwapError: they are gone.
+            SwapIOError: they could not be read.
+        """
+        if self.home is not None:
+            self.home.bring_back(self.parameter)
+        if isinstance(self, AwayGradient):
+            raise SwapError(
+                "this gradient was on disk, and its optimizer was closed or is gone: the values cannot be read"
+            )
+
+
+def _leaves_alone(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether what sets an attribute sets it to what it is: a gradient that is away has no history and gets none."""
+    return name not in ("__set__ requires_grad", "requires_grad_") or (len(args) > 1 and args[1] is False)
+
+
+def away_gradient(parameter: torch.nn.Parameter, home: GradientHome | None, stride: tuple[int, ...]) -> AwayGradient:
+    """What stands for the gradient of `parameter` that is in `home`, or gone, until its values are used."""
+    with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+        hollow = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        gradient: AwayGradient = torch.Tensor._make_subclass(AwayGradient, hollow)
+        gradient.parameter, gradient.home = parameter, home
+        gradient.away_stride = stride or tuple(torch.empty(parameter.shape, device="meta").stride())
+    return gradient
+
+
+def fill_gradient(gradient: AwayGradient, values: torch.Tensor) -> torch.Tensor:
+    """Let `values` be those of `gradient`, which is a plain tensor from now on."""
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient.data = values
+    gradient.__dict__.clear()
+    gradient.__class__ = torch.Tensor  # type: ignore[assignment]
+    return gradient
 
 
 def _grad(outputs: Any, inputs: Sequence[Any], *, materialize_grads: bool = False, **options: Any) -> Any:
@@ -187,6 +556,8 @@ def evict(parameter: torch.nn.Parameter, home: Home) -> None:
     parameter.__dict__[_ATTRIBUTE] = home
     with torch.inference_mode(False):  # Else the parameter would be one of that mode, and be of no use after it.
         hollow = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+    if type(parameter) is EvictedParameter:  # From another home: this is no use of its values.
+        _set_class(parameter, torch.nn.Parameter)
     parameter.data = hollow
     parameter.__class__ = EvictedParameter
 
@@ -207,9 +578,30 @@ def _set_class(parameter: torch.nn.Parameter, of: type[torch.nn.Parameter]) -> N
     parameter.__class__ = of
 
 
+def let_viewed_stay(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Those that another home may take over, but that share memory with tensors of the user, are not away any more."""
+    for parameter in parameters:
+        home = home_of(parameter)
+        if home is not None and home.temporary and home.viewed:
+            home.stay(parameter)
+
+
+def make_ordinary(parameter: torch.nn.Parameter) -> None:
+    """Give one that `torch.nn.Parameter(...)` made of an evicted one the class that it should have."""
+    if type(parameter) is EvictedParameter and home_of(parameter) is None:
+        _set_class(parameter, torch.nn.Parameter)
+
+
+def can_have_gradient_away(parameter: torch.Tensor) -> bool:
+    """Whether `set_gradient_home` works: the class must be that of all parameters."""
+    return type(parameter) in (torch.nn.Parameter, GradientAwayParameter, EvictedParameter)
+
+
 def raw_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """The gradient that autograd knows of."""
     gradient: torch.Tensor | None = vars(torch._C.TensorBase)["grad"].__get__(parameter)
+    if isinstance(gradient, AwayGradient):  # Another parameter's, assigned to this one.
+        gradient.bring_back()
     return gradient
 
 

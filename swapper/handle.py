@@ -272,6 +272,18 @@ class Transfer:
         """Whether it is over, well or not. Never blocks or raises."""
         return self._native.done()
 
+    def times_s(self) -> tuple[float, float]:
+        """When it began to move and when it was over: real times, not when somebody looked.
+
+        Returns:
+            Seconds by the clock of `time.perf_counter()`: when its first bytes were given to the system, and when its
+            last were done or it had failed.
+
+        Raises:
+            SwapError: it is still in flight.
+        """
+        return self._native.times_s()
+
     def wait(self, timeout: float | None = None) -> int:
         """Wait until it is over.
 

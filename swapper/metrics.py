@@ -1,24 +1,132 @@
-"""Counters of what moved and what waited, profiler ranges, and trace events. Prints nothing."""
+"""Counters of what moved and what waited, profiler ranges, and the timeline. Prints nothing."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
-__all__ = ["Metrics", "TraceEvent"]
+from swapper.errors import SwapError
+
+__all__ = ["Metrics", "Record", "Timeline", "TimelineEvent"]
+
+Record = tuple[int, str, int]
+"""A record as its key has it: whose it is, of which kind ("param", "grad" or "optim"), and which one."""
 
 
-@dataclass(frozen=True)
-class TraceEvent:
-    """One span on the timeline. Times are seconds of `time.perf_counter()`."""
+class _Timed(Protocol):
+    """A transfer, as the timeline needs it."""
+
+    def done(self) -> bool: ...
+
+    def times_s(self) -> tuple[float, float]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineEvent:
+    """One span on a timeline. Times are seconds of `time.perf_counter()`.
+
+    Attributes:
+        name: "read" and "write" are transfers of a record, "use" is the time in which code may work with its values;
+            "swapper.step" is an optimizer's step; "swapper.wait_read", "swapper.wait_write", "swapper.wait_pool" (for
+            room) and "swapper.drain" are waits of the thread that trains; any other is from `Timeline.span`.
+        start_s, stop_s: for a transfer, when it began to move and when it was over, whoever looked.
+        record: what was moved or used; None for other spans.
+        length_bytes: moved; 0 for what is no transfer.
+    """
 
     name: str
     start_s: float
     stop_s: float
+    record: Record | None = None
+    length_bytes: int = 0
+
+
+class Timeline:
+    """Collects what swapping does while it is entered: waits, steps, uses of records, and every transfer of one.
+
+        with Timeline() as timeline:
+            with timeline.span("forward"):
+                loss = model(x)
+        timeline.events()
+
+    It is of the whole process, whichever thread works and however many models and optimizers are swapped. An event
+    takes about 200 bytes. While no timeline is entered nothing is collected.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._events: list[TimelineEvent] = []
+        self._in_flight: list[tuple[str, Record, int, _Timed]] = []
+        self._used_since_s: dict[Record, float] = {}
+
+    def __enter__(self) -> Timeline:
+        """Start to collect.
+
+        Raises:
+            SwapError: another one does.
+        """
+        global _current
+        with _switching:
+            if _current is not None:
+                raise SwapError("a timeline is being collected already; leave that one first")
+            _current = self
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Collect no more. Records that are in use count as used until now."""
+        global _current
+        with _switching:
+            _current = None
+        for record in list(self._used_since_s):
+            self._end_use(record)
+
+    @contextmanager
+    def span(self, name: str) -> Iterator[None]:
+        """Have the time of the block on the timeline, under a name of your own."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._events.append(TimelineEvent(name, start_s, time.perf_counter()))
+
+    def events(self) -> list[TimelineEvent]:
+        """What is over so far, by start. A transfer that is in flight, or a span that is not left, is not there yet."""
+        with self._lock:
+            self._collect()
+            return sorted(self._events, key=lambda event: event.start_s)
+
+    def _add_transfer(self, operation: str, record: Record, length_bytes: int, transfer: _Timed) -> None:
+        with self._lock:
+            self._collect()  # Kept no longer than needed: a transfer holds its file open.
+            self._in_flight.append((operation, record, length_bytes, transfer))
+
+    def _collect(self) -> None:
+        in_flight = []
+        for item in self._in_flight:
+            operation, record, length_bytes, transfer = item
+            if transfer.done():
+                self._events.append(TimelineEvent(operation, *transfer.times_s(), record, length_bytes))
+            else:
+                in_flight.append(item)
+        self._in_flight = in_flight
+
+    def _begin_use(self, record: Record) -> None:
+        self._used_since_s.setdefault(record, time.perf_counter())
+
+    def _end_use(self, record: Record) -> None:
+        start_s = self._used_since_s.pop(record, None)
+        if start_s is not None:
+            self._events.append(TimelineEvent("use", start_s, time.perf_counter(), record))
+
+
+_current: Timeline | None = None
+_switching = threading.Lock()
 
 
 @dataclass
@@ -40,12 +148,10 @@ class Metrics:
     """Segments whose master weights were made anew because the user had changed the parameter."""
     late_failures: int = 0
     """Writes that failed after `step()` had returned and were only seen by a finalizer."""
-    trace: list[TraceEvent] | None = field(default=None, repr=False)
-    """Set to a list to collect events; None (the default) collects nothing."""
 
     @contextmanager
     def span(self, name: str, counter: str | None = None) -> Iterator[None]:
-        """Time the block under `name`: a profiler range, a trace event, and added to the float `counter`."""
+        """Time the block under `name`: a profiler range, on the timeline, and added to the float `counter`."""
         start_s = time.perf_counter()
         try:
             with torch.profiler.record_function(name):
@@ -54,5 +160,29 @@ class Metrics:
             stop_s = time.perf_counter()
             if counter is not None:
                 setattr(self, counter, getattr(self, counter) + stop_s - start_s)
-            if self.trace is not None:
-                self.trace.append(TraceEvent(name, start_s, stop_s))
+            if (timeline := _current) is not None:
+                timeline._events.append(TimelineEvent(name, start_s, stop_s))
+
+    def count_read(self, record: Record, length_bytes: int, transfer: _Timed) -> None:
+        """`transfer`, which reads `record`, was started."""
+        self.reads += 1
+        self.bytes_read += length_bytes
+        if (timeline := _current) is not None:
+            timeline._add_transfer("read", record, length_bytes, transfer)
+
+    def count_write(self, record: Record, length_bytes: int, transfer: _Timed) -> None:
+        """`transfer`, which writes `record`, was started."""
+        self.writes += 1
+        self.bytes_written += length_bytes
+        if (timeline := _current) is not None:
+            timeline._add_transfer("write", record, length_bytes, transfer)
+
+    def begin_use(self, record: Record) -> None:
+        """From now on code may work with the values of `record`."""
+        if (timeline := _current) is not None:
+            timeline._begin_use(record)
+
+    def end_use(self, record: Record) -> None:
+        """No code works with the values of `record` any more. Nothing happens if none did."""
+        if (timeline := _current) is not None:
+            timeline._end_use(record)

@@ -6,8 +6,6 @@ torch's own state-dict hooks, and each bucket is stepped by the class's own code
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import functools
 import logging
 import os
@@ -15,7 +13,6 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -26,64 +23,28 @@ from swapper.buffers import BufferPool
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.evicted import raw_gradient
 from swapper.failure import Failure, versions
-from swapper.layout import ALIGNMENT_BYTES
 from swapper.metrics import Metrics
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.optimizer_state import (
-    allocate_in,
+    SHOW_PROGRESS_BYTES,
+    StateRecords,
     allocate_in_memory,
     as_plain_state,
     check_loadable,
-    read_segment,
-    write_segment,
 )
 from swapper.pipeline import Pipeline
 from swapper.segments import MASTER, Bucket
-from swapper.stepper import Stepper, SwappedGradients, SwappedParameters, progress
+from swapper.stats import Moves, Stats, moves_of
+from swapper.stepper import Stepper, SwappedGradients, SwappedParameters
 from swapper.store import TensorStore
 from swapper.trial import unhooked_step
 
-__all__ = ["OptimizerSwapper", "Stats", "UnswappedOptimizer"]
+__all__ = ["OptimizerSwapper"]
 
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_SHOW_PROGRESS_BYTES = 1 << 30
 _ADVICE_AFTER_STEPS = 3
-
-
-@dataclass(frozen=True)
-class Stats:
-    """What an `OptimizerSwapper` did since it was made. Sizes are bytes, times seconds.
-
-    Attributes:
-        steps: calls of `step()` that were completed.
-        bytes_read, bytes_written: asked of the drive, headers and padding included.
-        reads, writes: transfers.
-        hits: records that were in memory already when a step came to them.
-        wait_read_s, wait_write_s: time that the training thread waited for the drive.
-        step_s: time inside `step()`, waits included, closures not.
-        state_bytes: length of all records now.
-        pool_bytes, pool_used_bytes, pool_peak_bytes: size of the pool; what is leased now; the most ever leased.
-        masters_reset: segments whose master weights were made anew because the user had changed the parameter.
-        late_failures: writes whose failure only a finalizer saw.
-    """
-
-    steps: int
-    bytes_read: int
-    bytes_written: int
-    reads: int
-    writes: int
-    hits: int
-    wait_read_s: float
-    wait_write_s: float
-    step_s: float
-    state_bytes: int
-    pool_bytes: int
-    pool_used_bytes: int
-    pool_peak_bytes: int
-    masters_reset: int
-    late_failures: int
 
 
 class OptimizerSwapper:
@@ -113,6 +74,7 @@ class OptimizerSwapper:
     ) -> None:
         self.parameters: SwappedParameters | None = None
         self.gradients: SwappedGradients | None = None
+        self._gradient_buckets: list[Bucket] = []  # that `gradients` follows
         self._optimizer_ref = weakref.ref(optimizer)
         self._plan = plan
         self._pool = pool
@@ -125,6 +87,7 @@ class OptimizerSwapper:
         self.metrics = Metrics()
         self._pipeline = Pipeline(pool, store, self.metrics)
         self._stepper = Stepper(unhooked_step(type(optimizer)), plan, pool, pool_bytes, self._pipeline, self.metrics)
+        self._records = StateRecords(plan, self._stepper, self._pipeline, store)
         self._window_lock = threading.Lock()
         self._read_ahead = False
         self._arrived: dict[int, int] = {}  # gradients since the last step, by parameter
@@ -182,16 +145,19 @@ class OptimizerSwapper:
             pool_peak_bytes=self._pool.peak_used_bytes,
             masters_reset=m.masters_reset,
             late_failures=m.late_failures,
+            gradients=Moves() if self.gradients is None else moves_of(self.gradients.metrics),
         )
 
     def flush(self) -> None:
-        """Wait until everything that was stepped is on disk.
+        """Wait until everything that was stepped, and every gradient that is away, is on disk.
 
         Raises:
             SwapIOError: a write failed.
         """
         self._check_open()
         self._pipeline.drain()
+        if self.gradients is not None:
+            self.gradients.drain()
 
     def close(self) -> None:
         """Wait for writes, delete the files, give the memory back. The state is gone; `step()` raises from now on.
@@ -218,6 +184,8 @@ class OptimizerSwapper:
     ) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over all parameters of the optimizer, with the same bits.
 
+        Gradients that are away stay away: norms were taken as they passed, and they are scaled when they are used.
+
         Returns:
             The total norm before clipping, a scalar.
         """
@@ -228,7 +196,7 @@ class OptimizerSwapper:
             )
         parameters = list(parameters_of(self._optimizer()))
         if self.gradients is not None:
-            return self.gradients.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
+            return self.gradients.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
@@ -241,7 +209,7 @@ class OptimizerSwapper:
         optimizer = self._optimizer()
         if not any(p is parameter for p in parameters_of(optimizer)):
             raise KeyError("the optimizer does not have this parameter")
-        return self._gather([parameter], allocate_in_memory).get(id(parameter), {})
+        return self._records.gather([parameter], allocate_in_memory).get(id(parameter), {})
 
     def reset(self) -> None:
         """Forget all state, as if no step had been made; also the way out after `optimizer.state` was replaced.
@@ -252,7 +220,7 @@ class OptimizerSwapper:
         optimizer = self._optimizer()
         self._note_cut_off(optimizer)
         with self._replacing("forgetting optimizer state"):
-            self._forget_state()
+            self._records.forget()
         optimizer.state.clear()
         self._state = optimizer.state
         self._made_anew()
@@ -261,7 +229,7 @@ class OptimizerSwapper:
         """Bring all state back to `optimizer.state` and undo what wrapping did. See `swapper.unwrap_optimizer`."""
         self._check_usable("unwrap")
         optimizer = self._optimizer()
-        gathered = self._gather(list(parameters_of(optimizer)), allocate_in_memory)
+        gathered = self._records.gather(list(parameters_of(optimizer)), allocate_in_memory)
         state: dict[Any, dict[str, Any]] = {}
         for p in parameters_of(optimizer):
             if id(p) in gathered:
@@ -271,6 +239,8 @@ class OptimizerSwapper:
                     key: as_plain_state(key, value, p, self.has_masters) if isinstance(value, torch.Tensor) else value
                     for key, value in entries.items()
                 }
+        if self.gradients is not None:
+            self.gradients.bring_back_all()
         try:
             optimizer.state.update(state)
             self._uninstall(optimizer)
@@ -380,9 +350,11 @@ class OptimizerSwapper:
         if self._backward is not None:
             self._backward.check_options(optimizer)
         self._check_state(optimizer)
+        if self.gradients is not None:
+            self.gradients.check()
         self._reconcile(optimizer)
         work = self._stepper.work_on(self._plan.buckets if self._backward is None else self._backward.left())
-        show = self.metrics.steps == 0 and self._plan.stored_bytes >= _SHOW_PROGRESS_BYTES
+        show = self.metrics.steps == 0 and self._plan.stored_bytes >= SHOW_PROGRESS_BYTES
         waited_s = self.metrics.wait_read_s + self.metrics.wait_write_s
         before_s = self.metrics.step_s
         with torch.no_grad(), self.metrics.span("swapper.step", "step_s"):
@@ -442,6 +414,9 @@ class OptimizerSwapper:
                 del self._plan.buckets[count:]
                 self._plan.drop({id(p) for p in new})
                 raise
+        if self.gradients is not None and (gone or self._plan.buckets != self._gradient_buckets):
+            self.gradients.plan(self._plan.gradient_parts())
+            self._gradient_buckets = list(self._plan.buckets)
         self._watch_gradients(optimizer)
 
     def _add_buckets(self, buckets: Sequence[Bucket]) -> None:
@@ -473,7 +448,7 @@ class OptimizerSwapper:
         """Cut anew; the state goes through a scratch file."""
         log.warning("%s: the optimizer's state is being cut anew", why)
         parameters = list(parameters_of(optimizer))
-        gathered = self._gather(parameters, self._allocator(parameters))
+        gathered = self._records.gather(parameters, self._records.allocator(parameters))
         state = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
         self._pipeline.drop_staged()
         self._drop_window()  # The new cuts may need a larger one.
@@ -609,7 +584,7 @@ class OptimizerSwapper:
         self._check_state(optimizer)
         self._reconcile(optimizer)
         parameters = list(parameters_of(optimizer))
-        gathered = self._gather(parameters, self._allocator(parameters))
+        gathered = self._records.gather(parameters, self._records.allocator(parameters))
         state_dict["state"] = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
 
     def _on_load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -640,67 +615,6 @@ class OptimizerSwapper:
         if self._failure is not None:
             self._failure.state_loaded = True
 
-    def _gather(
-        self, parameters: Sequence[torch.nn.Parameter], allocate: Callable[[int, torch.dtype], torch.Tensor]
-    ) -> dict[int, dict[str, Any]]:
-        """The state of `parameters`, by `id`, in the class's own format; what moves is copied to what `allocate` gives.
-
-        Args:
-            allocate: makes a 1-D tensor on the CPU, of so many elements and that dtype.
-        """
-        wanted = {id(p) for p in parameters}
-        gathered: dict[int, dict[str, Any]] = {}
-        flats: dict[tuple[int, str], torch.Tensor] = {}
-
-        def flat(p: torch.nn.Parameter, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
-            if (id(p), key) not in flats:
-                flats[id(p), key] = allocate(numel, dtype)
-            return flats[id(p), key]
-
-        buckets = []
-        for bucket in self._plan.buckets:
-            chosen = [segment for segment in bucket.segments if id(segment.parameter) in wanted and segment.has_state]
-            if chosen:
-                buckets.append((bucket, chosen))
-        show = self._plan.stored_bytes >= _SHOW_PROGRESS_BYTES
-        try:
-            with torch.no_grad():
-                for i, (bucket, chosen) in enumerate(progress(buckets, "reading optimizer state", show)):
-                    self._stepper.stage_ahead([(b, []) for b, _ in buckets[i : i + 64]], 0)
-                    lease = self._stepper.take(bucket)
-                    for segment in chosen:
-                        entries = gathered.setdefault(id(segment.parameter), {})
-                        if not read_segment(bucket, segment, lease, entries, flat):
-                            self._stepper.count_reset()
-                    if lease is not None:
-                        self._pipeline.give_back(bucket.key)
-        except BaseException:
-            self._pipeline.recover()
-            raise
-        return gathered
-
-    def _allocator(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[int, torch.dtype], torch.Tensor]:
-        """Allocates in one mapped file without a name, so that a state dict costs disk and not memory."""
-        if self._store is None:
-            return allocate_in_memory
-        total = 0
-        wanted = {id(p) for p in parameters}
-        for bucket in self._plan.buckets:
-            for segment in bucket.segments:
-                if id(segment.parameter) in wanted:
-                    total += sum(slot.nbytes + ALIGNMENT_BYTES for slot in segment.slots.values())
-                    total += 4 * segment.numel + ALIGNMENT_BYTES if segment.master else 0
-        if not total:
-            return allocate_in_memory
-        return allocate_in(self._store.scratch(total))
-
-    def _forget_state(self) -> None:
-        for bucket in self._plan.buckets:
-            if bucket.length_bytes:
-                self._pipeline.discard(bucket.key)
-            for segment in bucket.segments:
-                segment.forget()
-
     def _import(self, optimizer: Optimizer, state: dict[int, dict[str, Any]], as_it_is: bool) -> None:
         """Replace all state.
 
@@ -715,20 +629,8 @@ class OptimizerSwapper:
                 if not self._plan.is_planned(p):
                     self._add_buckets(self._plan.extend(optimizer, [p]))
                 check_loadable(p, self._plan.segments_of(p), by_id[id(p)])
-        show = self._plan.stored_bytes >= _SHOW_PROGRESS_BYTES
         with self._replacing("loading optimizer state"), torch.no_grad():
-            self._forget_state()
-            for bucket in progress(self._plan.buckets, "writing optimizer state", show):
-                chosen = [segment for segment in bucket.segments if id(segment.parameter) in by_id]
-                if not chosen:
-                    continue
-                lease = self._stepper.take(bucket)
-                for segment in chosen:
-                    group = optimizer.param_groups[self._stepper.group_of[id(segment.parameter)]]
-                    for key in write_segment(bucket, segment, lease, by_id[id(segment.parameter)], group, as_it_is):
-                        self._stepper.say_unplanned(key)
-                if lease is not None:
-                    self._pipeline.put(bucket.key, bucket.finish(lease))
+            self._records.replace(optimizer, by_id, as_it_is)
 
     # --- The end ---------------------------------------------------------------------------------------------------
 
@@ -762,65 +664,6 @@ class OptimizerSwapper:
                 self._released = True
                 raise
             self._released = True
-
-
-class UnswappedOptimizer(OptimizerSwapper):
-    """`device: none`: the optimizer is left to itself; what users call on `optimizer.swapper` works all the same."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer_ref = weakref.ref(optimizer)
-        self._closed = False
-        self._pid = os.getpid()
-        self._failure = None
-        self._backward = None
-        self.parameters = self.gradients = None
-        self._counting = optimizer.register_step_post_hook(self._count)
-        self.metrics = Metrics()
-        vars(optimizer)["swapper"] = self
-
-    def _count(self, *_: object) -> None:
-        self.metrics.steps += 1
-        if self.parameters is not None:
-            self.parameters.end_round()
-
-    def attach(self, *, parameters: SwappedParameters | None = None, gradients: SwappedGradients | None = None) -> None:
-        """Say when a step is over to what has the parameters where they are on disk."""
-        assert gradients is None
-        self.parameters = parameters or self.parameters
-
-    def stats(self) -> Stats:
-        """Only `steps` is counted: nothing moves."""
-        values = {field.name: 0 for field in dataclasses.fields(Stats)}
-        return Stats(**{**values, "steps": self.metrics.steps})
-
-    def flush(self) -> None:
-        """Nothing to wait for."""
-        self._check_open()
-
-    def state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        """A copy of the state of one parameter."""
-        self._check_open()
-        return copy.deepcopy(self._optimizer().state.get(parameter, {}))
-
-    def reset(self) -> None:
-        """Forget all state."""
-        self._check_open()
-        self._optimizer().state.clear()
-
-    def unwrap(self) -> None:
-        """Take this object off the optimizer."""
-        self.close()
-        del vars(self._optimizer())["swapper"]
-
-    def close(self) -> None:
-        """Stop counting. The optimizer goes on working: its state was never away."""
-        self._counting.remove()
-        self._closed = True
-
-    @property
-    def has_masters(self) -> bool:
-        """Never: see `wrap_optimizer`."""
-        return False
 
 
 def _install_scheduler_wrapper(optimizer: Optimizer) -> None:

@@ -150,6 +150,17 @@ class OptimizerPlan:
         """
         return not self._fused and (bool(segment.master) or segment.planned_dtype not in _LOW_PRECISION)
 
+    def gradient_parts(self) -> list[tuple[int, torch.nn.Parameter, int, int]]:
+        """What each bucket steps on: its number, a parameter, and from where to where, in elements in memory order."""
+        parts = []
+        for number, bucket in enumerate(self.buckets):
+            spans: dict[int, tuple[torch.nn.Parameter, int, int]] = {}
+            for segment in bucket.segments:
+                p, start = segment.parameter, segment.start
+                spans[id(p)] = (p, spans[id(p)][1] if id(p) in spans else start, segment.stop)
+            parts += [(number, *span) for span in spans.values() if self.is_planned(span[0])]
+        return parts
+
     @property
     def scratch_bytes(self) -> int:
         """Bytes of each scratch buffer."""

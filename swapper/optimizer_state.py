@@ -4,18 +4,137 @@ from __future__ import annotations
 
 import copy
 import mmap
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.optim import Optimizer
 
 from swapper.buffers import Lease
 from swapper.errors import ConfigError
 from swapper.layout import ALIGNMENT_BYTES, round_up
+from swapper.optimizer_plan import OptimizerPlan
+from swapper.pipeline import Pipeline
 from swapper.segments import MASTER, Bucket, Segment
+from swapper.stepper import Stepper, progress
+from swapper.store import TensorStore
 from swapper.trial import is_dense
 
-__all__ = ["allocate_in", "allocate_in_memory", "as_plain_state", "check_loadable", "read_segment", "write_segment"]
+__all__ = [
+    "SHOW_PROGRESS_BYTES",
+    "StateRecords",
+    "allocate_in",
+    "allocate_in_memory",
+    "as_plain_state",
+    "check_loadable",
+    "read_segment",
+    "write_segment",
+]
+
+
+SHOW_PROGRESS_BYTES = 1 << 30
+"""State that is so long is shown on its way."""
+
+
+class StateRecords:
+    """The records of one optimizer's state, read and written as state dicts have it.
+
+    Args:
+        plan: the buckets.
+        stepper: reads ahead, and counts.
+        pipeline: brings records in and out.
+        store: where they are; None if they stay in the pool.
+    """
+
+    def __init__(self, plan: OptimizerPlan, stepper: Stepper, pipeline: Pipeline, store: TensorStore | None) -> None:
+        self._plan = plan
+        self._stepper = stepper
+        self._pipeline = pipeline
+        self._store = store
+
+    def gather(
+        self, parameters: Sequence[torch.nn.Parameter], allocate: Callable[[int, torch.dtype], torch.Tensor]
+    ) -> dict[int, dict[str, Any]]:
+        """The state of `parameters`, by `id`, in the class's own format; what moves is copied to what `allocate` gives.
+
+        Args:
+            allocate: makes a 1-D tensor on the CPU, of so many elements and that dtype.
+        """
+        wanted = {id(p) for p in parameters}
+        gathered: dict[int, dict[str, Any]] = {}
+        flats: dict[tuple[int, str], torch.Tensor] = {}
+
+        def flat(p: torch.nn.Parameter, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+            if (id(p), key) not in flats:
+                flats[id(p), key] = allocate(numel, dtype)
+            return flats[id(p), key]
+
+        buckets = []
+        for bucket in self._plan.buckets:
+            chosen = [segment for segment in bucket.segments if id(segment.parameter) in wanted and segment.has_state]
+            if chosen:
+                buckets.append((bucket, chosen))
+        show = self._plan.stored_bytes >= SHOW_PROGRESS_BYTES
+        try:
+            with torch.no_grad():
+                for i, (bucket, chosen) in enumerate(progress(buckets, "reading optimizer state", show)):
+                    self._stepper.stage_ahead([(b, []) for b, _ in buckets[i : i + 64]], 0)
+                    lease = self._stepper.take(bucket)
+                    for segment in chosen:
+                        entries = gathered.setdefault(id(segment.parameter), {})
+                        if not read_segment(bucket, segment, lease, entries, flat):
+                            self._stepper.count_reset()
+                    if lease is not None:
+                        self._pipeline.give_back(bucket.key)
+        except BaseException:
+            self._pipeline.recover()
+            raise
+        return gathered
+
+    def allocator(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[int, torch.dtype], torch.Tensor]:
+        """Allocates in one mapped file without a name, so that a state dict costs disk and not memory."""
+        if self._store is None:
+            return allocate_in_memory
+        total = 0
+        wanted = {id(p) for p in parameters}
+        for bucket in self._plan.buckets:
+            for segment in bucket.segments:
+                if id(segment.parameter) in wanted:
+                    total += sum(slot.nbytes + ALIGNMENT_BYTES for slot in segment.slots.values())
+                    total += 4 * segment.numel + ALIGNMENT_BYTES if segment.master else 0
+        if not total:
+            return allocate_in_memory
+        return allocate_in(self._store.scratch(total))
+
+    def forget(self) -> None:
+        """As if no step had been made."""
+        for bucket in self._plan.buckets:
+            if bucket.length_bytes:
+                self._pipeline.discard(bucket.key)
+            for segment in bucket.segments:
+                segment.forget()
+
+    def replace(self, optimizer: Optimizer, by_id: Mapping[int, dict[str, Any]], as_it_is: bool) -> None:
+        """Replace all state.
+
+        Args:
+            optimizer: for the options of groups.
+            by_id: the state of parameters, by their `id`, in the class's own format.
+            as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does, where they are not the planned ones.
+        """
+        show = self._plan.stored_bytes >= SHOW_PROGRESS_BYTES
+        self.forget()
+        for bucket in progress(self._plan.buckets, "writing optimizer state", show):
+            chosen = [segment for segment in bucket.segments if id(segment.parameter) in by_id]
+            if not chosen:
+                continue
+            lease = self._stepper.take(bucket)
+            for segment in chosen:
+                group = optimizer.param_groups[self._stepper.group_of[id(segment.parameter)]]
+                for key in write_segment(bucket, segment, lease, by_id[id(segment.parameter)], group, as_it_is):
+                    self._stepper.say_unplanned(key)
+            if lease is not None:
+                self._pipeline.put(bucket.key, bucket.finish(lease))
 
 
 def read_segment(

@@ -9,16 +9,31 @@ than that of their indices (channels_last), because the format has them in that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import contextlib
+import gc
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from swapper.codec import SAFETENSORS_NAMES
-from swapper.layout import ALIGNMENT_BYTES, PAGE_BYTES, Entry, RecordLayout, plan_whole_tensors, round_up
+from swapper.evicted import home_of
+from swapper.layout import ALIGNMENT_BYTES, PAGE_BYTES, Entry, RecordLayout, format_bytes, plan_whole_tensors, round_up
 from swapper.trial import is_dense
 
-__all__ = ["GROUP_BYTES", "ParameterPlace", "ParameterRecord", "plan_parameter_records", "why_not"]
+__all__ = [
+    "GROUP_BYTES",
+    "OtherTensors",
+    "ParameterPlace",
+    "ParameterRecord",
+    "first_of",
+    "least_bytes",
+    "modules_with_parameters",
+    "plan_parameter_records",
+    "plan_record_of",
+    "used_by",
+    "why_not",
+]
 
 GROUP_BYTES = 16 << 20
 """Small modules that follow one another share a record of about this size: one long transfer instead of many short."""
@@ -80,6 +95,8 @@ class ParameterRecord:
 
 def why_not(parameter: torch.nn.Parameter) -> str:
     """Why `parameter` stays in memory; "" if it can be swapped."""
+    if (home := home_of(parameter)) is not None:
+        return "" if home.temporary else "it is swapped already"
     if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
         return f"its class is {type(parameter).__name__}"
     if parameter.layout is not torch.strided or not is_dense(parameter):
@@ -90,7 +107,47 @@ def why_not(parameter: torch.nn.Parameter) -> str:
         return "it is empty"
     if not parameter.is_leaf:
         return "it is computed from others"
+    if not parameter.is_contiguous() and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return (
+            "it is not contiguous, and DistributedDataParallel would take its gradient for contiguous while it is away"
+        )
     return ""
+
+
+class OtherTensors:
+    """Which parameters share their memory with a tensor that Python code has and that is no parameter of the model.
+
+    What autograd saved of one shares it too, but in C++, and does not count: it has the values of its time, as it
+    should, and the version counter says when it must not be used any more. Memory that torch does not own may have
+    users besides, such as the NumPy array that a parameter was made of: those cannot be known.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] | None = None
+
+    def view(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether such a tensor shares the memory of `parameter`, whose values are there."""
+        storage = parameter.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) <= 2:  # the parameter's, and that of this Python object
+            return False
+        if self._counts is None:
+            self._counts = _tensors_by_storage()
+        return self._counts.get(storage._cdata, 0) > 1
+
+
+def _tensors_by_storage() -> dict[int, int]:
+    """How many tensors that Python code has there are for each storage."""
+    counts: dict[int, int] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for item in gc.get_objects():
+            kind = type(item)
+            # Those that dispatch to Python have no storage of their own.
+            if not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+                continue
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # As have some others.
+                number = item.untyped_storage()._cdata
+                counts[number] = counts.get(number, 0) + 1
+    return counts
 
 
 def modules_with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
@@ -104,6 +161,8 @@ def _names_by_storage(model: torch.nn.Module) -> dict[int, list[str]]:
     """The parameters and buffers, each once, in each storage: what changes one of them may change the others."""
     names: dict[int, list[str]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if home_of(tensor) is not None:  # It shares memory with nothing.
+            continue
         if tensor.layout is torch.strided and type(tensor.data) is torch.Tensor:
             names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
     return names
@@ -122,6 +181,7 @@ def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[l
     stays: dict[str, str] = {}
     seen: set[torch.nn.Parameter] = set()
     sharing = _names_by_storage(model)
+    others_of_it = OtherTensors()
     groups: list[list[tuple[str, torch.nn.Parameter]]] = []
     total_bytes = 0
     for prefix, module in modules_with_parameters(model):
@@ -132,10 +192,12 @@ def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[l
             seen.add(parameter)
             reason = "it belongs to a ScriptModule" if isinstance(module, torch.jit.ScriptModule) else ""
             reason = reason or why_not(parameter)
-            if not reason and parameter.device.type != "meta":
+            if not reason and parameter.device.type != "meta" and home_of(parameter) is None:
                 names = sharing[parameter.untyped_storage().data_ptr()]
                 if others := [other for other in names if other != prefix + name]:
                     reason = f"it shares memory with {', '.join(others)}"
+                elif others_of_it.view(parameter):
+                    reason = "a tensor that is neither a parameter nor a buffer of the model shares its memory"
             if reason:
                 stays[prefix + name] = reason
             else:
@@ -148,10 +210,16 @@ def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[l
             total_bytes = 0
         groups[-1] += unit
         total_bytes += unit_bytes
-    return [_plan_record(number, group) for number, group in enumerate(groups)], stays
+    return [plan_record_of(number, group) for number, group in enumerate(groups)], stays
 
 
-def _plan_record(number: int, group: list[tuple[str, torch.nn.Parameter]]) -> ParameterRecord:
+def plan_record_of(number: int, group: Sequence[tuple[str, torch.nn.Parameter]]) -> ParameterRecord:
+    """Lay out a record of `group`, parameters with their names.
+
+    Args:
+        number: of the record.
+    """
+
     def rank(item: tuple[str, torch.nn.Parameter]) -> int:
         # Of those that lie tightly packed, the ones with wide elements come first: each is then at a multiple of them.
         p = item[1]
@@ -173,3 +241,55 @@ def _plan_record(number: int, group: list[tuple[str, torch.nn.Parameter]]) -> Pa
         places.append(ParameterPlace(p, name, p.shape, p.stride(), p.dtype, file_offset, offset))
     length = max(layout.length_bytes, round_up(cursor, PAGE_BYTES))
     return ParameterRecord(number, tuple(places), layout, layout.length_bytes, length)
+
+
+def used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters that the forward of `module` itself uses, as far as can be known before it runs."""
+    whole = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
+    # These choose another kernel in evaluation if a parameter of a module below them is not an ordinary one.
+    yield from module.parameters(recurse=isinstance(module, whole))
+
+
+def first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[ParameterRecord]:
+    """The first records that together take at most `resident_bytes`."""
+    chosen: set[ParameterRecord] = set()
+    for record in records:
+        if resident_bytes < record.length_bytes:
+            break
+        resident_bytes -= record.length_bytes
+        chosen.add(record)
+    return chosen
+
+
+def least_bytes(
+    model: torch.nn.Module, records: Sequence[ParameterRecord], resident: set[ParameterRecord], step_in_backward: bool
+) -> tuple[int, str]:
+    """What the pool must have for parameters, and the sum in words."""
+    moving = [record for record in records if record not in resident]
+    largest = max((record.length_bytes for record in moving), default=0)
+    needed = 2 * largest
+    why = f"2 x {format_bytes(largest)} (the largest record: one in use, one arriving)"
+    together, name = _longest_together(model, moving)
+    if together > needed:
+        needed = together
+        why = f"{format_bytes(together)} (what {name or 'the model'} uses itself, and the modules it runs in,)"
+    if step_in_backward:
+        needed += largest
+        why += f" + {format_bytes(largest)} (stepped in backward)"
+    if resident:
+        kept_bytes = sum(record.length_bytes for record in resident)
+        needed += kept_bytes
+        why += f" + {format_bytes(kept_bytes)} kept resident"
+    return needed, why
+
+
+def _longest_together(model: torch.nn.Module, records: Iterable[ParameterRecord]) -> tuple[int, str]:
+    """The most bytes of records that are there while a module runs inside others, and the name of that module."""
+    record_of = {place.parameter: record for record in records for place in record.places}
+
+    def walk(name: str, module: torch.nn.Module, outer: frozenset[ParameterRecord]) -> tuple[int, str]:
+        used = outer | {record_of[p] for p in used_by(module) if p in record_of}
+        below = [walk(f"{name}.{key}".lstrip("."), child, used) for key, child in module.named_children()]
+        return max([(sum(record.length_bytes for record in used), name), *below], key=lambda item: item[0])
+
+    return walk("", model, frozenset())

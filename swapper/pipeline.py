@@ -60,6 +60,7 @@ class Pipeline:
         metrics: counts waits and hits.
 
     Attributes:
+        limit_bytes: the most of the pool to hold at once, unless what is in use alone is more; None for no limit.
         read_ahead_bytes: the most that `stage` keeps of the pool, beside what is in use; None where nobody else needs
             the rest.
 
@@ -70,6 +71,7 @@ class Pipeline:
         self._pool = pool
         self._store = store
         self._metrics = metrics
+        self.limit_bytes: int | None = None
         self.read_ahead_bytes: int | None = None
         self._held: dict[RecordKey, _Held] = {}
         self._resident: frozenset[RecordKey] = frozenset()
@@ -112,7 +114,7 @@ class Pipeline:
                 return True
             if self.read_ahead_bytes is not None and self._staged_bytes() + length_bytes > self.read_ahead_bytes:
                 return False
-            lease = self._pool.try_acquire(length_bytes)
+            lease = self._try_acquire(length_bytes)
             if lease is None:
                 return False
             self._read(key, lease)
@@ -136,6 +138,7 @@ class Pipeline:
                 lease = self._acquire(length_bytes)
                 if self._store is None or self._store.stored_bytes(key) == 0:
                     self._held[key] = _Held(lease, Place.LIVE, empty=True)
+                    self._metrics.begin_use(key)
                     return lease, False
                 held = self._read(key, lease)
             assert held.place is not Place.LIVE, f"{key} is in use already"
@@ -155,6 +158,7 @@ class Pipeline:
                     raise
                 held.lease.transfer = None
             held.place, held.writing = Place.LIVE, False
+            self._metrics.begin_use(key)
             return held.lease, True
 
     def put(self, key: RecordKey, length_bytes: int) -> None:
@@ -167,14 +171,14 @@ class Pipeline:
             held = self._held[key]
             assert held.place is Place.LIVE, f"{key} is not in use"
             held.empty = False
+            self._metrics.end_use(key)
             if self._store is None:
                 held.place = Place.KEPT
                 return
             held.lease.transfer = self._store.write(key, held.lease, length_bytes)
             held.writing = True
             held.place = Place.KEPT if key in self._resident else Place.LEAVING
-            self._metrics.writes += 1
-            self._metrics.bytes_written += length_bytes
+            self._metrics.count_write(key, length_bytes, held.lease.transfer)
             self._collect()
 
     def give_back(self, key: RecordKey) -> None:
@@ -182,11 +186,19 @@ class Pipeline:
         with self._lock:
             held = self._held[key]
             assert held.place is Place.LIVE, f"{key} is not in use"
+            self._metrics.end_use(key)
             if not held.empty and (self._store is None or key in self._resident):
                 held.place = Place.KEPT
             else:
                 del self._held[key]
                 held.lease.release()
+
+    def let_go(self, key: RecordKey) -> None:
+        """As `give_back`; nothing if it is not in use, as after a `take` that was cut off."""
+        with self._lock:
+            held = self._held.get(key)
+            if held is not None and held.place is Place.LIVE:
+                self.give_back(key)
 
     def drop_staged(self) -> bool:
         """Give back what was only read ahead. Returns whether that freed anything; False if the pipeline is busy."""
@@ -222,6 +234,15 @@ class Pipeline:
             if self._store is not None:
                 self._store.check_written()
 
+    def check(self) -> None:
+        """Raise what is known of writes that failed; waits for none.
+
+        Raises:
+            SwapIOError: the first of them.
+        """
+        with self._lock:
+            self._collect()
+
     def recover(self) -> None:
         """Give back what was read or taken and not put; writes go on. For the way out of an exception; never raises.
 
@@ -232,6 +253,7 @@ class Pipeline:
             for key, held in list(self._held.items()):
                 if held.place is not Place.LIVE:
                     continue
+                self._metrics.end_use(key)
                 if self._store is None and not held.empty:
                     held.place = Place.KEPT
                 else:
@@ -248,6 +270,7 @@ class Pipeline:
                         held.lease.transfer.wait()
                 del self._held[key]
                 held.lease.release()
+                self._metrics.end_use(key)
             if self._store is not None:
                 self._store.discard(key)
 
@@ -262,8 +285,7 @@ class Pipeline:
         assert self._store is not None
         held = _Held(lease, Place.ARRIVING)
         lease.transfer = self._store.read(key, lease)
-        self._metrics.reads += 1
-        self._metrics.bytes_read += self._store.stored_bytes(key)
+        self._metrics.count_read(key, self._store.stored_bytes(key), lease.transfer)
         self._held[key] = held
         return held
 
@@ -330,13 +352,24 @@ class Pipeline:
             del self._held[key]
             held.lease.release()
 
+    def _is_beyond_limit(self, length_bytes: int) -> bool:
+        if self.limit_bytes is None:
+            return False
+        return sum(held.lease.length_bytes for held in self._held.values()) + length_bytes > self.limit_bytes
+
+    def _try_acquire(self, length_bytes: int) -> Lease | None:
+        return None if self._is_beyond_limit(length_bytes) else self._pool.try_acquire(length_bytes)
+
     def _acquire(self, length_bytes: int) -> Lease:
-        while (lease := self._pool.try_acquire(length_bytes)) is None:
+        while (lease := self._try_acquire(length_bytes)) is None:
             # Waiting for a write costs less than reading again what was read ahead.
             if self._wait_for_write():
                 self._collect()
                 continue
-            return self._pool.acquire(length_bytes)
+            if self._is_beyond_limit(length_bytes) and self._drop_last_staged():
+                continue
+            with self._metrics.span("swapper.wait_pool"):
+                return self._pool.acquire(length_bytes)
         return lease
 
     def _wait_for_write(self) -> bool:

@@ -242,7 +242,7 @@ class Bucket:
 
         Args:
             active: segments with a gradient, whose parameters are there.
-            gradients: slices, 1-D and in memory order, of those gradients that are not at their parameters.
+            gradients: slices on the host, 1-D and in memory order, of gradients that are not at their parameters.
             scratch: for copies from an accelerator.
             copies: starts them.
         """
@@ -250,21 +250,19 @@ class Bucket:
         for segment in active:
             p = segment.parameter
             item = Opened(segment)
-            if segment in gradients:
-                item.gradient = gradients[segment]
-                if segment.master or not segment.whole:
-                    item.bits = segment.slice_of(p.detach())
-                opened.append(item)
-                continue
-            assert p.grad is not None
+            away = gradients.get(segment)
+            gradient = p.grad if away is None else None
+            assert away is not None or gradient is not None
             if self._remote:
                 item.bits = scratch.take(segment.numel, p.dtype)
                 copies.copy(item.bits, segment.slice_of(p.detach()))
-                item.gradient = scratch.take(segment.numel, p.grad.dtype)
-                copies.copy(item.gradient, segment.slice_of(p.grad))
+                item.gradient = away
+                if gradient is not None:
+                    item.gradient = scratch.take(segment.numel, gradient.dtype)
+                    copies.copy(item.gradient, segment.slice_of(gradient))
             elif segment.master or not segment.whole:
                 item.bits = segment.slice_of(p.detach())
-                item.gradient = segment.slice_of(p.grad)
+                item.gradient = segment.slice_of(gradient) if gradient is not None else away
             opened.append(item)
         return opened
 

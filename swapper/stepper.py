@@ -6,7 +6,6 @@ runs, and what it left behind is taken out: whatever it does to all parameters a
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import sys
 from collections import OrderedDict
@@ -21,13 +20,14 @@ from tqdm import tqdm
 from swapper.buffers import BufferPool, Lease
 from swapper.errors import SwapError
 from swapper.evicted import gradient_lent, raw_gradient
+from swapper.heap import return_free_memory
 from swapper.metrics import Metrics
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.pipeline import DeviceCopies, Pipeline
 from swapper.segments import Bucket, Opened, Scratch, Segment
 from swapper.trial import same_layout
 
-__all__ = ["Stepper", "SwappedGradients", "SwappedParameters", "Work", "progress", "return_free_memory"]
+__all__ = ["Stepper", "SwappedGradients", "SwappedParameters", "Work", "progress"]
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,6 @@ _T = TypeVar("_T")
 Work = tuple[Bucket, list[Segment]]
 """A bucket, and those of its segments that have a gradient."""
 
-_malloc_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 _READ_AHEAD = 64
 """Buckets that are looked at for what to read next."""
 
@@ -56,13 +55,23 @@ class SwappedParameters(Protocol):
 
 
 class SwappedGradients(Protocol):
-    """What a step asks of gradients that are on disk too."""
+    """What a step asks of gradients that are away too."""
+
+    @property
+    def metrics(self) -> Metrics:
+        """Counts what moves."""
+
+    def plan(self, parts: Iterable[tuple[int, torch.nn.Parameter, int, int]]) -> None:
+        """The buckets have changed: see `OptimizerPlan.gradient_parts`."""
+
+    def check(self) -> None:
+        """Raise what is known to be wrong with any gradient: a step must not find out in the middle."""
 
     def has(self, parameter: torch.nn.Parameter) -> bool:
         """Whether there is a gradient, wherever it is."""
 
     def is_away(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether it is on disk."""
+        """Whether it is not in memory."""
 
     def stage(self, parameter: torch.nn.Parameter, start: int) -> bool:
         """Start reading the part of it that starts at `start`. False if there is no room."""
@@ -74,13 +83,24 @@ class SwappedGradients(Protocol):
         """Whether its gradients are looked at when they arrive."""
 
     def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
-        """Forget the gradients that are on disk."""
+        """Forget the gradients that are away."""
+
+    def bring_back_all(self) -> None:
+        """Have all gradients in memory."""
+
+    def drain(self) -> None:
+        """Wait until what is away is on disk."""
 
     def close(self) -> None:
         """Forget everything."""
 
     def clip_grad_norm_(
-        self, parameters: Iterable[torch.nn.Parameter], max_norm: float, norm_type: float, error_if_nonfinite: bool
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        foreach: bool | None,
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`."""
 
@@ -132,6 +152,7 @@ class Stepper:
         self._former: dict[str, Any] = {}  # what `_narrow` replaced on the optimizer
         self._changes: dict[int, dict[str, Any]] = {}  # values of groups that the class changed
         self._present = ExitStack()
+        self._following = ExitStack()  # with an accelerator: of the bucket that is being copied
         self._unplanned: set[str] = set()
 
     # --- A whole step ----------------------------------------------------------------------------------------------
@@ -161,10 +182,14 @@ class Stepper:
             assert pending is not None
             fetched = pending
             if self._plan.remote:
+                self._following = self._bring(work, i + 1)
                 pending = self._fetch(work, i + 1)
             self.stage_ahead(work, i)
             self._step_bucket(optimizer, bucket, *fetched)
-            if not self._plan.remote:
+            if self._plan.remote:
+                self._present.close()
+                self._present, self._following = self._following, ExitStack()
+            else:
                 with self._staying(work, i):
                     self._present.close()
                     self._present = self._bring(work, i + 1)
@@ -209,6 +234,7 @@ class Stepper:
         """After an exception: give back everything that a step holds. What was entered is for the caller to note."""
         try:
             self._present.close()
+            self._following.close()
         finally:
             self._changes = {}
             self._pipeline.recover()
@@ -317,7 +343,7 @@ class Stepper:
             mine = [segment for segment in active if segment.parameter is p]
             start = mine[0].start
             part = stack.enter_context(gradients.taken(p, start))
-            if mine[0].whole and not mine[0].master:  # The class is given the parameter itself.
+            if mine[0].whole and not mine[0].master and not self._plan.remote:  # The class is given it itself.
                 stack.enter_context(gradient_lent(p, part.as_strided(p.shape, p.stride())))
                 continue
             for segment in mine:
@@ -453,17 +479,6 @@ class Stepper:
             if made_state:
                 states.clear()
                 return_free_memory()
-
-
-def return_free_memory() -> None:
-    """Let glibc give freed memory back to the system; elsewhere nothing.
-
-    When a class makes its state, small tensors that stay are allocated between large ones that do not. The holes are
-    too small for the next bucket's, so without this the first step would grow the heap by about the size of the state;
-    and after a step, gradients would come to lie in the holes that its scratch left. Milliseconds for a heap of 1 GB.
-    """
-    if _malloc_trim is not None:
-        _malloc_trim(0)
 
 
 def progress(items: Sequence[_T], what: str, show: bool) -> Iterable[_T]:

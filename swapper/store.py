@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import IO, TYPE_CHECKING, NamedTuple
 
 from swapper.errors import SwapError, SwapIOError
 from swapper.handle import AsyncIOHandle, Checksums, File, Transfer
@@ -351,21 +351,32 @@ class TensorStore:
         Raises:
             NvmePathError: no drive has enough free space for it, or a run directory is gone.
         """
+        with self.scratch_file(length_bytes) as file:
+            return mmap.mmap(file.fileno(), length_bytes)
+
+    @contextlib.contextmanager
+    def scratch_file(self, length_bytes: int) -> Iterator[IO[bytes]]:
+        """A file of `length_bytes` on the drive with the most room, which loses its name when this is left.
+
+        Raises:
+            NvmePathError: as for `scratch`.
+        """
         directory = self._drives[0].directory
-        try:
-            roomiest = max(self.file_systems(), key=lambda file_system: file_system.free_bytes)
-            directory = self._drives[roomiest.members[0]].directory
-            with tempfile.TemporaryFile(dir=directory) as file:
+        with contextlib.ExitStack() as stack:
+            try:
+                roomiest = max(self.file_systems(), key=lambda file_system: file_system.free_bytes)
+                directory = self._drives[roomiest.members[0]].directory
+                file = stack.enter_context(tempfile.NamedTemporaryFile(dir=directory))
                 # Without this, a full drive would be a SIGBUS at the first touch of the mapping, not an error here.
                 os.posix_fallocate(file.fileno(), 0, length_bytes)
-                return mmap.mmap(file.fileno(), length_bytes)
-        except OSError as error:
-            raise NvmePathError(
-                error.errno or errno.EIO,
-                "preallocate",
-                directory,
-                f"a scratch file of {format_bytes(length_bytes)} is needed here",
-            ) from error
+            except OSError as error:
+                raise NvmePathError(
+                    error.errno or errno.EIO,
+                    "preallocate",
+                    directory,
+                    f"a scratch file of {format_bytes(length_bytes)} is needed here",
+                ) from error
+            yield file
 
     def close(self) -> None:
         """Remove the run directories and give their locks back. No transfer may be in flight. Idempotent."""

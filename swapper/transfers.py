@@ -27,6 +27,10 @@ class AnyTransfer(Protocol):
         """Wait until it is over, and leave a failure unobserved."""
         ...
 
+    def times_s(self) -> tuple[float, float]:
+        """When it began to move and when it was over."""
+        ...
+
 
 class JoinedTransfer:
     """Transfers that are over when all of them are, and failed when any of them has.
@@ -94,6 +98,11 @@ class JoinedTransfer:
         """
         for part in self.parts:
             part.settle()
+
+    def times_s(self) -> tuple[float, float]:
+        """When the first part began to move and when the last was over. See `Transfer.times_s`."""
+        times_s = [part.times_s() for part in self.parts]
+        return min(begun_s for begun_s, _ in times_s), max(ended_s for _, ended_s in times_s)
 
 
 def start_all(starts: Iterable[Callable[[], Transfer]]) -> Transfer | JoinedTransfer:

@@ -358,11 +358,11 @@ def test_sigterm_while_starting(nvme_path: Path, leaves_nothing: None, delay_s: 
 @pytest.mark.parametrize("how", ["", "sys.exit()", "del optimizer"])
 def test_the_interpreter_ends_with_transfers_in_flight(nvme_path: Path, leaves_nothing: None, how: str) -> None:
     program = """
-    import functools, swapper.api
+    import functools, swapper.shared
     from swapper.handle import AsyncIOHandle, FaultPlan
     from test_optimizer import backward
     swapper.of(optimizer).close()
-    swapper.api.AsyncIOHandle = functools.partial(AsyncIOHandle, faults=FaultPlan(delay_us=50000))
+    swapper.shared.AsyncIOHandle = functools.partial(AsyncIOHandle, faults=FaultPlan(delay_us=50000))
     model = make_model()
     optimizer = swapper.wrap_optimizer(adamw(model), make_config(path))
     run(model, optimizer, range(2))
@@ -575,7 +575,7 @@ def test_real_signals_at_random_times(
     from swapper.handle import AsyncIOHandle, FaultPlan
 
     faults = FaultPlan(seed=seed, delay_us=2000, reorder=True)
-    monkeypatch.setattr("swapper.api.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=faults))
+    monkeypatch.setattr("swapper.shared.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=faults))
     draw = random.Random(seed)
     main = threading.main_thread().ident
     assert main is not None

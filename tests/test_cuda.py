@@ -19,6 +19,7 @@ from torch import nn
 import swapper
 from swapper import gds
 from swapper.errors import SwapIOError
+from swapper.evicted import raw_gradient
 from swapper.gds import GDSHandle, probe_cufile
 from swapper.handle import AsyncIOHandle, FaultPlan
 
@@ -85,6 +86,64 @@ def test_same_bits_as_stepping_on_the_host(nvme_path: Path, name: str, precision
     assert all(same_bits(p.cpu(), q.cpu()) for p, q in zip(plain.parameters(), swapped.parameters(), strict=True))
     assert all(p.is_cuda for p in swapped.parameters())
     swapper.of(optimizer).close()
+
+
+@pytest.mark.parametrize("where", ["nvme", "cpu"])
+@pytest.mark.parametrize("state", ["nvme", "cpu"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-masters"])
+@pytest.mark.parametrize("micro_batches", [1, 3])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_gradients_leave_the_device(
+    nvme_path: Path, precision: str, state: str, where: str, micro_batches: int
+) -> None:
+    """Added up, clipped and stepped with the bits of gradients that stay on it."""
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+    results = []
+    for gradients in ("none", where):
+        model = make_model(dtype)
+        parameters = list(model.parameters())
+        optimizer = OPTIMIZERS["AdamW"](parameters)
+        config = swapper.OffloadConfig(
+            nvme_path=nvme_path,
+            pool_bytes="32MiB",
+            bucket_bytes="1MiB",
+            gradient_accumulation_steps=micro_batches,
+            offload_optimizer={"device": state, "master_weights": precision != "fp32"},
+            offload_gradient={"device": gradients},
+        )
+        swapper.wrap_optimizer(optimizer, config)
+        generator = torch.Generator().manual_seed(1)
+        norms = []
+        for step in range(4):
+            for _ in range(micro_batches):
+                tokens = torch.randint(256, (2, 33), generator=generator).cuda()
+                model.loss(tokens[:, :-1], tokens[:, 1:]).backward()
+            large = [p for p in parameters if p.nbytes >= 16 << 10]
+            assert large and all((raw_gradient(p) is None) == (gradients != "none") for p in large)
+            if step % 2:
+                norms.append(swapper.of(optimizer).clip_grad_norm_(0.1).cpu())
+            if step == 3:
+                norms += [p.grad.cpu() for p in parameters if p.grad is not None]
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(([p.detach().cpu() for p in parameters], norms))
+        swapper.of(optimizer).close()
+    for mine, theirs in zip(results[1], results[0], strict=True):
+        assert all(same_bits(p, q) for p, q in zip(mine, theirs, strict=True))
+
+
+def test_a_pool_that_cannot_hold_all_gradients_is_refused(nvme_path: Path) -> None:
+    model = nn.Linear(1000, 1000, device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = swapper.OffloadConfig(
+        nvme_path=nvme_path,
+        pool_bytes="4MiB",
+        bucket_bytes="256KiB",
+        offload_optimizer={"device": "nvme"},
+        offload_gradient={"device": "cpu"},
+    )
+    with pytest.raises(swapper.ConfigError, match="all of them, which device: cpu keeps in the pool"):
+        swapper.wrap_optimizer(optimizer, config)
 
 
 def test_state_never_visits_the_device(nvme_path: Path) -> None:

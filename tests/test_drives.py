@@ -26,12 +26,12 @@ from test_store import in_forked_child, keys, killed_run, mounted, random_bytes
 import swapper
 from swapper import runs as runs_module
 from swapper import speed as speed_module
-from swapper.api import _close_all
 from swapper.buffers import BufferPool
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.handle import AsyncIOHandle, FaultPlan
 from swapper.layout import share_out
 from swapper.runs import NvmePathError, check_nvme_paths
+from swapper.shared import close_all
 from swapper.speed import DriveSpeed, measure_speed
 from swapper.store import RecordKey, TensorStore
 from swapper.transfers import JoinedTransfer, start_all
@@ -85,7 +85,7 @@ def plans(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[FaultPlan]]:
     def patch(*settings: dict[str, Any]) -> list[FaultPlan]:
         made = [FaultPlan(**one) for one in settings]
         left = itertools.cycle(made)
-        monkeypatch.setattr("swapper.api.AsyncIOHandle", lambda **kw: AsyncIOHandle(faults=next(left), **kw))
+        monkeypatch.setattr("swapper.shared.AsyncIOHandle", lambda **kw: AsyncIOHandle(faults=next(left), **kw))
         return made
 
     return patch
@@ -106,7 +106,7 @@ class Drives:
     def __exit__(self, *exc_info: object) -> None:
         self.store.close()
         self.pool.close()
-        _close_all(self.handles)
+        close_all(self.handles)
 
     def files(self, key: RecordKey = KEY) -> list[Path]:
         return [directory / key.file_name for directory in self.store.directories]
@@ -218,7 +218,7 @@ def test_what_is_wrong_with_any_of_the_paths_leaves_nothing_on_the_others(paths:
     assert not list(paths[0].iterdir()) + list(paths[1].iterdir())
     assert holder.directories[0].is_dir()
     holder.close()
-    _close_all(handles)
+    close_all(handles)
 
 
 # --- Records ----------------------------------------------------------------------------------------------------------
@@ -443,7 +443,7 @@ def test_a_forked_child_can_do_no_harm(paths: list[Path], speeds: Callable[..., 
                 with pytest.raises(SwapError, match="fork"):
                     use()
             drives.store.close()
-            _close_all(drives.handles)
+            close_all(drives.handles)
 
         in_forked_child(child)
         assert transfer.wait() == MiB
@@ -555,10 +555,10 @@ def test_all_handles_are_closed_whatever_one_raises(paths: list[Path]) -> None:
             handle.write(file, torch.zeros(PAGE, dtype=torch.uint8)).settle()
         (path / "file").unlink()
     with pytest.raises(SwapIOError) as caught:
-        _close_all(handles)
+        close_all(handles)
     assert caught.value.path == str(paths[0] / "file"), "the first"
     assert all(handle.closed for handle in handles)
-    _close_all(handles)
+    close_all(handles)
 
 
 class Registering:
@@ -614,7 +614,7 @@ class TensorStoreOf:
 
     def __exit__(self, *exc_info: object) -> None:
         self.store.close()
-        _close_all(self.handles)
+        close_all(self.handles)
 
 
 def test_a_slow_drive_is_measured_with_less_and_warned_about(
@@ -648,7 +648,7 @@ def test_a_drive_that_fails_while_it_is_measured_is_refused(
         assert caught.value.path == str(paths[drive] / "swapper-run-0")
         assert f"{operation} of" in str(caught.value) and "nvme_path" in str(caught.value)
         assert not list(paths[0].iterdir()) + list(paths[1].iterdir())
-        _close_all(handles)  # Raises what nobody was told.
+        close_all(handles)  # Raises what nobody was told.
 
 
 def test_a_drive_on_which_everything_fails_leaves_nothing_for_close_to_raise(
@@ -689,7 +689,7 @@ def test_an_interrupt_while_a_drive_is_measured_leaves_nothing(
     finally:
         signal.signal(signal.SIGALRM, previous)
     assert not list(paths[0].iterdir()) + list(paths[1].iterdir())
-    _close_all(handles)
+    close_all(handles)
 
 
 @pytest.mark.root
@@ -891,7 +891,7 @@ def test_check_shows_every_drive(
 def test_check_says_how_much_all_drives_can_take_when_one_is_full_first(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("swapper.api.measure_speeds", lambda *_: [DriveSpeed(3, 3), DriveSpeed(1, 1)])
+    monkeypatch.setattr("swapper.dry_run.measure_speeds", lambda *_: [DriveSpeed(3, 3), DriveSpeed(1, 1)])
     with mounted(paths[1], "-t", "tmpfs", "-o", "size=256k", "tmpfs"):
         report = swapper.check(make_model(), adamw(make_model()), config_of(paths))
         assert report.disk_free_bytes == 4 * report.drives[1].disk_free_bytes == MiB

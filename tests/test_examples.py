@@ -1,4 +1,4 @@
-"""The training example, run as a user runs it."""
+"""The training examples, run as a user runs them."""
 
 from __future__ import annotations
 
@@ -99,3 +99,76 @@ def test_mistake_in_the_config_is_one_sentence(command: list[str], drive: Path) 
     assert ended.stderr.startswith("train_gpt: ")
     assert str(drive) in ended.stderr
     assert "Traceback" not in ended.stderr
+
+
+# --- train_xl ---------------------------------------------------------------------------------------------------------
+
+EVERYTHING = """
+pool_bytes: 192MiB
+bucket_bytes: 16MiB
+offload_optimizer: {device: nvme, master_weights: true}
+offload_gradient: {device: nvme}
+offload_param: {device: nvme}
+"""
+
+
+@pytest.fixture
+def xl(tmp_path: Path, drive: Path) -> list[str]:
+    """86M parameters, which plain PyTorch would need 1.38 GB for, in less."""
+    config = tmp_path / "config.yaml"
+    config.write_text(EVERYTHING + f"nvme_path: {drive}\n")
+    command = [sys.executable, str(ROOT / "examples" / "train_xl.py"), "--config", str(config), "--size", "small"]
+    return [*command, "--context", "64", "--threads", "1", "--picture", str(tmp_path / "timeline.png")]
+
+
+def cgroup_of(output: str) -> Path | None:
+    """What the example says that limits its memory; None if it is no cgroup."""
+    line = next(line for line in output.splitlines() if line.startswith("Limit of memory: "))
+    how = line.removeprefix("Limit of memory: ")
+    return Path(how.removeprefix("cgroup ")) if how.startswith("cgroup ") else None
+
+
+@pytest.mark.parametrize("by", ["auto", "rlimit"])
+def test_a_model_that_does_not_fit_is_trained(xl: list[str], tmp_path: Path, drive: Path, by: str) -> None:
+    limits = ["--memory-limit", "1GB", "--limit-by", by]
+    ended = subprocess.run([*xl, *limits, "--steps", "2"], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "Plain PyTorch needs 1.4 GB" in ended.stdout
+    assert "step 2/2  loss " in ended.stdout
+    for row in ("forward", "backward", "optimizer.step()", "waiting for reads", "waiting for writes", "GB written"):
+        assert row in ended.stdout
+    assert "reads of parameters" in ended.stdout, "the timeline in the terminal"
+    assert (tmp_path / "timeline.png").read_bytes().startswith(b"\x89PNG")
+    assert not any(drive.iterdir())
+    group = cgroup_of(ended.stdout)
+    assert group is None or not group.exists()
+    assert by == "auto" or group is None
+
+
+def test_training_that_wants_more_than_it_may_is_ended_and_leaves_nothing(xl: list[str], drive: Path) -> None:
+    ended = subprocess.run([*xl, "--memory-limit", "300MB", "--steps", "1"], capture_output=True, text=True)
+    assert ended.returncode != 0
+    group = cgroup_of(ended.stdout)
+    if group is not None:
+        assert "wanted more than 300 MB" in ended.stderr
+        assert "Traceback" not in ended.stderr
+        assert not group.exists()
+
+
+def test_a_signal_ends_the_limited_run_too(xl: list[str], drive: Path) -> None:
+    with subprocess.Popen([*xl, "--steps", "1000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
+        try:
+            deadline_s = time.monotonic() + 60
+            while not any(drive.iterdir()):
+                assert run.poll() is None and time.monotonic() < deadline_s, "the run put nothing on the drive"
+                time.sleep(0.01)
+            run.terminate()
+            output, errors = run.communicate(timeout=90)
+        finally:
+            run.kill()
+    assert run.returncode == 128 + signal.SIGTERM, errors
+    assert "Stopped" in errors
+    assert "Traceback" not in errors
+    assert not any(drive.iterdir())
+    group = cgroup_of(output)
+    assert group is None or not group.exists()

@@ -63,7 +63,7 @@ def plain() -> list[Snapshot]:
 def inject(monkeypatch: pytest.MonkeyPatch) -> Inject:
     def patch(**faults: object) -> FaultPlan:
         plan = FaultPlan(**faults)  # type: ignore[arg-type]
-        monkeypatch.setattr("swapper.api.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+        monkeypatch.setattr("swapper.shared.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
         return plan
 
     return patch

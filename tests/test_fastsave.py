@@ -864,7 +864,7 @@ def test_memory_is_that_of_the_pool(tmp_path: Path) -> None:
     program = f"""
 import sys, time, torch, swapper
 sys.path.insert(0, {str(BENCHMARKS)!r})
-from memory import Peak
+from peak import Peak
 path = {str(tmp_path / "x")!r}
 swapper.load((swapper.save(torch.ones(3), path), path)[1])
 tensors = [torch.ones(60_000_000), torch.ones(3), torch.ones(40_000_000)]

@@ -26,18 +26,33 @@ OPTIMIZER = PIPELINE | {
 }
 STEPS = {"stepper", "backward_step"}
 PARAMETERS = PIPELINE | {"config"}
+PARAMETER_PARTS = {
+    "evicted",
+    "forward_hooks",
+    "lasting",
+    "order",
+    "parameter_cache",
+    "parameter_records",
+    "saved_places",
+}
 SWAPPERS = {"optimizer", "gradient", "parameter"}
+BUILDING = {"heap", "lasting", "nursery", "weights"}
 API = (
     OPTIMIZER
     | STEPS
     | SWAPPERS
-    | {"evicted", "order", "parameter_records", "checkpoint", "archive", "streams", "fastsave", "dcp"}
+    | BUILDING
+    | PARAMETER_PARTS
+    | {"gradient_records", "stats", "unswapped", "shared", "dry_run", "checkpoint"}
+    | {"archive", "streams", "fastsave", "dcp"}
 )
 
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "layout": {"errors"},
     "metrics": {"errors"},
+    "heap": set(),
+    "end_of_backward": set(),
     "bounce": {"errors"},
     "handle": BASE | {"_native", "bounce"},
     "gds": HANDLE | {"_native"},
@@ -54,22 +69,33 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trial": {"errors", "layout"},
     "segments": {"trial", "pipeline", "store", "buffers", "codec", "layout"},
     "failure": {"errors", "evicted"},
-    "optimizer_state": {"segments", "trial", "buffers", "layout", "errors"},
+    "optimizer_state": OPTIMIZER | {"stepper"},
     "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
-    "stepper": PIPELINE | {"evicted", "optimizer_plan", "segments", "trial"},
+    "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "segments", "trial"},
     "backward_step": {"errors", "evicted", "optimizer_plan", "segments", "stepper"},
-    "optimizer": OPTIMIZER | STEPS,
+    "stats": {"metrics"},
+    "optimizer": OPTIMIZER | STEPS | {"stats"},
+    "unswapped": {"metrics", "optimizer", "stats", "stepper"},
     "evicted": {"errors"},
+    "lasting": {"store", "parameter_records"},
     "order": set(),
-    "parameter_records": {"layout", "codec", "trial"},
-    "gradient": PARAMETERS | {"evicted", "trial"},
-    "parameter": PARAMETERS | {"evicted", "order", "parameter_records"},
+    "parameter_records": {"layout", "codec", "trial", "evicted"},
+    "gradient_records": {"store", "layout", "errors", "evicted", "trial"},
+    "gradient": PARAMETERS | {"evicted", "gradient_records", "heap", "end_of_backward"},
+    "parameter_cache": PIPELINE | {"order", "parameter_records"},
+    "saved_places": {"errors", "evicted", "parameter_cache"},
+    "forward_hooks": {"evicted", "parameter_cache"},
+    "parameter": PARAMETERS | PARAMETER_PARTS,
+    "nursery": PARAMETERS | PARAMETER_PARTS | {"heap", "parameter"},
+    "weights": HANDLE | {"evicted"},
     "checkpoint": OPTIMIZER | STEPS | SWAPPERS,
     "archive": set(),
     "streams": HANDLE | {"buffers", "codec", "archive"},
     "fastsave": HANDLE | {"buffers", "archive", "streams"},
     "dcp": HANDLE | {"buffers", "archive", "streams", "fastsave"},
     "api": API,
+    "shared": PIPELINE | {"config"},
+    "dry_run": PIPELINE | {"config", "gradient_records", "optimizer_plan", "parameter_records", "shared"},
     "deepnvme": {"handle", "gds", "errors"},
     "lightning": {"api", "checkpoint", "config"},
     "fabric": {"api", "checkpoint", "config"},
@@ -85,6 +111,7 @@ TYPES_ONLY = {("store", "buffers")}
 OTHER_PACKAGES = {
     "config": {"pydantic", "pydantic_core", "yaml"},
     "stepper": {"tqdm"},
+    "weights": {"tqdm"},
     "cli": {"typer", "rich", "yaml", "matplotlib"},
 }
 """What may be imported besides torch and the standard library."""

@@ -46,7 +46,7 @@ def test_a_state_dict_costs_disk_and_not_memory(nvme_path: Path) -> None:
     program = f"""
 import sys, torch, swapper
 sys.path.insert(0, {str(BENCHMARK.parent)!r})
-from memory import Peak
+from peak import Peak
 p = torch.nn.Parameter(torch.zeros(30_000_000))
 config = swapper.OffloadConfig(nvme_path={str(nvme_path)!r}, pool_bytes="16MiB", offload_optimizer={{"device": "nvme"}})
 optimizer = swapper.wrap_optimizer(torch.optim.AdamW([p]), config)
@@ -65,3 +65,15 @@ print(peak.bytes - before.bytes)
 """
     output = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout
     assert int(output) < 60e6, "the state is 240 MB"
+
+
+def test_the_peak_with_everything_on_disk_stays_within_the_formula(nvme_path: Path) -> None:
+    """86M parameters: 14 bytes each on disk, 1.2 GB, and nothing of them in memory but what the pool holds."""
+    arguments = ["--vocab-size", "256", "--context", "64", "--rounds", "1"]
+    arguments += ["--pool-bytes", "96MiB", "--bucket-bytes", "8MiB", "--json", str(nvme_path / "figures.json")]
+    command = [sys.executable, str(BENCHMARK.with_name("everything_nvme.py")), "--nvme-path", str(nvme_path)]
+    subprocess.run([*command, *arguments], check=True, stdout=subprocess.PIPE)
+    result = json.loads((nvme_path / "figures.json").read_text())
+    assert result["numel"] * 2 > 160e6, "the parameters alone must be more than the allowance of 50 MB"
+    assert result["peak_bytes"] <= result["bound_bytes"]
+    assert result["median"]["read_param_bytes"] > 0

@@ -376,3 +376,38 @@ def test_memory_does_not_grow_with_the_model(in_backward: bool, nvme_path: Path)
     activation_bytes = blocks * 16 * (2048 * 2 + 1024 * 2) * 4
     assert peak <= baseline + (96 << 20) + 2 * (8 << 20) + activation_bytes + 100_000_000
     assert blocks * 16_800_000 > 3 * ((96 << 20) + 100_000_000) / 2, "the parameters alone would not fit that"
+
+
+# --- The dry run ---
+
+
+def test_check_counts_what_offload_then_takes(nvme_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = make_config(nvme_path)
+    model = make_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    report = swapper.check(model, optimizer, config)
+    assert "parameters that are moved away" in capsys.readouterr().out
+    assert list(nvme_path.iterdir()) == []
+    swapper.offload(model, optimizer, config)
+    train(model, optimizer, 2)
+    before = (swapper.of(optimizer).stats(), swapper_of(model).metrics.bytes_read)
+    swapper.of(optimizer).flush()
+    swapper_of(model).flush()
+    files = list(next(nvme_path.iterdir()).glob("*.safetensors"))
+    assert report.disk_bytes == sum(file.stat().st_size for file in files)
+    train(model, optimizer, 1)
+    after = (swapper.of(optimizer).stats(), swapper_of(model).metrics.bytes_read)
+    moved = after[0].bytes_read - before[0].bytes_read + after[1] - before[1]
+    moved += after[0].gradients.bytes_read - before[0].gradients.bytes_read
+    assert 0 < moved <= report.step_read_bytes
+    assert report.model_bytes < sum(p.nbytes for p in model.parameters()) / 10
+
+
+def test_check_refuses_the_pool_that_offload_refuses(nvme_path: Path) -> None:
+    config = make_config(nvme_path)
+    model = nn.Linear(1100, 1100)  # 4.8 MB, and its place is needed twice.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    with pytest.raises(ConfigError, match="Set pool_bytes to at least"):
+        swapper.check(model, optimizer, config)
+    with pytest.raises(ConfigError, match="pool_bytes"):
+        swapper.offload(model, optimizer, config)

@@ -254,7 +254,6 @@ def test_a_view_that_is_kept_follows_its_parameter(view: View, nvme_path: Path) 
     run_twice(nvme_path, partial(Mlp, 8), program, spare_bytes=16384)
 
 
-@pytest.mark.xfail(strict=True, reason="a view taken before offload keeps the memory that the parameter had then")
 def test_a_view_from_before_offload_follows_its_parameter(nvme_path: Path) -> None:
     views: list[torch.Tensor] = []
 
@@ -337,7 +336,6 @@ def test_state_dict_has_the_values(nvme_path: Path) -> None:
     run_twice(nvme_path, Mlp, program)
 
 
-@pytest.mark.xfail(strict=True, reason="the tensors of a state dict are views, and need a pool that holds them all")
 def test_state_dict_of_a_model_that_the_pool_does_not_hold(nvme_path: Path) -> None:
     def program(run: Run) -> None:
         step(run)

@@ -24,7 +24,7 @@ from swapper import pipeline as pipeline_module
 from swapper.buffers import BufferPool, Lease, PoolExhausted
 from swapper.errors import SwapIOError
 from swapper.handle import AsyncIOHandle, FaultPlan
-from swapper.metrics import Metrics
+from swapper.metrics import Metrics, Timeline
 from swapper.pipeline import DeviceCopies, Pipeline, Place
 from swapper.store import RecordKey, TensorStore
 
@@ -291,8 +291,7 @@ def test_recover_gives_back_what_was_taken_and_lets_writes_go_on(nvme_path: Path
 
 
 def test_everything_is_counted(nvme_path: Path) -> None:
-    with world(nvme_path, buffers=1) as w:
-        w.metrics.trace = []
+    with world(nvme_path, buffers=1) as w, Timeline() as timeline:
         pipeline = w.pipeline()
         for i in range(4):
             write(pipeline, i, i)
@@ -305,7 +304,7 @@ def test_everything_is_counted(nvme_path: Path) -> None:
         hits = w.metrics.hits
         assert read(pipeline, 0) == 0
         assert w.metrics.hits == hits + 1
-        assert {event.name for event in w.metrics.trace} >= {"swapper.wait_write", "swapper.wait_read"}
+        assert {event.name for event in timeline.events()} >= {"swapper.wait_write", "swapper.wait_read"}
 
 
 # --- Without a store --------------------------------------------------------------------------------------------------

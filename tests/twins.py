@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from swapper import parameter_records
-from swapper.api import offload
+from swapper import nursery, parameter_records
+from swapper.api import init, offload
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.parameter import ParameterSwapper
 
-__all__ = ["Run", "adamw", "close", "facts_of", "offloaded", "run_twice", "small_records", "swapper_of"]
+__all__ = ["Run", "adamw", "bits", "close", "facts_of", "offloaded", "run_twice", "small_records", "swapper_of"]
 
 BUCKET_BYTES = 16384
 GROUP_BYTES = 8192
@@ -48,18 +48,18 @@ def facts_of(model: nn.Module) -> list[tuple[object, ...]]:
     ]
 
 
-def _bits(value: Any) -> Any:
+def bits(value: Any) -> Any:
     """`value` in a form whose `==` compares every bit of its tensors, and their dtypes, shapes and strides."""
     if isinstance(value, torch.Tensor):
         if value.layout is not torch.strided:
             value = value.detach().coalesce()
-            return "sparse", value.shape, _bits(value.indices()), _bits(value.values())
+            return "sparse", value.shape, bits(value.indices()), bits(value.values())
         data = value.detach().contiguous().reshape(-1)
         return value.dtype, tuple(value.shape), value.stride(), data.view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
-        return {key: _bits(item) for key, item in value.items()}
+        return {key: bits(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_bits(item) for item in value]
+        return [bits(item) for item in value]
     return value
 
 
@@ -81,7 +81,7 @@ class Run:
 
     def note(self, label: str, value: Any) -> None:
         """Both runs must come here in the same order with the same bits."""
-        self.log.append((label, _bits(value)))
+        self.log.append((label, bits(value)))
 
     def note_model(self, label: str) -> None:
         """Note parameters, gradients and buffers."""
@@ -123,13 +123,13 @@ def _watch_facts(model: nn.Module, facts: list[tuple[object, ...]]) -> None:
 
 @contextmanager
 def small_records() -> Iterator[None]:
-    """Within it records are short."""
-    before = parameter_records.GROUP_BYTES
-    parameter_records.GROUP_BYTES = GROUP_BYTES
+    """Within it records are short, and short parameters are not too short for `swapper.init`."""
+    before = parameter_records.GROUP_BYTES, nursery.SMALL_BYTES
+    parameter_records.GROUP_BYTES, nursery.SMALL_BYTES = GROUP_BYTES, 1
     try:
         yield
     finally:
-        parameter_records.GROUP_BYTES = before
+        parameter_records.GROUP_BYTES, nursery.SMALL_BYTES = before
 
 
 def offloaded(
@@ -138,14 +138,20 @@ def offloaded(
     *,
     spare_bytes: int = 0,
     optimizer_device: str = "nvme",
+    built_on_disk: bool = False,
 ) -> tuple[nn.Module, Optimizer]:
-    """What `make` makes, swapped with the smallest pool that is accepted and `spare_bytes` more."""
+    """What `make` makes, swapped with the smallest pool that is accepted and `spare_bytes` more.
+
+    With `built_on_disk` it is made within `swapper.init`.
+    """
     pool_bytes = 3 * BUCKET_BYTES
     while True:
-        model, optimizer = make()
+        config = _config(nvme_path, pool_bytes, optimizer_device)
         try:
             with small_records():
-                offload(model, optimizer, _config(nvme_path, pool_bytes, optimizer_device))
+                with init(config) if built_on_disk else nullcontext():
+                    model, optimizer = make()
+                offload(model, optimizer, config)
         except ConfigError as error:
             found = re.search(r"[Ss]et pool_bytes to at least '?(\d+)", str(error))
             if found is None or int(found[1]) <= pool_bytes:
@@ -186,6 +192,7 @@ def run_twice(
     optimizer_device: str = "nvme",
     watch: bool = True,
     changes: bool = True,
+    built_on_disk: bool = False,
 ) -> ParameterSwapper:
     """Run `program` plain and swapped and compare what it noted, the model at the end included.
 
@@ -198,6 +205,7 @@ def run_twice(
         optimizer_device: where the optimizer's state is.
         watch: compare facts in every module's forward and backward.
         changes: whether the program must change parameters.
+        built_on_disk: build the swapped model within `swapper.init`.
 
     Returns:
         The swapper, closed; its metrics say what was moved.
@@ -213,16 +221,18 @@ def run_twice(
         return model, make_optimizer(model)
 
     model, optimizer = make()
-    first = {name: _bits(p) for name, p in model.named_parameters()}
+    first = {name: bits(p) for name, p in model.named_parameters()}
     plain = Run(model, optimizer, list(facts), swapped=False)
     _perform(plain, program)
-    assert not changes or any(_bits(p) != first[name] for name, p in model.named_parameters())
+    assert not changes or any(bits(p) != first[name] for name, p in model.named_parameters())
 
-    model, optimizer = offloaded(nvme_path, make, spare_bytes=spare_bytes, optimizer_device=optimizer_device)
+    model, optimizer = offloaded(
+        nvme_path, make, spare_bytes=spare_bytes, optimizer_device=optimizer_device, built_on_disk=built_on_disk
+    )
     swapper = swapper_of(model)
     swapped = Run(model, optimizer, list(facts), swapped=True)
     for name, p in model.named_parameters():
-        assert _bits(p) == first[name], f"{name} as it was taken over"
+        assert bits(p) == first[name], f"{name} as it was taken over"
     reads = swapper.metrics.reads
     try:
         _perform(swapped, program)

@@ -1,0 +1,380 @@
+"""`ParameterCache`: which records of parameters are in the pool, and the views of what is there.
+
+[Note: when a buffer may go] A record's buffer is given up only when no tensor but ours shares its memory: each
+parameter's values have a storage of their own while they are in the pool, and its use count says whether a view of
+them is left anywhere. And its bytes are compared, by checksum, with what is stored: what user code changed in place,
+even behind autograd's back, is written first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from swapper import codec
+from swapper.buffers import BufferPool, Lease, PoolExhausted
+from swapper.errors import SwapError, SwapIOError
+from swapper.layout import format_bytes
+from swapper.metrics import Metrics
+from swapper.order import Order, Use
+from swapper.parameter_records import ParameterPlace, ParameterRecord
+from swapper.store import RecordKey, TensorStore
+from swapper.transfers import AnyTransfer
+
+__all__ = ["BY_ADDRESS", "Held", "ParameterCache", "State", "finalize"]
+
+log = logging.getLogger(__name__)
+
+BY_ADDRESS: dict[int, tuple[weakref.ref[ParameterCache], Held, int]] = {}
+"""Where values in buffers begin: whose they are, in which record, and which of its parameters.
+
+Of all swappers, because of several that are in use at once only the hooks of one decide what autograd saves.
+"""
+
+
+class State(enum.Enum):
+    """Where the values of a record are."""
+
+    STORED = enum.auto()
+    """On the drive. No buffer."""
+    ARRIVING = enum.auto()
+    """Being read into its buffer."""
+    HERE = enum.auto()
+    """In its buffer, as stored or newer; perhaps being written from there."""
+    GONE = enum.auto()
+    """Nowhere: it was given up."""
+
+
+@dataclass(eq=False, slots=True)
+class Held:
+    """A record, and what is in memory of it."""
+
+    plan: ParameterRecord
+    key: RecordKey
+    state: State = State.STORED
+    lease: Lease | None = None
+    values: list[torch.Tensor] = field(default_factory=list)
+    """HERE: the values of each parameter, 1-D, in storages of their own."""
+    checksums: list[int] = field(default_factory=list)
+    """Of each parameter as last written."""
+    pins: int = 0
+    attached: int = 0
+    """How often it was attached; the parameters see the values while this is not 0."""
+    changed: bool = False
+    """Known to be newer than what is stored."""
+    resident: bool = False
+    """Stays in the pool once it is there. What changes is written all the same."""
+
+    @property
+    def number(self) -> int:
+        """Place in the order of registration."""
+        return self.plan.number
+
+    def foreign_uses(self) -> bool:
+        """Whether tensors that we do not know of share the memory. See [Note: when a buffer may go]."""
+        ours = 3 if self.attached else 2  # `values`, the Python object of the storage, and the parameter
+        return any(torch._C._storage_Use_Count(t.untyped_storage()._cdata) > ours for t in self.values)
+
+
+class ParameterCache:
+    """Brings records into the pool, ahead where it can, and lets them go when others are needed sooner.
+
+    Args:
+        records: all STORED.
+        order: in which they are used.
+        budget_bytes: the most of the pool that they may hold.
+        pool, store: where buffers come from and records go.
+    """
+
+    def __init__(
+        self, records: list[Held], order: Order, budget_bytes: int, pool: BufferPool, store: TensorStore
+    ) -> None:
+        self.metrics = Metrics()
+        self._pool = pool
+        self._store = store
+        self._budget_bytes = budget_bytes
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._all = records
+        self._held_bytes = 0
+        self._dropped: list[AnyTransfer] = []
+        self._closed = False
+        self._order = order
+        pool.add_reclaimer(self._reclaim)
+
+    def _bring(self, held: Held, phase: str) -> None:
+        """Have `held`, which is pinned, HERE. Starts to read what will be used after it."""
+        self._order.note(Use(phase, held.number))
+        if held.state is State.STORED:
+            self._make_room(held)
+            self._read(held)
+        self._read_ahead()
+        if held.state is State.ARRIVING:
+            assert held.lease is not None
+            assert held.lease.transfer is not None
+            if held.lease.transfer.done():
+                self.metrics.hits += 1
+            try:
+                with self.metrics.span("swapper.wait_read", "wait_read_s"):
+                    held.lease.transfer.wait()
+            except SwapIOError:
+                self._release(held)
+                raise
+            held.lease.transfer = None
+            self._open(held)
+        elif held.lease is not None:
+            self.metrics.hits += 1
+
+    def _read(self, held: Held) -> None:
+        assert held.lease is not None
+        try:
+            held.lease.transfer = self._store.read(held.key, held.lease)
+        except BaseException:
+            self._release(held)
+            raise
+        held.state = State.ARRIVING
+        self.metrics.count_read(held.key, held.plan.file_bytes, held.lease.transfer)
+
+    def _open(self, held: Held) -> None:
+        """Make the views of a buffer whose bytes are there."""
+        lease = held.lease
+        assert lease is not None
+        held.values = []
+        for index, place in enumerate(held.plan.places):
+            with torch.inference_mode(False):  # They outlive that mode.
+                values = lease.own_view(place.offset_bytes, place.numel, place.dtype)
+            held.values.append(values)
+            BY_ADDRESS[values.data_ptr()] = (weakref.ref(self), held, index)
+        if held.state is State.ARRIVING:
+            for place, values in zip(held.plan.places, held.values, strict=True):
+                if place.offset_bytes != place.file_offset_bytes:
+                    stored = _in_file(lease, place)
+                    values.as_strided(place.shape, place.stride).copy_(stored.view(place.shape))
+        held.state = State.HERE
+
+    def _is_newer(self, held: Held) -> bool:
+        """Whether the values differ from what is stored. See [Note: when a buffer may go]."""
+        return held.changed or [codec.checksum(values) for values in held.values] != held.checksums
+
+    def _write(self, held: Held) -> None:
+        """Start writing a record that is HERE."""
+        self._settle_write(held)
+        lease = held.lease
+        assert lease is not None
+        for place, values in zip(held.plan.places, held.values, strict=True):
+            if place.offset_bytes != place.file_offset_bytes:
+                _in_file(lease, place).view(place.shape).copy_(values.as_strided(place.shape, place.stride))
+        checksums = [codec.checksum(values) for values in held.values]
+        lease.transfer = self._store.write(held.key, lease, held.plan.file_bytes)
+        held.checksums, held.changed = checksums, False
+        self.metrics.count_write(held.key, held.plan.file_bytes, lease.transfer)
+
+    def _settle_write(self, held: Held) -> None:
+        """Wait for the write of a record that is HERE, if one is in flight.
+
+        Raises:
+            SwapIOError: it failed. The values are still in memory, and will be written again.
+        """
+        if held.state is not State.HERE or held.lease is None or held.lease.transfer is None:
+            return
+        try:
+            with self.metrics.span("swapper.wait_write", "wait_write_s"):
+                held.lease.transfer.wait()
+        except SwapIOError:
+            held.changed = True
+            raise
+        finally:
+            if held.lease.transfer.done():
+                held.lease.transfer = None
+
+    def _read_ahead(self) -> None:
+        """Start reading what will be used next, as far as the budget goes."""
+        looked = set()
+        for number in self._order.upcoming():
+            if number in looked:
+                continue
+            looked.add(number)
+            held = self._all[number]
+            if held.state is not State.STORED:
+                continue
+            while self._held_bytes + held.plan.length_bytes > self._budget_bytes:
+                victim = self._victim(idle_only=True)
+                # A victim that is needed sooner than what would take its place is not one.
+                if victim is None or self._order.distance(victim.number) <= self._order.distance(number):
+                    return
+                self._evict(victim)
+            lease = self._pool.try_acquire(held.plan.length_bytes)
+            if lease is None:
+                return
+            held.lease = lease
+            self._held_bytes += lease.length_bytes
+            self._read(held)
+
+    def _make_room(self, held: Held) -> None:
+        """Get a buffer for a record that is STORED."""
+        length = held.plan.length_bytes
+        while True:
+            if self._held_bytes + length <= self._budget_bytes:
+                lease = self._pool.try_acquire(length)
+                if lease is not None:
+                    break
+            victim = self._victim(idle_only=True) or self._victim(idle_only=False)
+            if victim is not None:
+                self._evict(victim)
+                continue
+            if self._held_bytes + length <= self._budget_bytes:
+                with self.metrics.span("swapper.wait_pool"):
+                    lease = self._pool.acquire(length)
+                break
+            kept = [other for other in self._all if other.state is State.HERE]
+            raise PoolExhausted(
+                f"no room for {format_bytes(length)} of parameters: {format_bytes(self._held_bytes)} of "
+                f"{format_bytes(self._budget_bytes)} are held by {len(kept)} records that are in use at once or of "
+                f"which user code keeps views; raise pool_bytes, or do not keep views of parameters{_about_ddp()}"
+            )
+        held.lease = lease
+        self._held_bytes += lease.length_bytes
+
+    def _victim(self, *, idle_only: bool) -> Held | None:
+        """The record that is needed last among those that may go."""
+        best, best_distance = None, -1
+        for held in self._all:
+            if held.lease is None or held.pins or held.attached or held.resident:
+                continue
+            if held.state is State.HERE:
+                transfer = held.lease.transfer if held.lease is not None else None
+                if idle_only and transfer is not None and not transfer.done():
+                    continue
+                if held.foreign_uses():
+                    continue
+            distance = self._order.distance(held.number)
+            if distance > best_distance:
+                best, best_distance = held, distance
+        return best
+
+    def _evict(self, held: Held) -> None:
+        """Give up the buffer of a record that nobody uses; what is newer in it is written first."""
+        if held.state is State.HERE:
+            self._settle_write(held)
+            if self._is_newer(held):
+                self._write(held)
+                self._settle_write(held)
+        self._release(held)
+
+    def _release(self, held: Held) -> None:
+        lease = held.lease
+        assert lease is not None
+        if held.state is State.ARRIVING and lease.transfer is not None:
+            self._dropped.append(lease.transfer)
+        for transfer in [transfer for transfer in self._dropped if transfer.done()]:
+            self._dropped.remove(transfer)
+            with contextlib.suppress(SwapIOError):  # Nobody wanted what it read.
+                transfer.wait()
+        for values in held.values:
+            BY_ADDRESS.pop(values.data_ptr(), None)
+        held.values = []
+        self._held_bytes -= lease.length_bytes
+        held.lease, held.state = None, State.STORED
+        lease.release()
+
+    def _reclaim(self) -> bool:
+        """Give a buffer back to a pool that is short."""
+        if self._closed or not self._lock.acquire(blocking=False):
+            return False
+        try:
+            victim = self._victim(idle_only=True) or self._victim(idle_only=False)
+            if victim is None:
+                return False
+            self._evict(victim)
+            return True
+        finally:
+            self._lock.release()
+
+    def _check_open(self) -> None:
+        if os.getpid() != self._pid:
+            raise SwapError(
+                "a model whose parameters are swapped was used in a forked process; its files and buffers "
+                "belong to the parent"
+            )
+        if self._closed:
+            raise SwapError("the swapper of this model was closed, and the values of its parameters are gone")
+
+    def saved(self, held: Held, index: int, version: int) -> torch.Tensor:
+        """The values of a parameter that autograd saved, 1-D; there as long as a view of them is.
+
+        Raises:
+            RuntimeError: the parameter has another version now, as autograd raises it.
+        """
+        place = held.plan.places[index]
+        if place.parameter._version != version:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"parameter {place.name} is at version {place.parameter._version}; expected version {version} instead"
+            )
+        self._check_open()
+        with self._lock:
+            held.pins += 1
+            try:
+                self._bring(held, "backward")
+                return held.values[index]
+            finally:
+                held.pins -= 1
+
+
+def finalize(
+    records: list[Held], dropped: list[AnyTransfer], store: TensorStore, release: Callable[[], None], pid: int
+) -> None:
+    """Wait for what is in flight, delete the files and give the memory back."""
+    if os.getpid() != pid:
+        return
+    for held in records:
+        if held.lease is None:
+            continue
+        if held.lease.transfer is not None:
+            try:
+                held.lease.transfer.wait()
+            except SwapIOError as error:
+                # Without a traceback: this may run in the middle of anything, where formatting one is not safe.
+                if held.state is State.HERE:
+                    log.warning("a write of parameters had failed, and the model is gone: %r", error)
+            held.lease.transfer = None
+        if held.foreign_uses():
+            held.lease.abandon()
+        else:
+            held.lease.release()
+        for values in held.values:
+            BY_ADDRESS.pop(values.data_ptr(), None)
+        held.values = []
+        held.lease = None
+    for transfer in dropped:
+        with contextlib.suppress(SwapIOError):
+            transfer.wait()
+    dropped.clear()
+    for held in records:
+        store.forget(held.key)
+    release()
+
+
+def _in_file(lease: Lease, place: ParameterPlace) -> torch.Tensor:
+    """The values of a parameter where the file has them, in the order of indices, 1-D."""
+    data = lease.tensor[place.file_offset_bytes : place.file_offset_bytes + place.length_bytes]
+    if place.file_offset_bytes % place.dtype.itemsize == 0:
+        return data.view(place.dtype)
+    raise AssertionError("tensors of smaller items come after those of larger ones")
+
+
+def _about_ddp() -> str:
+    if not torch.distributed.is_available() or not torch.distributed.is_initialized():
+        return ""
+    return (
+        " (DistributedDataParallel keeps views of all while it synchronizes them: make it before swapper.offload, or "
+        "with init_sync=False where all ranks start with the same values)"
+    )
