@@ -647,7 +647,7 @@ def test_ctrl_c_anywhere_in_a_save_leaves_the_old_file_or_the_new(tmp_path: Path
     torch.save(OLD, path)
     before = descriptors()
     with AsyncIOHandle() as handle:
-        for n in itertools.count(step=3):  # All of them take minutes.
+        for n in itertools.count(step=5):  # All of them take minutes.
             cut = interrupted_at(n, lambda: swapper.save(new, path, pool_bytes=1 << 18, handle=handle), module)
             gc.collect()
             found = torch.load(path)
