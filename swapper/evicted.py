@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -200,6 +201,7 @@ class EvictedParameter(GradientAwayParameter):
     """The class of a parameter while its values are away."""
 
     @classmethod
+    @_disable_dynamo
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -529,6 +531,7 @@ def _grad(outputs: Any, inputs: Sequence[Any], *, materialize_grads: bool = Fals
     with torch._C.DisableTorchFunctionSubclass():
         edges = [get_gradient_edge(p) if isinstance(p, torch.Tensor) else p for p in inputs]
     options["allow_unused"] = materialize_grads or options.get("allow_unused", False)
+    options["grad_outputs"] = tree_map_only(EvictedParameter, torch.clone, options.get("grad_outputs"))
     gradients = torch.autograd.grad(outputs, edges, **options)
     if not materialize_grads:
         return gradients

@@ -6,6 +6,7 @@ import weakref
 from typing import Any, Protocol
 
 import torch
+from torch._compile import _disable_dynamo
 
 from swapper.evicted import refuse_copy
 from swapper.parameter_cache import Held
@@ -30,12 +31,14 @@ class ForwardHooks:
         self._swapper = swapper
         self.records = records
 
+    @_disable_dynamo
     def before(self, module: torch.nn.Module, args: Any) -> None:
-        """A forward pre-hook."""
+        """A forward pre-hook. torch.compile leaves it as it is, and compiles what is between the hooks."""
         # In training this class leaves its parameters to the modules that own them.
         alone = module.training and isinstance(module, torch.nn.TransformerEncoderLayer)
         self._swapper._enter(module, [] if alone else self.records)
 
+    @_disable_dynamo
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """A forward hook, to be called always."""
         self._swapper._leave(module)

@@ -442,8 +442,11 @@ class ParameterSwapper(ParameterCache):
 
     def _enter(self, module: torch.nn.Module, records: list[Held]) -> None:
         self._check_open()
-        if torch.compiler.is_compiling():
-            raise SwapError("torch.compile of a model whose parameters are swapped is not supported; do not compile it")
+        if torch._C._is_tracing():
+            raise SwapError(
+                "torch.jit.trace of a model whose parameters are swapped would record them while they are away; trace "
+                "it before swapper.offload"
+            )
         running = self._running_here()
         if module is self._model() and (running or (self._awaiting and torch._C._current_graph_task_id() == -1)):
             self._unwind(running)  # A forward that Ctrl-C cut off did not leave: torch calls no hooks then.

@@ -113,6 +113,8 @@ class ParameterCache:
     def _bring(self, held: Held, phase: str) -> None:
         """Have `held`, which is pinned, HERE. Starts to read what will be used after it."""
         self._order.note(Use(phase, held.number))
+        if held.state is State.ARRIVING and held.lease is not None and held.lease.transfer is None:
+            self._release(held)  # Ctrl-C struck when it had arrived and was not open yet.
         if held.state is State.STORED:
             self._make_room(held)
             self._read(held)

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_map_only
 
 from swapper.errors import SwapError
 from swapper.evicted import home_of
@@ -47,7 +49,7 @@ class _Hollow(torch.Tensor):
 
 
 def saving_places(used: Iterable[object]) -> torch.autograd.graph.saved_tensors_hooks | None:
-    """Within it autograd saves parameters as places; None if nothing is saved, or others decide on it.
+    """Within it autograd saves parameters as places; None if nothing is saved.
 
     Args:
         used: what is used within it; others than our parameters are of no interest.
@@ -58,7 +60,7 @@ def saving_places(used: Iterable[object]) -> torch.autograd.graph.saved_tensors_
     if not torch.is_grad_enabled():
         return None
     if (others := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        return _with_checkpoint(*others) if others[0].__module__ == "torch.utils.checkpoint" else None
+        return _with_checkpoint(*others) if others[0].__module__ == "torch.utils.checkpoint" else _with_users(*others)
     if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
         if any(home_of(item) is not None for item in used):
             raise SwapError(
@@ -78,6 +80,7 @@ def _with_checkpoint(
     """
     recomputes = "_recomputation_hook" in pack.__qualname__
 
+    @_disable_dynamo
     def pack_places(tensor: torch.Tensor) -> Any:
         packed = _pack(tensor) if recomputes else tensor
         if not isinstance(packed, _Packed):
@@ -86,6 +89,7 @@ def _with_checkpoint(
         hollow.packed = packed
         return pack(hollow)
 
+    @_disable_dynamo
     def unpack_places(saved: Any) -> torch.Tensor:
         tensor = unpack(saved)
         return _unpack(tensor.packed) if isinstance(tensor, _Hollow) else tensor
@@ -93,20 +97,50 @@ def _with_checkpoint(
     return torch.autograd.graph.saved_tensors_hooks(pack_places, unpack_places)
 
 
+def _with_users(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> torch.autograd.graph.saved_tensors_hooks:
+    """Hooks of the user, who is given a view of a parameter, not the parameter: that will have other values, or none.
+
+    Where the hook keeps the view, as it is or in a tuple, list or dict, a place is kept instead. Anything else that it
+    makes of the view keeps the buffer.
+    """
+
+    @_disable_dynamo
+    def pack_places(tensor: torch.Tensor) -> Any:
+        if _place_of(tensor) is None:
+            return pack(tensor)
+        return tree_map_only(torch.Tensor, lambda kept: _place_of(kept) or kept, pack(tensor.detach()))
+
+    @_disable_dynamo
+    def unpack_places(saved: Any) -> torch.Tensor:
+        return unpack(tree_map_only(_Packed, _unpack, saved))
+
+    return torch.autograd.graph.saved_tensors_hooks(pack_places, unpack_places)
+
+
+@_disable_dynamo
 def _pack(tensor: torch.Tensor) -> torch.Tensor | _Packed:
+    if (place := _place_of(tensor)) is not None:
+        return place
     # Not the tensor itself: an output that its own graph holds would live as long as nobody calls backward.
-    itself = tensor if tensor.grad_fn is None else tensor.detach()
+    return tensor if tensor.grad_fn is None else tensor.detach()
+
+
+def _place_of(tensor: torch.Tensor) -> _Packed | None:
+    """Where the values of `tensor` are, if it is a swapped parameter or a view of one."""
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
-        return itself
+        return None
     found = BY_ADDRESS.get(tensor.untyped_storage().data_ptr())
     if found is None:
-        return itself
+        return None
     cache, held, index = found
     version = held.plan.places[index].parameter._version
     offset = int(tensor.storage_offset())
     return _Packed(cache, held, index, tensor.dtype, tensor.size(), tensor.stride(), offset, version)
 
 
+@_disable_dynamo
 def _unpack(packed: torch.Tensor | _Packed) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
         return packed

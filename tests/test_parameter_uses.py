@@ -919,20 +919,56 @@ def test_modules_that_use_more_at_once_than_the_pool_has_are_refused_by_name(nvm
     optimizer.step()
 
 
-@pytest.mark.parametrize("what", ["model", "block"])
-def test_compiled_models_work_or_are_refused_by_name(what: str, nvme_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are no leaves.
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("what", ["model", "model in place", "block"])
+def test_compiled_models_have_the_bits_of_compiled_plain_ones(what: str, backend: str, nvme_path: Path) -> None:
     def program(run: Run) -> None:
-        step(run)
-        if run.swapped:
-            with pytest.raises(Exception, match=r"torch\.compile"):
-                if what == "model":
-                    torch.compile(run.model, backend="eager")(*vectors(run.generator))
-                else:
-                    run.model.blocks[2].compile(backend="eager")  # type: ignore[index, union-attr]
-                    run.model(*vectors(run.generator))
-        else:
-            vectors(run.generator)
+        torch.compiler.reset()
+        model: Callable[..., torch.Tensor] = run.model
         if what == "model":
-            step(run)
+            model = torch.compile(run.model, backend=backend)
+        elif what == "model in place":
+            run.model.compile(backend=backend)
+        else:
+            run.model.blocks[2].compile(backend=backend)  # type: ignore[index, union-attr]
+        for _ in range(2):
+            loss = model(*vectors(run.generator)).square().mean()
+            run.note("loss", loss)
+            loss.backward()
+            run.finish_step()
 
     run_twice(nvme_path, Mlp, program, watch=False)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_tracing_is_refused_by_name(nvme_path: Path) -> None:
+    torch.manual_seed(0)
+    model, optimizer = offloaded(nvme_path, lambda: with_adamw(Mlp()))
+    with pytest.raises(SwapError, match=r"torch\.jit\.trace"):
+        torch.jit.trace(model, vectors(torch.Generator()))
+    close(model, optimizer)
+
+
+def with_adamw(model: nn.Module) -> tuple[nn.Module, Optimizer]:
+    return model, adamw(model)
+
+
+@pytest.mark.parametrize("name", ["as they are", "in a tuple", "save_on_cpu", "copied"])
+def test_hooks_of_the_user_that_keep_parameters_themselves(name: str, nvme_path: Path) -> None:
+    """Normalisation saves its weight as it is, not a view of it."""
+    hooks = {**SAVED, "in a tuple": lambda: saved_tensors_hooks(lambda t: (t, 1), lambda saved: saved[0])}
+
+    def program(run: Run) -> None:
+        for _ in range(3):
+            h = vectors(run.generator)[0]
+            with hooks[name]():
+                loss = run.model(h).square().mean()
+            loss.backward()
+            run.finish_step()
+
+    run_twice(
+        nvme_path,
+        lambda: nn.Sequential(*(nn.LayerNorm(WIDTH) if i % 2 else nn.Linear(WIDTH, WIDTH) for i in range(8))),
+        program,
+    )
