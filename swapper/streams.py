@@ -538,24 +538,30 @@ class InputFile(io.RawIOBase):
         super().close()
 
     def _read_into(self, view: memoryview, offset_bytes: int) -> None:
-        # Memory that torch has just allocated: to touch it page after page would take longer than the drive does.
-        fresh = len(view) >= _FRESH_BYTES_MIN
+        def expect(start: int, stop: int) -> None:
+            # Memory that torch has just allocated: to touch it page after page would take longer than the drive does.
+            if len(view) >= _FRESH_BYTES_MIN:
+                codec.prefault(view[start:stop])
 
         def put(done: int, piece: torch.Tensor, crc: int) -> int:
-            part = view[done : done + len(piece)]
-            if fresh:
-                codec.prefault(part)
-            return codec.copy_crc32(part, piece, crc)
+            return codec.copy_crc32(view[done : done + len(piece)], piece, crc)
 
-        self._read(offset_bytes, len(view), put)
+        self._read(offset_bytes, len(view), put, expect)
 
-    def _read(self, offset_bytes: int, length_bytes: int, put: Callable[[int, torch.Tensor, int], int]) -> None:
+    def _read(
+        self,
+        offset_bytes: int,
+        length_bytes: int,
+        put: Callable[[int, torch.Tensor, int], int],
+        expect: Callable[[int, int], None] | None = None,
+    ) -> None:
         """Hand over some bytes, piece by piece, and check them.
 
         Args:
             offset_bytes: where they start.
             length_bytes: how many.
             put: takes what was done before, a piece and the checksum so far; returns that with the piece.
+            expect: told where the next piece starts and stops, counted from the first byte, while it may be on its way.
         """
         if not length_bytes:
             return
@@ -569,8 +575,11 @@ class InputFile(io.RawIOBase):
         at = start
         while at < stop:
             piece = self._piece_at(at, stop)
+            end = min(stop, piece.stop)
+            if expect is not None:
+                expect(at - start, end - start)
             piece.transfer.wait()
-            part = piece.lease.tensor[at - piece.start : min(stop, piece.stop) - piece.start]
+            part = piece.lease.tensor[at - piece.start : end - piece.start]
             crc = put(at - start, part, crc)
             at += len(part)
         if at == self._pieces[0].stop:
