@@ -392,3 +392,16 @@ def test_copy_with_crc32_refuses_what_would_go_beyond() -> None:
         codec.copy_crc32(memoryview(b"1234"), torch.zeros(1))
     with pytest.raises(BufferError):
         codec.copy_crc32(torch.zeros(1), memoryview(b"12345678")[::2])
+
+
+@pytest.mark.parametrize("length", [0, 1, 4096, 10_000, 3_000_001, 9 << 20])
+def test_prefault_keeps_the_content_and_what_is_beside(length: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    memory = bytearray(random.Random(length).randbytes(length + 200))
+    before = bytes(memory)
+    codec.prefault(memoryview(memory)[100 : 100 + length])
+    assert memory == before
+    fresh = torch.UntypedStorage(length + 1)
+    codec.prefault(memoryview((ctypes.c_char * (length + 1)).from_address(fresh.data_ptr())))
+    with pytest.raises(BufferError):
+        codec.prefault(memoryview(before))

@@ -226,7 +226,6 @@ def test_what_torch_refuses_to_save_is_refused(tmp_path: Path) -> None:
             save([tensor, tensor.view(torch.int32)], tmp_path / "x")
         with pytest.raises((AttributeError, pickle.PicklingError)):
             save(lambda: 0, tmp_path / "y")
-    assert not (tmp_path / "y").exists() or (tmp_path / "y").stat().st_size > 0  # torch's own leaves something
 
 
 def test_an_object_that_cannot_be_pickled_leaves_nothing(tmp_path: Path) -> None:
