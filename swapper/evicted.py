@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -27,6 +26,7 @@ __all__ = [
     "GradientAwayParameter",
     "GradientHome",
     "Home",
+    "PartOfView",
     "Source",
     "ViewOfParameter",
     "away_gradient",
@@ -201,7 +201,6 @@ class EvictedParameter(GradientAwayParameter):
     """The class of a parameter while its values are away."""
 
     @classmethod
-    @_disable_dynamo
     def __torch_function__(
         cls,
         func: Callable[..., Any],
@@ -222,6 +221,8 @@ class EvictedParameter(GradientAwayParameter):
                 return func(like, *args[1:], **kwargs)
         if func is torch.autograd.grad:
             return _grad(*args, **kwargs)
+        if func is torch.autograd.backward and not any(home_of(root) for root in args[0]):
+            return _backward(*args, **kwargs)
         if func is torch.Tensor.detach:
             caller = sys._getframe(1).f_code
             if caller is _MAKES_PARAMETERS:
@@ -298,6 +299,27 @@ class ViewOfParameter:
         return self._lasting
 
 
+class PartOfView:
+    """What `view` or an index by integers and slices gives of a tensor of a state dict. See `Source`."""
+
+    def __init__(self, whole: Source, func: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> None:
+        like = func(torch.empty_strided(whole.shape, whole.stride, dtype=whole.dtype, device="meta"), *args)
+        self.shape, self.stride, self.dtype = like.shape, like.stride(), like.dtype
+        self._whole, self._func, self._args = whole, func, args
+
+    def homes(self) -> Sequence[Home]:
+        """Those of the whole."""
+        return self._whole.homes()
+
+    def real(self) -> torch.Tensor:
+        """A view of the whole."""
+        return self._func(self._whole.real(), *self._args)
+
+    def lasting(self) -> torch.Tensor:
+        """A view of the copy of the whole: where a part begins and ends fits where the whole does."""
+        return self._func(self._whole.lasting(), *self._args)
+
+
 class EvictedView(torch.Tensor):
     """What a state dict has for an evicted parameter: it shares the parameter's memory whenever that is there.
 
@@ -352,6 +374,8 @@ class EvictedView(torch.Tensor):
             if name in _METADATA or name in _LAYOUT:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
+            if not kwargs and _makes_part(name, args[1:]):
+                return EvictedView(PartOfView(first._swapper_source, func, args[1:]))
         return _run(func, args, kwargs)
 
     @classmethod
@@ -373,6 +397,15 @@ class EvictedView(torch.Tensor):
             copy = memo["values", of] = self.clone(memory_format=torch.preserve_format)
             return copy
         return copy.detach()  # Tied parameters stay so.
+
+
+def _makes_part(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether a method of a tensor, called with `args`, is one that `PartOfView` is for. A list of indices copies."""
+    if name == "view":
+        sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
+        return all(type(size) is int for size in sizes)
+    index = args[0] if name == "__getitem__" else None
+    return all(type(item) in (int, slice) for item in (index if isinstance(index, tuple) else (index,)))
 
 
 _STATEFUL = frozenset(
@@ -536,6 +569,13 @@ def _grad(outputs: Any, inputs: Sequence[Any], *, materialize_grads: bool = Fals
     if not materialize_grads:
         return gradients
     return tuple(torch.zeros_like(p) if g is None else g for p, g in zip(inputs, gradients, strict=True))
+
+
+def _backward(tensors: Sequence[Any], *, inputs: Sequence[Any], **options: Any) -> None:
+    """`torch.autograd.backward` into parameters some of which are away. See `_grad`."""
+    with torch._C.DisableTorchFunctionSubclass():
+        edges = [get_gradient_edge(p) if isinstance(p, torch.Tensor) else p for p in inputs]
+    torch.autograd.backward(tensors, inputs=edges, **options)
 
 
 def refuse_copy() -> NoReturn:

@@ -208,6 +208,45 @@ def test_safetensors(nvme_path: Path, tmp_path: Path) -> None:
     run_twice(nvme_path, partial(Mlp, DEPTH), program)
 
 
+def test_safetensors_knows_tied_weights(nvme_path: Path, tmp_path: Path) -> None:
+    def program(run: Run) -> None:
+        loss_of(run, tokens).backward()
+        run.finish_step()
+        path = tmp_path / f"{run.swapped}.safetensors"
+        safetensors.torch.save_model(run.model, str(path))
+        run.note("file", str(sorted(safetensors.torch.load_file(path))))
+        run.note("size", path.stat().st_size)
+        run.note("loaded", str(safetensors.torch.load_model(run.model, path)))
+        safetensors.torch.save_model(partial(Llama, tied=True)(), str(path))
+        run.note("loaded from a plain model", str(safetensors.torch.load_model(run.model, path)))
+
+    run_twice(nvme_path, partial(Llama, tied=True), program)
+
+
+def test_parts_of_it_are_the_parameters(nvme_path: Path) -> None:
+    def program(run: Run) -> None:
+        name, tensor = next((n, t) for n, t in run.model.state_dict().items() if t.dim() == 2)
+        flat, row, corner, picked = tensor.view(-1), tensor[1], tensor[-2:, 1:4:2], tensor[[0, 1]]
+        copy_of_picked = picked.clone()
+        step(run)
+        run.note(
+            "followed", [flat.clone(), row.clone(), corner.clone(), tensor[0, 0].clone(), tensor.view((-1,)).sum()]
+        )
+        assert torch.equal(picked, copy_of_picked)
+        row.fill_(0.5)
+        corner[0].mul_(2)
+        flat[3:5] = 7
+        run.note("written", dict(run.model.named_parameters())[name].detach().clone())
+        run.note("strides", [list(t.stride()) for t in (flat, row, corner)])
+        assert row.data_ptr() - flat.data_ptr() == tensor.stride(0) * tensor.element_size()
+        with pytest.raises(IndexError):
+            tensor[10**6]
+        with pytest.raises(RuntimeError):
+            tensor.view(3, 10**6)
+
+    run_twice(nvme_path, Mlp, program)
+
+
 def test_an_address_stays_valid_while_others_are_used(nvme_path: Path) -> None:
     model, optimizer = offloaded(nvme_path, lambda: ((m := Mlp(DEPTH)), adamw(m)))
     state = model.state_dict()

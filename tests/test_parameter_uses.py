@@ -29,6 +29,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
+from torch.utils.checkpoint import checkpoint
 from twins import Run, adamw, close, facts_of, offloaded, run_twice, small_records, swapper_of
 
 from swapper.api import offload
@@ -478,6 +479,39 @@ def test_autograd_grad(nvme_path: Path) -> None:
             run.note("of the input", list(torch.autograd.grad(run.model(x).sum(), x)))
 
     run_twice(nvme_path, Mlp, program)
+
+
+class _LateWeights(nn.Module):
+    """Recomputes, in backward, with parameters that no module's forward of their own brings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.late = nn.ParameterList(torch.randn(WIDTH, WIDTH) / WIDTH for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def block(h: torch.Tensor) -> torch.Tensor:
+            return torch.relu(h @ self.late[0]) @ self.late[1]
+
+        h: torch.Tensor = checkpoint(block, self.first(x), use_reentrant=False)
+        out: torch.Tensor = self.last(h)
+        return out
+
+
+def test_backward_into_some_of_the_parameters(nvme_path: Path) -> None:
+    def program(run: Run) -> None:
+        model = run.model
+        assert isinstance(model, _LateWeights)
+        for _ in range(2):
+            loss = loss_of(run, vectors)
+            loss.backward(inputs=[model.first.weight], retain_graph=True)
+            assert model.late[0].grad is None
+            loss.backward(inputs=list(model.parameters()))  # More than the pool has, if all came at once.
+            run.finish_step()
+        with pytest.raises(RuntimeError, match="empty"):
+            loss_of(run, vectors).backward(inputs=[])
+
+    run_twice(nvme_path, _LateWeights, program)
 
 
 def test_double_backward(nvme_path: Path) -> None:
