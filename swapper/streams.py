@@ -33,7 +33,7 @@ from swapper.handle import AsyncIOHandle, File, Transfer
 
 __all__ = ["POOL_BYTES", "InputFile", "OutputFile"]
 
-POOL_BYTES = 64 << 20
+POOL_BYTES = 32 << 20
 """Page-locked memory of one file, unless another size is asked for."""
 
 _PAGE_BYTES = 4096
