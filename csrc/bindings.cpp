@@ -11,6 +11,7 @@
 
 #include "checksums.h"
 #include "codec.h"
+#include "crc32.h"
 #include "crc32c.h"
 #include "cufile.h"
 #include "engine.h"
@@ -18,6 +19,7 @@
 #include "fault_backend.h"
 #include "file.h"
 #include "pinned.h"
+#include "prefault.h"
 
 namespace py = pybind11;
 using namespace py::literals;
@@ -329,6 +331,41 @@ void bind_codec(py::module_& module) {
             return crc32c_by_table(source(address), length_bytes, seed);
         },
         "address"_a, "length_bytes"_a, "seed"_a = 0, NoGil());
+    module.def(
+        "crc32",
+        [](uintptr_t address, size_t length_bytes, uint32_t seed) {
+            return crc32(source(address), length_bytes, seed);
+        },
+        "address"_a, "length_bytes"_a, "seed"_a = 0, NoGil());
+    module.def(
+        "crc32_by_table",
+        [](uintptr_t address, size_t length_bytes, uint32_t seed) {
+            return crc32_by_table(source(address), length_bytes, seed);
+        },
+        "address"_a, "length_bytes"_a, "seed"_a = 0, NoGil());
+    module.def(
+        "address_of",
+        [](const py::object& buffer, bool writable) {
+            Py_buffer view;
+            if (PyObject_GetBuffer(buffer.ptr(), &view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE) != 0)
+                throw py::error_already_set();
+            const auto place = py::make_tuple(reinterpret_cast<uintptr_t>(view.buf), view.len);
+            PyBuffer_Release(&view);
+            return place;
+        },
+        "buffer"_a, "writable"_a);
+    module.def(
+        "copy_crc32",
+        [](uintptr_t destination, uintptr_t from, size_t length_bytes, uint32_t seed) {
+            return copy_crc32(target(destination), source(from), length_bytes, seed);
+        },
+        "destination"_a, "source"_a, "length_bytes"_a, "seed"_a = 0, NoGil());
+    module.def(
+        "prefault",
+        [](uintptr_t address, size_t length_bytes, unsigned threads) {
+            prefault(target(address), length_bytes, threads);
+        },
+        "address"_a, "length_bytes"_a, "threads"_a, NoGil());
 }
 
 // end of codec

@@ -14,6 +14,7 @@ from swapper.api import (
 )
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, SwapIOError
+from swapper.fastsave import FastWriter, SaveHandle, load, save
 from swapper.optimizer import OptimizerSwapper
 from swapper.parameter import ParameterSwapper
 from swapper.stats import Moves, Stats
@@ -22,21 +23,25 @@ from swapper.trial import register_elementwise
 __all__ = [
     "CheckReport",
     "ConfigError",
+    "FastWriter",
     "Moves",
     "OffloadConfig",
     "OptimizerSwapper",
     "ParameterSwapper",
+    "SaveHandle",
     "Stats",
     "SwapError",
     "SwapIOError",
     "check",
     "gathered",
     "init",
+    "load",
     "load_safetensors",
     "materialize",
     "of",
     "offload",
     "register_elementwise",
+    "save",
     "unwrap_optimizer",
     "wrap_optimizer",
 ]

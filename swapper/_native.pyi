@@ -182,4 +182,19 @@ def crc32c(address: int, length_bytes: int, seed: int = 0, threads: int = 1) -> 
 def crc32c_by_table(address: int, length_bytes: int, seed: int = 0) -> int:
     """`crc32c` as it works on a processor without the instruction, for tests."""
 
+def crc32(address: int, length_bytes: int, seed: int = 0) -> int:
+    """See csrc/crc32.h. `seed` is the checksum of what came before."""
+
+def crc32_by_table(address: int, length_bytes: int, seed: int = 0) -> int:
+    """`crc32` as it works on a processor without the instructions, for tests."""
+
+def address_of(buffer: object, writable: bool) -> tuple[int, int]:
+    """Where the bytes of a contiguous buffer are, and how many. Errors of the buffer protocol."""
+
+def copy_crc32(destination: int, source: int, length_bytes: int, seed: int = 0) -> int:
+    """See csrc/crc32.h. Addresses, as ints; they are not checked."""
+
+def prefault(address: int, length_bytes: int, threads: int) -> None:
+    """See csrc/prefault.h."""
+
 # end of codec

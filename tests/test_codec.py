@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import zlib
 
 import pytest
 import torch
@@ -358,3 +359,49 @@ def test_checksum_is_of_the_bytes(dtype: torch.dtype) -> None:
 def test_checksum_refuses(tensor: Tensor, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         codec.checksum(tensor)
+
+
+# Around words of 8 bytes, vectors of 16 and of 64, and blocks of 64 KiB.
+@pytest.mark.parametrize("length", [*range(20), 63, 64, 65, 79, 80, 127, 128, 1000, 65535, 65536, 65537, 140_003])
+def test_crc32_equals_zlib_and_copies_every_byte(length: int) -> None:
+    data = random.Random(length).randbytes(length + 3)
+    for offset in range(4):
+        part = tensor_of(data)[offset : offset + length]
+        expected = zlib.crc32(data[offset : offset + length], 0x1234)
+        assert codec.crc32(part, 0x1234) == expected
+        assert _native.crc32_by_table(part.data_ptr(), length, 0x1234) == expected
+        for to in (0, 1, 16):
+            copy = torch.full((to + length + 1,), 7, dtype=torch.uint8)
+            assert codec.copy_crc32(copy[to : to + length], part, 0x1234) == expected
+            assert torch.equal(copy[to : to + length], part)
+            assert copy[:to].eq(7).all() and copy[-1] == 7
+        memory = bytearray(length)
+        assert codec.copy_crc32(memoryview(memory), memoryview(data)[offset : offset + length], 0x1234) == expected
+        assert memory == data[offset : offset + length]
+
+
+def test_copy_with_crc32_refuses_what_would_go_beyond() -> None:
+    with pytest.raises(ValueError, match="destination has 3 bytes; source has 4"):
+        codec.copy_crc32(torch.zeros(3, dtype=torch.uint8), torch.zeros(1))
+    tensor = torch.zeros(8)
+    with pytest.raises(ValueError, match="destination and source overlap"):
+        codec.copy_crc32(tensor[1:5], tensor[:4])
+    with pytest.raises(ValueError, match="source is not contiguous"):
+        codec.copy_crc32(torch.zeros(16), torch.zeros(4, 4).t())
+    with pytest.raises(BufferError):
+        codec.copy_crc32(memoryview(b"1234"), torch.zeros(1))
+    with pytest.raises(BufferError):
+        codec.copy_crc32(torch.zeros(1), memoryview(b"12345678")[::2])
+
+
+@pytest.mark.parametrize("length", [0, 1, 4096, 10_000, 3_000_001, 9 << 20])
+def test_prefault_keeps_the_content_and_what_is_beside(length: int, threads: int) -> None:
+    torch.set_num_threads(threads)
+    memory = bytearray(random.Random(length).randbytes(length + 200))
+    before = bytes(memory)
+    codec.prefault(memoryview(memory)[100 : 100 + length])
+    assert memory == before
+    fresh = torch.UntypedStorage(length + 1)
+    codec.prefault(memoryview((ctypes.c_char * (length + 1)).from_address(fresh.data_ptr())))
+    with pytest.raises(BufferError):
+        codec.prefault(memoryview(before))

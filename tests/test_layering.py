@@ -43,7 +43,8 @@ API = (
     | SWAPPERS
     | BUILDING
     | PARAMETER_PARTS
-    | {"gradient_records", "stats", "unswapped", "shared", "dry_run", "checkpoint", "fastsave", "dcp"}
+    | {"gradient_records", "stats", "unswapped", "shared", "dry_run", "checkpoint"}
+    | {"archive", "streams", "fastsave", "dcp"}
 )
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -88,8 +89,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "nursery": PARAMETERS | PARAMETER_PARTS | {"heap", "parameter"},
     "weights": HANDLE | {"evicted"},
     "checkpoint": OPTIMIZER | STEPS | SWAPPERS,
-    "fastsave": HANDLE | {"buffers"},
-    "dcp": HANDLE | {"buffers", "fastsave"},
+    "archive": set(),
+    "streams": HANDLE | {"buffers", "codec", "archive"},
+    "fastsave": HANDLE | {"buffers", "archive", "streams"},
+    "dcp": HANDLE | {"buffers", "archive", "streams", "fastsave"},
     "api": API,
     "shared": PIPELINE | {"config"},
     "dry_run": PIPELINE | {"config", "gradient_records", "optimizer_plan", "parameter_records", "shared"},

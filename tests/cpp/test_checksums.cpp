@@ -1,13 +1,18 @@
-// CRC-32C, and what a file should hold.
+// CRC-32C, CRC-32, and what a file should hold.
 #include "checksums.h"
 
+#include <cstring>
 #include <stdexcept>
 #include <vector>
 
 #include "check.h"
+#include "crc32.h"
 #include "crc32c.h"
 
 using swapper::Checksums;
+using swapper::copy_crc32;
+using swapper::crc32;
+using swapper::crc32_by_table;
 using swapper::crc32c;
 using swapper::crc32c_by_table;
 
@@ -39,6 +44,19 @@ void checksums_agree(size_t length, size_t misalignment, bool compare) {
     }
 }
 
+// The same for CRC-32, and its copy.
+void copies_agree(size_t length, size_t misalignment, size_t copy_misalignment) {
+    const std::unique_ptr<char[]> memory(new char[misalignment + length]);
+    const std::unique_ptr<char[]> copied(new char[copy_misalignment + length]);
+    char* const data = memory.get() + misalignment;
+    char* const copy = copied.get() + copy_misalignment;
+    fill(data, length, length);
+    const uint32_t crc = crc32_by_table(data, length, 5);
+    CHECK(crc == crc32(data, length, 5));
+    CHECK(crc == copy_crc32(copy, data, length, 5));
+    CHECK(std::memcmp(copy, data, length) == 0);
+}
+
 void difference_is_found() {
     constexpr uint64_t kBlock = 4096;
     constexpr uint64_t kLength = 3 * kBlock + 13;
@@ -64,6 +82,15 @@ void difference_is_found() {
 int main() {
     CHECK(crc32c("123456789", 9) == 0xE3069283);
     CHECK(crc32c(nullptr, 0) == 0);
+    CHECK(crc32("123456789", 9) == 0xCBF43926);
+    CHECK(crc32(nullptr, 0) == 0);
+    for (const size_t misalignment : {0, 1, 8}) {
+        for (const size_t copy_misalignment : {0, 3, 16}) {
+            for (size_t length = 0; length < 200; ++length)
+                copies_agree(length, misalignment, copy_misalignment);
+            copies_agree(200003, misalignment, copy_misalignment);
+        }
+    }
     for (const size_t misalignment : {0, 1, 3, 8}) {
         for (size_t length = 0; length < 40; ++length) checksums_agree(length, misalignment, true);
         for (const size_t length : {1000, 4095, 4096, 24577, 100001})
