@@ -44,7 +44,7 @@ API = (
     | BUILDING
     | PARAMETER_PARTS
     | {"gradient_records", "stats", "unswapped", "shared", "dry_run", "checkpoint"}
-    | {"archive", "streams", "fastsave", "dcp"}
+    | {"archive", "streams", "fastsave", "dcp", "values"}
 )
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -62,6 +62,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "speed": HANDLE | {"runs"},
     "store": HANDLE | {"transfers", "runs", "speed"},
     "codec": HANDLE | {"_native"},
+    "values": {"errors", "codec"},
     "schedule": {"errors", "layout"},
     "pipeline": PIPELINE - {"pipeline"},
     "config": {"errors", "deepspeed"},
@@ -88,7 +89,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parameter": PARAMETERS | PARAMETER_PARTS,
     "nursery": PARAMETERS | PARAMETER_PARTS | {"heap", "parameter"},
     "weights": HANDLE | {"evicted"},
-    "checkpoint": OPTIMIZER | STEPS | SWAPPERS,
+    "checkpoint": OPTIMIZER | STEPS | SWAPPERS | {"values"},
     "archive": set(),
     "streams": HANDLE | {"buffers", "codec", "archive"},
     "fastsave": HANDLE | {"buffers", "archive", "streams"},
@@ -112,6 +113,7 @@ OTHER_PACKAGES = {
     "config": {"pydantic", "pydantic_core", "yaml"},
     "stepper": {"tqdm"},
     "weights": {"tqdm"},
+    "values": {"numpy"},  # only for arrays, whose owner has it
     "cli": {"typer", "rich", "yaml", "matplotlib"},
 }
 """What may be imported besides torch and the standard library."""
