@@ -7,6 +7,7 @@
 #include <cmath>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <utility>
 
 #include "checksums.h"
@@ -196,7 +197,24 @@ void bind_engine(py::module_& module) {
     py::class_<Checksums, std::shared_ptr<Checksums>>(module, "Checksums")
         .def(py::init<uint64_t, uint64_t>(), "length_bytes"_a, "block_bytes"_a)
         .def_property_readonly("length_bytes", &Checksums::length)
-        .def_property_readonly("block_bytes", &Checksums::block_bytes);
+        .def_property_readonly("block_bytes", &Checksums::block_bytes)
+        .def(
+            "record",
+            [](Checksums& checksums, uint64_t offset, const py::bytes& data) {
+                const std::string_view bytes = data;
+                checksums.record(offset, bytes.data(), bytes.size());
+            },
+            "offset_bytes"_a, "data"_a)
+        .def(
+            "first_difference",
+            [](const Checksums& checksums, uint64_t offset, const py::bytes& data) {
+                const std::string_view bytes = data;
+                return checksums.first_difference(offset, bytes.data(), bytes.size());
+            },
+            "offset_bytes"_a, "data"_a)
+        .def("joined", &Checksums::joined, "length_bytes"_a, NoGil());
+
+    module.def("exchange", &exchange, "first"_a, "second"_a, NoGil());
 
     py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer")
         .def_property_readonly("key", &Transfer::key)
@@ -325,6 +343,12 @@ void bind_codec(py::module_& module) {
             return crc32c(source(address), length_bytes, seed, threads);
         },
         "address"_a, "length_bytes"_a, "seed"_a = 0, "threads"_a = 1, NoGil());
+    module.def(
+        "crc32c_join",
+        [](uint32_t crc_a, uint32_t crc_b, size_t length_b) {
+            return crc32c_join(crc_a, crc_b, crc32c_shift(length_b));
+        },
+        "crc_a"_a, "crc_b"_a, "length_b_bytes"_a);
     module.def(
         "crc32c_by_table",
         [](uintptr_t address, size_t length_bytes, uint32_t seed) {

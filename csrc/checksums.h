@@ -35,6 +35,9 @@ class Checksums {
     }
     // The offset of the first block that is not as it was recorded, or `offset + length` if all are.
     uint64_t first_difference(uint64_t offset, const char* data, uint64_t length) const;
+    // The CRC-32C of the first `length` bytes of the file, as they were recorded. Throws
+    // std::invalid_argument where a block of them was not recorded, or ends elsewhere.
+    uint32_t joined(uint64_t length) const;
 
   private:
     struct Block {

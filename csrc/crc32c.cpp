@@ -183,11 +183,6 @@ std::uint32_t update(std::uint32_t crc, const unsigned char* data, std::size_t l
 
 #endif
 
-// The checksum of a followed by b, from the checksums of both: their complements cancel out.
-std::uint32_t combine(std::uint32_t crc_a, std::uint32_t crc_b, std::size_t length_b) {
-    return times(x_to_bytes(length_b), crc_a) ^ crc_b;
-}
-
 // Starting a thread takes about as long as this many bytes.
 constexpr std::size_t kLengthPerThreadMin = std::size_t{1} << 20;
 
@@ -209,8 +204,17 @@ std::uint32_t crc32c(const void* data, std::size_t length, std::uint32_t seed, u
                                     [=] { return ~update(~std::uint32_t{0}, bytes + offset, part); }));
     }
     std::uint32_t crc = ~update(~seed, bytes, first);
-    for (auto& other : others) crc = combine(crc, other.get(), part);
+    const std::uint32_t shift = crc32c_shift(part);
+    for (auto& other : others) crc = crc32c_join(crc, other.get(), shift);
     return crc;
+}
+
+std::uint32_t crc32c_join(std::uint32_t crc_a, std::uint32_t crc_b, std::uint32_t shift_b) {
+    return times(shift_b, crc_a) ^ crc_b;  // Their complements cancel out.
+}
+
+std::uint32_t crc32c_shift(std::size_t length) {
+    return x_to_bytes(length);
 }
 
 std::uint32_t crc32c_by_table(const void* data, std::size_t length, std::uint32_t seed) {

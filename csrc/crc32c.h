@@ -17,6 +17,11 @@ namespace swapper {
 // work where it is long enough to pay; the result does not depend on their number.
 std::uint32_t crc32c(const void* data, std::size_t length, std::uint32_t seed = 0, unsigned threads = 1);
 
+// The checksum of a followed by b, from the checksums of both. `shift_b` is crc32c_shift() of b's length, so
+// that it is computed once for many of one length.
+std::uint32_t crc32c_join(std::uint32_t crc_a, std::uint32_t crc_b, std::uint32_t shift_b);
+std::uint32_t crc32c_shift(std::size_t length);
+
 // The same checksum by table, with no instruction that a processor may lack: what crc32c() falls back
 // to. About a tenth of the speed. Public so that it is tested where the fallback is never taken.
 std::uint32_t crc32c_by_table(const void* data, std::size_t length, std::uint32_t seed = 0);

@@ -170,4 +170,18 @@ void File::sync() const {
     if (::fdatasync(buffered_.get()) != 0) throw IoError(errno, "sync", path_);
 }
 
+void exchange(const std::string& first, const std::string& second) {
+    constexpr unsigned kRenameExchange =
+        2;  // RENAME_EXCHANGE of <linux/fs.h>; glibc has renameat2 since 2.28
+    if (::syscall(SYS_renameat2, AT_FDCWD, first.c_str(), AT_FDCWD, second.c_str(), kRenameExchange) == 0)
+        return;
+    const int error = errno;
+    const bool missing = error == EINVAL || error == ENOSYS;
+    throw IoError(error, "exchange with " + second, first, -1, -1,
+                  missing
+                      ? "this file system cannot exchange two directories in one step; save under another "
+                        "name"
+                      : "");
+}
+
 }  // namespace swapper

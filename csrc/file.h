@@ -68,4 +68,7 @@ class File {
     mutable std::atomic<bool> given_up_{false};
 };
 
+// Lets two names of one file system change places in one step, whatever they name. Throws IoError.
+void exchange(const std::string& first, const std::string& second);
+
 }  // namespace swapper

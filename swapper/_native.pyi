@@ -48,6 +48,14 @@ class Checksums:
     def length_bytes(self) -> int: ...
     @property
     def block_bytes(self) -> int: ...
+    def record(self, offset_bytes: int, data: bytes) -> None:
+        """Note `data` as what the file holds from the start of a block on, to its end or where `data` ends."""
+
+    def first_difference(self, offset_bytes: int, data: bytes) -> int:
+        """Where the first block starts that is not as it was noted; where `data` ends if all are."""
+
+    def joined(self, length_bytes: int) -> int:
+        """The CRC-32C of the first `length_bytes`, as noted. ValueError where they were not written just so."""
 
 class Transfer:
     @property
@@ -144,6 +152,9 @@ class Engine:
     def unregister_slab(self, slab: Slab) -> None: ...
     def close(self) -> None: ...
 
+def exchange(first: bytes, second: bytes) -> None:
+    """renameat2(2) with RENAME_EXCHANGE."""
+
 def probe_backend(name: str, fixed: bool) -> str: ...
 
 class RegisteredFile:
@@ -178,6 +189,9 @@ def join_master(param: int, low: int, ties: int, tie_bits: int, master: int, num
 
 def crc32c(address: int, length_bytes: int, seed: int = 0, threads: int = 1) -> int:
     """See csrc/crc32c.h. `seed` is the checksum of what came before."""
+
+def crc32c_join(crc_a: int, crc_b: int, length_b_bytes: int) -> int:
+    """The checksum of a followed by b, from those of both."""
 
 def crc32c_by_table(address: int, length_bytes: int, seed: int = 0) -> int:
     """`crc32c` as it works on a processor without the instruction, for tests."""

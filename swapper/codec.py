@@ -17,6 +17,7 @@ made from fp16 weights one in eight, the worst case is all: 2.125 bytes for each
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import combinations
 
 import torch
@@ -30,6 +31,7 @@ __all__ = [
     "checksum",
     "copy_crc32",
     "crc32",
+    "join_checksums",
     "join_master",
     "prefault",
     "split_master",
@@ -139,7 +141,7 @@ def join_master(param: Tensor, low: Tensor, ties: Tensor, tie_bits: int, master:
         raise SwapError(f"a stored master is damaged: {error}") from error
 
 
-def checksum(tensor: Tensor) -> int:
+def checksum(tensor: Tensor, seed: int = 0) -> int:
     """CRC-32C (Castagnoli, RFC 3720) of the bytes of `tensor`, 0 <= result < 2**32.
 
     The checksum of the nine bytes "123456789" is 0xE3069283, of no bytes 0. It finds damage, not
@@ -147,12 +149,25 @@ def checksum(tensor: Tensor) -> int:
 
     Args:
         tensor: on the CPU and contiguous; any dtype, shape and alignment.
+        seed: the checksum of what came before; 0 if nothing did.
 
     Raises:
         ValueError: `tensor` is not as described.
     """
     _require("tensor", tensor)
-    return _native.crc32c(tensor.data_ptr(), tensor.nbytes, 0, torch.get_num_threads())
+    return _native.crc32c(tensor.data_ptr(), tensor.nbytes, seed, torch.get_num_threads())
+
+
+def join_checksums(parts: Iterable[tuple[int, int]]) -> int:
+    """The `checksum` of bytes of which only those of their parts are known.
+
+    Args:
+        parts: the checksum and the length in bytes of each, in order; none are no bytes.
+    """
+    joined = 0
+    for crc, length_bytes in parts:
+        joined = _native.crc32c_join(joined, crc, length_bytes)
+    return joined
 
 
 def crc32(tensor: Tensor, seed: int = 0) -> int:
@@ -192,13 +207,14 @@ def copy_crc32(destination: Tensor | memoryview, source: Tensor | memoryview, se
     return _native.copy_crc32(to, begin, length_bytes, seed)
 
 
-def prefault(memory: memoryview) -> None:
+def prefault(memory: Tensor | memoryview) -> None:
     """Let the kernel bring the pages of memory that is about to be filled, with all threads. Its content stays.
 
     A hint. Uses `torch.get_num_threads()` threads and releases the GIL.
 
     Raises:
-        BufferError: `memory` is not contiguous, or read-only.
+        ValueError: `memory` is a tensor that is not on the CPU or not contiguous.
+        BufferError: `memory` is a memoryview that is not contiguous, or read-only.
     """
     address, length_bytes = _place("memory", memory, writable=True)
     _native.prefault(address, length_bytes, torch.get_num_threads())

@@ -40,6 +40,7 @@ __all__ = [
     "Refusal",
     "Slab",
     "Transfer",
+    "exchange",
     "probe",
 ]
 
@@ -77,6 +78,20 @@ def probe() -> tuple[Probe, ...]:
         reason = _native.probe_backend(_SYSTEMS[backend], fixed=backend == "uring+fixed")
         probes.append(Probe(backend, not reason, reason))
     return tuple(probes)
+
+
+def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> None:
+    """Let two names, of files or directories, change places in one step: no other process finds one of them missing.
+
+    It survives a loss of power once the directories that hold the names are synced.
+
+    Args:
+        first: both exist, on one file system.
+
+    Raises:
+        SwapIOError: EINVAL or ENOSYS where the file system or the kernel cannot do it.
+    """
+    _native.exchange(os.fsencode(first), os.fsencode(second))
 
 
 class File:

@@ -266,6 +266,8 @@ class RecordLayout:
         tail_offset_bytes: where the tail of variable length (one U8 tensor named "ties") starts.
         length_bytes: the longest the record can be, a multiple of 4096; 0 for a record of nothing.
         payload_bytes: where the payload starts; a multiple of 4096.
+        padded: `__pad__` tensors fill what lies between the others and behind them. False: there is none, as in
+            `plan_whole_tensors`.
     """
 
     entries: tuple[Entry, ...]
@@ -273,17 +275,23 @@ class RecordLayout:
     payload_bytes: int
     tail_offset_bytes: int
     length_bytes: int
+    padded: bool = True
 
     def used_bytes(self, tail_bytes: int) -> int:
         """Length of the record, a multiple of 4096, when its tail holds `tail_bytes`."""
         return round_up(self.tail_offset_bytes + tail_bytes, PAGE_BYTES)
 
+    def exact_bytes(self, tail_bytes: int = 0) -> int:
+        """Length of the record's published file: `used_bytes`, less what follows the last tensor if not `padded`."""
+        return self.used_bytes(tail_bytes) if self.padded else self.tail_offset_bytes
+
     def header(self, tail_bytes: int) -> bytes:
         """The first `payload_bytes` bytes of the file, for a tail of `tail_bytes`.
 
-        Published form: the file cut to its exact length, `tail_offset_bytes + tail_bytes`.
+        With it, the first `exact_bytes(tail_bytes)` bytes of the record are a valid safetensors file. One that is not
+        `padded` says that it is PyTorch's, without which Hugging Face's loaders refuse it.
         """
-        table: dict[str, object] = {}
+        table: dict[str, object] = {} if self.padded else {"__metadata__": {"format": "pt"}}
         cursor = self.payload_bytes
         pads = 0
 
@@ -302,8 +310,11 @@ class RecordLayout:
             cursor = offset + entry.length_bytes
             put(entry.name, entry.dtype, entry.shape, offset, cursor)
         pad_to(self.tail_offset_bytes)
+        cursor = max(cursor, self.tail_offset_bytes)
         if tail_bytes:
-            put("ties", "U8", (tail_bytes,), self.tail_offset_bytes, self.tail_offset_bytes + tail_bytes)
+            cursor = self.tail_offset_bytes + tail_bytes
+            put("ties", "U8", (tail_bytes,), self.tail_offset_bytes, cursor)
+        pad_to(self.exact_bytes(tail_bytes))
         text = json.dumps(table, separators=(",", ":")).encode()
         room = self.payload_bytes - 8
         assert len(text) <= room, "the header outgrew the room planned for it"
@@ -315,7 +326,8 @@ def plan_record(entries: Sequence[Entry], tail_bytes_max: int = 0) -> RecordLayo
 
     The file is a safetensors file (https://github.com/huggingface/safetensors, "Format"): 8 bytes with the header's
     length, little-endian; the header, JSON padded with spaces so that the payload starts at a multiple of 4096;
-    the tensors one after another without holes, which the format forbids: `__pad__N` tensors fill them.
+    the tensors one after another without holes, which the format forbids: `__pad__N` tensors fill them, and what
+    is left of the last 4096 bytes.
     """
     if not entries and not tail_bytes_max:
         return RecordLayout((), (), 0, 0, 0)
@@ -347,14 +359,14 @@ def plan_whole_tensors(entries: Sequence[Entry]) -> RecordLayout:
     for entry in entries:
         offsets.append(cursor)
         cursor += entry.length_bytes
-    return RecordLayout(tuple(entries), tuple(offsets), payload, cursor, round_up(cursor, PAGE_BYTES))
+    return RecordLayout(tuple(entries), tuple(offsets), payload, cursor, round_up(cursor, PAGE_BYTES), padded=False)
 
 
 def _payload_bytes(entries: Sequence[Entry]) -> int:
     """Where the payload starts."""
     # The header's size depends on the offsets it prints, and they on its size. So each entry is given room for the
     # longest: its two offsets and the two of the pad before it, 20 digits each, and the words come to less than 200.
-    room = 256  # braces, the last pad, the tail
+    room = 512  # braces, the metadata, the last pads, the tail
     for entry in entries:
         room += len(json.dumps(entry.name)) + sum(len(str(size)) + 1 for size in entry.shape) + 200
     return round_up(room, PAGE_BYTES)

@@ -165,7 +165,7 @@ class Pipeline:
         """Start writing the first `length_bytes` of the buffer taken for `key`, and let go of it. Returns at once.
 
         Raises:
-            SwapIOError: an earlier write failed.
+            SwapIOError: an earlier write failed, or there is no room for a fresh file beside one that must stay.
         """
         with self._lock:
             held = self._held[key]

@@ -45,6 +45,8 @@ class Stats:
         pool_bytes, pool_used_bytes, pool_peak_bytes: size of the pool; what is leased now; the most ever leased.
         masters_reset: segments whose master weights were made anew because the user had changed the parameter.
         late_failures: writes whose failure only a finalizer saw.
+        first_writes: transfers of any record in the run directory, be it of state, gradients or parameters, to places
+            on the drive that had never been written, which is slower than to write them again.
         gradients: what moved of gradients; zeros if they stay in memory or in the pool.
     """
 
@@ -63,6 +65,7 @@ class Stats:
     pool_peak_bytes: int
     masters_reset: int
     late_failures: int
+    first_writes: int = 0
     gradients: Moves = Moves()
 
 

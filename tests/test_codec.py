@@ -402,6 +402,7 @@ def test_prefault_keeps_the_content_and_what_is_beside(length: int, threads: int
     codec.prefault(memoryview(memory)[100 : 100 + length])
     assert memory == before
     fresh = torch.UntypedStorage(length + 1)
+    codec.prefault(torch.zeros(length + 1, dtype=torch.uint8))
     codec.prefault(memoryview((ctypes.c_char * (length + 1)).from_address(fresh.data_ptr())))
     with pytest.raises(BufferError):
         codec.prefault(memoryview(before))

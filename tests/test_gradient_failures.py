@@ -514,10 +514,10 @@ def test_a_forked_child_can_neither_read_nor_add_nor_harm(nvme_path: Path) -> No
 def test_a_full_drive_is_refused_and_nothing_changed(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from swapper.store import TensorStore
 
-    def full(store: TensorStore, sizes: dict[RecordKey, int]) -> None:
+    def full(store: TensorStore, sizes: dict[RecordKey, int], **how: bool) -> None:
         if any(key.kind == "grad" for key in sizes):
             raise SwapIOError(errno.ENOSPC, "preallocate", nvme_path)
-        plan(store, sizes)
+        plan(store, sizes, **how)
 
     plan = TensorStore.plan
     monkeypatch.setattr(TensorStore, "plan", full)

@@ -64,7 +64,7 @@ def check(layout: RecordLayout, tail_bytes: int, path: Path) -> None:
     if tail_bytes:
         tensors["ties"] = random_tensor(Entry("ties", "U8", (tail_bytes,)), -1 % 1000)
         image[layout.tail_offset_bytes : layout.tail_offset_bytes + tail_bytes] = bits_of(tensors["ties"])
-    path.write_bytes(image[: layout.tail_offset_bytes + tail_bytes])
+    path.write_bytes(image[: layout.exact_bytes(tail_bytes)])
     with safe_open(path, framework="pt") as file:
         keys = set(file.keys())
         assert {key for key in keys if not key.startswith("__pad__")} == set(tensors)
@@ -73,9 +73,14 @@ def check(layout: RecordLayout, tail_bytes: int, path: Path) -> None:
             assert found.dtype == tensor.dtype
             assert found.shape == tensor.shape
             assert bits_of(found) == bits_of(tensor)
-        for key in keys - set(tensors):
+        pads = sorted(keys - set(tensors), key=lambda key: int(key.removeprefix("__pad__")))
+        assert layout.padded or not pads
+        assert file.metadata() == (None if layout.padded else {"format": "pt"})
+        for key in pads:
             assert file.get_tensor(key).dtype == torch.uint8
-            assert file.get_tensor(key).numel() < ALIGNMENT_BYTES
+            assert file.get_tensor(key).numel() < (PAGE_BYTES if key == pads[-1] else ALIGNMENT_BYTES)
+    if layout.padded:
+        assert path.stat().st_size % PAGE_BYTES == 0
 
 
 def check_places(layout: RecordLayout, tail_bytes_max: int) -> None:
@@ -129,7 +134,7 @@ def test_pads_and_tail(tmp_path: Path, tail_bytes: int) -> None:
     )
     check(layout, tail_bytes, tmp_path / "record.safetensors")
     table = json.loads(layout.header(tail_bytes)[8:])
-    assert sorted(name for name in table if name.startswith("__pad__")) == [f"__pad__{i}" for i in range(4)]
+    assert sorted(name for name in table if name.startswith("__pad__")) == [f"__pad__{i}" for i in range(5)]
 
 
 def test_only_empty_tensors(tmp_path: Path) -> None:

@@ -245,10 +245,8 @@ def test_verifying_changes_no_bit_of_master_weights(paths: list[Path]) -> None:
     swapper.of(optimizer).close()
 
 
-def test_without_verify_nothing_is_computed(paths: list[Path]) -> None:
+def test_without_verify_nothing_is_checked(paths: list[Path]) -> None:
     with Training(paths, verify="none") as training:
-        records = training.store._records.values()
-        assert all(part.checksums is None for record in records for part in record.parts)
         file, length = training.places()[0]
         flip(file, length - 1)
         training.optimizer.state_dict()

@@ -15,6 +15,8 @@ using swapper::crc32;
 using swapper::crc32_by_table;
 using swapper::crc32c;
 using swapper::crc32c_by_table;
+using swapper::crc32c_join;
+using swapper::crc32c_shift;
 
 namespace {
 
@@ -41,6 +43,8 @@ void checksums_agree(size_t length, size_t misalignment, bool compare) {
         const uint32_t first = crc32c(data, cut, 0, 2);
         CHECK(crc == crc32c(data + cut, length - cut, first, 2));
         CHECK(crc == crc32c_by_table(data + cut, length - cut, first));
+        const uint32_t second = crc32c(data + cut, length - cut);
+        CHECK(crc == crc32c_join(first, second, crc32c_shift(length - cut)));
     }
 }
 
@@ -77,6 +81,21 @@ void difference_is_found() {
         CHECK_THROWS(std::invalid_argument, Checksums(kLength, wrong));
 }
 
+void blocks_are_joined() {
+    constexpr uint64_t kBlock = 4096;
+    constexpr uint64_t kLength = 3 * kBlock + 13;
+    const std::unique_ptr<char[]> data(new char[kLength]);
+    fill(data.get(), kLength, 2);
+    Checksums checksums(kLength + kBlock, kBlock);
+    CHECK(checksums.joined(0) == 0);
+    CHECK_THROWS(std::invalid_argument, checksums.joined(1));  // nothing is known
+    checksums.record(0, data.get(), kLength);
+    for (const uint64_t length : {uint64_t{0}, kBlock, 3 * kBlock, kLength})
+        CHECK(checksums.joined(length) == crc32c(data.get(), length));
+    for (const uint64_t length : {kLength - 1, kLength + 1, kBlock - 1, kLength + kBlock + 1})
+        CHECK_THROWS(std::invalid_argument, checksums.joined(length));
+}
+
 }  // namespace
 
 int main() {
@@ -98,6 +117,7 @@ int main() {
     }
     checksums_agree((5 << 20) + 77, 1, false);
     difference_is_found();
+    blocks_are_joined();
     std::puts("checksums: passed");
     return 0;
 }

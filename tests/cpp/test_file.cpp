@@ -97,6 +97,20 @@ void descriptors_move() {
     CHECK(!third.valid() && ::fcntl(number, F_GETFD) == -1);
 }
 
+void names_change_places(const TemporaryDirectory& directory) {
+    const std::string first = directory / "first";
+    const std::string second = directory / "second";
+    open_file(first)->truncate(1);
+    CHECK_THROWS(IoError, swapper::exchange(first, second));
+    CHECK(open_file(first)->size() == 1);
+    CHECK(::mkdir(second.c_str(), 0700) == 0);
+    open_file(second + "/inside")->truncate(2);
+    swapper::exchange(first, second);
+    CHECK(open_file(second)->size() == 1);
+    CHECK(open_file(first + "/inside")->size() == 2);
+    CHECK(::unlink((first + "/inside").c_str()) == 0 && ::rmdir(first.c_str()) == 0);
+}
+
 }  // namespace
 
 int main() {
@@ -104,6 +118,7 @@ int main() {
     opening(directory);
     sizes(directory);
     threads_share_a_file(directory);
+    names_change_places(directory);
     descriptors_move();
     std::puts("file: passed");
     return 0;

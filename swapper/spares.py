@@ -1,0 +1,133 @@
+"""Files that were records of a removed checkpoint: their blocks were written before, so writing them again is faster.
+
+[Note: unread files] A checkpoint that is removed may still be read, by a process that opened it before: its content
+must not change under that reader. A write lease (fcntl(2), F_SETLEASE) is granted only on a file that nobody else
+has open, and while it is held, whoever opens the file waits. So a file of which a lease was granted, which then lost
+its public name, and for which nobody waited at the end, has no reader and can get none. Where a lease is not granted,
+or the file system has none, the file is not used again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+import signal
+import stat
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+__all__ = ["Spares", "is_unread"]
+
+log = logging.getLogger(__name__)
+
+
+@contextlib.contextmanager
+def _leased(path: Path) -> Iterator[int]:
+    """A descriptor of a file of which a write lease was granted.
+
+    Raises:
+        OSError: it was not.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        # What tells the holder that somebody waits is SIGIO otherwise, which ends a process that does not expect it.
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
+        fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def _nobody_waits(descriptor: int) -> bool:
+    return fcntl.fcntl(descriptor, fcntl.F_GETLEASE) == fcntl.F_WRLCK
+
+
+def is_unread(path: Path) -> bool:
+    """Whether nobody has the file open, this process included. See [Note: unread files]."""
+    try:
+        with _leased(path) as descriptor:
+            return _nobody_waits(descriptor)
+    except OSError:
+        return False
+
+
+class _Spare(NamedTuple):
+    path: Path
+    size_bytes: int
+
+
+class Spares:
+    """The spare files in one directory. Thread-safe.
+
+    Args:
+        directory: private to this process; whoever removes it removes them.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._all: list[_Spare] = []
+
+    @property
+    def total_bytes(self) -> int:
+        """Of all files."""
+        with self._lock:
+            return sum(spare.size_bytes for spare in self._all)
+
+    def adopt(self, path: Path, room_bytes: int) -> bool:
+        """Move a file here, if nobody reads it and it has no other name.
+
+        Args:
+            path: its only name.
+            room_bytes: the longest it may be.
+
+        Returns:
+            False: it stays where it is, as it is.
+        """
+        place = self._directory / f"spare-{next(self._numbers):06d}"
+        try:
+            with _leased(path) as descriptor:
+                status = os.fstat(descriptor)
+                usable = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size <= room_bytes
+                if not usable or not status.st_size:
+                    return False
+                os.rename(path, place)
+                if not _nobody_waits(descriptor):  # It was opened before it lost its name.
+                    os.rename(place, path)
+                    return False
+                os.fchmod(descriptor, 0o600)
+        except OSError:
+            return False
+        with self._lock:
+            self._all.append(_Spare(place, status.st_size))
+        return True
+
+    def take(self, length_bytes: int, path: Path) -> bool:
+        """Give the spare whose length is nearest to `length_bytes` the name `path`. False if there is none."""
+        while True:
+            with self._lock:
+                if not self._all:
+                    return False
+                spare = min(self._all, key=lambda spare: abs(spare.size_bytes - length_bytes))
+                self._all.remove(spare)
+            try:
+                if is_unread(spare.path):
+                    os.rename(spare.path, path)
+                    return True
+                spare.path.unlink()
+            except OSError as error:  # As when somebody removed it.
+                log.debug("the spare file %s is not used: %s", spare.path, error)
+
+    def drop(self) -> None:
+        """Remove all of them."""
+        with self._lock:
+            spares, self._all = self._all, []
+        for spare in spares:
+            with contextlib.suppress(OSError):
+                spare.path.unlink()
