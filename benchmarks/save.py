@@ -15,6 +15,7 @@ import contextlib
 import datetime
 import json
 import os
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -23,6 +24,7 @@ from pathlib import Path
 import torch
 
 import swapper
+from swapper import codec
 from swapper.cli.contestants import NewFile, Transfers
 from swapper.cli.drive import look_at_directory
 from swapper.cli.machine import machine, swapper_version
@@ -146,7 +148,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         contestants = field(place, size, arguments.tensor_size, stack)
         with progress_bar(len(contestants) * arguments.rounds) as advance:
             figures = alternate(contestants, arguments.rounds, lambda one: advance(f"{one.operation} {one.name}"))
-    rows = list(table(figures))
+    rows = [*table(figures), fresh_memory(size, arguments.rounds)]
     here = machine()
     drives = ", ".join(f"{drive.name} ({drive.model or drive.kind})" for drive in looked_at.drives)
     versions = f"swapper {swapper_version()}, torch {torch.__version__}"
@@ -169,6 +171,19 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
         "rows": [asdict(row) for row in rows],
         "figures": [figure.as_json() for figure in figures],
     }
+
+
+def fresh_memory(size: int, rounds: int) -> Row:
+    """How fast the system gives memory that nobody had, to all threads: what is loaded needs it, whoever loads."""
+    rates_bps = []
+    for _ in range(rounds):
+        memory = torch.empty(size, dtype=torch.uint8)
+        start_s = time.perf_counter()
+        codec.prefault(memory)
+        rates_bps.append(size / (time.perf_counter() - start_s))
+        del memory
+    low, middle, high = (f(rates_bps) / 1e9 for f in (min, statistics.median, max))
+    return Row("fresh memory, all threads", f"{middle:.2f} ({low:.2f} - {high:.2f}) GB/s", None, "", None)
 
 
 def field(place: Path, size: int, tensor_bytes: int, stack: contextlib.ExitStack) -> list[Contestant]:

@@ -86,7 +86,7 @@ class SwapStorageWriter(FileSystemWriter):
             with OutputFile(path, pool_bytes=self._pool_bytes, handle=self._handle) as output:
                 # Objects first, as torch does.
                 for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
-                    results.append(_write(output, item, planner, path.name))
+                    results.append(self._write(output, item, planner, path.name))
                 output.commit()
         future: Future[list[WriteResult]] = Future()
         future.set_result(results)
@@ -111,24 +111,27 @@ class SwapStorageWriter(FileSystemWriter):
                     with contextlib.suppress(OSError):
                         path.unlink()
 
+    def prepared(self, tensor: torch.Tensor) -> Prepared:
+        """What is written of a tensor, whose storage has nothing else."""
+        return Prepared(tensor)
+
+    def _write(self, output: OutputFile, item: WriteItem, planner: SavePlanner, file_name: str) -> WriteResult:
+        output.append(b"\0" * (-output.tell() % _ALIGNMENT_BYTES))
+        start = output.tell()
+        data = planner.resolve_data(item)
+        if isinstance(data, io.BytesIO):
+            output.append(data.getbuffer())
+        else:
+            self.prepared(_alone(data)).write(output)
+        length = output.tell() - start
+        return WriteResult(item.index, length, filesystem._StorageInfo(file_name, start, length))
+
     def _new_file(self, prefix: str) -> Path:
         """A name that is not taken: see [Note: the previous checkpoint]."""
         path = Path(self.path) / f"{prefix}0{filesystem.DEFAULT_SUFFIX}"
         if path.exists():
             path = path.with_stem(f"{path.stem}-{secrets.token_hex(4)}")
         return path
-
-
-def _write(output: OutputFile, item: WriteItem, planner: SavePlanner, file_name: str) -> WriteResult:
-    output.append(b"\0" * (-output.tell() % _ALIGNMENT_BYTES))
-    start = output.tell()
-    data = planner.resolve_data(item)
-    if isinstance(data, io.BytesIO):
-        output.append(data.getbuffer())
-    else:
-        Prepared(_alone(data)).write(output)
-    length = output.tell() - start
-    return WriteResult(item.index, length, filesystem._StorageInfo(file_name, start, length))
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:

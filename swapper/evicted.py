@@ -312,19 +312,23 @@ class PartOfView:
     def __init__(self, whole: Source, func: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> None:
         like = func(torch.empty_strided(whole.shape, whole.stride, dtype=whole.dtype, device="meta"), *args)
         self.shape, self.stride, self.dtype = like.shape, like.stride(), like.dtype
-        self._whole, self._func, self._args = whole, func, args
+        self.whole, self._func, self._args = whole, func, args
 
     def homes(self) -> Sequence[Home]:
         """Those of the whole."""
-        return self._whole.homes()
+        return self.whole.homes()
 
     def real(self) -> torch.Tensor:
         """A view of the whole."""
-        return self._func(self._whole.real(), *self._args)
+        return self.of(self.whole.real())
 
     def lasting(self) -> torch.Tensor:
         """A view of the copy of the whole: where a part begins and ends fits where the whole does."""
-        return self._func(self._whole.lasting(), *self._args)
+        return self.of(self.whole.lasting())
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This part of any tensor of the shape and strides of the whole."""
+        return self._func(whole, *self._args)
 
 
 class EvictedView(torch.Tensor):

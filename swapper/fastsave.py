@@ -27,6 +27,7 @@ from torch.serialization import default_restore_location, location_tag, normaliz
 
 from swapper import archive
 from swapper.archive import BadArchive, Record
+from swapper.away_storages import AwayStorage, AwayStorages, StoragePart
 from swapper.errors import SwapError, SwapIOError
 from swapper.handle import AsyncIOHandle
 from swapper.streams import POOL_BYTES, InputFile, OutputFile
@@ -42,16 +43,18 @@ _DEVICES = ("cuda",)
 
 log = logging.getLogger(__name__)
 
+AnyStorage = torch.UntypedStorage | AwayStorage
+
 MapLocation = Callable[[torch.UntypedStorage, str], Any] | torch.device | str | dict[str, str] | None
 
 
 class SaveHandle:
-    """A save that goes on in the background. From `save(..., background=True)`.
+    """A save that goes on in the background. From `save(..., background=True)` and `save_checkpoint`.
 
     May be dropped: the save goes on, also at interpreter exit, which waits for it. A failure is then logged.
 
     Attributes:
-        path: of the file.
+        path: of the file or directory.
     """
 
     def __init__(self, path: str, write: Callable[[], None]) -> None:
@@ -67,6 +70,17 @@ class SaveHandle:
             if isinstance(error, RuntimeError):
                 raise SwapIOError(errno.EAGAIN, "start a thread for", path, detail=str(error)) from None
             raise
+
+    @classmethod
+    def finished(cls, path: str) -> SaveHandle:
+        """The handle of a save that was complete before anybody could wait for it."""
+        handle = cls.__new__(cls)
+        handle.path = path
+        handle._pid = os.getpid()
+        handle._outcome = _Outcome(path)
+        handle._outcome.over.set()
+        handle._finalizer = weakref.finalize(handle, handle._outcome.abandon)
+        return handle
 
     def __repr__(self) -> str:
         state = "done" if self.done() else "in progress"
@@ -181,12 +195,15 @@ def save(
 
     `torch.load` reads the file, also with `mmap=True`. It appears under its name only when it is complete and synced to
     the drive; until then, and if anything fails, what was there is whole and nothing else is left. Holds `pool_bytes`
-    and the pickle, and no copy of a tensor, on whatever device it is.
+    and the pickle, and no copy of a tensor, on whatever device it is. The state dict of a model whose parameters are on
+    disk is read one tensor at a time.
 
     With `background=True` it returns when the object is pickled and the file is open; the tensors' bytes are written
     meanwhile. Until the handle's `wait()` returns, or `done()`: the values of the tensors must not change (no step, no
     operation in place), or the file has some old and some new values. Other parts of the object may change. Tensors may
-    be dropped. The interpreter waits for it at exit; a forked child has no part in it.
+    be dropped. The interpreter waits for it at exit; a forked child has no part in it. Of a model whose parameters are
+    on disk, a copy is made before it returns, in a file without a name on the model's own drive: it may be trained on,
+    as long as nobody else asks for an address of the same parameters, as `torch.save` does.
 
     Args:
         obj: whatever `torch.save` takes.
@@ -205,7 +222,7 @@ def save(
         SwapIOError: the drive is full or has failed, the directory is not there, or `path` is not a regular file.
         Exception: what pickling raises.
     """
-    prepared = Prepared(obj, pickle_module, pickle_protocol)
+    prepared = Prepared(obj, pickle_module, pickle_protocol, bring=not background)
     devices = prepared.cuda_devices
     output = OutputFile(
         path, length_bytes=prepared.length_bytes, pool_bytes=pool_bytes, handle=handle, cuda=bool(devices)
@@ -235,18 +252,27 @@ def _on_streams(streams: list[torch.cuda.Stream], write: Callable[[], None]) -> 
         write()
 
 
-def _pickled(obj: object, pickle_module: Any, protocol: int) -> tuple[bytes, list[torch.UntypedStorage]]:
+def _pickled(obj: object, pickle_module: Any, protocol: int, bring: bool = False) -> tuple[bytes, list[AnyStorage]]:
     """The pickle of `obj`, as `torch.save` makes it, and the storages that it names, by their keys "0", "1", ...
+
+    Args:
+        obj, pickle_module, protocol: as for `torch.save`.
+        bring: do not ask parameters that are away for their storages, but name those: see [Note: one at a time].
 
     Raises:
         RuntimeError: tensors of different dtypes view the same memory, as from `torch.save`.
         Exception: what pickling raises.
     """
     keys: dict[int, str] = {}
-    storages: list[torch.UntypedStorage] = []
+    storages: list[AnyStorage] = []
     dtypes: dict[int, torch.dtype] = {}
+    away = AwayStorages()
 
     def persistent_id(part: object) -> tuple[object, ...] | None:
+        storage: AnyStorage
+        named = part.storage if isinstance(part, StoragePart) else None
+        if isinstance(part, StoragePart):
+            part = part.like
         if isinstance(part, torch.storage.TypedStorage):
             storage, dtype = part._untyped_storage, part.dtype
             kind = getattr(torch, part._pickle_storage_type())  # type: ignore[no-untyped-call]
@@ -257,17 +283,28 @@ def _pickled(obj: object, pickle_module: Any, protocol: int) -> tuple[bytes, lis
             numel = part.nbytes()
         else:
             return None
+        location = location_tag(storage)
         address = storage.data_ptr() if storage.device.type != "meta" else 0
+        identity = storage._cdata
+        if named is not None:
+            storage, address, identity = named, 0, id(named)
         if address and dtypes.setdefault(address, dtype) != dtype:
             raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
-        if storage._cdata not in keys:
-            keys[storage._cdata] = str(len(keys))
+        if identity not in keys:
+            keys[identity] = str(len(keys))
             storages.append(storage)
-        return ("storage", kind, keys[storage._cdata], location_tag(storage), numel)
+        return ("storage", kind, keys[identity], location, numel)
 
     class Pickler(pickle_module.Pickler):  # type: ignore[misc]
         def persistent_id(self, part: object) -> tuple[object, ...] | None:
             return persistent_id(part)
+
+        def reducer_override(self, part: object) -> Any:
+            found = away.reduce(part, protocol) if bring else None
+            if found is not None:
+                return found
+            override = getattr(super(), "reducer_override", None)
+            return NotImplemented if override is None else override(part)
 
     buffer = io.BytesIO()
     Pickler(buffer, protocol=protocol).dump(obj)
@@ -279,6 +316,8 @@ class Prepared:
 
     Args:
         obj, pickle_module, pickle_protocol: as for `torch.save`.
+        bring: bring parameters that are away when they are written, in the thread that writes; else their values are
+            copied to mapped files now.
 
     Attributes:
         length_bytes: of the whole file.
@@ -287,11 +326,13 @@ class Prepared:
         Exception: what pickling raises.
     """
 
-    def __init__(self, obj: object, pickle_module: Any = pickle, pickle_protocol: int = 2) -> None:
-        data, self._storages = _pickled(obj, pickle_module, pickle_protocol)
+    def __init__(
+        self, obj: object, pickle_module: Any = pickle, pickle_protocol: int = 2, *, bring: bool = True
+    ) -> None:
+        data, self._storages = _pickled(obj, pickle_module, pickle_protocol, bring)
         alignment_bytes = _storage_alignment_bytes()
         # In torch's order: the first must be the pickle, and storages follow one another.
-        contents: dict[str, bytes | torch.UntypedStorage] = {
+        contents: dict[str, bytes | AnyStorage] = {
             "data.pkl": data,
             ".format_version": b"1",
             ".storage_alignment": str(alignment_bytes).encode(),
@@ -300,7 +341,7 @@ class Prepared:
             "version": b"3\n",
             ".data/serialization_id": b"0" * 40,
         }
-        self._records: list[tuple[Record, bytes, bytes | torch.UntypedStorage]] = []
+        self._records: list[tuple[Record, bytes, bytes | AnyStorage]] = []
         offset = 0
         for name, content in contents.items():
             record = Record(f"{_ARCHIVE}/{name}", offset, _length_bytes(content))
@@ -313,34 +354,43 @@ class Prepared:
     @property
     def cuda_devices(self) -> set[torch.device]:
         """Where its CUDA tensors are."""
-        return {storage.device for storage in self._storages if storage.device.type == "cuda"}
+        storages = [storage for storage in self._storages if isinstance(storage, torch.UntypedStorage)]
+        return {storage.device for storage in storages if storage.device.type == "cuda"}
 
     def write(self, output: OutputFile) -> None:
         """Write all of it, at the end of what `output` has.
 
         Raises:
-            SwapIOError: the drive has failed.
+            SwapIOError: the drive has failed, or one that has parameters that are away.
             SwapError: a tensor was resized meanwhile.
         """
         done: list[tuple[Record, int]] = []
         for record, header, content in self._records[:-1]:
-            done.append((record, _append(output, record, header, content)))
+            done.append((record, self._write_record(output, record, header, content)))
         # torch makes it of names and checksums too, and only shows it: 40 digits that differ where the content does.
         crcs = struct.pack(f"<{len(done)}I", *(crc for _, crc in done))
         record, header, _ = self._records[-1]
         done.append((record, _append(output, record, header, f"{len(done):020d}{zlib.crc32(crcs):020d}".encode())))
         output.append(archive.directory(done, self._directory_offset_bytes))
 
+    def _write_record(self, output: OutputFile, record: Record, header: bytes, content: Any) -> int:
+        """Write one record. Returns the CRC-32 of its content."""
+        return _append(output, record, header, content)
 
-def _length_bytes(content: bytes | torch.UntypedStorage) -> int:
+
+def _length_bytes(content: bytes | AnyStorage) -> int:
     return len(content) if isinstance(content, bytes) else content.nbytes()
 
 
-def _append(output: OutputFile, record: Record, header: bytes, content: bytes | torch.UntypedStorage) -> int:
+def _append(output: OutputFile, record: Record, header: bytes, content: bytes | AnyStorage) -> int:
     if _length_bytes(content) != record.length_bytes:
         raise SwapError(f"a tensor of {record.length_bytes} bytes was resized while it was saved")
     output.append(header)
-    crc = output.append(content)
+    if isinstance(content, AwayStorage):
+        with content.present() as memory:
+            crc = output.append(memory)
+    else:
+        crc = output.append(content)
     output.append(archive.descriptor(record, crc))
     return crc
 

@@ -6,7 +6,12 @@ from and to ordinary memory: on pages of 4 KiB that nobody registered a drive ha
 [Note: publishing] A file that is being written has no name (O_TMPFILE), so that whatever ends the process, nothing is
 left of it. When it is complete and synced it gets its name by link(2); where that name is taken, it gets another and is
 renamed over it. Then the directory is synced. A file system without O_TMPFILE has it under a temporary name from the
-start: there, a process that is killed leaves a file `.swapper-*.tmp` behind.
+start: there, a process that is killed leaves a file `.swapper-*.tmp` behind, until the next save in that directory. See
+`temporary_files`.
+
+[Note: Ctrl-C] It is raised on entry to a function, too, before any `try` in there, and torch's C++ code, which calls
+`readinto`, makes an AttributeError of what comes out. A generator is suspended within its `try`, and goes on there. So
+`readinto` is the `send` of one: nothing ever comes out.
 """
 
 from __future__ import annotations
@@ -16,11 +21,10 @@ import errno
 import io
 import itertools
 import os
-import secrets
 import stat
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,6 +34,7 @@ from swapper.archive import LOCAL_HEADER_BYTES, Entry, header_bytes
 from swapper.buffers import BufferPool, Lease
 from swapper.errors import SwapError, SwapIOError
 from swapper.handle import AsyncIOHandle, File, Transfer
+from swapper.temporary_files import claim, new_name, remove_leftovers
 
 __all__ = ["POOL_BYTES", "InputFile", "OutputFile"]
 
@@ -37,8 +42,10 @@ POOL_BYTES = 32 << 20
 """Page-locked memory of one file, unless another size is asked for."""
 
 _PAGE_BYTES = 4096
-_BUFFERS = 4
-_POOL_BYTES_MIN = _BUFFERS * 64 * 1024
+_BUFFERS_MIN, _BUFFERS_MAX = 4, 16
+_BUFFER_BYTES = 2 << 20
+"""Of each, if that gives a number of them between the two. Many short ones keep a drive busier than a few long ones."""
+_POOL_BYTES_MIN = _BUFFERS_MIN * 64 * 1024
 _FIRST_AHEAD_BYTES = 256 << 10
 _NEXT_TO_BYTES = 64 << 10
 _FRESH_BYTES_MIN = 1 << 20
@@ -73,11 +80,11 @@ class _Buffers:
     ) -> None:
         if pool_bytes < _POOL_BYTES_MIN:
             raise ValueError(f"pool_bytes: {pool_bytes} is less than {_POOL_BYTES_MIN}")
-        self.buffer_bytes = pool_bytes // _BUFFERS // _PAGE_BYTES * _PAGE_BYTES
+        count = min(max(_BUFFERS_MIN, pool_bytes // _BUFFER_BYTES), _BUFFERS_MAX)
+        self.buffer_bytes = pool_bytes // count // _PAGE_BYTES * _PAGE_BYTES
         if length_bytes is not None:
             self.buffer_bytes = min(self.buffer_bytes, max(1, -(-length_bytes // _PAGE_BYTES)) * _PAGE_BYTES)
         self.free: deque[Lease] = deque()
-        count = _BUFFERS
         if length_bytes is not None:
             count = min(count, max(1, -(-length_bytes // self.buffer_bytes)))
         self.handle = handle or stack.enter_context(AsyncIOHandle(block_bytes=min(4 << 20, self.buffer_bytes)))
@@ -104,6 +111,10 @@ class OutputFile:
         pool_bytes: page-locked memory to write from.
         handle: engine to write with; None for one of its own.
         cuda: lock the buffers for CUDA, too.
+        summed: compute CRC-32C, as `codec.checksum` does, instead of the CRC-32 that ZIP files have.
+
+    Attributes:
+        checksum: if `summed`, the CRC-32C of all bytes so far.
 
     Raises:
         ValueError: `pool_bytes` is too small.
@@ -119,8 +130,11 @@ class OutputFile:
         pool_bytes: int = POOL_BYTES,
         handle: AsyncIOHandle | None = None,
         cuda: bool = False,
+        summed: bool = False,
     ) -> None:
         self.path = os.path.realpath(os.fsdecode(path))
+        self.checksum = 0
+        self._summed = summed
         self._position = 0
         self._in_flight: deque[tuple[Lease, Transfer]] = deque()
         self._current: Lease | None = None
@@ -137,6 +151,7 @@ class OutputFile:
             self._directory = self._last_descriptor()
             self._temporaries: list[str] = []
             self._stack.callback(_remove_all, self._temporaries, self._directory)
+            remove_leftovers(self._directory)
             self._make()
             self._descriptor = self._last_descriptor()
             self._buffers = _Buffers(self._stack, pool_bytes, length_bytes, handle, cuda=cuda)
@@ -164,14 +179,18 @@ class OutputFile:
         # See [Note: publishing].
         try:
             self._open(f"/proc/self/fd/{self._directory}", os.O_RDWR | os.O_TMPFILE)
+            claim(self._last_descriptor(), None, self._directory)
             return
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise SwapIOError(error.errno or errno.EIO, "open", self.path) from None
         with _system_errors("open", self.path):
-            self._temporaries.append(f".swapper-{secrets.token_hex(8)}.tmp")
-            place = f"/proc/self/fd/{self._directory}/{self._temporaries[0]}"
-            self._open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+            claimed = False
+            while not claimed:
+                self._temporaries[:] = [new_name()]
+                place = f"/proc/self/fd/{self._directory}/{self._temporaries[0]}"
+                self._open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL)
+                claimed = claim(self._last_descriptor(), self._temporaries[0], self._directory)
 
     def _open(self, path: str, flags: int) -> None:
         # Opened and kept in one call, in which no Ctrl-C can be raised.
@@ -202,14 +221,15 @@ class OutputFile:
         """Bytes written so far."""
         return self._position
 
-    def append(self, data: bytes | bytearray | memoryview | torch.UntypedStorage) -> int:
+    def append(self, data: bytes | bytearray | memoryview | torch.UntypedStorage | torch.Tensor, crc: int = 0) -> int:
         """Write bytes behind those before. Returns when they are in buffers, or with the drive.
 
         Args:
-            data: a storage may be on any device.
+            data: a storage, or a tensor of bytes (uint8, one-dimensional, contiguous), may be on any device.
+            crc: the CRC-32 of what came before, to go on with; not if this is `summed`.
 
         Returns:
-            The CRC-32 of `data`.
+            The CRC-32 of `data`, behind what `crc` is of; its CRC-32C if this is `summed`.
 
         Raises:
             SwapIOError: the drive has failed, maybe in a write before. All that is left then is `discard`.
@@ -219,11 +239,15 @@ class OutputFile:
         source: torch.Tensor | memoryview
         if isinstance(data, torch.UntypedStorage):
             source, length_bytes = _memory_of(data), data.nbytes()
+        elif isinstance(data, torch.Tensor):
+            if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+                raise ValueError(f"data: {data.dtype} of shape {tuple(data.shape)} is no contiguous row of bytes")
+            source, length_bytes = data, data.nbytes
         else:
             source = memoryview(data)
             length_bytes = source.nbytes
             source = source.cast("B") if length_bytes else source
-        crc = 0
+        assert not (crc and self._summed)
         done = 0
         while done < length_bytes:
             room = self._room()
@@ -231,13 +255,56 @@ class OutputFile:
             room = room[: len(part)]
             if isinstance(part, torch.Tensor) and part.device.type not in _HOSTS:
                 room.copy_(part)
-                crc = codec.crc32(room, crc)
+                crc = codec.checksum(room, crc) if self._summed else codec.crc32(room, crc)
+            elif self._summed:
+                codec.copy_crc32(room, part)
+                crc = codec.checksum(room, crc)
             else:
                 crc = codec.copy_crc32(room, part, crc)
             self._used_bytes += len(part)
             self._position += len(part)
             done += len(part)
+        self._join(crc, length_bytes)
         return crc
+
+    def append_file(self, handle: AsyncIOHandle, file: File, offset_bytes: int, length_bytes: int) -> int:
+        """Write what another file holds behind what was written before: read into the buffers, without a second copy.
+
+        Fastest if what was written before is a multiple of 4096 bytes, as `offset_bytes` is.
+
+        Args:
+            handle: reads it.
+            file: open for reading.
+            offset_bytes: where to start.
+            length_bytes: how much.
+
+        Returns:
+            The CRC-32C of what was read.
+
+        Raises:
+            SwapIOError: a drive has failed, or the file is shorter. All that is left then is `discard`.
+            SwapError: it is over, or this is a forked child.
+        """
+        self._check()
+        crc = 0
+        done = 0
+        while done < length_bytes:
+            room = self._room()[: length_bytes - done]
+            assert self._current is not None
+            # While it is read, the buffers before it are being written.
+            self._current.transfer = handle.read(file, room, offset_bytes + done)
+            self._current.transfer.wait()
+            self._current.transfer = None
+            crc = codec.checksum(room, crc)
+            self._used_bytes += len(room)
+            self._position += len(room)
+            done += len(room)
+        self._join(crc, length_bytes)
+        return crc
+
+    def _join(self, crc: int, length_bytes: int) -> None:
+        if self._summed:
+            self.checksum = codec.join_checksums([(self.checksum, 0), (crc, length_bytes)])
 
     def commit(self) -> None:
         """Write what is left, sync, and let the file appear under its name. It is over then.
@@ -321,7 +388,7 @@ class OutputFile:
                 self._link(name)
             except FileExistsError:
                 # Known before it exists, so that it is removed whatever strikes.
-                self._temporaries.append(f".swapper-{secrets.token_hex(8)}.tmp")
+                self._temporaries.append(new_name())
                 self._link(self._temporaries[0])
         if self._temporaries:
             os.rename(self._temporaries[0], name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
@@ -364,6 +431,31 @@ def _system_errors(operation: str, path: str) -> Iterator[None]:
         raise SwapIOError(error.errno or errno.EIO, operation, path) from error
 
 
+def _reader(of: weakref.ref[InputFile]) -> Callable[[memoryview], int]:
+    """`InputFile.readinto`. See [Note: Ctrl-C]."""
+
+    def serve() -> Generator[int, memoryview, None]:
+        done = 0
+        while True:
+            try:
+                while True:
+                    buffer: memoryview | None = yield done
+                    done, file = 0, of()
+                    if buffer is not None and file is not None and not file.failed:
+                        done = file._serve(memoryview(buffer).cast("B"))
+                    buffer = file = None
+            except GeneratorExit:
+                return
+            except BaseException as error:
+                if (file := of()) is not None:
+                    file._fail(error)
+                buffer = file = None
+
+    serving = serve()
+    next(serving)
+    return serving.send
+
+
 @dataclass(slots=True)
 class _Piece:
     """A part of the file that is in a buffer, or on its way there."""
@@ -378,7 +470,7 @@ class InputFile(io.RawIOBase):
     """A file that is read mostly from start to end, by reads of any length; what follows is read ahead.
 
     A file object, for `torch.load`. That goes through C++ code which does not bear exceptions: a read that fails
-    returns nothing, as do all after it, and the reason is kept for `take_failure`. Not thread-safe.
+    returns nothing, as do all after it, and the reason is kept for `take_failure`. See [Note: Ctrl-C]. Not thread-safe.
 
     Args:
         path: of the file.
@@ -388,6 +480,7 @@ class InputFile(io.RawIOBase):
 
     Attributes:
         length_bytes: of the file, or of its part: see `restrict`.
+        readinto: reads, as of any raw file.
         deferred: the last read that was left out, on demand: see `defer_from_bytes`. Offset and length.
         defer_from_bytes: reads of storages this long return with the memory untouched; 0 for none. What they asked for
             must then be fetched by `fill`. Needs `check`.
@@ -409,6 +502,7 @@ class InputFile(io.RawIOBase):
         self.path = os.fsdecode(path)
         self._failure: BaseException | None = None
         self._failed = False
+        self.readinto = _reader(weakref.ref(self))  # type: ignore[method-assign, assignment]
         self.deferred: tuple[int, int] | None = None
         self.defer_from_bytes = 0
         self._base = 0
@@ -477,12 +571,12 @@ class InputFile(io.RawIOBase):
             SwapIOError: the drive has failed, or the bytes are not those that were written (EBADMSG).
         """
         memory = _memory_of(storage)
+        if memory.device.type in _HOSTS:
+            self._read_into(memory, offset_bytes)
+            return
 
         def put(done: int, piece: torch.Tensor, crc: int) -> int:
-            part = memory[done : done + len(piece)]
-            if part.device.type in _HOSTS:
-                return codec.copy_crc32(part, piece, crc)
-            part.copy_(piece)
+            memory[done : done + len(piece)].copy_(piece)
             return codec.crc32(piece, crc)
 
         self._read(offset_bytes, storage.nbytes(), put)
@@ -505,28 +599,29 @@ class InputFile(io.RawIOBase):
         self._position = max(0, base + offset)
         return self._position
 
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Read; see the class for what a failure is."""
-        if self._failed:
-            return 0
-        try:
-            view = memoryview(buffer).cast("B")
-            length_bytes = min(len(view), max(0, self.length_bytes - self._position))
-            entry = self._announced
-            wanted = entry is not None and "/data/" in entry.name and entry.length_bytes == length_bytes
-            if wanted and 0 < self.defer_from_bytes <= length_bytes:
-                self.deferred = (self._position, length_bytes)
-            else:
-                self._read_into(view[:length_bytes], self._position)
-            self._position += length_bytes
-            return length_bytes
-        except BaseException as error:
-            self._failure, self._failed = error, True
-            return 0
+    def _serve(self, view: memoryview) -> int:
+        length_bytes = min(len(view), max(0, self.length_bytes - self._position))
+        entry = self._announced
+        wanted = entry is not None and "/data/" in entry.name and entry.length_bytes == length_bytes
+        if wanted and 0 < self.defer_from_bytes <= length_bytes:
+            self.deferred = (self._position, length_bytes)
+        else:
+            self._read_into(view[:length_bytes], self._position)
+        self._position += length_bytes
+        return length_bytes
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = self._failure or error
+
+    @property
+    def failed(self) -> bool:
+        """Whether a read has failed: none will bring anything."""
+        return self._failed or self._failure is not None
 
     def take_failure(self) -> BaseException | None:
         """What a read met, once. It is not kept: its frames hold torch's reader, which holds this, unseen by Python."""
         failure, self._failure = self._failure, None
+        self._failed = self._failed or failure is not None
         return failure
 
     def close(self) -> None:
@@ -537,16 +632,17 @@ class InputFile(io.RawIOBase):
             self._finalizer.detach()
         super().close()
 
-    def _read_into(self, view: memoryview, offset_bytes: int) -> None:
+    def _read_into(self, memory: memoryview | torch.Tensor, offset_bytes: int) -> None:
         def expect(start: int, stop: int) -> None:
             # Memory that torch has just allocated: to touch it page after page would take longer than the drive does.
-            if len(view) >= _FRESH_BYTES_MIN:
-                codec.prefault(view[start:stop])
+            # Huge pages take longer still where a host has to bring them (measured in a virtual machine: 5 times).
+            if len(memory) >= _FRESH_BYTES_MIN:
+                codec.prefault(memory[start:stop])
 
         def put(done: int, piece: torch.Tensor, crc: int) -> int:
-            return codec.copy_crc32(view[done : done + len(piece)], piece, crc)
+            return codec.copy_crc32(memory[done : done + len(piece)], piece, crc)
 
-        self._read(offset_bytes, len(view), put, expect)
+        self._read(offset_bytes, len(memory), put, expect)
 
     def _read(
         self,
