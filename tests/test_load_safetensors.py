@@ -25,7 +25,7 @@ from twins import adamw, bits, close, offloaded, small_records
 
 import swapper
 from swapper.handle import AsyncIOHandle, FaultPlan
-from swapper.weights import read_header
+from swapper.tensor_files import read_header
 
 MakeModel = Callable[[], nn.Module]
 
