@@ -37,9 +37,11 @@ import sys
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NoReturn
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from swapper.codec import SAFETENSORS_NAMES
 from swapper.errors import SwapError, show
@@ -75,7 +77,7 @@ def encode(value: object, what: str, tensors: dict[str, torch.Tensor], prefix: s
     OrderedDict, defaultdict, Counter, deque, `torch.Size`, `torch.dtype`, `torch.device`; dense tensors of any element
     type and device; arrays and scalars of numpy, but not of objects or records. So random states and the state dicts of
     schedulers, gradient scalers and modules can be saved. Subclasses of these cannot, except `torch.nn.Parameter`: it
-    is saved as its values. Keys and elements of sets may be whatever of these is hashable.
+    is saved as its values, wherever they are. Keys and elements of sets may be whatever of these is hashable.
 
     What is not kept: the device, `requires_grad` and attributes of a tensor (its strides become those of `clone()`:
     its own if it is dense), and that two places have one object. A tensor that is there twice is stored once.
@@ -152,9 +154,7 @@ class _Walk:
     def within(self, step: _Step, function: Callable[[Any], Any], value: object) -> Any:
         """`function` of a value that is in the one where we are."""
         if len(self.path) >= DEPTH_MAX:
-            raise self.error(
-                f"is in {DEPTH_MAX} containers, and what it has in itself would be one too deep: flatten it"
-            )
+            raise self.error(f"is {DEPTH_MAX} deep, and what is in it would be too deep: flatten it")
         self.path.append(step)
         result = function(value)
         self.path.pop()
@@ -178,7 +178,7 @@ class _Encoder(_Walk):
         self._others = tensors
         self._prefix = prefix
         self._number = 0
-        self._names: dict[object, str] = {}
+        self._names: dict[object, tuple[str, object]] = {}
         self._open: dict[int, int] = {}
 
     def value(self, value: Any) -> Any:
@@ -237,15 +237,14 @@ class _Encoder(_Walk):
             factory = value.default_factory
             name = None if factory is None else next((n for n, f in _FACTORIES.items() if f is factory), "")
             if name == "":
-                known = ", ".join(_FACTORIES)
-                raise self.error(f"is a defaultdict whose factory is not one of {known}: save `dict(...)` of it")
+                raise self.error(f"is a defaultdict whose factory is none of {', '.join(_FACTORIES)}: save `dict(x)`")
             return {"$defaultdict": {"factory": name, "items": self._items(value)}}
         attributes = vars(value)
         if kind is OrderedDict and attributes.keys() == {"_metadata"}:
             metadata = self.within(("._metadata", None), self.value, attributes["_metadata"])
             return {"$state_dict": {"items": self._items(value), "metadata": metadata}}
         if attributes:
-            raise self.error(f"is of {_name(kind)}, with attributes of its own: save `dict(...)` of it")
+            raise self.error(f"is of type {_name(kind)} with attributes of its own: save `dict(x)`")
         return {f"${kind.__name__}": self._items(value)}
 
     def _items(self, mapping: Mapping[Any, Any]) -> dict[str, Any] | list[Any]:
@@ -257,18 +256,20 @@ class _Encoder(_Walk):
         return [[key, value] for key, value in zip(keys, values, strict=True)]
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
+        given = tensor
+        if isinstance(tensor, torch.nn.Parameter) and not is_lazy(tensor):
+            # One of a class of its own may be on the drive: it comes from there, and its memory is only lent.
+            tensor = tensor.detach() if type(tensor) is torch.nn.Parameter else tensor.detach().clone()
         if advice := _advice_on_tensor(tensor):
-            return self._refuse(tensor, advice)
-        tensor = tensor.detach()
-        if tensor._is_zerotensor():
-            tensor = tensor.clone()
+            return self._refuse(given, advice)
+        tensor = tensor.clone() if tensor._is_zerotensor() else tensor.detach()
         storage = tensor.untyped_storage()
         identity = (
             *(tensor.device, storage.data_ptr(), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()),
             *(tensor.is_conj(), tensor.is_neg()),
         )
         data: dict[str, Any] = {
-            "name": self._store(identity, lambda: _to_stored(tensor)),
+            "name": self._store(identity, tensor, lambda: _to_stored(tensor)),
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": list(tensor.shape),
         }
@@ -279,17 +280,18 @@ class _Encoder(_Walk):
 
     def _array(self, array: Any, numpy: Any) -> Any:
         if type(array) is not numpy.ndarray:
-            return self._refuse(array, "save `numpy.array(x, subok=False)` of it")
+            return self._refuse(array, "save `numpy.array(x)`")
         dtype = self._numpy_dtype(array, numpy)
 
         def stored() -> torch.Tensor:
             values = array if array.flags.carray else array.copy(order="C")
             if dtype in _NUMPY_TO_TORCH:
                 return _to_stored(torch.from_numpy(values))
-            return _bytes_of(values)
+            # numpy has no bytes of elements that have none.
+            return torch.from_numpy(values.reshape(-1).view("|u1")) if values.nbytes else torch.empty(0).byte()
 
         order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
-        name = self._store(id(array), stored)
+        name = self._store(id(array), array, stored)
         return {"$ndarray": {"name": name, "dtype": dtype, "shape": list(array.shape), "order": order}}
 
     def _scalar(self, scalar: Any, numpy: Any) -> Any:
@@ -315,18 +317,22 @@ class _Encoder(_Walk):
                     return str(text)
         return self._refuse(value, f"its dtype is {show(value.dtype)}: save its columns or elements on their own")
 
-    def _store(self, identity: object, make: Callable[[], torch.Tensor]) -> str:
-        """The name under which the tensor is stored that `make` makes. `identity`: of what it is made from."""
+    def _store(self, identity: object, source: object, make: Callable[[], torch.Tensor]) -> str:
+        """The name under which the tensor is stored that `make` makes.
+
+        Args:
+            identity: two of which are equal are of one tensor, while `source`, which is kept, is alive.
+        """
         if identity not in self._names:
             while (name := f"{self._prefix}{self._number}") in self._others:
                 self._number += 1
             self._number += 1
             self.stored[name] = make()
-            self._names[identity] = name
-        return self._names[identity]
+            self._names[identity] = name, source
+        return self._names[identity][0]
 
     def _refuse(self, value: object, advice: str) -> NoReturn:
-        raise self.error(f"is of {_name(type(value))}, which cannot be saved without pickle: {advice}")
+        raise self.error(f"is of type {_name(type(value))} and cannot be saved: {advice}")
 
 
 class _Decoder(_Walk):
@@ -464,11 +470,9 @@ class _Decoder(_Walk):
         return complex(*parts)
 
     def _bytes(self, data: Any) -> bytes:
-        try:
-            if type(data) is str:
-                return base64.b64decode(data.encode("ascii"), validate=True)
-        except (UnicodeEncodeError, binascii.Error):
-            pass
+        if type(data) is str and data.isascii():
+            with suppress(binascii.Error):
+                return base64.b64decode(data, validate=True)
         raise self._malformed(data)
 
     def _str(self, data: Any) -> str:
@@ -483,11 +487,9 @@ class _Decoder(_Walk):
         return _DTYPES[data]
 
     def _device(self, data: Any) -> torch.device:
-        try:
-            if type(data) is str:
+        if type(data) is str:
+            with suppress(RuntimeError):
                 return torch.device(data)
-        except RuntimeError:
-            pass
         raise self._malformed(data)
 
     def _sizes(self, data: Any) -> list[int]:
@@ -562,23 +564,25 @@ class _Decoder(_Walk):
         if type(value) is not {"b": bool, "i": int, "u": int, "f": float}.get(element.kind):
             raise self._malformed(data)
         try:
-            return numpy.array(value, element)[()]
+            with numpy.errstate(all="ignore"):
+                scalar = numpy.array(value, element)[()]
         except OverflowError as error:
             raise self._malformed(data) from error
+        if scalar.item() != value and value == value:
+            raise self._malformed(data)
+        return scalar
 
     def _numpy_dtype(self, data: Any, numpy: Any) -> Any:
-        try:
-            if type(data) is str and _NUMPY_DTYPE.fullmatch(data):
+        if type(data) is str and _NUMPY_DTYPE.fullmatch(data):
+            with suppress(TypeError, ValueError):
                 return numpy.dtype(data)
-        except (TypeError, ValueError):
-            pass
         raise self.error(f"has an element type that this numpy does not have: {show(data)}")
 
     def _numpy(self) -> Any:
         try:
             import numpy
         except ImportError as error:
-            raise self.error("is of numpy, which is not installed: `pip install numpy`") from error
+            raise self.error("is a value of numpy, which is not installed: `pip install numpy`") from error
         return numpy
 
 
@@ -634,14 +638,7 @@ def _from_stored(stored: torch.Tensor, dtype: torch.dtype, shape: Sequence[int])
 def _aligned(tensor: torch.Tensor, alignment_bytes: int) -> torch.Tensor:
     """`tensor`, or a copy if it does not start at such an address, in its storage and in memory."""
     offset_bytes = tensor.storage_offset() * tensor.itemsize
-    return tensor.clone() if offset_bytes % alignment_bytes or tensor.data_ptr() % alignment_bytes else tensor
-
-
-def _bytes_of(array: Any) -> torch.Tensor:
-    """The bytes of a contiguous array of numpy that can be written to, in one dimension."""
-    if array.nbytes == 0:
-        return torch.empty(0, dtype=torch.uint8)
-    return torch.from_numpy(array.reshape(-1).view("|u1"))
+    return tensor.clone() if (offset_bytes | tensor.data_ptr()) % alignment_bytes else tensor
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
@@ -662,7 +659,7 @@ def _name(kind: type) -> str:
 
 def _advice_on_tensor(tensor: torch.Tensor) -> str:
     """What to do about a tensor that cannot be saved; "" if it can."""
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
+    if type(tensor) is not torch.Tensor:
         return "make it a plain tensor first"
     if tensor.is_nested:
         return "it is a nested tensor: save `x.unbind()`"
@@ -693,7 +690,7 @@ def _advice(value: object) -> str:
         return "save `dataclasses.asdict(x)`"
     if isinstance(value, os.PathLike):
         return "save `str(x)`"
-    for plain in (dict, list, tuple, set, frozenset, deque, str, bytes, bytearray, int, float, complex):
-        if isinstance(value, plain):
-            return f"save `{plain.__name__}(x)`"
+    bases = (dict, list, tuple, set, frozenset, deque, str, bytes, bytearray, int, float, complex)
+    if plain := next((base.__name__ for base in bases if isinstance(value, base)), None):
+        return f"save `{plain}(x)`"
     return "save what it is made from: numbers, strings, lists, dictionaries, tensors"
