@@ -12,6 +12,7 @@ from swapper.api import (
     unwrap_optimizer,
     wrap_optimizer,
 )
+from swapper.checkpoint import load_checkpoint, save_checkpoint
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.fastsave import FastWriter, SaveHandle, load, save
@@ -36,12 +37,14 @@ __all__ = [
     "gathered",
     "init",
     "load",
+    "load_checkpoint",
     "load_safetensors",
     "materialize",
     "of",
     "offload",
     "register_elementwise",
     "save",
+    "save_checkpoint",
     "unwrap_optimizer",
     "wrap_optimizer",
 ]

@@ -81,7 +81,9 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
             f"offload_param.device: {settings.offload_param.device} needs the model too: call "
             "swapper.offload(model, optimizer, config) instead of wrap_optimizer"
         )
-    return _wrap(optimizer, settings)
+    wrapped = _wrap(optimizer, settings)
+    of(wrapped).keep_last = settings.checkpoint.keep_last
+    return wrapped
 
 
 @torch.inference_mode(False)  # What is made here is used outside of that mode too.
@@ -203,6 +205,7 @@ def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple
         planned, _ = plan_parameter_records(model, settings.bucket_bytes)
         records = {id(place.parameter): (r.number, r.length_bytes) for r in planned for place in r.places}
     _wrap(optimizer, settings, records)
+    of(optimizer).keep_last = settings.checkpoint.keep_last
     try:
         _offload(model, optimizer, settings)
     except BaseException:

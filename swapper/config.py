@@ -86,7 +86,6 @@ class _NotYet:
 _NOT_YET: tuple[_NotYet, ...] = (
     # A version that brings one of these deletes its row here, and "Not there yet" in the field's docstring.
     _NotYet("offload_optimizer.encoding", lambda value: value in ("bf16", "int8"), "use encoding: exact"),
-    _NotYet("checkpoint.keep_last", lambda value: value is not None, "use keep_last: null and prune old ones yourself"),
 )
 
 
@@ -550,8 +549,8 @@ class CheckpointConfig(_Section, frozen=True):
     """What happens to checkpoints."""
 
     keep_last: int | None = Field(default=None, ge=1, strict=True)
-    """Checkpoints to keep; older ones are removed, and their files used again. Default and off: null, keep all. Not
-    there yet: any number."""
+    """Checkpoints to keep: when `swapper.save_checkpoint` has made another, older ones of the same training beside it
+    are removed, and their files used again. Default and off: null, keep all."""
 
 
 def _add_dollar_schema(schema: dict[str, Any]) -> None:

@@ -58,10 +58,15 @@ class OptimizerSwapper:
         store: where records go; None keeps them in the pool.
         release: called once, when this is closed.
 
+    Attributes:
+        keep_last: how many checkpoints to keep; None keeps all.
+
     Raises:
         ConfigError: the pool is too small.
         SwapIOError: the state that the optimizer had already could not be written; the optimizer is unchanged.
     """
+
+    keep_last: int | None = None
 
     def __init__(
         self,
@@ -145,6 +150,7 @@ class OptimizerSwapper:
             pool_peak_bytes=self._pool.peak_used_bytes,
             masters_reset=m.masters_reset,
             late_failures=m.late_failures,
+            first_writes=0 if self._store is None else self._store.first_writes,
             gradients=Moves() if self.gradients is None else moves_of(self.gradients.metrics),
         )
 
@@ -251,6 +257,53 @@ class OptimizerSwapper:
         finally:
             self.close()
         self._finalizer.detach()
+
+    def settled_records(self, operation: str) -> StateRecords:
+        """The records of all state, in step with `param_groups`; what has files is in them.
+
+        Raises:
+            SwapError: a step failed, or is under way in backward: `operation` cannot go with that.
+            SwapIOError: a write failed.
+        """
+        self._check_usable(operation)
+        optimizer = self._optimizer()
+        self._check_state(optimizer)
+        self._reconcile(optimizer)
+        self.flush()
+        return self._records
+
+    def restore(
+        self, parameters: Sequence[torch.nn.Parameter], fill: Callable[[StateRecords, Optimizer], None]
+    ) -> None:
+        """Replace all state by what `fill` puts into the records. `parameters` are those that get state."""
+        self._check_open()
+        optimizer = self._optimizer()
+        self._reconcile(optimizer)
+        for p in parameters:
+            if not self._plan.is_planned(p):
+                self._add_buckets(self._plan.extend(optimizer, [p]))
+        with self._replacing("loading a checkpoint"), torch.no_grad():
+            fill(self._records, optimizer)
+        self._made_anew()
+
+    @contextmanager
+    def loading(self, parameters: Sequence[torch.nn.Parameter]) -> Iterator[None]:
+        """While `parameters` and state are loaded, and from then on if that fails, no step can be made."""
+        self._check_open()
+        self._note_cut_off(self._optimizer())
+        try:
+            with self._replacing("loading a checkpoint"):
+                yield
+        except BaseException:
+            if self._failure is not None:
+                self._failure.parameters = versions(parameters)
+            raise
+        self._made_anew()
+
+    @property
+    def store(self) -> TensorStore | None:
+        """Where the records are; None if they are in memory."""
+        return self._store
 
     @property
     def has_masters(self) -> bool:
@@ -432,7 +485,8 @@ class OptimizerSwapper:
         schedule = self._plan.schedule(self._pool_bytes)
         self._pipeline.keep(self._plan.buckets[i].key for i in schedule.resident)
         if self._store is not None:
-            self._store.plan({bucket.key: bucket.length_bytes for bucket in buckets if bucket.length_bytes})
+            sizes = {bucket.key: bucket.length_bytes for bucket in buckets if bucket.length_bytes}
+            self._store.plan(sizes, summed=True)
 
     def _drop_parameters(self, gone: set[int]) -> None:
         self._plan.drop(gone)
@@ -630,7 +684,7 @@ class OptimizerSwapper:
                     self._add_buckets(self._plan.extend(optimizer, [p]))
                 check_loadable(p, self._plan.segments_of(p), by_id[id(p)])
         with self._replacing("loading optimizer state"), torch.no_grad():
-            self._records.replace(optimizer, by_id, as_it_is)
+            self._records.replace(optimizer, by_id, lambda segment: by_id[id(segment.parameter)], as_it_is)
 
     # --- The end ---------------------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from swapper.buffers import Lease
 from swapper.errors import ConfigError
+from swapper.heap import return_free_memory
 from swapper.layout import ALIGNMENT_BYTES, round_up
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.pipeline import Pipeline
@@ -36,6 +37,10 @@ SHOW_PROGRESS_BYTES = 1 << 30
 """State that is so long is shown on its way."""
 
 
+_TRIM_BYTES = 32 << 20
+"""After so much state was put together in memory, what it left in the heap is given back."""
+
+
 class StateRecords:
     """The records of one optimizer's state, read and written as state dicts have it.
 
@@ -47,10 +52,10 @@ class StateRecords:
     """
 
     def __init__(self, plan: OptimizerPlan, stepper: Stepper, pipeline: Pipeline, store: TensorStore | None) -> None:
-        self._plan = plan
-        self._stepper = stepper
-        self._pipeline = pipeline
-        self._store = store
+        self.plan = plan
+        self.stepper = stepper
+        self.pipeline = pipeline
+        self.store = store
 
     def gather(
         self, parameters: Sequence[torch.nn.Parameter], allocate: Callable[[int, torch.dtype], torch.Tensor]
@@ -70,71 +75,90 @@ class StateRecords:
             return flats[id(p), key]
 
         buckets = []
-        for bucket in self._plan.buckets:
+        for bucket in self.plan.buckets:
             chosen = [segment for segment in bucket.segments if id(segment.parameter) in wanted and segment.has_state]
             if chosen:
                 buckets.append((bucket, chosen))
-        show = self._plan.stored_bytes >= SHOW_PROGRESS_BYTES
+        show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
         try:
             with torch.no_grad():
                 for i, (bucket, chosen) in enumerate(progress(buckets, "reading optimizer state", show)):
-                    self._stepper.stage_ahead([(b, []) for b, _ in buckets[i : i + 64]], 0)
-                    lease = self._stepper.take(bucket)
+                    self.stepper.stage_ahead([(b, []) for b, _ in buckets[i : i + 64]], 0)
+                    lease = self.stepper.take(bucket)
                     for segment in chosen:
                         entries = gathered.setdefault(id(segment.parameter), {})
                         if not read_segment(bucket, segment, lease, entries, flat):
-                            self._stepper.count_reset()
+                            self.stepper.count_reset()
                     if lease is not None:
-                        self._pipeline.give_back(bucket.key)
+                        self.pipeline.give_back(bucket.key)
         except BaseException:
-            self._pipeline.recover()
+            self.pipeline.recover()
             raise
         return gathered
 
     def allocator(self, parameters: Sequence[torch.nn.Parameter]) -> Callable[[int, torch.dtype], torch.Tensor]:
         """Allocates in one mapped file without a name, so that a state dict costs disk and not memory."""
-        if self._store is None:
+        if self.store is None:
             return allocate_in_memory
         total = 0
         wanted = {id(p) for p in parameters}
-        for bucket in self._plan.buckets:
+        for bucket in self.plan.buckets:
             for segment in bucket.segments:
                 if id(segment.parameter) in wanted:
                     total += sum(slot.nbytes + ALIGNMENT_BYTES for slot in segment.slots.values())
                     total += 4 * segment.numel + ALIGNMENT_BYTES if segment.master else 0
         if not total:
             return allocate_in_memory
-        return allocate_in(self._store.scratch(total))
+        return allocate_in(self.store.scratch(total))
 
     def forget(self) -> None:
         """As if no step had been made."""
-        for bucket in self._plan.buckets:
+        for bucket in self.plan.buckets:
             if bucket.length_bytes:
-                self._pipeline.discard(bucket.key)
+                self.pipeline.discard(bucket.key)
             for segment in bucket.segments:
                 segment.forget()
 
-    def replace(self, optimizer: Optimizer, by_id: Mapping[int, dict[str, Any]], as_it_is: bool) -> None:
+    def replace(
+        self,
+        optimizer: Optimizer,
+        wanted: Container[int],
+        entries_of: Callable[[Segment], dict[str, Any]],
+        as_it_is: bool,
+        take_whole: Callable[[Bucket, Lease], int] = lambda bucket, lease: 0,
+    ) -> None:
         """Replace all state.
 
         Args:
             optimizer: for the options of groups.
-            by_id: the state of parameters, by their `id`, in the class's own format.
+            wanted: the `id` of each parameter that gets state.
+            entries_of: the state of a segment's parameter in the class's own format, tensors whole or cut to the
+                segment.
             as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does, where they are not the planned ones.
+            take_whole: fills a buffer with a bucket's record, tells its segments what they keep of it in memory, and
+                returns its length; 0 if it cannot.
         """
-        show = self._plan.stored_bytes >= SHOW_PROGRESS_BYTES
+        show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
         self.forget()
-        for bucket in progress(self._plan.buckets, "writing optimizer state", show):
-            chosen = [segment for segment in bucket.segments if id(segment.parameter) in by_id]
+        passed_bytes = 0
+        for bucket in progress(self.plan.buckets, "writing optimizer state", show):
+            chosen = [segment for segment in bucket.segments if id(segment.parameter) in wanted]
             if not chosen:
                 continue
-            lease = self._stepper.take(bucket)
+            lease = self.stepper.take(bucket)
+            if lease is not None and (length_bytes := take_whole(bucket, lease)):
+                self.pipeline.put(bucket.key, length_bytes)
+                continue
             for segment in chosen:
-                group = optimizer.param_groups[self._stepper.group_of[id(segment.parameter)]]
-                for key in write_segment(bucket, segment, lease, by_id[id(segment.parameter)], group, as_it_is):
-                    self._stepper.say_unplanned(key)
+                group = optimizer.param_groups[self.stepper.group_of[id(segment.parameter)]]
+                for key in write_segment(bucket, segment, lease, entries_of(segment), group, as_it_is):
+                    self.stepper.say_unplanned(key)
+            passed_bytes += bucket.length_bytes
+            if passed_bytes >= _TRIM_BYTES:
+                passed_bytes = 0
+                return_free_memory()
             if lease is not None:
-                self._pipeline.put(bucket.key, bucket.finish(lease))
+                self.pipeline.put(bucket.key, bucket.finish(lease))
 
 
 def read_segment(
@@ -184,6 +208,7 @@ def write_segment(
     """Make `entries`, the state of a parameter in the class's own format, the state of `segment`.
 
     Args:
+        entries: its tensors that go along with the parameter are of its shape, or the 1-D slice that the segment is.
         lease: the record; None if nothing of it moves.
         group: the parameter's.
         as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does, where they are not the planned ones.
@@ -210,7 +235,9 @@ def write_segment(
             state[key] = value.to(device="cpu", dtype=dtype, copy=True)
     unplanned = bucket.close(segment, state, lease)
     if segment.master and MASTER in entries:
-        master = segment.slice_of(entries[MASTER]).to(device="cpu", dtype=torch.float32).contiguous()
+        master = entries[MASTER].detach()
+        master = segment.slice_of(master) if master.shape == p.shape else master
+        master = master.to(device="cpu", dtype=torch.float32).contiguous()
         # Encoded against the parameter that it rounds to, since the model may be loaded after the optimizer.
         bucket.encode({segment: (master, torch.empty(segment.numel, dtype=p.dtype))}, lease)
     return unplanned

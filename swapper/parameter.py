@@ -210,6 +210,24 @@ class ParameterSwapper(ParameterCache):
             for held in self._all:
                 self._settle_write(held)
 
+    def settled_records(self) -> list[Held]:
+        """The records that have the values of all their parameters, in their files.
+
+        Raises:
+            SwapIOError: a write failed.
+        """
+        self.flush()
+        return [
+            held
+            for held in self._all
+            if all(self._home.get(place.parameter) is held and home_of(place.parameter) for place in held.plan.places)
+        ]
+
+    @property
+    def store(self) -> TensorStore:
+        """Where the records are."""
+        return self._store
+
     @contextmanager
     def present(self, records: Iterable[Held], phase: str = "") -> Iterator[None]:
         """Within it the parameters of `records` have their values. Changes are kept.

@@ -29,6 +29,7 @@ class UnswappedOptimizer(OptimizerSwapper):
         self._failure = None
         self._backward = None
         self.parameters = self.gradients = None
+        self._store = None
         self._counting = optimizer.register_step_post_hook(self._count)
         self.metrics = Metrics()
         vars(optimizer)["swapper"] = self

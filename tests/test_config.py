@@ -379,7 +379,6 @@ def test_strings_are_validated() -> None:
 
 NOT_YET: dict[str, Any] = {
     "offload_optimizer.encoding": "int8",
-    "checkpoint.keep_last": 3,
 }
 
 

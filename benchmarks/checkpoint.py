@@ -1,0 +1,138 @@
+"""How long `swapper.save_checkpoint` holds training, with everything on disk, beside `torch.save` with fsync.
+
+    python benchmarks/checkpoint.py --nvme-path DIR
+
+For each size of state (parameters and AdamW's moments, fp32) a model is trained for a few steps with a checkpoint
+after each and `keep_last: 2`. The stall is what `save_checkpoint` takes until it returns, with everything synced; the
+cost per record is that over the files that were linked. Beside it `torch.save` of tensors of the same bytes, which are
+in memory already, into a new file that is synced: alternately, medians. And the first writes after each checkpoint, to
+blocks that were never written, which are slower: there are none once the files of old checkpoints come back.
+Ends with 0 whatever the figures are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import swapper
+from swapper.cli.machine import machine, swapper_version
+from swapper.config import format_size, parse_size
+
+RESULTS = Path(__file__).resolve().parent / "results"
+FEATURES = 1024
+"""A layer of so many by four times so many is 16 MiB."""
+
+
+@dataclass
+class Result:
+    """Of one size of state."""
+
+    state_bytes: int
+    records: int = 0
+    stalls_s: list[float] = field(default_factory=list)
+    torch_save_s: list[float] = field(default_factory=list)
+    first_writes: list[int] = field(default_factory=list)
+
+    def line(self) -> str:
+        stall_s = statistics.median(self.stalls_s)
+        text = f"{format_size(self.state_bytes):>9}  {self.records:4} records  stall {stall_s * 1e3:7.1f} ms"
+        text += f" ({min(self.stalls_s) * 1e3:.1f} to {max(self.stalls_s) * 1e3:.1f})"
+        text += f"  {stall_s / self.records * 1e6:6.0f} us per record"
+        if self.torch_save_s:
+            torch_s = statistics.median(self.torch_save_s)
+            text += f"  torch.save {torch_s:6.2f} s  ratio {stall_s / torch_s:.4f}"
+        return text + f"  first writes after each: {self.first_writes}"
+
+
+def measure(nvme_path: Path, state_bytes: int, rounds: int, compare: bool) -> Result:
+    layer_bytes = 3 * 4 * FEATURES * 4 * FEATURES
+    model = nn.Sequential(*(nn.Linear(FEATURES, 4 * FEATURES, bias=False) for _ in range(state_bytes // layer_bytes)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    config = swapper.OffloadConfig(
+        nvme_path=nvme_path,
+        pool_bytes="512MiB",
+        offload_optimizer={"device": "nvme"},
+        offload_param={"device": "nvme"},
+        checkpoint={"keep_last": 2},
+    )
+    swapper.offload(model, optimizer, config)
+    parameters = vars(model)["swapper"]
+    result = Result(state_bytes)
+    directory = Path(tempfile.mkdtemp(prefix="checkpoints-", dir=nvme_path))
+    try:
+        before = 0
+        for turn in range(rounds):
+            for p in model.parameters():
+                p.grad = torch.full((1,), 1e-3).expand(p.shape)  # Without memory of its own.
+            optimizer.step()
+            optimizer.zero_grad()
+            swapper.of(optimizer).flush()
+            parameters.flush()
+            now = swapper.of(optimizer).stats().first_writes
+            if turn:
+                result.first_writes.append(now - before)
+            before = now
+            start_s = time.perf_counter()
+            swapper.save_checkpoint(directory / f"step-{turn}", model, optimizer).wait()
+            result.stalls_s.append(time.perf_counter() - start_s)
+            names = os.listdir(directory / f"step-{turn}")
+            result.records = sum(name.endswith(".safetensors") for name in names) - 1
+            if compare:
+                result.torch_save_s.append(torch_save(directory / "plain.pt", state_bytes))
+            print(f"  {format_size(state_bytes)}, checkpoint {turn + 1} of {rounds}", end="\r", flush=True)
+    finally:
+        shutil.rmtree(directory)
+        swapper.of(optimizer).close()
+        parameters.close(keep_values=False)
+    return result
+
+
+def torch_save(path: Path, length_bytes: int) -> float:
+    """Seconds to save tensors of so many bytes, in memory, and sync them."""
+    piece_bytes = 16 << 20
+    state = {str(i): torch.full((piece_bytes // 4,), float(i)) for i in range(length_bytes // piece_bytes)}
+    start_s = time.perf_counter()
+    with open(path, "wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    took_s = time.perf_counter() - start_s
+    path.unlink()
+    return took_s
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme-path", type=Path, required=True, help="a directory on the drive")
+    parser.add_argument("--sizes", default="0.5GB,2GB,8GB", help="of state, separated by commas")
+    parser.add_argument("--rounds", type=int, default=6, help="checkpoints for each size")
+    parser.add_argument("--compare-up-to", default="2GB", help="largest size that torch.save is timed for")
+    parser.add_argument("--save", action="store_true", help="write the figures to benchmarks/results")
+    arguments = parser.parse_args()
+    results = []
+    for size in arguments.sizes.split(","):
+        state_bytes = parse_size(size)
+        compare = state_bytes <= parse_size(arguments.compare_up_to)
+        results.append(measure(arguments.nvme_path, state_bytes, arguments.rounds, compare))
+        print(results[-1].line())
+    if arguments.save:
+        name = f"{datetime.datetime.now():%Y-%m-%d}-checkpoint-{datetime.datetime.now():%H%M%S}.json"
+        content = {"swapper": swapper_version(), "machine": asdict(machine()), "results": [asdict(r) for r in results]}
+        RESULTS.joinpath(name).write_text(json.dumps(content, indent=1, default=str) + "\n")
+        print(f"saved to {RESULTS / name}")
+
+
+if __name__ == "__main__":
+    main()
