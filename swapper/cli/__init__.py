@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from swapper.cli import bench, machine, report, runs, tune
+from swapper.cli import bench, checkpoint, machine, report, runs, tune
 from swapper.cli.output import complain
 from swapper.errors import SwapError
 
@@ -70,6 +70,7 @@ app.command("ls")(runs.ls)
 app.command("clean")(runs.clean)
 app.command("bench")(bench.bench)
 app.command("tune")(tune.tune)
+app.add_typer(checkpoint.app, name="checkpoint")
 
 
 def main() -> None:

@@ -1,0 +1,425 @@
+"""`swapper checkpoint show`, `verify`, `export` and `import`."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.text import Text
+
+from swapper.checkpoint_files import progress_bar
+from swapper.checkpoint_index import INDEX, SavedOptimizer, SavedSegment, glance
+from swapper.checkpoint_reader import Checkpoint
+from swapper.cli.output import complain, make_console, print_json, print_table, printable
+from swapper.errors import SwapError, SwapIOError, show
+from swapper.export import export_checkpoint, import_checkpoint
+from swapper.layout import format_bytes
+from swapper.values import decode
+
+__all__ = ["app"]
+
+app = typer.Typer(no_args_is_help=True, help="Show, check, export and import checkpoints.")
+
+Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, as swapper.save_checkpoint writes it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/cli.md has its keys.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
+
+_KINDS = (
+    ("model-memory.", "parameters and buffers in memory"),
+    ("model.safetensors.index", "index for other tools"),
+    ("model-", "parameter records"),
+    ("values.", "small tensors"),
+    ("config.json", "the model's config"),
+)
+
+
+# --- show ------------------------------------------------------------------------------------------------------------
+
+
+@app.command("show")
+def show_checkpoint(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a directory of checkpoints.")],
+    as_json: AsJson = False,
+) -> None:
+    """Show what is in a checkpoint.
+
+    Of a directory of checkpoints it shows a line each, the newest last.
+
+    \b
+    Example:
+        swapper checkpoint show runs/step-1000
+    """
+    if os.path.lexists(directory / INDEX) or not directory.is_dir():
+        with Checkpoint(directory) as checkpoint:
+            described = _describe(checkpoint)
+        if as_json:
+            print_json(described)
+        else:
+            _print_one(described)
+        return
+    _show_all(directory, as_json)
+
+
+def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    index = checkpoint.index
+    tensors = index.model.tensors.values()
+    stored = [checkpoint.tensor(tensor.file, name) for name, tensor in index.model.tensors.items()]
+    return {
+        **_in_short(checkpoint),
+        "files": _files(checkpoint),
+        "model": {
+            "tensors": len(tensors),
+            "numel": _numel_of_model(checkpoint),
+            "length_bytes": sum(tensor.stop_bytes - tensor.start_bytes for tensor in stored),
+            "dtypes": dict(Counter(tensor.dtype for tensor in tensors)),
+            "tied": index.model.tied,
+            "values": sorted(index.model.values),
+        },
+        "optimizers": [_optimizer(checkpoint, number) for number in range(len(index.optimizers))],
+        "extra": _extra(index.extra),
+    }
+
+
+def _in_short(checkpoint: Checkpoint) -> dict[str, Any]:
+    index = checkpoint.index
+    return {
+        "path": str(checkpoint.directory),
+        "step": index.step,
+        "saved_at": index.saved_at,
+        "run": index.run,
+        "sequence": index.sequence,
+        "swapper": index.swapper,
+        "torch": index.torch,
+        "length_bytes": sum(file.length_bytes for file in index.files.values())
+        + (checkpoint.directory / INDEX).stat().st_size,
+    }
+
+
+def _numel_of_model(checkpoint: Checkpoint) -> int:
+    return sum(torch.Size(tensor.shape).numel() for tensor in checkpoint.index.model.tensors.values())
+
+
+def _files(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    kinds: dict[str, dict[str, Any]] = {}
+    for name, file in checkpoint.index.files.items():
+        kind = next((words for start, words in _KINDS if name.startswith(start)), "others")
+        if name.startswith("optimizer-"):
+            number, _, rest = name.removeprefix("optimizer-").partition("-")
+            where = "state in memory" if rest.startswith("memory") else "records"
+            kind = f"{where} of optimizer {number}"
+        found = kinds.setdefault(kind, {"kind": kind, "files": 0, "length_bytes": 0})
+        found["files"] += 1
+        found["length_bytes"] += file.length_bytes
+    return list(kinds.values())
+
+
+def _optimizer(checkpoint: Checkpoint, number: int) -> dict[str, Any]:
+    saved = checkpoint.index.optimizers[number]
+    options = decode(saved.options, f"optimizer {number}, options", checkpoint.small_tensor)
+    state: dict[str, str] = {}
+    for parameter in saved.parameters:
+        for key in parameter.keys:
+            state.setdefault(key, parameter.dtypes.get(key, "small"))
+            if key in parameter.dtypes:
+                state[key] = parameter.dtypes[key]
+    return {
+        "class": saved.kind,
+        "encoding": saved.encoding,
+        "parameters": len(saved.parameters),
+        "with_state": sum(bool(parameter.keys) for parameter in saved.parameters),
+        "state": state,
+        "masters_numel": _masters(saved),
+        "groups": [
+            {"parameters": len(places), "options": {key: _plain(value) for key, value in group.items()}}
+            for group, places in zip(options, saved.groups, strict=True)
+        ],
+    }
+
+
+def _masters(saved: SavedOptimizer) -> dict[str, int]:
+    """How many elements have a master, by how it is stored: beside the parameter, or whole."""
+
+    def way(segment: SavedSegment) -> str:
+        return "split" if segment.master == "split" else "whole"
+
+    found: Counter[str] = Counter()
+    for segment in (segment for bucket in saved.buckets for segment in bucket.segments):
+        if segment.parameter_crc32c is not None:
+            found[way(segment)] += segment.stop - segment.start
+    return dict(found)
+
+
+def _plain(value: object) -> object:
+    """An option as JSON has it."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else show(value)
+
+
+def _extra(data: Any) -> dict[str, str]:
+    """What `extra` has, by its keys if it is a dictionary: in words, from how it is encoded."""
+    if data is None:
+        return {}
+    if isinstance(data, dict) and not any(key.startswith("$") for key in data):
+        return {key: _words(value) for key, value in data.items()}
+    return {"": _words(data)}
+
+
+def _words(data: Any) -> str:
+    if isinstance(data, list):
+        return f"list of {len(data)}"
+    if not isinstance(data, dict):
+        return show(data)
+    if len(data) == 1 and (key := next(iter(data))).startswith("$"):
+        inner = data[key]
+        if key in ("$tensor", "$ndarray"):
+            return f"{key[1:]} {inner['dtype']} {inner['shape']}"
+        if isinstance(inner, dict):
+            inner = inner.get("items", inner)
+        return f"{key[1:]} of {len(inner)}" if isinstance(inner, (list, dict)) else f"{key[1:]} {show(inner)}"
+    return f"dict of {len(data)}: {', '.join(list(data)[:6])}{', ...' if len(data) > 6 else ''}"
+
+
+def _print_one(found: dict[str, Any]) -> None:
+    console = make_console()
+
+    def say(text: str) -> None:
+        console.print(printable(text), soft_wrap=True)
+
+    step = "its optimizer counts no steps" if found["step"] is None else f"step {found['step']}"
+    say(f"{found['path']}: {step}, {format_bytes(found['length_bytes'])}")
+    say(f"  saved {found['saved_at']} by swapper {found['swapper']} with torch {found['torch']}")
+    say(f"  checkpoint {found['sequence']} of run {found['run']}")
+    console.print()
+    rows = [
+        [Text(printable(f["kind"])), Text(str(f["files"])), Text(format_bytes(f["length_bytes"]))]
+        for f in found["files"]
+    ]
+    print_table(console, ["FILES", "COUNT", "SIZE"], rows)
+    model = found["model"]
+    console.print()
+    dtypes = ", ".join(f"{count} {dtype}" for dtype, count in model["dtypes"].items())
+    size = format_bytes(model["length_bytes"])
+    say(f"model: {model['tensors']} tensors ({dtypes}), {model['numel']:,} elements, {size}")
+    for name, first in model["tied"].items():
+        say(f"  {name} is {first}")
+    for name in model["values"]:
+        say(f"  {name} is no tensor")
+    for number, optimizer in enumerate(found["optimizers"]):
+        say(f"optimizer {number}: {optimizer['class']}, encoding {optimizer['encoding']}")
+        state = ", ".join(f"{key} ({dtype})" for key, dtype in optimizer["state"].items())
+        say(f"  state of {optimizer['with_state']} of {optimizer['parameters']} parameters{': ' * bool(state)}{state}")
+        for way, numel in optimizer["masters_numel"].items():
+            beside = "low halves beside the parameters" if way == "split" else "whole"
+            say(f"  master weights of {numel:,} elements, {beside}")
+        for place, group in enumerate(optimizer["groups"]):
+            options = ", ".join(f"{k} {v}" for k, v in group["options"].items() if v is not None and v is not False)
+            say(f"  group {place}: {group['parameters']} parameters; {options}")
+    for key, words in found["extra"].items():
+        say(f"extra{f'[{key!r}]' if key else ''}: {words}")
+
+
+def _show_all(directory: Path, as_json: bool) -> None:
+    found: list[dict[str, Any]] = []
+    errors: list[dict[str, str]] = []
+    try:
+        paths = sorted(path for path in directory.iterdir() if not path.name.startswith(".") and path.is_dir())
+    except OSError as error:
+        raise SwapIOError(error.errno or 5, "list", directory) from error
+    for path in paths:
+        if os.path.lexists(path / INDEX):
+            try:
+                with Checkpoint(path) as checkpoint:
+                    found.append({**_in_short(checkpoint), "numel": _numel_of_model(checkpoint)})
+            except SwapError as error:
+                if glance(path) is not None or not _is_of_others(path):
+                    errors.append({"path": str(path), "error": str(error)})
+    found.sort(key=lambda each: (each["saved_at"], each["run"], each["sequence"]))
+    if as_json:
+        print_json({"directory": str(directory), "checkpoints": found, "errors": errors})
+    elif found:
+        rows = []
+        for each in found:
+            step = "-" if each["step"] is None else str(each["step"])
+            size = format_bytes(each["length_bytes"])
+            run = f"{each['run']} {each['sequence']}"
+            cells = [step, each["saved_at"], size, f"{each['numel']:,}", run, each["path"]]
+            rows.append([Text(printable(cell)) for cell in cells])
+        print_table(make_console(), ["STEP", "SAVED", "SIZE", "ELEMENTS", "RUN", "PATH"], rows)
+    elif not errors:
+        raise SwapError(f"{directory} is no checkpoint, and has none in it")
+    _end([error["error"] for error in errors], "show")
+
+
+def _is_of_others(path: Path) -> bool:
+    """Whether the file that has the name of an index is something else, of another program."""
+    try:
+        with open(path / INDEX, "rb") as file:
+            return b'"swapper checkpoint"' not in file.read(200)
+    except OSError:
+        return False
+
+
+# --- verify ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Verified:
+    files: int = 0
+    length_bytes: int = 0
+    damaged: dict[str, str] = field(default_factory=dict)
+    unknown: list[str] = field(default_factory=list)
+
+
+@app.command("verify")
+def verify(directory: Directory, as_json: AsJson = False) -> None:
+    """Compare every file with its checksum.
+
+    Reads all of the checkpoint. Goes on after a file that is damaged or missing, and names each. The exit code is 1
+    then.
+
+    \b
+    Example:
+        swapper checkpoint verify runs/step-1000
+    """
+    with Checkpoint(directory, check_files=False) as checkpoint:
+        found = _verify(checkpoint)
+    if as_json:
+        damaged = [{"file": name, "error": error} for name, error in found.damaged.items()]
+        print_json(
+            {
+                "path": str(checkpoint.directory),
+                "files": found.files,
+                "length_bytes": found.length_bytes,
+                "damaged": damaged,
+                "unknown": found.unknown,
+            }
+        )
+    else:
+        console = make_console()
+        for name in found.unknown:
+            console.print(printable(f"not of the checkpoint: {name}"), soft_wrap=True)
+        good = "all as they were written" if not found.damaged else f"{len(found.damaged)} damaged or missing"
+        line = f"{checkpoint.directory}: {found.files} files, {format_bytes(found.length_bytes)}, {good}"
+        console.print(printable(line), soft_wrap=True)
+    _end(list(found.damaged.values()), "verify")
+
+
+def _verify(checkpoint: Checkpoint) -> _Verified:
+    files = checkpoint.index.files
+    # The index has a checksum of its own, which was compared when it was opened.
+    found = _Verified(len(files) + 1, sum(file.length_bytes for file in files.values()))
+    found.unknown = sorted(set(os.listdir(checkpoint.directory)) - files.keys() - {INDEX})
+    with progress_bar("verifying", found.length_bytes) as done:
+        for name in files:
+            try:
+                checkpoint.check_file(name)
+                checkpoint.verify(name, done)
+                if name.endswith(".safetensors"):
+                    checkpoint.table(name)
+            except SwapError as error:
+                found.damaged[name] = str(error)
+    found.length_bytes += (checkpoint.directory / INDEX).stat().st_size
+    return found
+
+
+# --- export, import --------------------------------------------------------------------------------------------------
+
+
+class _Format(str, Enum):
+    torch = "torch"
+    safetensors = "safetensors"
+    dcp = "dcp"
+
+
+@app.command("export")
+def export(
+    directory: Directory,
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file (torch) or directory (others) to make.")],
+    to: Annotated[_Format, typer.Option("--to", help="torch: one file for torch.load.")],
+    model_only: Annotated[bool, typer.Option("--model-only", help="Without optimizers and extra.")] = False,
+    drop_masters: Annotated[
+        bool, typer.Option("--drop-masters", help="Without master weights, which plain classes do not use.")
+    ] = False,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Write a checkpoint as ordinary files, for plain PyTorch. Memory is bounded, whatever the size.
+
+    \b
+    Examples:
+        swapper checkpoint export runs/step-1000 --to torch step-1000.pt
+        swapper checkpoint export runs/step-1000 --to safetensors --model-only weights/
+        swapper checkpoint export runs/step-1000 --to dcp step-1000-dcp/
+    """
+    made = export_checkpoint(directory, to.value, out, model_only=model_only, drop_masters=drop_masters, force=force)
+    if as_json:
+        print_json({**asdict(made), "path": str(made.path)})
+        return
+    typer.echo(f"{printable(made.path)}: {format_bytes(made.length_bytes)}")
+    _say(made.notes)
+
+
+@app.command("import")
+def import_file(
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="As torch.save writes it.")],
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The checkpoint to make.")],
+    optimizer: Annotated[
+        list[str] | None,
+        typer.Option(help="The optimizer's class, such as torch.optim.AdamW. Once for each if there are several."),
+    ] = None,
+    model_key: Annotated[str | None, typer.Option(help="Where in the file the model's state dict is.")] = None,
+    optimizer_key: Annotated[str | None, typer.Option(help="Where the optimizer's is, or a list of them.")] = None,
+    drop: Annotated[list[str] | None, typer.Option(metavar="KEY", help="Leave this out. May be repeated.")] = None,
+    force: Force = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make a checkpoint of a file that torch.save has written.
+
+    It is for swapper.load_checkpoint. The usual layouts are recognised, Lightning's too. What else is in the file is
+    what load_checkpoint returns.
+
+    \b
+    Example:
+        swapper checkpoint import epoch-3.pt --to runs/epoch-3 --optimizer torch.optim.AdamW
+    """
+    made = import_checkpoint(
+        file,
+        to,
+        optimizer=optimizer,
+        model_key=model_key,
+        optimizer_key=optimizer_key,
+        drop=drop or (),
+        force=force,
+    )
+    if as_json:
+        print_json({**asdict(made), "path": str(made.path)})
+        return
+    parts = ["the model, which is all of the file" if made.model_key is None else f"the model from {made.model_key!r}"]
+    if made.optimizers:
+        parts.append(f"{' and '.join(made.optimizers)} from {made.optimizer_key!r}")
+    if made.extra_keys:
+        parts.append(f"as extra: {', '.join(made.extra_keys)}")
+    typer.echo(printable(f"{made.path}: {'; '.join(parts)}"))
+    _say(made.notes)
+
+
+def _say(notes: Sequence[str]) -> None:
+    for note in notes:
+        typer.echo(printable(f"note: {note}"))
+
+
+def _end(errors: Sequence[str], command: str) -> None:
+    for error in errors:
+        complain(f"checkpoint {command}: {error}")
+    if errors:
+        raise typer.Exit(1)
