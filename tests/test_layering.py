@@ -13,7 +13,8 @@ PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 
 BASE = {"errors", "layout", "metrics"}
 HANDLE = BASE | {"bounce", "handle"}
-PIPELINE = HANDLE | {"transfers", "buffers", "runs", "speed", "store", "codec", "schedule", "pipeline"}
+STORE = {"transfers", "runs", "record_files", "spares", "speed", "codec", "store"}
+PIPELINE = HANDLE | STORE | {"buffers", "schedule", "pipeline"}
 OPTIMIZER = PIPELINE | {
     "config",
     "trial",
@@ -36,15 +37,19 @@ PARAMETER_PARTS = {
     "saved_places",
 }
 SWAPPERS = {"optimizer", "gradient", "parameter"}
-BUILDING = {"heap", "lasting", "nursery", "weights"}
+BUILDING = {"heap", "lasting", "nursery", "tensor_files", "weights"}
+CHECKPOINT_FILES = {"checkpoint_index", "checkpoint_directories", "checkpoint_files", "checkpoint_reader"}
+CHECKPOINT = HANDLE | CHECKPOINT_FILES | {"codec", "record_files", "store", "tensor_files", "values"}
 API = (
     OPTIMIZER
     | STEPS
     | SWAPPERS
     | BUILDING
     | PARAMETER_PARTS
-    | {"gradient_records", "stats", "unswapped", "shared", "dry_run", "checkpoint"}
-    | {"archive", "streams", "fastsave", "dcp", "values"}
+    | {"gradient_records", "stats", "unswapped", "shared", "dry_run"}
+    | CHECKPOINT
+    | {"checkpoint", "saved_model", "saved_state", "checkpoint_streams", "plain_import", "export", "state_writer"}
+    | {"archive", "away_storages", "temporary_files", "streams", "fastsave", "dcp", "values"}
 )
 
 MAY_IMPORT: dict[str, set[str]] = {
@@ -60,7 +65,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "buffers": HANDLE | {"transfers"},
     "runs": {"errors", "layout"},
     "speed": HANDLE | {"runs"},
-    "store": HANDLE | {"transfers", "runs", "speed"},
+    "record_files": HANDLE,
+    "spares": set(),
+    "store": HANDLE | (STORE - {"store"}),
     "codec": HANDLE | {"_native"},
     "values": {"errors", "codec"},
     "schedule": {"errors", "layout"},
@@ -70,7 +77,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trial": {"errors", "layout"},
     "segments": {"trial", "pipeline", "store", "buffers", "codec", "layout"},
     "failure": {"errors", "evicted"},
-    "optimizer_state": OPTIMIZER | {"stepper"},
+    "optimizer_state": OPTIMIZER | {"heap", "stepper"},
     "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
     "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "segments", "trial"},
     "backward_step": {"errors", "evicted", "optimizer_plan", "segments", "stepper"},
@@ -88,11 +95,26 @@ MAY_IMPORT: dict[str, set[str]] = {
     "forward_hooks": {"evicted", "parameter_cache"},
     "parameter": PARAMETERS | PARAMETER_PARTS,
     "nursery": PARAMETERS | PARAMETER_PARTS | {"heap", "parameter"},
-    "weights": HANDLE | {"evicted"},
-    "checkpoint": OPTIMIZER | STEPS | SWAPPERS | {"values"},
+    "tensor_files": HANDLE | {"evicted"},
+    "weights": HANDLE | {"evicted", "tensor_files"},
+    "checkpoint_index": {"codec"},
+    "checkpoint_directories": {"checkpoint_index", "errors"},
+    "checkpoint_files": HANDLE
+    | {"checkpoint_directories", "checkpoint_index", "codec", "record_files", "store", "streams"},
+    "checkpoint_reader": HANDLE | {"checkpoint_files", "checkpoint_index", "codec", "tensor_files"},
+    "saved_model": CHECKPOINT | {"evicted", "parameter", "parameter_cache"},
+    "state_writer": CHECKPOINT | OPTIMIZER | {"optimizer", "unswapped"},
+    "saved_state": CHECKPOINT | OPTIMIZER | {"optimizer", "state_writer"},
+    "checkpoint": CHECKPOINT | {"fastsave", "saved_model", "saved_state", "state_writer"},
+    "checkpoint_streams": CHECKPOINT | {"heap", "saved_state", "segments", "trial"},
+    "plain_import": CHECKPOINT | {"archive", "checkpoint", "saved_model", "segments", "state_writer", "trial"},
+    "export": CHECKPOINT
+    | {"archive", "checkpoint_streams", "dcp", "fastsave", "plain_import", "saved_state", "segments", "streams"},
     "archive": set(),
-    "streams": HANDLE | {"buffers", "codec", "archive"},
-    "fastsave": HANDLE | {"buffers", "archive", "streams"},
+    "temporary_files": set(),
+    "streams": HANDLE | {"buffers", "codec", "archive", "temporary_files"},
+    "away_storages": {"errors", "evicted"},
+    "fastsave": HANDLE | {"buffers", "archive", "away_storages", "streams"},
     "dcp": HANDLE | {"buffers", "archive", "streams", "fastsave"},
     "api": API,
     "shared": PIPELINE | {"config"},
@@ -113,6 +135,9 @@ OTHER_PACKAGES = {
     "config": {"pydantic", "pydantic_core", "yaml"},
     "stepper": {"tqdm"},
     "weights": {"tqdm"},
+    "checkpoint_index": {"pydantic"},
+    "checkpoint_files": {"tqdm"},
+    "checkpoint_reader": {"pydantic"},
     "values": {"numpy"},  # only for arrays, whose owner has it
     "cli": {"typer", "rich", "yaml", "matplotlib"},
 }
