@@ -224,6 +224,7 @@ def _described(
         "optimizers": [fields for fields, _ in saved],
         "extra": encoded,
     }
+    new.publish_records()
     new.write_tensors(VALUES, values)
     return index
 

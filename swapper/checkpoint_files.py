@@ -77,6 +77,7 @@ class NewCheckpoint:
         with system_errors("find", Path(directory)):
             self.directory = Path(os.path.abspath(directory))
         self.files: dict[str, SavedFile] = {}
+        self._records: dict[TensorStore, dict[RecordKey, tuple[str, int, int]]] = {}
         self._later: list[Callable[[], None]] = []
         self._syncs: list[Callable[[], None]] = []
         self._trees: list[Path] = []
@@ -173,17 +174,27 @@ class NewCheckpoint:
         self.note(name, length_bytes, output.checksum)
         return crcs
 
-    def publish(self, store: TensorStore, records: Mapping[RecordKey, tuple[str, int, int]]) -> None:
-        """Have the files of records here: by second names, or copied later, as they are now, where that cannot be.
+    def add_records(self, store: TensorStore, records: Mapping[RecordKey, tuple[str, int, int]]) -> None:
+        """Have the files of records here when `publish_records` is called.
 
         Args:
             store: where the records are; no transfer of them is in flight.
             records: for each the name of its file here, its length in bytes, and its CRC-32C.
+        """
+        self._records.setdefault(store, {}).update(records)
+
+    def publish_records(self) -> None:
+        """Put the files of all records here: by second names, or copied later, as they are now, where that cannot be.
 
         Raises:
             SwapIOError: the drive failed, or has no room for the files that training goes on in.
         """
-        store.check_room_for_copies(records)
+        for store, records in self._records.items():  # All of a store at once: their sum must have room.
+            store.check_room_for_copies(records)
+        for store, records in self._records.items():
+            self._publish_records_of(store, records)
+
+    def _publish_records_of(self, store: TensorStore, records: Mapping[RecordKey, tuple[str, int, int]]) -> None:
         paths = {key: (self.path / name, length_bytes) for key, (name, length_bytes, _) in records.items()}
         linked = store.publish_all(paths, synced=False)
         if len(linked) < len(records):

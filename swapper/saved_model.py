@@ -65,7 +65,7 @@ def save_model(model: torch.nn.Module, new: NewCheckpoint, values: dict[str, tor
     for held in _linkable(model, memory):
         tensors.update(_describe_record(held, files))
     if files:
-        new.publish(vars(model)["swapper"].store, files)
+        new.add_records(vars(model)["swapper"].store, files)
     for name in tensors:
         del memory[name]
     tensors.update(_write_memory(memory, new))
@@ -135,7 +135,7 @@ def _linkable(model: torch.nn.Module, state: Mapping[str, torch.Tensor]) -> Iter
 
 
 def _describe_record(held: Held, files: dict[RecordKey, tuple[str, int, int]]) -> dict[str, dict[str, Any]]:
-    """What the index says of a record's tensors; its file is put into `files`, as `NewCheckpoint.publish` takes it."""
+    """What the index says of a record's tensors; its file is put into `files`, for `NewCheckpoint.add_records`."""
     name = f"model-{held.number:05d}.safetensors"
     crcs = []
     for place, crc in zip(held.plan.places, held.checksums, strict=True):
@@ -154,7 +154,7 @@ def _describe_record(held: Held, files: dict[RecordKey, tuple[str, int, int]]) -
 
 def _write_for_others(model: torch.nn.Module | None, new: NewCheckpoint, tensors: Mapping[str, Any]) -> None:
     """What tools of others look for: which file has which tensor, and the model's config if it can print one."""
-    total = sum(file.length_bytes for name, file in new.files.items() if name.startswith("model-"))
+    total = sum(math.prod(t["shape"]) * getattr(torch, t["dtype"]).itemsize for t in tensors.values())
     weight_map = {name: described["file"] for name, described in tensors.items()}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     new.write_small(WEIGHTS_INDEX, json.dumps(index, indent=1).encode())

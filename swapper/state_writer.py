@@ -171,7 +171,7 @@ class _Sink:
             segments = [self._segment(segment, place_of[id(segment.parameter)]) for segment in bucket.segments]
             buckets.append({"file": file, "segments": segments})
         if records.store is not None:
-            self._new.publish(records.store, files)
+            self._new.add_records(records.store, files)
         return buckets
 
     def _write_record(self, records: StateRecords, bucket: Bucket, file: str) -> None:

@@ -17,6 +17,7 @@ import pytest
 import safetensors
 import torch
 from test_checkpoint import OPTIMIZERS, Odd, Training, Words, settings_of
+from test_store import mounted
 from torch import nn
 from twins import bits
 
@@ -65,6 +66,7 @@ def test_safetensors_alone_reads_it(way: str, tmp_path: Path) -> None:
                     assert index["weight_map"][name] == path.name
                     found[name] = file.get_tensor(name)
     assert found.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in found.values())
     tied = {"last.weight"}
     assert expected.keys() - found.keys() == tied
     for name, value in found.items():
@@ -131,6 +133,27 @@ def test_what_is_no_checkpoint_is_not_replaced(there: str, tmp_path: Path) -> No
     assert (sorted(target.iterdir()) if target.is_dir() else target.read_text()) == before
     training.save(tmp_path / "another").wait()
     assert whole(tmp_path / "another")
+
+
+@pytest.mark.root
+def test_all_records_together_must_have_room_for_the_next_step(nvme_path: Path, tmp_path: Path) -> None:
+    """Parameters alone would have it, and state alone, too: the save is refused, not a step after it."""
+    with mounted(nvme_path, "-t", "tmpfs", "-o", "size=96m", "tmpfs"):
+        training = Training("everything", nvme_path, ADAMW, kind=Words).steps(1)
+        records = [*nvme_path.glob("swapper-*/*-param-*"), *nvme_path.glob("swapper-*/*-optim-*")]
+        used = sum(path.stat().st_blocks * 512 for path in records)
+        free = os.statvfs(nvme_path).f_bavail * 4096
+        (nvme_path / "ballast").write_bytes(bytes(free - used * 9 // 10))
+        before = training.everything()
+        with pytest.raises(swapper.SwapIOError, match="as much again"):
+            training.save(nvme_path / "saved")
+        assert training.everything() == before
+        assert not list(nvme_path.glob(".saved*"))
+        (nvme_path / "ballast").unlink()
+        training.save(nvme_path / "saved").wait()
+        training.steps(1)
+        training.model.swapper.close(keep_values=False)
+        training.optimizer.swapper.close()
 
 
 @pytest.mark.parametrize("way", ["everything", "plain"])
