@@ -491,6 +491,16 @@ def test_verify_names_every_file_that_is_not_whole(tmp_path: Path) -> None:
 # --- bad input -------------------------------------------------------------------------------------------------------
 
 
+def test_what_is_made_has_a_name_if_none_is_given(tmp_path: Path) -> None:
+    saved(tmp_path)
+    for to, name in (("torch", "saved.pt"), ("safetensors", "saved-safetensors"), ("dcp", "saved-dcp")):
+        assert name in command("checkpoint", "export", tmp_path / "saved", "--to", to).stdout
+        assert (tmp_path / name).exists()
+    assert "saved-checkpoint" in command("checkpoint", "import", tmp_path / "saved.pt").stdout
+    with Checkpoint(tmp_path / "saved-checkpoint") as checkpoint:
+        assert checkpoint.index.step == 3
+
+
 @pytest.mark.parametrize("what", ["show", "verify", "export"])
 @pytest.mark.parametrize("there", ["nothing", "a file", "no checkpoint", "a damaged index"])
 def test_what_is_no_checkpoint_is_refused(what: str, there: str, tmp_path: Path) -> None:

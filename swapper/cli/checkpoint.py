@@ -344,8 +344,13 @@ class _Format(str, Enum):
 @app.command("export")
 def export(
     directory: Directory,
-    out: Annotated[Path, typer.Argument(metavar="OUT", help="The file (torch) or directory (others) to make.")],
     to: Annotated[_Format, typer.Option("--to", help="torch: one file for torch.load.")],
+    out: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[OUT]", help="The file (torch) or directory (others) to make. Default: beside DIR, by its name."
+        ),
+    ] = None,
     model_only: Annotated[bool, typer.Option("--model-only", help="Without optimizers and extra.")] = False,
     drop_masters: Annotated[
         bool, typer.Option("--drop-masters", help="Without master weights, which plain classes do not use.")
@@ -357,10 +362,13 @@ def export(
 
     \b
     Examples:
-        swapper checkpoint export runs/step-1000 --to torch step-1000.pt
+        swapper checkpoint export runs/step-1000 --to torch  (runs/step-1000.pt)
         swapper checkpoint export runs/step-1000 --to safetensors --model-only weights/
         swapper checkpoint export runs/step-1000 --to dcp step-1000-dcp/
     """
+    ending = {_Format.torch: ".pt", _Format.safetensors: "-safetensors", _Format.dcp: "-dcp"}[to]
+    name = Path(os.path.abspath(directory))
+    out = out or name.with_name(name.name + ending)
     made = export_checkpoint(directory, to.value, out, model_only=model_only, drop_masters=drop_masters, force=force)
     if as_json:
         print_json({**asdict(made), "path": str(made.path)})
@@ -372,7 +380,10 @@ def export(
 @app.command("import")
 def import_file(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="As torch.save writes it.")],
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="The checkpoint to make.")],
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="DIR", help="The checkpoint to make. Default: beside FILE, by its name."),
+    ] = None,
     optimizer: Annotated[
         list[str] | None,
         typer.Option(help="The optimizer's class, such as torch.optim.AdamW. Once for each if there are several."),
@@ -394,7 +405,7 @@ def import_file(
     """
     made = import_checkpoint(
         file,
-        to,
+        to or file.with_name(f"{file.stem}-checkpoint"),
         optimizer=optimizer,
         model_key=model_key,
         optimizer_key=optimizer_key,
