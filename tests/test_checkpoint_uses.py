@@ -321,6 +321,20 @@ def test_in_the_middle_of_accumulation(tmp_path: Path) -> None:
     assert training.steps(1).everything() == plain.steps(1).everything()
 
 
+def test_tensors_in_extra_start_where_their_memory_does(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    # Whoever takes them may look at the storage: torch reads a random state that starts later from another place.
+    extra = {"scale": torch.ones(()), "random": torch.get_rng_state(), "average": torch.ones(3, 5)}
+    swapper.save_checkpoint(tmp_path / "saved", model, None, extra)
+    loaded = swapper.load_checkpoint(tmp_path / "saved", model)
+    for name, tensor in extra.items():
+        assert torch.equal(loaded[name], tensor)
+        assert loaded[name].storage_offset() == 0, name
+        assert loaded[name].untyped_storage().nbytes() == tensor.nbytes, name
+    torch.set_rng_state(loaded["random"])
+    assert torch.equal(torch.get_rng_state(), extra["random"])
+
+
 def test_a_save_within_a_save_is_refused(tmp_path: Path) -> None:
     training = Training(tmp_path).steps(1)
 
