@@ -162,7 +162,8 @@ class TensorReader:
             stop = min(round_up(stop_bytes, PAGE_BYTES), path.stat().st_size)
             stop = max(stop, stop_bytes)  # Of a file that was cut off meanwhile the read says so.
             # Not from the heap, where what is allocated later and stays would make holes of what this leaves.
-            memory = mmap.mmap(-1, stop - start)
+            # Private: a forked child that changes it must not change it here.
+            memory = mmap.mmap(-1, stop - start, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.handle.read(file, torch.frombuffer(memory, dtype=torch.uint8), start).wait()
         except (SwapError, OSError) as error:
             self.failure = self.failure or error

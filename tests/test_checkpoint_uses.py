@@ -335,6 +335,25 @@ def test_tensors_in_extra_start_where_their_memory_does(tmp_path: Path) -> None:
     assert torch.equal(torch.get_rng_state(), extra["random"])
 
 
+def test_a_forked_child_does_not_change_what_was_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(100, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer, {"average": torch.ones(5000)})
+    extra = swapper.load_checkpoint(tmp_path / "saved", model, optimizer)
+    moment = optimizer.state[model.weight]["exp_avg"]
+    before = moment.clone()
+
+    def change() -> None:
+        for tensor in (moment, extra["average"]):
+            tensor.view(-1)[:10] = 7.0
+
+    in_forked_child(change)
+    assert torch.equal(moment, before)
+    assert torch.equal(extra["average"], torch.ones(5000))
+
+
 def test_a_save_within_a_save_is_refused(tmp_path: Path) -> None:
     training = Training(tmp_path).steps(1)
 
