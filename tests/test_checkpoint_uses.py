@@ -354,6 +354,27 @@ def test_a_forked_child_does_not_change_what_was_loaded(tmp_path: Path) -> None:
     assert torch.equal(extra["average"], torch.ones(5000))
 
 
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda m, o: ([m], o), "model: a list is no torch.nn.Module"),
+        (lambda m, o: (m.state_dict(), o), "model: a OrderedDict is no torch.nn.Module"),
+        (lambda m, o: (m, o.state_dict()), "optimizer: a dict is no torch.optim.Optimizer.*as extra"),
+        (lambda m, o: (m, [o, None]), "optimizer: a NoneType is no torch.optim.Optimizer"),
+        (lambda m, o: (m, torch.optim.lr_scheduler.ExponentialLR(o, 0.9)), "optimizer: a ExponentialLR is no"),
+    ],
+)
+def test_what_is_no_model_or_optimizer_is_refused(make: Callable[..., Any], words: str, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    swapper.save_checkpoint(tmp_path / "good", model, optimizer)
+    with pytest.raises(ConfigError, match=words):
+        swapper.save_checkpoint(tmp_path / "saved", *make(model, optimizer))
+    with pytest.raises(ConfigError, match=words):
+        swapper.load_checkpoint(tmp_path / "good", *make(model, optimizer))
+    assert os.listdir(tmp_path) == ["good"]
+
+
 def test_a_save_within_a_save_is_refused(tmp_path: Path) -> None:
     training = Training(tmp_path).steps(1)
 
