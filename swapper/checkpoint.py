@@ -17,7 +17,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ class _Training:
 
 
 _trainings: weakref.WeakKeyDictionary[torch.nn.Module, _Training] = weakref.WeakKeyDictionary()
+_said: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers of which it was said that values of their parameters are not saved."""
 _saving = threading.RLock()
 """See [Note: one at a time]."""
 _background: threading.Event | None = None
@@ -235,6 +237,7 @@ def _described(
     training = _trainings.setdefault(model, _Training(secrets.token_hex(8), 0))
     # Those of a training that was taken back to an earlier checkpoint since were made before this one too.
     training.sequence = max([training.sequence, *(n for n, _ in _siblings(new.directory, training.run))]) + 1
+    _say_what_is_not_saved(optimizers, names)
     saved = [save_state(each, number, names, new, values) for number, each in enumerate(optimizers)]
     index = {
         **made_by(),
@@ -247,6 +250,19 @@ def _described(
     }
     new.write_tensors(VALUES, values)
     return index
+
+
+def _say_what_is_not_saved(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+    for number, optimizer in enumerate(optimizers):
+        lost = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
+        if lost and optimizer not in _said:
+            _said.add(optimizer)
+            log.warning(
+                "optimizer %d has %d parameters that the model does not have: their state is saved, and their values "
+                "are not; give one torch.nn.ModuleDict of all modules as the model, or save the values as extra",
+                number,
+                lost,
+            )
 
 
 @functools.cache

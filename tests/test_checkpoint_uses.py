@@ -375,6 +375,17 @@ def test_what_is_no_model_or_optimizer_is_refused(make: Callable[..., Any], word
     assert os.listdir(tmp_path) == ["good"]
 
 
+def test_parameters_that_no_model_has_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizer = torch.optim.Adam([*generator.parameters(), *critic.parameters()])
+    swapper.save_checkpoint(tmp_path / "whole", nn.ModuleDict({"g": generator, "c": critic}), optimizer)
+    assert not caplog.records
+    for name in ("one", "two"):
+        swapper.save_checkpoint(tmp_path / name, generator, optimizer)
+    (record,) = caplog.records
+    assert "2 parameters that the model does not have" in record.getMessage()
+
+
 def test_a_save_within_a_save_is_refused(tmp_path: Path) -> None:
     training = Training(tmp_path).steps(1)
 
