@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from test_checkpoint_directory import elsewhere, whole
 from test_checkpoint_faults import Net, Training
 from test_store import in_forked_child, mounted
@@ -384,6 +385,36 @@ def test_parameters_that_no_model_has_are_said_once(tmp_path: Path, caplog: pyte
         swapper.save_checkpoint(tmp_path / name, generator, optimizer)
     (record,) = caplog.records
     assert "2 parameters that the model does not have" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "uint16",
+        "uint32",
+        "uint64",
+        "bool",
+        "complex32",
+        "complex128",
+    ],
+)
+@pytest.mark.parametrize("length_bytes", [32, 40 << 20])
+def test_buffers_of_every_dtype_come_back(dtype: str, length_bytes: int, tmp_path: Path) -> None:
+    kind = getattr(torch, dtype)
+    data = torch.randint(0, 2 if dtype == "bool" else 120, (length_bytes,), dtype=torch.uint8)
+    model = nn.Module()
+    model.register_buffer("b", data.view(kind).view(2, -1))
+    saved = data.clone()
+    swapper.save_checkpoint(tmp_path / "saved", model)
+    data.zero_()
+    swapper.load_checkpoint(tmp_path / "saved", model)
+    assert torch.equal(data, saved)
+    if dtype.startswith(("float8_e4m3fn", "float8_e5m2", "uint")) and not dtype.endswith("fnuz"):
+        with safe_open(tmp_path / "saved" / "model-memory.safetensors", "pt") as file:
+            assert file.get_tensor("b").dtype == kind
 
 
 def test_a_save_within_a_save_is_refused(tmp_path: Path) -> None:
