@@ -17,7 +17,7 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,8 @@ class _Training:
 
 
 _trainings: weakref.WeakKeyDictionary[torch.nn.Module, _Training] = weakref.WeakKeyDictionary()
+_said: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+"""Optimizers of which it was said that values of their parameters are not saved."""
 _saving = threading.RLock()
 """See [Note: one at a time]."""
 _background: threading.Event | None = None
@@ -94,10 +96,11 @@ def save_checkpoint(
         A handle: `done()`, and `wait()` which raises what failed in the background. Over already where all was linked.
 
     Raises:
+        ConfigError: `model` is no module, or `optimizer` no optimizers.
         SwapError: something cannot be saved, named with what to do; or `directory` is something else than a checkpoint.
         SwapIOError: the drive failed or is full. Training goes on, and an earlier checkpoint is whole.
     """
-    model = plain_model(model)
+    model = _checked_model(model)
     optimizers = _listed(optimizer)
     if _saving._is_owned():  # type: ignore[attr-defined]
         raise SwapError(
@@ -160,12 +163,13 @@ def load_checkpoint(directory: str | os.PathLike[str], model: torch.nn.Module, o
         `extra`, as it was given to `save_checkpoint`.
 
     Raises:
-        ConfigError: it is the checkpoint of something else; each tensor that differs is named. Nothing was changed.
+        ConfigError: as from `save_checkpoint`; or it is the checkpoint of something else: each tensor that differs is
+            named. Nothing was changed.
         SwapError: a file is damaged, and named. Nothing is used that is not as it was written; but what came before
             it may be loaded already, so load another checkpoint before training goes on.
         SwapIOError: a file is missing or cannot be read.
     """
-    model = plain_model(model)
+    model = _checked_model(model)
     optimizers = _listed(optimizer)
     directory = Path(os.path.abspath(directory))
     remove_leftovers(directory.parent)
@@ -198,8 +202,27 @@ def load_checkpoint(directory: str | os.PathLike[str], model: torch.nn.Module, o
     return extra
 
 
+def _checked_model(model: object) -> torch.nn.Module:
+    """The user's own module, if it is one."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"model: a {type(model).__name__} is no torch.nn.Module; give the module itself, and several as one "
+            "torch.nn.ModuleDict of them"
+        )
+    return plain_model(model)
+
+
 def _listed(optimizer: Optimizers) -> list[Optimizer]:
-    return [] if optimizer is None else [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer)
+    if optimizer is None:
+        return []
+    several = [optimizer] if not isinstance(optimizer, Sequence) else list(optimizer)
+    wrong = [each for each in several if not isinstance(each, Optimizer)]
+    if wrong:
+        raise ConfigError(
+            f"optimizer: a {type(wrong[0]).__name__} is no torch.optim.Optimizer; give an optimizer itself, a list of "
+            "them, or None, and what else is to be saved as extra"
+        )
+    return several
 
 
 def _described(
@@ -214,6 +237,7 @@ def _described(
     training = _trainings.setdefault(model, _Training(secrets.token_hex(8), 0))
     # Those of a training that was taken back to an earlier checkpoint since were made before this one too.
     training.sequence = max([training.sequence, *(n for n, _ in _siblings(new.directory, training.run))]) + 1
+    _say_what_is_not_saved(optimizers, names)
     saved = [save_state(each, number, names, new, values) for number, each in enumerate(optimizers)]
     index = {
         **made_by(),
@@ -227,6 +251,19 @@ def _described(
     new.publish_records()
     new.write_tensors(VALUES, values)
     return index
+
+
+def _say_what_is_not_saved(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+    for number, optimizer in enumerate(optimizers):
+        lost = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
+        if lost and optimizer not in _said:
+            _said.add(optimizer)
+            log.warning(
+                "optimizer %d has %d parameters that the model does not have: their state is saved, and their values "
+                "are not; give one torch.nn.ModuleDict of all modules as the model, or save the values as extra",
+                number,
+                lost,
+            )
 
 
 @functools.cache

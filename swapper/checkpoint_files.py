@@ -60,6 +60,11 @@ VALUES = "values.safetensors"
 _SMALL_BYTES = 1 << 20
 """A file of less is written by plain means: an engine and its buffers take longer to make."""
 PIECE_BYTES = 8 << 20
+_NAMES = codec.SAFETENSORS_NAMES | {
+    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+"""As `swapper.tensor_files` reads them."""
 
 
 class NewCheckpoint:
@@ -304,11 +309,9 @@ def progress_bar(what: str, length_bytes: int) -> Iterator[Callable[[int], objec
 def _as_stored(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     """The dtype and shape that a safetensors file has for `tensor`."""
     shape = tuple(tensor.shape)
-    if tensor.dtype.is_complex:
-        return codec.SAFETENSORS_NAMES[tensor.dtype], (*shape, 2)
-    if tensor.dtype not in codec.SAFETENSORS_NAMES:
+    if tensor.dtype not in _NAMES:
         return "U8", (*shape, tensor.dtype.itemsize)
-    return codec.SAFETENSORS_NAMES[tensor.dtype], shape
+    return _NAMES[tensor.dtype], (*shape, 2) if tensor.dtype.is_complex else shape
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

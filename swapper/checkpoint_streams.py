@@ -214,7 +214,7 @@ def model_stream(checkpoint: Checkpoint, name: str) -> TensorStream:
     def read(start: int, stop: int) -> torch.Tensor:
         begin = stored.start_bytes + start * dtype.itemsize
         data = checkpoint.reader.read_bytes(stored.path, begin, begin + (stop - start) * dtype.itemsize)
-        return (data if data.storage_offset() % dtype.itemsize == 0 else data.clone()).view(dtype)
+        return (data if data.data_ptr() % dtype.itemsize == 0 else data.clone()).view(dtype)
 
     stride = contiguous_stride(shape)
     return TensorStream(dtype, shape, stride, read, described.crc32c, f"tensor {name!r} of {stored.path}")

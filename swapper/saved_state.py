@@ -413,7 +413,7 @@ class SavedState:
         if begin == end:
             return torch.empty(0, dtype=dtype)
         data = self._checkpoint.reader.read_bytes(stored.path, begin, end)
-        return (data if data.storage_offset() % dtype.itemsize == 0 else data.clone()).view(dtype)
+        return (data if data.data_ptr() % dtype.itemsize == 0 else data.clone()).view(dtype)
 
     def _take_whole(self, bucket: Bucket, lease: Lease) -> int:
         """Have a record as it is, if `bucket` is cut as in the checkpoint. Returns its length; 0 if it is not."""

@@ -144,13 +144,17 @@ class TensorReader:
         if tensor.stop_bytes == tensor.start_bytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         data = self.read_bytes(tensor.path, tensor.start_bytes, tensor.stop_bytes)
-        if data.storage_offset() % tensor.dtype.itemsize:
+        if data.data_ptr() % tensor.dtype.itemsize:
             data = data.clone()
         self.done(data.numel())
         return data.view(tensor.dtype).view(tensor.shape)
 
     def read_bytes(self, path: Path, start_bytes: int, stop_bytes: int) -> torch.Tensor:
-        """Bytes of a file, at least one: 1-D, in memory of their own."""
+        """Bytes of a file, at least one: 1-D, in memory of their own, and at the start of their storage.
+
+        The latter because the tensor may end up with the user: `torch.set_rng_state` misreads one that starts later,
+        and `torch.save` writes storages in whole.
+        """
         try:
             file = self.open(path)
             # From page to page, into memory that starts at one: so it goes past the page cache where it can.
@@ -158,12 +162,13 @@ class TensorReader:
             stop = min(round_up(stop_bytes, PAGE_BYTES), path.stat().st_size)
             stop = max(stop, stop_bytes)  # Of a file that was cut off meanwhile the read says so.
             # Not from the heap, where what is allocated later and stays would make holes of what this leaves.
-            buffer = torch.frombuffer(mmap.mmap(-1, stop - start), dtype=torch.uint8)
-            self.handle.read(file, buffer, start).wait()
+            # Private: a forked child that changes it must not change it here.
+            memory = mmap.mmap(-1, stop - start, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.handle.read(file, torch.frombuffer(memory, dtype=torch.uint8), start).wait()
         except (SwapError, OSError) as error:
             self.failure = self.failure or error
             raise
-        return buffer[start_bytes - start : stop_bytes - start]
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=start_bytes - start, count=stop_bytes - start_bytes)
 
     def open(self, path: Path) -> File:
         """The file, which stays open."""

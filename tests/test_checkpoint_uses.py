@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import safe_open
 from test_checkpoint_directory import elsewhere, whole
 from test_checkpoint_faults import Net, Training
 from test_store import in_forked_child, mounted
@@ -319,6 +320,101 @@ def test_in_the_middle_of_accumulation(tmp_path: Path) -> None:
         each.model.loss(50).backward()
     training.save(tmp_path / "saved")
     assert training.steps(1).everything() == plain.steps(1).everything()
+
+
+def test_tensors_in_extra_start_where_their_memory_does(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    # Whoever takes them may look at the storage: torch reads a random state that starts later from another place.
+    extra = {"scale": torch.ones(()), "random": torch.get_rng_state(), "average": torch.ones(3, 5)}
+    swapper.save_checkpoint(tmp_path / "saved", model, None, extra)
+    loaded = swapper.load_checkpoint(tmp_path / "saved", model)
+    for name, tensor in extra.items():
+        assert torch.equal(loaded[name], tensor)
+        assert loaded[name].storage_offset() == 0, name
+        assert loaded[name].untyped_storage().nbytes() == tensor.nbytes, name
+    torch.set_rng_state(loaded["random"])
+    assert torch.equal(torch.get_rng_state(), extra["random"])
+
+
+def test_a_forked_child_does_not_change_what_was_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(100, 100)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer, {"average": torch.ones(5000)})
+    extra = swapper.load_checkpoint(tmp_path / "saved", model, optimizer)
+    moment = optimizer.state[model.weight]["exp_avg"]
+    before = moment.clone()
+
+    def change() -> None:
+        for tensor in (moment, extra["average"]):
+            tensor.view(-1)[:10] = 7.0
+
+    in_forked_child(change)
+    assert torch.equal(moment, before)
+    assert torch.equal(extra["average"], torch.ones(5000))
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda m, o: ([m], o), "model: a list is no torch.nn.Module"),
+        (lambda m, o: (m.state_dict(), o), "model: a OrderedDict is no torch.nn.Module"),
+        (lambda m, o: (m, o.state_dict()), "optimizer: a dict is no torch.optim.Optimizer.*as extra"),
+        (lambda m, o: (m, [o, None]), "optimizer: a NoneType is no torch.optim.Optimizer"),
+        (lambda m, o: (m, torch.optim.lr_scheduler.ExponentialLR(o, 0.9)), "optimizer: a ExponentialLR is no"),
+    ],
+)
+def test_what_is_no_model_or_optimizer_is_refused(make: Callable[..., Any], words: str, tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    swapper.save_checkpoint(tmp_path / "good", model, optimizer)
+    with pytest.raises(ConfigError, match=words):
+        swapper.save_checkpoint(tmp_path / "saved", *make(model, optimizer))
+    with pytest.raises(ConfigError, match=words):
+        swapper.load_checkpoint(tmp_path / "good", *make(model, optimizer))
+    assert os.listdir(tmp_path) == ["good"]
+
+
+def test_parameters_that_no_model_has_are_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    generator, critic = nn.Linear(2, 2), nn.Linear(2, 1)
+    optimizer = torch.optim.Adam([*generator.parameters(), *critic.parameters()])
+    swapper.save_checkpoint(tmp_path / "whole", nn.ModuleDict({"g": generator, "c": critic}), optimizer)
+    assert not caplog.records
+    for name in ("one", "two"):
+        swapper.save_checkpoint(tmp_path / name, generator, optimizer)
+    (record,) = caplog.records
+    assert "2 parameters that the model does not have" in record.getMessage()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float8_e4m3fn",
+        "float8_e5m2",
+        "float8_e4m3fnuz",
+        "uint16",
+        "uint32",
+        "uint64",
+        "bool",
+        "complex32",
+        "complex128",
+    ],
+)
+@pytest.mark.parametrize("length_bytes", [32, 40 << 20])
+def test_buffers_of_every_dtype_come_back(dtype: str, length_bytes: int, tmp_path: Path) -> None:
+    kind = getattr(torch, dtype)
+    data = torch.randint(0, 2 if dtype == "bool" else 120, (length_bytes,), dtype=torch.uint8)
+    model = nn.Module()
+    model.register_buffer("b", data.view(kind).view(2, -1))
+    saved = data.clone()
+    swapper.save_checkpoint(tmp_path / "saved", model)
+    data.zero_()
+    swapper.load_checkpoint(tmp_path / "saved", model)
+    assert torch.equal(data, saved)
+    if dtype.startswith(("float8_e4m3fn", "float8_e5m2", "uint")) and not dtype.endswith("fnuz"):
+        with safe_open(tmp_path / "saved" / "model-memory.safetensors", "pt") as file:
+            assert file.get_tensor("b").dtype == kind
 
 
 def test_a_save_within_a_save_is_refused(tmp_path: Path) -> None:
