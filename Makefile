@@ -20,7 +20,8 @@ ASAN_ENVIRONMENT = PYTHONMALLOC=malloc UBSAN_OPTIONS=print_stacktrace=1 \
 # Sanitizers take places in memory where a kernel that places at random, with many bits, may have put something before.
 FIXED_PLACES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 USES_CORE := ^(from|import) swapper.*(_native|handle|buffers|codec|deepnvme)
-NOT_SANITIZED := $(addprefix tests/test_,$(addsuffix .py,init gradient load_safetensors parameter_uses))
+NOT_SANITIZED := $(addprefix tests/test_,$(addsuffix .py,init gradient load_safetensors parameter_uses \
+    checkpoint_damage checkpoint_faults checkpoint_uses))
 SANITIZED_TESTS = $(filter-out $(NOT_SANITIZED),\
     $(sort tests/test_optimizer.py $(shell grep -lE '$(USES_CORE)' tests/test_*.py)))
 

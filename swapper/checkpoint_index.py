@@ -171,7 +171,7 @@ def read_index(file: IO[bytes]) -> bytes:
     start = file.read(len(START)) if stat.S_ISREG(status.st_mode) else b""
     if start[:11] != START[:11] or status.st_size > _INDEX_BYTES_MAX:
         raise ValueError("it does not begin as one does")
-    return start + file.read(_INDEX_BYTES_MAX)
+    return start + file.read(status.st_size)
 
 
 def open_index(path: Path) -> IO[bytes]:
