@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -11,11 +10,11 @@ import re
 import secrets
 import shutil
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from swapper.checkpoint_index import INDEX, glance, look_at
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import SwapError, system_errors
 
 __all__ = [
     "MARK",
@@ -26,8 +25,7 @@ __all__ = [
     "remove_checkpoint",
     "remove_leftovers",
     "remove_tree",
-    "sync_directory",
-    "system_errors",
+    "sync_path",
     "unlock",
 ]
 
@@ -38,18 +36,7 @@ TEMPORARY = re.compile(r"\..+\.tmp-[0-9a-f]{12}")
 _RECORD = re.compile(r".+-[0-9]{5}\.safetensors")
 
 
-@contextlib.contextmanager
-def system_errors(operation: str, path: Path) -> Iterator[None]:
-    """Let what the system refuses be a `SwapIOError` that names `path`."""
-    try:
-        yield
-    except SwapError:
-        raise
-    except OSError as error:
-        raise SwapIOError(error.errno or errno.EIO, operation, path) from error
-
-
-def sync_directory(path: Path) -> None:
+def sync_path(path: Path) -> None:
     """Have a file, or the names in a directory, survive a loss of power."""
     with system_errors("sync", path), contextlib.ExitStack() as stack:
         descriptors = descriptors_of(stack)
@@ -58,7 +45,7 @@ def sync_directory(path: Path) -> None:
 
 
 def descriptors_of(stack: contextlib.ExitStack) -> list[int | None]:
-    """A list for `_open`; `stack` closes what is in it."""
+    """A list for `open_into`; `stack` closes what is in it."""
     descriptors: list[int | None] = [None]  # At the bottom, where it stops.
     # By C code alone, in which no Ctrl-C can be raised: none is closed twice, and none is forgotten.
     stack.callback(deque, map(os.close, iter(descriptors.pop, None)), 0)

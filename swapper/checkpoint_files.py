@@ -40,12 +40,11 @@ from swapper.checkpoint_directories import (
     locked,
     remove_leftovers,
     remove_tree,
-    sync_directory,
-    system_errors,
+    sync_path,
     unlock,
 )
 from swapper.checkpoint_index import FORMAT, INDEX, SavedFile, crc32c_of, with_checksum
-from swapper.errors import SwapIOError
+from swapper.errors import SwapIOError, system_errors
 from swapper.handle import AsyncIOHandle, exchange
 from swapper.layout import Entry, plan_whole_tensors
 from swapper.record_files import Pinned
@@ -138,7 +137,7 @@ class NewCheckpoint:
         path = self.path / name
         with system_errors("write", path):
             path.write_bytes(data)
-        self._syncs.append(partial(sync_directory, path))
+        self._syncs.append(partial(sync_path, path))
 
     def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Write a safetensors file. Holds one buffer pool and pieces of a tensor at a time.
@@ -264,14 +263,14 @@ class NewCheckpoint:
         with system_errors("publish", self.directory):
             (self.path / MARK).unlink()
         # All at once: one commit of the file system's journal then serves many.
-        all_at_once([*self._syncs, partial(sync_directory, self.path)])
+        all_at_once([*self._syncs, partial(sync_path, self.path)])
         with system_errors("publish", self.directory):
             check_replaceable(self.directory)
             replaces = self.directory.exists()
             change = exchange if replaces else os.rename
             change(self.path, self.directory)
             try:
-                sync_directory(self.directory.parent)
+                sync_path(self.directory.parent)
             except BaseException:
                 # Nobody knows which of the two a loss of power would leave: it is to be the one that was there.
                 (exchange if replaces else os.rename)(self.directory, self.path)

@@ -6,10 +6,12 @@ A bug in swapper itself is an `AssertionError`.
 
 from __future__ import annotations
 
+import contextlib
 import errno as _errno
 import os
+from collections.abc import Iterator
 
-__all__ = ["ConfigError", "SwapError", "SwapIOError"]
+__all__ = ["ConfigError", "SwapError", "SwapIOError", "system_errors"]
 
 _CAUSES = {
     _errno.ENOSPC: "the drive is full: free some space or name another `nvme_path`",
@@ -94,3 +96,14 @@ def show(value: object) -> str:
     """`value` as the user may have written it: one line, and not a page long."""
     text = repr(str(value)) if isinstance(value, os.PathLike) else repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+@contextlib.contextmanager
+def system_errors(operation: str, path: str | os.PathLike[str]) -> Iterator[None]:
+    """Let what the system refuses be a `SwapIOError` that names `path`."""
+    try:
+        yield
+    except SwapError:
+        raise
+    except OSError as error:
+        raise SwapIOError(error.errno or _errno.EIO, operation, path) from error

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from swapper import archive
 from swapper.archive import Record
-from swapper.checkpoint_directories import MARK, remove_leftovers, remove_tree, sync_directory
+from swapper.checkpoint_directories import MARK, remove_leftovers, remove_tree, sync_path
 from swapper.checkpoint_files import progress_bar
 from swapper.checkpoint_reader import Checkpoint
 from swapper.checkpoint_streams import StreamedState, TensorStream, contiguous_stride, model_stream
@@ -170,13 +170,13 @@ def _new_directory(target: Path) -> Iterator[Path]:
             (path / MARK).touch()
             yield path
             (path / MARK).unlink()
-            sync_directory(path)
+            sync_path(path)
             if target.exists():
                 exchange(path, target)  # What was there is removed under the other name.
                 (path / MARK).touch()
             else:
                 os.rename(path, target)
-            sync_directory(target.parent)
+            sync_path(target.parent)
         except SwapError:
             raise
         except OSError as error:

@@ -12,7 +12,7 @@ import torch
 
 from swapper import codec
 from swapper.checkpoint_files import NewCheckpoint
-from swapper.checkpoint_index import SavedTensor
+from swapper.checkpoint_index import SavedTensor, crc32c_of
 from swapper.checkpoint_reader import Checkpoint
 from swapper.errors import SwapError
 from swapper.evicted import EvictedParameter, EvictedView, GradientAwayParameter, gathered
@@ -144,7 +144,7 @@ def _describe_record(held: Held, files: dict[RecordKey, tuple[str, int, int]]) -
         crcs.append(crc)
     layout = held.plan.layout
     header = layout.header(0)
-    parts = [(codec.checksum(torch.frombuffer(bytearray(header), dtype=torch.uint8)), len(header))]
+    parts = [(crc32c_of(header), len(header))]
     parts += [(crc, place.length_bytes) for crc, place in zip(crcs, held.plan.places, strict=True)]
     files[held.key] = name, layout.exact_bytes(), codec.join_checksums(parts)
     return {

@@ -32,7 +32,7 @@ import torch
 from swapper import codec
 from swapper.archive import LOCAL_HEADER_BYTES, Entry, header_bytes
 from swapper.buffers import BufferPool, Lease
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.handle import AsyncIOHandle, File, Transfer
 from swapper.temporary_files import claim, new_name, remove_leftovers
 
@@ -166,7 +166,7 @@ class OutputFile:
 
     def _open_directory(self) -> None:
         directory, name = os.path.split(self.path)
-        with _system_errors("open", self.path):
+        with system_errors("open", self.path):
             with contextlib.suppress(FileNotFoundError):
                 if not stat.S_ISREG(os.stat(self.path).st_mode):
                     kind = errno.EISDIR if os.path.isdir(self.path) else errno.EINVAL
@@ -184,7 +184,7 @@ class OutputFile:
         except OSError as error:
             if error.errno not in _NO_TMPFILE:
                 raise SwapIOError(error.errno or errno.EIO, "open", self.path) from None
-        with _system_errors("open", self.path):
+        with system_errors("open", self.path):
             claimed = False
             while not claimed:
                 self._temporaries[:] = [new_name()]
@@ -325,7 +325,7 @@ class OutputFile:
                 self._wait_for_one()
             self._file.truncate(self._position)
             self._file.sync()
-        with _system_errors("publish", self.path):
+        with system_errors("publish", self.path):
             self._publish()
         self._close()
 
@@ -420,17 +420,6 @@ def _remove_all(names: list[str], directory: int) -> None:
             os.unlink(name, dir_fd=directory)
 
 
-@contextlib.contextmanager
-def _system_errors(operation: str, path: str) -> Iterator[None]:
-    """Let what the system refuses be a `SwapIOError` that names `path`."""
-    try:
-        yield
-    except SwapError:
-        raise
-    except OSError as error:
-        raise SwapIOError(error.errno or errno.EIO, operation, path) from error
-
-
 def _reader(of: weakref.ref[InputFile]) -> Callable[[memoryview], int]:
     """`InputFile.readinto`. See [Note: Ctrl-C]."""
 
@@ -516,7 +505,7 @@ class InputFile(io.RawIOBase):
         self._stack = contextlib.ExitStack()
         self._finalizer = weakref.finalize(self, _close_unattended, self._stack, os.getpid())
         try:
-            with _system_errors("open", self.path):
+            with system_errors("open", self.path):
                 length_bytes = os.stat(self.path).st_size
             self._buffers = _Buffers(self._stack, pool_bytes, length_bytes, handle, cuda=cuda)
             self._file: File = self._buffers.handle.open(self.path, "r")
@@ -560,7 +549,7 @@ class InputFile(io.RawIOBase):
         Raises:
             SwapIOError: the drive has failed.
         """
-        with _system_errors("read", self.path):
+        with system_errors("read", self.path):
             length_bytes = max(0, min(length_bytes, self.length_bytes - offset_bytes))
             return os.pread(self._file.fileno(), length_bytes, self._base + offset_bytes)
 
