@@ -120,8 +120,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shared": PIPELINE | {"config"},
     "dry_run": PIPELINE | {"config", "gradient_records", "optimizer_plan", "parameter_records", "shared"},
     "deepnvme": {"handle", "gds", "errors"},
-    "lightning": {"api", "checkpoint", "config"},
-    "fabric": {"api", "checkpoint", "config"},
+    "lightning": API | {"api"},
     "cli": API | {"api", "gds"},
     "__main__": {"cli"},
     "__init__": API | {"api"},
@@ -140,6 +139,7 @@ OTHER_PACKAGES = {
     "checkpoint_reader": {"pydantic"},
     "values": {"numpy"},  # only for arrays, whose owner has it
     "cli": {"typer", "rich", "yaml", "matplotlib"},
+    "lightning": {"lightning"},  # or pytorch_lightning, by its name
 }
 """What may be imported besides torch and the standard library."""
 

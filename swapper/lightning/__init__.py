@@ -1,0 +1,44 @@
+"""Lightning: a strategy that swaps.
+
+    import swapper.lightning
+    trainer = L.Trainer(strategy="swapper_nvme")
+    trainer = L.Trainer(strategy=swapper.lightning.SwapStrategy("config/everything_nvme.yaml"))
+
+The names here are those for the package that is in use: `lightning`, or `pytorch_lightning` if only that is imported
+already or installed. With both in one program, `swapper.lightning.in_lightning` and
+`swapper.lightning.in_pytorch_lightning` have the names for each.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swapper.lightning.in_lightning import SwapDDPStrategy, SwapStrategy
+
+__all__ = ["SwapDDPStrategy", "SwapStrategy"]
+
+_MODULES = {"lightning.pytorch": "in_lightning", "pytorch_lightning": "in_pytorch_lightning"}
+
+
+def _in_use() -> list[str]:
+    """The packages that strategies are wanted for, the first first."""
+    imported = [package for package in _MODULES if package in sys.modules]
+    if imported:
+        return imported
+    for package in _MODULES:
+        if importlib.util.find_spec(package.partition(".")[0]) is not None:
+            return [package]
+    raise ImportError("swapper.lightning needs Lightning: pip install 'tensor-swapper[lightning]'")
+
+
+_modules = [importlib.import_module(f"{__name__}.{_MODULES[package]}") for package in _in_use()]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(_modules[0], name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,17 @@
+"""The classes for `lightning.pytorch`. Importing this registers the strategies there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from swapper.lightning.namespaces import bind, register
+
+if TYPE_CHECKING:
+    from swapper.lightning.strategy import OnDDP as SwapDDPStrategy
+    from swapper.lightning.strategy import OnOneDevice as SwapStrategy
+else:
+    globals().update(bind("lightning.pytorch", __name__))
+
+__all__ = ["SwapDDPStrategy", "SwapStrategy"]
+
+register("lightning.pytorch", globals())

@@ -1,0 +1,17 @@
+"""The classes for `pytorch_lightning`. Importing this registers the strategies there."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from swapper.lightning.namespaces import bind, register
+
+if TYPE_CHECKING:
+    from swapper.lightning.strategy import OnDDP as SwapDDPStrategy
+    from swapper.lightning.strategy import OnOneDevice as SwapStrategy
+else:
+    globals().update(bind("pytorch_lightning", __name__))
+
+__all__ = ["SwapDDPStrategy", "SwapStrategy"]
+
+register("pytorch_lightning", globals())

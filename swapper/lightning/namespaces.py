@@ -1,0 +1,65 @@
+"""The classes of `swapper.lightning` for one of the packages `lightning` and `pytorch_lightning`.
+
+See [Note: two Lightnings] in `swapper.lightning.strategy`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from swapper.lightning.strategy import ARGUMENTS, OnDDP, OnOneDevice
+
+__all__ = ["NAMES", "bind", "register"]
+
+NAMES: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
+    {
+        "swapper_cpu": ("SwapStrategy", {"offload_optimizer": True, "offload_optimizer_device": "cpu"}),
+        "swapper_nvme": ("SwapStrategy", {"offload_optimizer": True, "offload_optimizer_device": "nvme"}),
+        "swapper_nvme_all": (
+            "SwapStrategy",
+            {
+                "offload_optimizer": True,
+                "offload_optimizer_device": "nvme",
+                "offload_parameters": True,
+                "offload_params_device": "nvme",
+            },
+        ),
+        "swapper_ddp_nvme": ("SwapDDPStrategy", {"offload_optimizer": True, "offload_optimizer_device": "nvme"}),
+    }
+)
+"""Names for `Trainer(strategy=...)`: class and arguments."""
+
+
+def bind(package: str, module: str) -> dict[str, Any]:
+    """The classes for a package.
+
+    Args:
+        package: "lightning.pytorch" or "pytorch_lightning".
+        module: where they will be found, by pickle too.
+    """
+    strategies = importlib.import_module(f"{package}.strategies")
+
+    class SwapStrategy(OnOneDevice, strategies.SingleDeviceStrategy):  # type: ignore[misc, name-defined]
+        __doc__ = f"""Train on one device, with optimizer state, gradients and parameters where a config says.
+
+    {ARGUMENTS}"""
+
+    class SwapDDPStrategy(OnDDP, strategies.DDPStrategy):  # type: ignore[misc, name-defined]
+        __doc__ = f"""`DDPStrategy`, with optimizer state, gradients and parameters of each process where a config says.
+
+    {ARGUMENTS}"""
+
+    classes: dict[str, Any] = {"SwapStrategy": SwapStrategy, "SwapDDPStrategy": SwapDDPStrategy}
+    for name, each in classes.items():
+        each.__module__, each.__qualname__ = module, name
+    return classes
+
+
+def register(package: str, classes: Mapping[str, Any]) -> None:
+    """Let `Trainer(strategy="swapper_nvme")` of a package find the strategies. May be called again."""
+    registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
+    for name, (which, arguments) in NAMES.items():
+        registry.register(name, classes[which], description=f"swapper: {name}", override=True, **arguments)

@@ -1,0 +1,289 @@
+"""What the strategies have in common: optimizers that are swapped as soon as Lightning has made them.
+
+[Note: two Lightnings] `lightning.pytorch` and `pytorch_lightning` are two packages with the same content, and a Trainer
+of one refuses a strategy of the other. So the classes here have no base of Lightning's: `swapper.lightning.namespaces`
+makes strategies of them, for either package. A type checker sees `lightning.pytorch`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.api import init, offload
+from swapper.config import OffloadConfig
+from swapper.errors import ConfigError, SwapError
+from swapper.lightning.settings import MEANINGLESS, ConfigLike, settings_of
+from swapper.optimizer import OptimizerSwapper
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+else:
+    Strategy = SingleDeviceStrategy = DDPStrategy = object
+
+__all__ = ["ARGUMENTS", "OnDDP", "OnOneDevice", "Swapping"]
+
+log = logging.getLogger(__name__)
+
+ARGUMENTS = """Args:
+        config: an `OffloadConfig`, a mapping, or the path of a YAML or JSON file. With neither this nor arguments of
+            `DeepSpeedStrategy` the optimizer's state goes to NVMe.
+        checkpoint_format: "full" writes the files of the stock strategy.
+        offload_optimizer, offload_optimizer_device: keep the optimizer's state on "cpu" (the default) or "nvme".
+        offload_parameters, offload_params_device: the same for parameters. With both on "nvme" gradients go there too.
+        nvme_path: a directory on the drive. Default: those in $SWAPPER_NVME_PATH, else `./.swapper`, which is made.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: as `aio` of a config.
+        accelerator, checkpoint_io, precision_plugin: as for the stock strategy.
+        deepspeed: other arguments of `DeepSpeedStrategy` have no meaning here, and are named in one warning.
+
+    Raises:
+        ConfigError: config and arguments are both given, or cannot work.
+"""
+
+
+class Swapping(Strategy):
+    """Swaps the optimizers of the LightningModule, its gradients and its parameters, as the config says."""
+
+    offload_config: OffloadConfig
+
+    def _take(self, config: ConfigLike | None, given: Mapping[str, Any]) -> None:
+        self.offload_config = settings_of(type(self).__name__, config, given)
+        self._settings = self.offload_config
+        self._interrupted = False
+
+    # --- The model -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Within it what is built goes to the drive, if the config has parameters there."""
+        with ExitStack() as stack:
+            stack.enter_context(super().tensor_init_context(empty_init))
+            if self.offload_config.offload_param.device == "nvme":
+                stack.enter_context(init(self._settings))
+            yield
+
+    # --- The optimizers --------------------------------------------------------------------------------------------
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Have Lightning make the optimizers, and swap them. Those of an earlier `fit` are closed: their state is gone.
+
+        Raises:
+            ConfigError: the config cannot work with this model and these optimizers.
+            SwapIOError: the drive failed, or has too little free space.
+        """
+        former = [optimizer for optimizer in self.optimizers if _swapper_of(optimizer) is not None]
+        super().setup_optimizers(trainer)
+        for optimizer in former:
+            if not any(optimizer is other for other in self.optimizers):
+                _close(optimizer)
+        self._interrupted = False
+        self._settings = self._settings_for(trainer)
+        new = [optimizer for optimizer in self.optimizers if _swapper_of(optimizer) is None]
+        self._swap(new)
+
+    def _settings_for(self, trainer: Trainer) -> OffloadConfig:
+        """The config with the Trainer's accumulation. The same object as long as nothing differs: it has the pool."""
+        module = self.lightning_module
+        asked = self.offload_config
+        if module is None or not module.automatic_optimization:
+            return self._settings  # Only the user's loop knows.
+        steps = trainer.accumulate_grad_batches
+        given = "gradient_accumulation_steps" in asked.model_fields_set
+        if given and asked.gradient_accumulation_steps != steps:
+            raise ConfigError(
+                f"gradient_accumulation_steps: {asked.gradient_accumulation_steps} in the config, and "
+                f"Trainer(accumulate_grad_batches={steps}); leave it out of the config"
+            )
+        if self._settings.gradient_accumulation_steps == steps:
+            return self._settings
+        return asked.model_copy(update={"gradient_accumulation_steps": steps})
+
+    def _swap(self, optimizers: Sequence[Optimizer]) -> None:
+        settings = self._settings
+        module = self.lightning_module
+        assert module is not None
+        if optimizers:
+            offload(module, optimizers, settings)
+
+    # --- Clipping --------------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """As in the stock strategy."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        # What is set on the object leaves its class, whose name is a key in checkpoints. A class that clips in a way of
+        # its own goes on doing so.
+        if plugin is not None and type(plugin).clip_grad_by_norm.__module__.endswith("plugins.precision.precision"):
+            plugin.clip_grad_by_norm = partial(_clip_grad_by_norm, plugin)  # type: ignore[method-assign]
+        self._precision_plugin = plugin
+
+    # --- The end ---------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember that an exception is on its way, which `teardown` must not replace."""
+        self._interrupted = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Wait until all is on the drive. Files stay: the state can be saved until the optimizer dies.
+
+        Raises:
+            SwapIOError: a write had failed. Logged if another exception is on its way.
+        """
+        failure: SwapError | None = None
+        for optimizer in self.optimizers:
+            swapper = _swapper_of(optimizer)
+            try:
+                if swapper is not None:
+                    swapper.flush()
+            except SwapError as error:
+                failure = failure or error
+        super().teardown()
+        if failure is not None and not self._interrupted:
+            raise failure
+        if failure is not None:
+            log.error("after another exception: %s", failure)
+
+
+def _swapper_of(optimizer: Optimizer) -> OptimizerSwapper | None:
+    swapper = getattr(optimizer, "swapper", None)
+    return swapper if isinstance(swapper, OptimizerSwapper) else None
+
+
+def _close(optimizer: Optimizer) -> None:
+    swapper = _swapper_of(optimizer)
+    assert swapper is not None
+    try:
+        swapper.close()
+    except SwapError as error:  # Of state that nobody wants any more.
+        log.error("when the optimizer of an earlier fit was closed: %s", error)
+
+
+def _clip_grad_by_norm(plugin: Precision, optimizer: Optimizer, clip_val: int | float) -> None:
+    """As Lightning's, but gradients that are away are not all brought back."""
+    swapper = _swapper_of(optimizer)
+    if swapper is None:
+        type(plugin).clip_grad_by_norm(plugin, optimizer, clip_val)
+    else:
+        swapper.clip_grad_norm_(clip_val)
+
+
+class OnOneDevice(Swapping, SingleDeviceStrategy):
+    """The part of `SwapStrategy` that is not Lightning's."""
+
+    strategy_name = "swapper"
+
+    def __init__(
+        self,
+        config: ConfigLike | None = None,
+        *,
+        checkpoint_format: Literal["directory", "full"] | None = None,
+        device: str | torch.device | None = None,
+        offload_optimizer: bool | None = None,
+        offload_optimizer_device: Literal["cpu", "nvme"] | None = None,
+        offload_parameters: bool | None = None,
+        offload_params_device: Literal["cpu", "nvme"] | None = None,
+        nvme_path: str | os.PathLike[str] | None = None,
+        block_size: int | None = None,
+        queue_depth: int | None = None,
+        single_submit: bool | None = None,
+        overlap_events: bool | None = None,
+        thread_count: int | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **deepspeed: Any,
+    ) -> None:
+        given = {
+            "offload_optimizer": offload_optimizer,
+            "offload_optimizer_device": offload_optimizer_device,
+            "offload_parameters": offload_parameters,
+            "offload_params_device": offload_params_device,
+            "nvme_path": nvme_path,
+            "block_size": block_size,
+            "queue_depth": queue_depth,
+            "single_submit": single_submit,
+            "overlap_events": overlap_events,
+            "thread_count": thread_count,
+        }
+        # [Note: the device of a named strategy] Lightning makes it without arguments, and would train on the CPU
+        # whatever the accelerator. It gives its devices to whoever has this attribute.
+        self._parallel_devices: list[torch.device] | None = None if device is None else [torch.device(device)]
+        self._checkpoint_format = checkpoint_format
+        self._take(config, {name: value for name, value in given.items() if value is not None} | deepspeed)
+        super().__init__(
+            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, device="cpu"
+        )
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The device, once the Trainer has chosen it. See [Note: the device of a named strategy]."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices is not None and len(devices) > 1:
+            raise ConfigError(
+                f"{type(self).__name__} trains on one device, and the Trainer has {len(devices)}; set devices=1, or "
+                "use SwapDDPStrategy"
+            )
+        self._parallel_devices = devices
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where the model is."""
+        return self._parallel_devices[0] if self._parallel_devices else super().root_device
+
+
+class OnDDP(Swapping, DDPStrategy):
+    """The part of `SwapDDPStrategy` that is not Lightning's."""
+
+    strategy_name = "swapper_ddp"
+
+    def __init__(
+        self,
+        config: ConfigLike | None = None,
+        *,
+        checkpoint_format: Literal["directory", "full"] | None = None,
+        offload_optimizer: bool | None = None,
+        offload_optimizer_device: Literal["cpu", "nvme"] | None = None,
+        offload_parameters: bool | None = None,
+        offload_params_device: Literal["cpu", "nvme"] | None = None,
+        nvme_path: str | os.PathLike[str] | None = None,
+        block_size: int | None = None,
+        queue_depth: int | None = None,
+        single_submit: bool | None = None,
+        overlap_events: bool | None = None,
+        thread_count: int | None = None,
+        **ddp: Any,
+    ) -> None:
+        given = {
+            "offload_optimizer": offload_optimizer,
+            "offload_optimizer_device": offload_optimizer_device,
+            "offload_parameters": offload_parameters,
+            "offload_params_device": offload_params_device,
+            "nvme_path": nvme_path,
+            "block_size": block_size,
+            "queue_depth": queue_depth,
+            "single_submit": single_submit,
+            "overlap_events": overlap_events,
+            "thread_count": thread_count,
+        }
+        idle = {name: ddp.pop(name) for name in list(ddp) if name in MEANINGLESS}
+        self._checkpoint_format = checkpoint_format
+        self._take(config, {name: value for name, value in given.items() if value is not None} | idle)
+        super().__init__(**ddp)
