@@ -36,6 +36,8 @@ IGNORED_WARNINGS = [
     "ignore:.*GPU available but not used",
     "ignore:.*Checkpoint directory .* exists and is not empty",
     "ignore:`training_step` returned `None`",
+    "ignore:You defined a `validation_step` but have no `val_dataloader`",
+    "ignore:You requested to overfit",
 ]
 
 
