@@ -26,7 +26,7 @@ _MODULES = {"lightning.pytorch": "in_lightning", "pytorch_lightning": "in_pytorc
 
 def _in_use() -> list[str]:
     """The packages that strategies are wanted for, the first first."""
-    imported = [package for package in _MODULES if package in sys.modules]
+    imported = [package for package in _MODULES if sys.modules.get(package)]
     if imported:
         return imported
     for package in _MODULES:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
 else:
     # What LightningCLI sees: what a mapping or a file has is checked as a config when it is parsed.
-    ConfigLike = OffloadConfig | str | os.PathLike
+    ConfigLike = OffloadConfig
 
 __all__ = ["MEANINGLESS", "ConfigLike", "default_nvme_path", "settings_of"]
 
