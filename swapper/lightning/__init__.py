@@ -17,9 +17,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swapper.lightning.in_lightning import SwapDDPStrategy, SwapStrategy
+    from swapper.lightning.in_lightning import SwapCheckpointIO, SwapDDPStrategy, SwapStrategy
 
-__all__ = ["SwapDDPStrategy", "SwapStrategy"]
+__all__ = ["SwapCheckpointIO", "SwapDDPStrategy", "SwapStrategy"]
 
 _MODULES = {"lightning.pytorch": "in_lightning", "pytorch_lightning": "in_pytorch_lightning"}
 

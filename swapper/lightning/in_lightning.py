@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 from swapper.lightning.namespaces import bind, register
 
 if TYPE_CHECKING:
+    from swapper.lightning.files import FilesOfTorch as SwapCheckpointIO
     from swapper.lightning.strategy import OnDDP as SwapDDPStrategy
     from swapper.lightning.strategy import OnOneDevice as SwapStrategy
 else:
     globals().update(bind("lightning.pytorch", __name__))
 
-__all__ = ["SwapDDPStrategy", "SwapStrategy"]
+__all__ = ["SwapCheckpointIO", "SwapDDPStrategy", "SwapStrategy"]
 
 register("lightning.pytorch", globals())

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any
 
+from swapper.lightning.files import FilesOfTorch
 from swapper.lightning.strategy import ARGUMENTS, OnDDP, OnOneDevice
 
 __all__ = ["NAMES", "bind", "register"]
@@ -41,21 +42,35 @@ def bind(package: str, module: str) -> dict[str, Any]:
         module: where they will be found, by pickle too.
     """
     strategies = importlib.import_module(f"{package}.strategies")
+    plugins = importlib.import_module(f"{package}.plugins")
+    wrapping = importlib.import_module(f"{package}.plugins.io.wrapper")._WrappingCheckpointIO
+
+    class SwapCheckpointIO(FilesOfTorch, plugins.TorchCheckpointIO):  # type: ignore[misc, name-defined]
+        """Ordinary checkpoint files for any strategy, written and read through the engine, and checked when read.
+
+        A file appears under its name when it is complete and synced; what had the name is whole until then.
+
+        Args:
+            background: return as soon as the tensors are copied in memory, and write meanwhile. What fails is raised
+                by the next save, load or removal, or at the end.
+        """
 
     class SwapStrategy(OnOneDevice, strategies.SingleDeviceStrategy):  # type: ignore[misc, name-defined]
+        _files, _wrapping = SwapCheckpointIO, wrapping
         __doc__ = f"""Train on one device, with optimizer state, gradients and parameters where a config says.
 
     {ARGUMENTS}"""
 
     class SwapDDPStrategy(OnDDP, strategies.DDPStrategy):  # type: ignore[misc, name-defined]
+        _files, _wrapping = SwapCheckpointIO, wrapping
         __doc__ = f"""`DDPStrategy`, with optimizer state, gradients and parameters of each process where a config says.
 
     {ARGUMENTS}"""
 
-    classes: dict[str, Any] = {"SwapStrategy": SwapStrategy, "SwapDDPStrategy": SwapDDPStrategy}
-    for name, each in classes.items():
-        each.__module__, each.__qualname__ = module, name
-    return classes
+    classes = (SwapStrategy, SwapDDPStrategy, SwapCheckpointIO)
+    for each in classes:
+        each.__module__, each.__qualname__ = module, each.__name__
+    return {each.__name__: each for each in classes}
 
 
 def register(package: str, classes: Mapping[str, Any]) -> None:

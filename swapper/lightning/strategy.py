@@ -12,14 +12,16 @@ import os
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch.optim import Optimizer
 
 from swapper.api import init, offload
+from swapper.checkpoint import is_checkpoint
 from swapper.config import OffloadConfig
-from swapper.errors import ConfigError, SwapError
+from swapper.errors import ConfigError, SwapError, show
+from swapper.lightning.directories import Directories, placeholder
 from swapper.lightning.settings import MEANINGLESS, ConfigLike, settings_of
 from swapper.optimizer import OptimizerSwapper
 
@@ -39,7 +41,8 @@ log = logging.getLogger(__name__)
 ARGUMENTS = """Args:
         config: an `OffloadConfig`, a mapping, or the path of a YAML or JSON file. With neither this nor arguments of
             `DeepSpeedStrategy` the optimizer's state goes to NVMe.
-        checkpoint_format: "full" writes the files of the stock strategy.
+        checkpoint_format: "directory" (the default, unless `checkpoint_io` is given) publishes what is on the drive by
+            hard links; "full" writes the files of the stock strategy. Both are read.
         offload_optimizer, offload_optimizer_device: keep the optimizer's state on "cpu" (the default) or "nvme".
         offload_parameters, offload_params_device: the same for parameters. With both on "nvme" gradients go there too.
         nvme_path: a directory on the drive. Default: those in $SWAPPER_NVME_PATH, else `./.swapper`, which is made.
@@ -57,10 +60,15 @@ class Swapping(Strategy):
 
     offload_config: OffloadConfig
 
-    def _take(self, config: ConfigLike | None, given: Mapping[str, Any]) -> None:
+    def _take(self, config: ConfigLike | None, given: Mapping[str, Any], format: str | None) -> None:
         self.offload_config = settings_of(type(self).__name__, config, given)
         self._settings = self.offload_config
         self._interrupted = False
+        if format not in (None, "directory", "full"):
+            raise ConfigError(f"checkpoint_format: {show(format)} is not one of directory, full")
+        self._wanted_format = format
+        self._directories = Directories()
+        self._own_io = self._files()
 
     # --- The model -------------------------------------------------------------------------------------------------
 
@@ -131,6 +139,97 @@ class Swapping(Strategy):
             plugin.clip_grad_by_norm = partial(_clip_grad_by_norm, plugin)  # type: ignore[method-assign]
         self._precision_plugin = plugin
 
+    # --- Checkpoints -----------------------------------------------------------------------------------------------
+
+    _files: ClassVar[type[CheckpointIO]]
+    _wrapping: ClassVar[type[CheckpointIO]]
+    """Classes of the package of Lightning: what writes and reads files, and what is put around such."""
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads files. One that wraps another, and was given none, wraps ours."""
+        io = self._checkpoint_io
+        if io is None:
+            return self._own_io
+        if isinstance(io, self._wrapping):
+            io.checkpoint_io = self._own_io  # type: ignore[attr-defined]  # Without effect if it has one.
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def checkpoint_format(self) -> str:
+        """ "directory" or "full"; with a `CheckpointIO` of the user's, which writes files, "full" if nothing was said.
+
+        Raises:
+            ConfigError: there is one, and "directory" was asked for.
+        """
+        if self._wanted_format == "directory" and self._checkpoint_io is not None:
+            raise ConfigError(
+                f"checkpoint_format: a directory is not written by {type(self._checkpoint_io).__name__}; use 'full', "
+                "or give no CheckpointIO"
+            )
+        return self._wanted_format or ("directory" if self._checkpoint_io is None else "full")
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state dict. What is on the drive stays there."""
+        state = super().lightning_module_state_dict()
+        if self.checkpoint_format == "directory":
+            self._directories.dumped(state)
+        return state
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict of an optimizer; for a directory without the state, which is published where it lies."""
+        if self.checkpoint_format == "full":
+            return super().optimizer_state(optimizer)
+        return placeholder(optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Save what Lightning has made, on rank 0.
+
+        Raises:
+            SwapError: something in it cannot be saved; named, with what to do.
+            SwapIOError: the drive failed. An earlier checkpoint is whole.
+        """
+        if self.checkpoint_format == "full":
+            super().save_checkpoint(checkpoint, str(filepath), storage_options)
+        elif storage_options is not None:
+            raise TypeError("storage_options has no meaning for checkpoint_format='directory'")
+        elif self.is_global_zero:
+            assert self.lightning_module is not None
+            self._directories.save(checkpoint, filepath, self.lightning_module, self.optimizers)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """What was saved, in either format."""
+        if is_checkpoint(checkpoint_path):
+            return self._directories.load(checkpoint_path)
+        return super().load_checkpoint(str(checkpoint_path), weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model."""
+        assert self.lightning_module is not None
+        if not strict or not self._directories.load_model(checkpoint, self.lightning_module):
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' state."""
+        assert self.lightning_module is not None
+        if not self._directories.load_optimizers(checkpoint, self.lightning_module, self.optimizers):
+            super().load_optimizer_state_dict(checkpoint)
+        self._directories.close()
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint of either format, on rank 0."""
+        if not self.is_global_zero or self._directories.remove(filepath, self.lightning_module, self.optimizers):
+            return
+        super().remove_checkpoint(str(filepath))
+
     # --- The end ---------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
@@ -152,6 +251,11 @@ class Swapping(Strategy):
                     swapper.flush()
             except SwapError as error:
                 failure = failure or error
+        try:
+            self._directories.settle()
+        except SwapError as error:
+            failure = failure or error
+        self._directories.close()
         super().teardown()
         if failure is not None and not self._interrupted:
             raise failure
@@ -223,8 +327,8 @@ class OnOneDevice(Swapping, SingleDeviceStrategy):
         # [Note: the device of a named strategy] Lightning makes it without arguments, and would train on the CPU
         # whatever the accelerator. It gives its devices to whoever has this attribute.
         self._parallel_devices: list[torch.device] | None = None if device is None else [torch.device(device)]
-        self._checkpoint_format = checkpoint_format
-        self._take(config, {name: value for name, value in given.items() if value is not None} | deepspeed)
+        arguments = {name: value for name, value in given.items() if value is not None} | deepspeed
+        self._take(config, arguments, checkpoint_format)
         super().__init__(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, device="cpu"
         )
@@ -284,6 +388,6 @@ class OnDDP(Swapping, DDPStrategy):
             "thread_count": thread_count,
         }
         idle = {name: ddp.pop(name) for name in list(ddp) if name in MEANINGLESS}
-        self._checkpoint_format = checkpoint_format
-        self._take(config, {name: value for name, value in given.items() if value is not None} | idle)
+        arguments = {name: value for name, value in given.items() if value is not None} | idle
+        self._take(config, arguments, checkpoint_format)
         super().__init__(**ddp)
