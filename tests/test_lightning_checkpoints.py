@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -34,6 +36,7 @@ import swapper.lightning
 from swapper import fastsave, store
 from swapper.checkpoint import is_checkpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError
+from swapper.export import export_checkpoint
 from swapper.lightning import SwapCheckpointIO
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in IGNORED_WARNINGS]
@@ -270,6 +273,41 @@ def test_where_nothing_can_be_linked_the_rest_is_copied_while_training_goes_on(
     assert not [thread for thread in threading.enumerate() if "save" in thread.name]
     resumed = fit(strategy_of(nvme_path, ALL), ckpt_path=tmp_path / "last.ckpt", max_epochs=3)
     assert without_losses(resumed) == stock
+
+
+@pytest.mark.parametrize("what", ["state", ALL])
+def test_an_exported_directory_is_the_file_of_the_stock_strategy(what: str, nvme_path: Path, tmp_path: Path) -> None:
+    fit("auto", Hooked, max_epochs=1).save_checkpoint(tmp_path / "stock.ckpt")
+    fit(strategy_of(nvme_path, what), Hooked, max_epochs=1).save_checkpoint(tmp_path / "directory.ckpt")
+    command = ["checkpoint", "export", str(tmp_path / "directory.ckpt"), str(tmp_path / "it.ckpt"), "--to", "lightning"]
+    subprocess.run([sys.executable, "-m", "swapper", *command], check=True, timeout=300)
+    stock, exported = torch.load(tmp_path / "stock.ckpt"), torch.load(tmp_path / "it.ckpt")
+    assert bits(exported) == bits(stock)
+    results = [facts(fit("auto", Hooked, ckpt_path=tmp_path / name)) for name in ("stock.ckpt", "it.ckpt")]
+    assert results[0] == results[1]
+
+
+def test_what_lightning_has_not_saved_is_not_exported_for_it(tmp_path: Path) -> None:
+    swapper.save_checkpoint(tmp_path / "it", Net())
+    with pytest.raises(SwapError, match="was not saved by Lightning; export it to torch"):
+        export_checkpoint(tmp_path / "it", "lightning", tmp_path / "it.ckpt")
+
+
+class Sized(Net):
+    def __init__(self, size: int, extra: str = "default") -> None:
+        super().__init__(width=size)
+        self.save_hyperparameters()
+
+
+@pytest.mark.parametrize("what", ["state", ALL])
+def test_a_module_is_made_of_a_directory(what: str, nvme_path: Path, tmp_path: Path) -> None:
+    trainer = fit(strategy_of(nvme_path, what), lambda: Sized(80))
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    fit("auto", lambda: Sized(80)).save_checkpoint(tmp_path / "file.ckpt")
+    for path in (tmp_path / "it.ckpt", tmp_path / "file.ckpt"):
+        module = swapper.lightning.load_from_checkpoint(Sized, path, extra="mine")
+        assert (module.hparams.size, module.hparams.extra) == (80, "mine")
+        assert {name: bits(value) for name, value in module.state_dict().items()} == facts(trainer)["parameters"]
 
 
 # --- SwapCheckpointIO -------------------------------------------------------------------------------------------------

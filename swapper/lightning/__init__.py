@@ -16,10 +16,12 @@ import importlib.util
 import sys
 from typing import TYPE_CHECKING, Any
 
+from swapper.lightning.directories import load_from_checkpoint
+
 if TYPE_CHECKING:
     from swapper.lightning.in_lightning import SwapCheckpointIO, SwapDDPStrategy, SwapStrategy
 
-__all__ = ["SwapCheckpointIO", "SwapDDPStrategy", "SwapStrategy"]
+__all__ = ["SwapCheckpointIO", "SwapDDPStrategy", "SwapStrategy", "load_from_checkpoint"]
 
 _MODULES = {"lightning.pytorch": "in_lightning", "pytorch_lightning": "in_pytorch_lightning"}
 

@@ -1,16 +1,14 @@
 """Lightning's checkpoints as directories: what Lightning wants to save is cut into what `save_checkpoint` takes.
 
-[Note: references] Lightning makes a dictionary of all there is, and lets hooks read and change it. The tensors in it
-that are the model's, wherever a hook may have put them, are saved as references to the model's files; what a hook has
-replaced is saved as it is. On loading, references become tensors that are read when they are used. So hooks see what
-they always see, and no tensor is copied that no hook has changed.
+See `swapper.references` for the tensors. Those of a directory are read when they are used.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.optim import Optimizer
@@ -18,12 +16,13 @@ from torch.optim import Optimizer
 from swapper.checkpoint import OpenCheckpoint, is_checkpoint, remove, save_checkpoint
 from swapper.errors import ConfigError, SwapError
 from swapper.fastsave import SaveHandle
+from swapper.references import OPTIMIZER_STATES, is_lightnings, refer, resolve
 
-__all__ = ["Directories", "placeholder", "read_directory", "replaced"]
+__all__ = ["Directories", "load_from_checkpoint", "placeholder", "read_directory"]
 
-_REFERENCE = "swapper.model"
 _DIRECTORY = "swapper.directory"
-_STATES = "optimizer_states"
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_ModuleT = TypeVar("_ModuleT", bound=torch.nn.Module)
 
 
 class _Elsewhere(dict[str, Any]):
@@ -77,20 +76,16 @@ class Directories:
                 "checkpoint_format='full'"
             )
         self.settle()
-        states = checkpoint.get(_STATES)
+        states = checkpoint.get(OPTIMIZER_STATES)
         if states is not None and not all(isinstance(state, _Elsewhere) for state in states):
             raise ConfigError(
                 "checkpoint_format: a hook has changed checkpoint['optimizer_states'], which a directory does not "
                 "have; use checkpoint_format='full'"
             )
-        rest = {key: value for key, value in checkpoint.items() if key != _STATES}
+        rest = {key: value for key, value in checkpoint.items() if key != OPTIMIZER_STATES}
         dumped, self._dumped = self._dumped, {}
-
-        def refer(value: torch.Tensor) -> Any:
-            return {_REFERENCE: dumped[id(value)][0]} if id(value) in dumped else value
-
-        saved = list(optimizers) if states is not None else None
-        handle = save_checkpoint(directory, model, saved, extra=replaced(rest, torch.Tensor, refer))
+        extra = refer(rest, {number: name for number, (name, _) in dumped.items()})
+        handle = save_checkpoint(directory, model, list(optimizers) if states is not None else None, extra)
         if not handle.done():
             self._saving = handle
         else:
@@ -143,7 +138,7 @@ class Directories:
         opened = self._opened(checkpoint)
         if opened is None:
             return False
-        if not all(isinstance(state, _Elsewhere) for state in checkpoint[_STATES]):
+        if not all(isinstance(state, _Elsewhere) for state in checkpoint[OPTIMIZER_STATES]):
             raise SwapError(
                 "a hook has changed checkpoint['optimizer_states'] of a checkpoint that is a directory, where the "
                 "state is not; change the optimizer afterwards"
@@ -164,37 +159,54 @@ class Directories:
 
 def read_directory(opened: OpenCheckpoint) -> dict[str, Any]:
     """What Lightning saved in a directory; of use as long as that is open."""
-    if not isinstance(opened.extra, dict) or "pytorch-lightning_version" not in opened.extra:
+    if not is_lightnings(opened.extra):
         raise ConfigError(
             f"{opened.directory} was not saved by Lightning; load it with swapper.load_checkpoint(directory, model, "
             "optimizer)"
         )
 
-    def read(value: dict[Any, Any]) -> Any:
-        return opened.state_dict[value[_REFERENCE]] if value.keys() == {_REFERENCE} else value
-
-    checkpoint: dict[str, Any] = replaced(opened.extra, dict, read)
+    checkpoint: dict[str, Any] = resolve(opened.extra, opened.state_dict)
     checkpoint[_DIRECTORY] = str(opened.directory)
     if opened.optimizers:
-        checkpoint[_STATES] = [_Elsewhere(state={}, param_groups=[]) for _ in range(opened.optimizers)]
+        checkpoint[OPTIMIZER_STATES] = [_Elsewhere(state={}, param_groups=[]) for _ in range(opened.optimizers)]
     return checkpoint
 
 
-def replaced(value: Any, of: type, by: Callable[[Any], Any]) -> Any:
-    """A copy of nested containers in which each item of class `of` is what `by` makes of it."""
-    if isinstance(value, of):
-        found = by(value)
-        if found is not value:
-            return found
-    if type(value) is list:
-        return [replaced(item, of, by) for item in value]
-    if type(value) is tuple:
-        return tuple(replaced(item, of, by) for item in value)
-    if isinstance(value, dict):
-        items = {key: replaced(item, of, by) for key, item in value.items()}
-        if type(value) is dict or all(items[key] is item for key, item in value.items()):
-            return items if type(value) is dict else value
-        copy = value.copy()
-        copy.update(items)
-        return copy
-    return value
+def load_from_checkpoint(
+    module: type[_ModuleT],
+    checkpoint_path: str | os.PathLike[str],
+    *,
+    strict: bool | None = None,
+    **hyper_parameters: Any,
+) -> _ModuleT:
+    """`module.load_from_checkpoint(checkpoint_path)`, also for a directory that a strategy has saved.
+
+    Args:
+        module: a LightningModule's class.
+        checkpoint_path: of a directory, or of a file.
+        strict: all names must be there, and no others; None asks `strict_loading` of the module.
+        **hyper_parameters: instead of those that were saved, as for `module.load_from_checkpoint`.
+
+    Returns:
+        A new module on the CPU, with the saved weights.
+
+    Raises:
+        ConfigError: the directory was not saved by Lightning.
+        SwapError, SwapIOError: a file is damaged or cannot be read.
+    """
+    made: _ModuleT
+    if not is_checkpoint(checkpoint_path):
+        load: Any = module
+        made = load.load_from_checkpoint(checkpoint_path, map_location="cpu", strict=strict, **hyper_parameters)
+        return made
+    package = next(name for each in module.__mro__ for name in _PACKAGES if each.__module__.startswith(f"{name}."))
+    saving = importlib.import_module(f"{package}.core.saving")
+    opened = OpenCheckpoint(checkpoint_path)
+    try:
+        checkpoint = read_directory(opened)
+        own: Any = module
+        checkpoint.setdefault(own.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(hyper_parameters)
+        made = saving._load_state(module, checkpoint, strict=strict, **hyper_parameters)
+    finally:
+        opened.close()
+    return made

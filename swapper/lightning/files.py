@@ -11,7 +11,7 @@ from swapper.checkpoint import is_checkpoint
 from swapper.errors import SwapError
 from swapper.evicted import EvictedView
 from swapper.fastsave import SaveHandle, load, save
-from swapper.lightning.directories import replaced
+from swapper.references import replaced
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import TorchCheckpointIO
