@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any
 from swapper.lightning.directories import load_from_checkpoint
 
 if TYPE_CHECKING:
-    from swapper.lightning.in_lightning import SwapCheckpointIO, SwapDDPStrategy, SwapStrategy
+    from swapper.lightning.in_lightning import SwapCheckpointIO, SwapDDPStrategy, SwapMonitor, SwapStrategy
 
-__all__ = ["SwapCheckpointIO", "SwapDDPStrategy", "SwapStrategy", "load_from_checkpoint"]
+__all__ = ["SwapCheckpointIO", "SwapDDPStrategy", "SwapMonitor", "SwapStrategy", "load_from_checkpoint"]
 
 _MODULES = {"lightning.pytorch": "in_lightning", "pytorch_lightning": "in_pytorch_lightning"}
 

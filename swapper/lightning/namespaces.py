@@ -11,6 +11,7 @@ from types import MappingProxyType
 from typing import Any
 
 from swapper.lightning.files import FilesOfTorch
+from swapper.lightning.monitor import Monitor
 from swapper.lightning.strategy import ARGUMENTS, OnDDP, OnOneDevice
 
 __all__ = ["NAMES", "bind", "register"]
@@ -67,7 +68,19 @@ def bind(package: str, module: str) -> dict[str, Any]:
 
     {ARGUMENTS}"""
 
-    classes = (SwapStrategy, SwapDDPStrategy, SwapCheckpointIO)
+    class SwapMonitor(Monitor, importlib.import_module(f"{package}.callbacks").Callback):  # type: ignore[misc]
+        """Logs what swapping moves, every `log_every_n_steps`, to all loggers, as `swapper/...`.
+
+        bytes_read_per_step, bytes_written_per_step and their sum bytes_per_step; bytes_per_s; wait_share, the part of
+        the time in which training waited for the drive; bytes_written since the optimizers were made; pool_bytes and
+        pool_peak_bytes; endurance_days, after which writing on like this has worn a drive out. On each rank its own.
+
+        Args:
+            progress_bar: show bytes per step and the share of waits.
+            endurance_bytes: what the drive is rated for, as "600TB"; see its data sheet for TBW.
+        """
+
+    classes = (SwapStrategy, SwapDDPStrategy, SwapCheckpointIO, SwapMonitor)
     for each in classes:
         each.__module__, each.__qualname__ = module, each.__name__
     return {each.__name__: each for each in classes}
