@@ -123,7 +123,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shared": PIPELINE | {"config"},
     "dry_run": PIPELINE | {"config", "gradient_records", "optimizer_plan", "parameter_records", "shared"},
     "deepnvme": {"handle", "gds", "errors"},
-    "lightning": API | {"api"},
+    "strategy_arguments": {"config", "errors"},
+    "lightning": API | {"api", "strategy_arguments"},
+    "fabric": API | {"api", "strategy_arguments"},
     "cli": API | {"api", "gds"},
     "__main__": {"cli"},
     "__init__": API | {"api"},
@@ -143,6 +145,7 @@ OTHER_PACKAGES = {
     "values": {"numpy"},  # only for arrays, whose owner has it
     "cli": {"typer", "rich", "yaml", "matplotlib"},
     "lightning": {"lightning"},  # or pytorch_lightning, by its name
+    "fabric": {"lightning"},  # or lightning_fabric
 }
 """What may be imported besides torch and the standard library."""
 

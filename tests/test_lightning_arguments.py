@@ -23,8 +23,7 @@ import swapper.lightning
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.lightning import SwapDDPStrategy, SwapStrategy
-from swapper.lightning.namespaces import NAMES
-from swapper.lightning.settings import MEANINGLESS
+from swapper.strategy_arguments import MEANINGLESS
 
 LIGHTNINGS_OWN = "ignore::jsonargparse._deprecated.JsonargparseDeprecationWarning"
 pytestmark = [pytest.mark.filterwarnings(text) for text in [*IGNORED_WARNINGS, LIGHTNINGS_OWN]]
@@ -41,7 +40,7 @@ def devices(config: OffloadConfig) -> tuple[str, str, str]:
     return config.offload_optimizer.device, config.offload_gradient.device, config.offload_param.device
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", DEVICES)
 def test_a_name_is_a_strategy(name: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SWAPPER_NVME_PATH", str(nvme_path))
     trainer = trainer_of(name)

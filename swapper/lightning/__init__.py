@@ -12,11 +12,10 @@ already or installed. With both in one program, `swapper.lightning.in_lightning`
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from typing import TYPE_CHECKING, Any
 
 from swapper.lightning.directories import load_from_checkpoint
+from swapper.strategy_arguments import packages_in_use
 
 if TYPE_CHECKING:
     from swapper.lightning.in_lightning import SwapCheckpointIO, SwapDDPStrategy, SwapMonitor, SwapStrategy
@@ -26,18 +25,9 @@ __all__ = ["SwapCheckpointIO", "SwapDDPStrategy", "SwapMonitor", "SwapStrategy",
 _MODULES = {"lightning.pytorch": "in_lightning", "pytorch_lightning": "in_pytorch_lightning"}
 
 
-def _in_use() -> list[str]:
-    """The packages that strategies are wanted for, the first first."""
-    imported = [package for package in _MODULES if sys.modules.get(package)]
-    if imported:
-        return imported
-    for package in _MODULES:
-        if importlib.util.find_spec(package.partition(".")[0]) is not None:
-            return [package]
-    raise ImportError("swapper.lightning needs Lightning: pip install 'tensor-swapper[lightning]'")
-
-
-_modules = [importlib.import_module(f"{__name__}.{_MODULES[package]}") for package in _in_use()]
+_modules = [
+    importlib.import_module(f"{__name__}.{_MODULES[package]}") for package in packages_in_use(__name__, list(_MODULES))
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -7,32 +7,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from types import MappingProxyType
 from typing import Any
 
 from swapper.lightning.files import FilesOfTorch
 from swapper.lightning.monitor import Monitor
-from swapper.lightning.strategy import ARGUMENTS, OnDDP, OnOneDevice
+from swapper.lightning.strategy import OnDDP, OnOneDevice
+from swapper.strategy_arguments import ARGUMENTS, NAMES
 
-__all__ = ["NAMES", "bind", "register"]
-
-NAMES: Mapping[str, tuple[str, dict[str, Any]]] = MappingProxyType(
-    {
-        "swapper_cpu": ("SwapStrategy", {"offload_optimizer": True, "offload_optimizer_device": "cpu"}),
-        "swapper_nvme": ("SwapStrategy", {"offload_optimizer": True, "offload_optimizer_device": "nvme"}),
-        "swapper_nvme_all": (
-            "SwapStrategy",
-            {
-                "offload_optimizer": True,
-                "offload_optimizer_device": "nvme",
-                "offload_parameters": True,
-                "offload_params_device": "nvme",
-            },
-        ),
-        "swapper_ddp_nvme": ("SwapDDPStrategy", {"offload_optimizer": True, "offload_optimizer_device": "nvme"}),
-    }
-)
-"""Names for `Trainer(strategy=...)`: class and arguments."""
+__all__ = ["bind", "register"]
 
 
 def bind(package: str, module: str) -> dict[str, Any]:
@@ -89,5 +71,7 @@ def bind(package: str, module: str) -> dict[str, Any]:
 def register(package: str, classes: Mapping[str, Any]) -> None:
     """Let `Trainer(strategy="swapper_nvme")` of a package find the strategies. May be called again."""
     registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
-    for name, (which, arguments) in NAMES.items():
-        registry.register(name, classes[which], description=f"swapper: {name}", override=True, **arguments)
+    for name, arguments in NAMES.items():
+        registry.register(name, classes["SwapStrategy"], description=f"swapper: {name}", override=True, **arguments)
+    ddp = classes["SwapDDPStrategy"]
+    registry.register("swapper_ddp_nvme", ddp, description="swapper: ddp", override=True, **NAMES["swapper_nvme"])

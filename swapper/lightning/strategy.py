@@ -22,8 +22,8 @@ from swapper.checkpoint import is_checkpoint
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, show
 from swapper.lightning.directories import Directories, placeholder
-from swapper.lightning.settings import MEANINGLESS, ConfigLike, settings_of
 from swapper.optimizer import OptimizerSwapper
+from swapper.strategy_arguments import MEANINGLESS, ConfigLike, settings_of
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -34,25 +34,9 @@ if TYPE_CHECKING:
 else:
     Strategy = SingleDeviceStrategy = DDPStrategy = object
 
-__all__ = ["ARGUMENTS", "OnDDP", "OnOneDevice", "Swapping"]
+__all__ = ["OnDDP", "OnOneDevice", "Swapping"]
 
 log = logging.getLogger(__name__)
-
-ARGUMENTS = """Args:
-        config: an `OffloadConfig`, a mapping, or the path of a YAML or JSON file. With neither this nor arguments of
-            `DeepSpeedStrategy` the optimizer's state goes to NVMe.
-        checkpoint_format: "directory" (the default, unless `checkpoint_io` is given) publishes what is on the drive by
-            hard links; "full" writes the files of the stock strategy. Both are read.
-        offload_optimizer, offload_optimizer_device: keep the optimizer's state on "cpu" (the default) or "nvme".
-        offload_parameters, offload_params_device: the same for parameters. With both on "nvme" gradients go there too.
-        nvme_path: a directory on the drive. Default: those in $SWAPPER_NVME_PATH, else `./.swapper`, which is made.
-        block_size, queue_depth, single_submit, overlap_events, thread_count: as `aio` of a config.
-        accelerator, checkpoint_io, precision_plugin: as for the stock strategy.
-        deepspeed: other arguments of `DeepSpeedStrategy` have no meaning here, and are named in one warning.
-
-    Raises:
-        ConfigError: config and arguments are both given, or cannot work.
-"""
 
 
 class Swapping(Strategy):

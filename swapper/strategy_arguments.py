@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import difflib
-import logging
+import importlib.util
 import os
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +20,7 @@ else:
     # What LightningCLI sees: what a mapping or a file has is checked as a config when it is parsed.
     ConfigLike = OffloadConfig
 
-__all__ = ["MEANINGLESS", "ConfigLike", "default_nvme_path", "settings_of"]
-
-log = logging.getLogger(__name__)
+__all__ = ["ARGUMENTS", "MEANINGLESS", "NAMES", "ConfigLike", "default_nvme_path", "packages_in_use", "settings_of"]
 
 _BUFFERS = "memory is bounded by pool_bytes of a config instead"
 _SHARDING = "it is about sharding and communication, and every process keeps all it is given"
@@ -60,6 +59,34 @@ MEANINGLESS: dict[str, str] = {
     "exclude_frozen_parameters": "checkpoints have all parameters",
 }
 """Arguments of `DeepSpeedStrategy` that have no meaning here, and why."""
+
+ARGUMENTS = """Args:
+        config: an `OffloadConfig`, a mapping, or the path of a YAML or JSON file. With neither this nor arguments of
+            `DeepSpeedStrategy` the optimizer's state goes to NVMe.
+        checkpoint_format: "directory" (the default, unless `checkpoint_io` is given) publishes what is on the drive by
+            hard links; "full" writes the files of the stock strategy. Both are read.
+        offload_optimizer, offload_optimizer_device: keep the optimizer's state on "cpu" (the default) or "nvme".
+        offload_parameters, offload_params_device: the same for parameters. With both on "nvme" gradients go there too.
+        nvme_path: a directory on the drive. Default: those in $SWAPPER_NVME_PATH, else `./.swapper`, which is made.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: as `aio` of a config.
+        accelerator, checkpoint_io, precision_plugin: as for the stock strategy.
+        deepspeed: other arguments of `DeepSpeedStrategy` have no meaning here, and are named in one warning.
+
+    Raises:
+        ConfigError: config and arguments are both given, or cannot work.
+"""
+
+NAMES: Mapping[str, dict[str, Any]] = {
+    "swapper_cpu": {"offload_optimizer": True, "offload_optimizer_device": "cpu"},
+    "swapper_nvme": {"offload_optimizer": True, "offload_optimizer_device": "nvme"},
+    "swapper_nvme_all": {
+        "offload_optimizer": True,
+        "offload_optimizer_device": "nvme",
+        "offload_parameters": True,
+        "offload_params_device": "nvme",
+    },
+}
+"""Names of strategies for one device, and their arguments."""
 
 _AIO = {
     "block_size": "block_size",
@@ -161,3 +188,18 @@ def _from_arguments(name: str, given: Mapping[str, Any]) -> OffloadConfig:
     if "nvme" in (state, parameters):
         values["nvme_path"] = given.get("nvme_path") or default_nvme_path()
     return OffloadConfig.model_validate(values)
+
+
+def packages_in_use(name: str, packages: Sequence[str]) -> list[str]:
+    """Those of `packages` that strategies are wanted for, the first first: imported ones, else one that is installed.
+
+    Raises:
+        ImportError: none is; the message says what `name` needs.
+    """
+    imported = [package for package in packages if sys.modules.get(package)]
+    if imported:
+        return imported
+    for package in packages:
+        if importlib.util.find_spec(package.partition(".")[0]) is not None:
+            return [package]
+    raise ImportError(f"{name} needs Lightning: pip install 'tensor-swapper[lightning]'")
