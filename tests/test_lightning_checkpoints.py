@@ -20,6 +20,7 @@ from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning_runs import (
     IGNORED_WARNINGS,
     Net,
+    config_of,
     facts,
     fit,
     loader,
@@ -308,6 +309,63 @@ def test_a_module_is_made_of_a_directory(what: str, nvme_path: Path, tmp_path: P
         module = swapper.lightning.load_from_checkpoint(Sized, path, extra="mine")
         assert (module.hparams.size, module.hparams.extra) == (80, "mine")
         assert {name: bits(value) for name, value in module.state_dict().items()} == facts(trainer)["parameters"]
+
+
+MEMORY = """
+import sys, time, warnings
+warnings.simplefilter("ignore")
+sys.path[:0] = [{benchmarks!r}, {tests!r}]
+import torch
+from torch import nn
+from peak import Peak
+from lightning_runs import Net, loader, trainer_of
+import swapper.lightning
+
+torch.set_num_threads(1)
+
+class Large(Net):
+    def __init__(self):
+        super().__init__()
+        wide = [nn.Linear(2048, 2048) for _ in range(4)]
+        self.body = nn.Sequential(nn.Linear(16, 2048), *wide, nn.Linear(2048, 16))
+
+    def forward(self, x):
+        return super().forward(self.body(x))
+
+def make(epochs):
+    config = {config!r}
+    return trainer_of(swapper.lightning.SwapStrategy(config), max_epochs=epochs)
+
+trainer = make(1)
+trainer.fit(Large(), loader(4))
+swapped_bytes = swapper.of(trainer.optimizers[0]).stats().state_bytes
+trainer.optimizers[0].zero_grad()
+with Peak() as before:
+    time.sleep(0.05)
+with Peak() as peak:
+    trainer.save_checkpoint({path!r})
+print(swapped_bytes, peak.bytes - before.bytes)
+again, model = make(1), Large()
+with Peak() as before:
+    time.sleep(0.05)
+with Peak() as peak:
+    again.fit(model, loader(4), ckpt_path={path!r})
+assert again.optimizers[0].swapper.stats().steps == 0
+print(again.optimizers[0].swapper.stats().state_bytes, peak.bytes - before.bytes)
+"""
+
+
+def test_saving_and_resuming_hold_no_copy_of_the_state(nvme_path: Path, tmp_path: Path) -> None:
+    config = config_of(nvme_path, "state", pool_bytes="8MiB", bucket_bytes="1MiB")
+    tests = Path(__file__).resolve().parent
+    parts = {"benchmarks": str(tests.parent / "benchmarks"), "tests": str(tests), "path": str(tmp_path / "it.ckpt")}
+    script = MEMORY.format(config=config, **parts)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        state_bytes, grown_bytes = map(int, line.split())
+        assert state_bytes > 128 << 20
+        assert grown_bytes < 48 << 20, "a pool of 8 MiB, pieces of 16 MiB"
 
 
 # --- SwapCheckpointIO -------------------------------------------------------------------------------------------------

@@ -54,6 +54,11 @@ class Swapping(Strategy):
         self._directories = Directories()
         self._own_io = self._files()
 
+    def setup_environment(self) -> None:
+        """The beginning of whatever a Trainer is called for."""
+        self._interrupted = False
+        super().setup_environment()
+
     # --- The model -------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -79,7 +84,6 @@ class Swapping(Strategy):
         for optimizer in former:
             if not any(optimizer is other for other in self.optimizers):
                 _close(optimizer)
-        self._interrupted = False
         self._settings = self._settings_for(trainer)
         new = [optimizer for optimizer in self.optimizers if _swapper_of(optimizer) is None]
         self._swap(new)
