@@ -38,6 +38,8 @@ IGNORED_WARNINGS = [
     "ignore:`training_step` returned `None`",
     "ignore:You defined a `validation_step` but have no `val_dataloader`",
     "ignore:You requested to overfit",
+    "ignore:`.fit.ckpt_path=None.` was called without a model",
+    "ignore:.fit.ckpt_path=.last.. is set, but there is no last checkpoint",
     "ignore:You're resuming from a checkpoint that ended before the epoch ended",
     "ignore:Be aware that when using `ckpt_path`",
 ]

@@ -16,17 +16,20 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
+    BatchSizeFinder,
     EarlyStopping,
     GradientAccumulationScheduler,
     LearningRateFinder,
+    OnExceptionCheckpoint,
     StochasticWeightAveraging,
     WeightAveraging,
 )
 from lightning.pytorch.plugins import Precision
 from lightning.pytorch.utilities import grad_norm
-from lightning_runs import IGNORED_WARNINGS, Net, config_of, facts, fit, loader, precision_of, strategy_of
+from lightning_runs import IGNORED_WARNINGS, Net, config_of, facts, fit, loader, precision_of, strategy_of, trainer_of
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
+from torch.utils.data import DataLoader
 from twins import bits
 
 import swapper
@@ -388,3 +391,113 @@ def test_steps_in_backward_end_in_the_same_bits(accumulate: int, nvme_path: Path
     config["offload_optimizer"]["step_in_backward"] = True
     stock = facts(fit(accumulate_grad_batches=accumulate))
     assert facts(fit(swapper.lightning.SwapStrategy(config), accumulate_grad_batches=accumulate)) == stock
+
+
+# --- One Trainer, called again ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("what", ["state", "state-gradients-parameters"])
+def test_a_trainer_trains_one_model_after_another(what: str, nvme_path: Path) -> None:
+    def run(strategy: Any) -> list[Any]:
+        trainer = trainer_of(strategy)
+        models = []
+        for seed in range(3):
+            torch.manual_seed(seed)
+            models.append(Net())
+            trainer.fit_loop.max_epochs = 2 * (seed + 1)
+            trainer.fit(models[-1], loader(), loader())
+        return [bits(trainer.validate(model, loader(), verbose=False)) for model in models]
+
+    assert run(strategy_of(nvme_path, what)) == run("auto")
+
+
+@pytest.mark.parametrize("what", ["state", "state-gradients-parameters"])
+def test_an_optimizer_that_is_given_again_keeps_its_state(what: str, nvme_path: Path) -> None:
+    class Keeping(Net):
+        kept: torch.optim.Optimizer | None = None
+
+        def configure_optimizers(self) -> Any:
+            self.kept = self.kept or torch.optim.AdamW(self.parameters(), lr=1e-2)
+            return self.kept
+
+    def run(strategy: Any) -> Any:
+        trainer = fit(strategy, Keeping)
+        trainer.fit_loop.max_epochs = 4
+        trainer.fit(trainer.lightning_module, loader(), loader())
+        return facts(trainer)
+
+    assert run(strategy_of(nvme_path, what)) == run("auto")
+
+
+@pytest.mark.parametrize("what", ["state", "state-gradients-parameters"])
+def test_evaluation_needs_no_fit(what: str, nvme_path: Path) -> None:
+    def run(strategy: Any) -> list[Any]:
+        torch.manual_seed(11)
+        model, trainer = Large(), trainer_of(strategy)
+        found = [bits(trainer.validate(model, loader(), verbose=False)), bits(trainer.predict(model, loader(4)))]
+        trainer.fit(model, loader(), loader())
+        return [*found, bits(trainer.test(model, loader(4), verbose=False)), facts(trainer)]
+
+    assert run(strategy_of(nvme_path, what)) == run("auto")
+
+
+@pytest.mark.parametrize("what", ["state", "state-gradients-parameters"])
+def test_the_batch_size_finder_finds_the_same(what: str, nvme_path: Path, tmp_path: Path) -> None:
+    rows_64 = torch.randn(64, 16, generator=torch.Generator().manual_seed(1))
+
+    class Rows(L.LightningDataModule):
+        batch_size = 2
+
+        def train_dataloader(self) -> Any:
+            return DataLoader(rows_64, batch_size=self.batch_size)  # type: ignore[arg-type]
+
+        def val_dataloader(self) -> Any:
+            return loader()
+
+    def run(strategy: Any) -> Any:
+        torch.manual_seed(11)
+        model, rows, finder = Net(), Rows(), BatchSizeFinder(max_trials=3, steps_per_trial=2)
+        trainer = trainer_of(strategy, callbacks=[finder], default_root_dir=tmp_path)
+        trainer.fit(model, datamodule=rows)
+        return facts(trainer), finder.optimal_batch_size, rows.batch_size
+
+    assert run(strategy_of(nvme_path, what)) == run("auto")
+    assert not list(tmp_path.glob(".scale_batch_size*"))
+
+
+@pytest.mark.parametrize("what", ["state", "state-gradients-parameters"])
+@pytest.mark.parametrize("error", [RuntimeError("the user's"), KeyboardInterrupt()])
+def test_a_checkpoint_is_made_when_a_run_is_cut_off(
+    error: BaseException, what: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    class CutOff(Net):
+        def on_train_batch_start(self, batch: Any, number: int) -> None:
+            if self.trainer.global_step == 7 and self.error is not None:
+                raise self.error
+
+        error: BaseException | None = None
+
+    def run(strategy: Callable[[], Any], directory: Path) -> Any:
+        def cut_off() -> Net:
+            module = CutOff()
+            module.error = error
+            return module
+
+        handler = signal.getsignal(signal.SIGINT)
+        with pytest.raises((RuntimeError, SystemExit)):
+            fit(strategy(), cut_off, callbacks=[OnExceptionCheckpoint(directory)], enable_checkpointing=True)
+        signal.signal(signal.SIGINT, handler)
+        return facts(fit(strategy(), CutOff, ckpt_path=directory / "on_exception.ckpt", max_epochs=3))
+
+    stock = run(lambda: "auto", tmp_path / "stock")
+    assert run(lambda: strategy_of(nvme_path, what), tmp_path / "ours") == stock
+
+
+def test_state_in_page_locked_memory_ends_in_the_same_bits() -> None:
+    assert facts(fit("swapper_cpu")) == facts(fit())
+
+
+def test_nothing_swapped_is_the_stock_strategy(nvme_path: Path) -> None:
+    trainer = fit(swapper.lightning.SwapStrategy({}), gradient_clip_val=0.05)
+    assert facts(trainer) == facts(fit(gradient_clip_val=0.05))
+    assert not list(nvme_path.iterdir())
