@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import cProfile
 import errno
 import gc
 import os
+import pstats
 import signal
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -501,3 +503,20 @@ def test_nothing_swapped_is_the_stock_strategy(nvme_path: Path) -> None:
     trainer = fit(swapper.lightning.SwapStrategy({}), gradient_clip_val=0.05)
     assert facts(trainer) == facts(fit(gradient_clip_val=0.05))
     assert not list(nvme_path.iterdir())
+
+
+def test_with_nothing_swapped_little_is_called_beyond_the_stock_strategy() -> None:
+    def calls(strategy: Callable[[], Any], epochs: int) -> int:
+        profile = cProfile.Profile()
+        given = strategy()
+        profile.enable()
+        fit(given, validation=None, gradient_clip_val=0.05, max_epochs=epochs, data=lambda: loader(100))
+        profile.disable()
+        found = pstats.Stats(profile)
+        return int(found.total_calls)  # type: ignore[attr-defined]
+
+    def of_steps(strategy: Callable[[], Any]) -> int:
+        calls(strategy, 1)
+        return calls(strategy, 3) - calls(strategy, 1)
+
+    assert of_steps(lambda: swapper.lightning.SwapStrategy({})) < 1.05 * of_steps(lambda: "auto")
