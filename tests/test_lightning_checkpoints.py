@@ -220,6 +220,20 @@ def test_what_cannot_be_saved_without_pickle_is_named(nvme_path: Path, tmp_path:
         trainer.save_checkpoint(tmp_path / "it.ckpt")
 
 
+def test_hyper_parameters_that_cannot_be_saved_are_refused_at_the_start(nvme_path: Path, tmp_path: Path) -> None:
+    class Pathed(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.save_hyperparameters({"size": 3, "where": tmp_path})
+
+    keep = {"callbacks": [ModelCheckpoint(tmp_path)], "enable_checkpointing": True}
+    with pytest.raises(ConfigError, match=r"hparams of Pathed\['where'\].*checkpoint_format='full'"):
+        fit(strategy_of(nvme_path), Pathed, **keep)
+    fit(strategy_of(nvme_path), Pathed)
+    fit(strategy_of(nvme_path, format="full"), Pathed, **keep)
+    assert len(list(tmp_path.glob("*.ckpt"))) == 1
+
+
 def test_a_model_of_other_names_is_refused_unless_loading_is_not_strict(nvme_path: Path, tmp_path: Path) -> None:
     class Other(Net):
         def __init__(self, strict: bool) -> None:

@@ -24,6 +24,7 @@ from swapper.errors import ConfigError, SwapError, show
 from swapper.lightning.directories import Directories, placeholder
 from swapper.optimizer import OptimizerSwapper
 from swapper.strategy_arguments import MEANINGLESS, ConfigLike, settings_of
+from swapper.values import encode
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -84,9 +85,21 @@ class Swapping(Strategy):
         for optimizer in former:
             if not any(optimizer is other for other in self.optimizers):
                 _close(optimizer)
+        self._check_hyper_parameters(trainer)
         self._settings = self._settings_for(trainer)
         new = [optimizer for optimizer in self.optimizers if _swapper_of(optimizer) is None]
         self._swap(new)
+
+    def _check_hyper_parameters(self, trainer: Trainer) -> None:
+        """Refuse what no directory can hold now, and not when the first checkpoint is made."""
+        if not trainer.checkpoint_callbacks or self.checkpoint_format == "full":
+            return
+        for each in (self.lightning_module, getattr(trainer, "datamodule", None)):
+            if each is not None and each.hparams:
+                try:
+                    encode(dict(each.hparams), f"hparams of {type(each).__name__}", {}, "")
+                except SwapError as error:
+                    raise ConfigError(f"{error}; or use checkpoint_format='full'") from None
 
     def _settings_for(self, trainer: Trainer) -> OffloadConfig:
         """The config with the Trainer's accumulation. The same object as long as nothing differs: it has the pool."""
