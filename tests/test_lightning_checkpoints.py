@@ -37,7 +37,7 @@ import swapper.lightning
 from swapper import fastsave, store
 from swapper.checkpoint import is_checkpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.export import export_checkpoint
+from swapper.export import export_checkpoint, import_checkpoint
 from swapper.lightning import SwapCheckpointIO
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in IGNORED_WARNINGS]
@@ -300,6 +300,15 @@ def test_an_exported_directory_is_the_file_of_the_stock_strategy(what: str, nvme
     assert bits(exported) == bits(stock)
     results = [facts(fit("auto", Hooked, ckpt_path=tmp_path / name)) for name in ("stock.ckpt", "it.ckpt")]
     assert results[0] == results[1]
+
+
+def test_an_imported_file_of_the_stock_strategy_is_resumed(nvme_path: Path, tmp_path: Path) -> None:
+    stock = without_losses(fit("auto", scheduled, max_epochs=3))
+    fit("auto", scheduled, max_epochs=1).save_checkpoint(tmp_path / "stock.ckpt")
+    import_checkpoint(tmp_path / "stock.ckpt", tmp_path / "it.ckpt")
+    assert is_checkpoint(tmp_path / "it.ckpt")
+    resumed = fit(strategy_of(nvme_path, ALL), scheduled, ckpt_path=tmp_path / "it.ckpt", max_epochs=3)
+    assert without_losses(resumed) == stock
 
 
 def test_what_lightning_has_not_saved_is_not_exported_for_it(tmp_path: Path) -> None:

@@ -166,6 +166,7 @@ def read_directory(opened: OpenCheckpoint) -> dict[str, Any]:
         )
 
     checkpoint: dict[str, Any] = resolve(opened.extra, opened.state_dict)
+    checkpoint.setdefault("state_dict", dict(opened.state_dict))  # An imported file has none beside the model.
     checkpoint[_DIRECTORY] = str(opened.directory)
     if opened.optimizers:
         checkpoint[OPTIMIZER_STATES] = [_Elsewhere(state={}, param_groups=[]) for _ in range(opened.optimizers)]
