@@ -348,7 +348,8 @@ def _to_torch(job: _Job, target: Path) -> None:
         optimizers = [hollow.optimizer(number) for number in range(len(job.states))]
         if optimizers:
             whole["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
-        whole["extra"] = job.extra()
+        extra = job.extra()
+        whole["extra"] = resolve(extra, whole["model"]) if is_lightnings(extra) else extra
     _write_file(whole, job, hollow, target)
 
 

@@ -302,6 +302,15 @@ def test_an_exported_directory_is_the_file_of_the_stock_strategy(what: str, nvme
     assert results[0] == results[1]
 
 
+def test_a_directory_exported_for_torch_has_tensors_and_no_references(nvme_path: Path, tmp_path: Path) -> None:
+    fit(strategy_of(nvme_path, ALL), Hooked, max_epochs=1).save_checkpoint(tmp_path / "it.ckpt")
+    export_checkpoint(tmp_path / "it.ckpt", "torch", tmp_path / "it.pt")
+    exported = torch.load(tmp_path / "it.pt")
+    first = exported["extra"]["mine"]["nested"][0]
+    assert bits(first) == bits(exported["model"]["first.weight"])
+    assert first.data_ptr() == exported["model"]["first.weight"].data_ptr()
+
+
 def test_an_imported_file_of_the_stock_strategy_is_resumed(nvme_path: Path, tmp_path: Path) -> None:
     stock = without_losses(fit("auto", scheduled, max_epochs=3))
     fit("auto", scheduled, max_epochs=1).save_checkpoint(tmp_path / "stock.ckpt")
