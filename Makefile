@@ -25,12 +25,13 @@ NOT_SANITIZED := $(addprefix tests/test_,$(addsuffix .py,init gradient load_safe
 SANITIZED_TESTS = $(filter-out $(NOT_SANITIZED),\
     $(sort tests/test_optimizer.py $(shell grep -lE '$(USES_CORE)' tests/test_*.py)))
 
-.PHONY: help build train train-xl test lint sanitize sanitize-core sanitize-python schema clean
+.PHONY: help build train train-xl train-lightning test lint sanitize sanitize-core sanitize-python schema clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train      train a small GPT with its optimizer state on disk (under five minutes)"
 	@echo "make train-xl   train a GPT of 1.3 billion parameters in 3 GB of memory, all of it on disk (19 GB of files)"
+	@echo "make train-lightning  the same model under Lightning's command line"
 	@echo "make test       lint, then all tests, a minute of fuzz among them (SWAPPER_FUZZ_SECONDS)"
 	@echo "make lint       ruff, mypy, clang-format"
 	@echo "make sanitize   under ASan, UBSan and TSan: the native core's own tests, then those in Python that use it"
@@ -47,6 +48,11 @@ train: $(VENV)/.built
 train-xl: $(VENV)/.built
 	@mkdir -p .swapper
 	$(BIN)/python examples/train_xl.py --nvme-path .swapper --picture .swapper/train-xl.png
+
+train-lightning: $(VENV)/.built
+	@mkdir -p .swapper
+	$(BIN)/python examples/train_lightning.py fit --trainer.strategy swapper.lightning.SwapStrategy \
+	    --trainer.strategy.config config/tiny.yaml
 
 test: lint
 	SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-60} $(BIN)/python -m pytest -q

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
@@ -49,6 +49,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
+_OptimizersT = TypeVar("_OptimizersT", bound=Optimizer | Sequence[Optimizer])
 _ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
 ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
 
@@ -176,17 +177,18 @@ def _swap_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> GradientSwa
         raise
 
 
-def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple[_ModelT, _OptimizerT]:
-    """Put on disk what `config` names: optimizer state, gradients, parameters. Gives the same two objects back.
+def offload(model: _ModelT, optimizer: _OptimizersT, config: ConfigLike) -> tuple[_ModelT, _OptimizersT]:
+    """Put on disk what `config` names: optimizer state, gradients, parameters. Gives the same objects back.
 
-    Both are converted in place: parameters stay the objects they are and keep their shape, dtype and strides; their
+    All are converted in place: parameters stay the objects they are and keep their shape, dtype and strides; their
     values come when they are used, ahead of it where the order of use is known, and the bits of every result are those
     of the plain model. `model.swapper` is the `ParameterSwapper`, `optimizer.swapper` the `OptimizerSwapper`.
 
     Args:
         model: with its parameters on the CPU. Parameters of integer or quantised dtype, of ScriptModules, and those
-            that share memory with others stay in memory, named in a log line with the reason.
-        optimizer: of parameters of the model; any that `wrap_optimizer` takes.
+            that share memory with others stay in memory, named in a log line with the reason. One that is offloaded
+            already, with the same `OffloadConfig` object, stays so: that is for new optimizers.
+        optimizer: of parameters of the model, one or several; any that `wrap_optimizer` takes.
         config: see `wrap_optimizer`.
 
     Returns:
@@ -194,72 +196,95 @@ def offload(model: _ModelT, optimizer: _OptimizerT, config: ConfigLike) -> tuple
 
     Raises:
         ConfigError: the config cannot work with this model and optimizer; the message says which field and why.
-        SwapIOError: the drive failed, or has too little free space. Model and optimizer are then as they were.
+        SwapIOError: the drive failed, or has too little free space. Model and optimizers are then as they were.
     """
     settings = _as_config(config)
     _check_is_model(model)
+    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
     records = None
     if settings.offload_param.device == "nvme":
-        _check_can_be_offloaded(model)
-        evicted.let_viewed_stay(model.parameters())
-        planned, _ = plan_parameter_records(model, settings.bucket_bytes)
-        records = {id(place.parameter): (r.number, r.length_bytes) for r in planned for place in r.places}
-    _wrap(optimizer, settings, records)
-    of(optimizer).keep_last = settings.checkpoint.keep_last
+        there = _parameters_on(model, settings)
+        if there is not None:
+            records = there.lengths_bytes()
+        else:
+            _check_can_be_offloaded(model)
+            evicted.let_viewed_stay(model.parameters())
+            planned, _ = plan_parameter_records(model, settings.bucket_bytes)
+            records = {id(place.parameter): (r.number, r.length_bytes) for r in planned for place in r.places}
+    wrapped: list[Optimizer] = []
     try:
-        _offload(model, optimizer, settings)
+        for each in optimizers:
+            _wrap(each, settings, records)
+            wrapped.append(each)
+            of(each).keep_last = settings.checkpoint.keep_last
+        _offload(model, optimizers, settings)
     except BaseException:
-        swapper = getattr(optimizer, "swapper", None)
-        if isinstance(swapper, OptimizerSwapper):
-            swapper.unwrap()
+        for each in wrapped:
+            swapper = getattr(each, "swapper", None)
+            if isinstance(swapper, OptimizerSwapper):
+                swapper.unwrap()
         raise
     return model, optimizer
 
 
 @torch.inference_mode(False)  # What is made here is used outside of that mode too.
-def _offload(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConfig) -> None:
-    """Parameters, after the optimizer's state and the gradients."""
-    swapper = of(optimizer)
-    gradients: GradientSwapper | None = None
-    parameters: ParameterSwapper | None = None
+def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: OffloadConfig) -> None:
+    """Parameters, after the optimizers' state and the gradients."""
+    swappers = [of(optimizer) for optimizer in optimizers]
     free_bytes, record_bytes, gradient_bytes = settings.pool_bytes, 0, 0
-    if settings.offload_optimizer.device == "nvme":  # Else it takes nothing from this pool.
+    stored = settings.offload_optimizer.device == "nvme"  # Else it takes nothing from this pool.
+    all_gradients = [s.gradients for s in swappers if isinstance(s.gradients, GradientSwapper)]
+    for swapper in swappers if stored else ():
         schedule = swapper._plan.schedule(settings.pool_bytes)
         free_bytes -= schedule.pool_bytes
-        record_bytes = schedule.largest_bytes
-    if isinstance(swapper.gradients, GradientSwapper):
-        gradients = swapper.gradients
+        record_bytes = max(record_bytes, schedule.largest_bytes)
+    for gradients in all_gradients:
         gradients.watch(model.parameters())
         free_bytes -= gradients.reserved_bytes
-        gradient_bytes = gradients.reserved_bytes // IN_FLIGHT
+        gradient_bytes = max(gradient_bytes, gradients.reserved_bytes // IN_FLIGHT)
     if settings.offload_param.device == "nvme":
         shared = Shared.of(settings, False)
         free_bytes -= shared.pool.abandoned_bytes
-        release = shared.hold(0)
-        try:
-            parameters = ParameterSwapper(
-                model,
-                next(_owners),
-                settings.bucket_bytes,
-                free_bytes,
-                min(free_bytes // 2, READ_AHEAD * (record_bytes + gradient_bytes)),
-                settings.offload_param.resident_bytes,
-                settings.offload_optimizer.step_in_backward,
-                shared.pool,
-                shared.store,
-                release,
-            )
-        except BaseException:
-            release()
-            raise
-        swapper.attach(parameters=parameters)
-        object.__setattr__(model, "swapper", parameters)
+        leave_bytes = min(free_bytes // 2, READ_AHEAD * (record_bytes + gradient_bytes))
+        parameters = _parameters_on(model, settings)
+        if parameters is not None:
+            parameters.share_pool(free_bytes, leave_bytes)
+        else:
+            release = shared.hold(0)
+            try:
+                parameters = ParameterSwapper(
+                    model,
+                    next(_owners),
+                    settings.bucket_bytes,
+                    free_bytes,
+                    leave_bytes,
+                    settings.offload_param.resident_bytes,
+                    settings.offload_optimizer.step_in_backward,
+                    shared.pool,
+                    shared.store,
+                    release,
+                )
+            except BaseException:
+                release()
+                raise
+            object.__setattr__(model, "swapper", parameters)
+        for swapper in swappers:
+            swapper.attach(parameters=parameters)
         free_bytes -= parameters.held_bytes_max
     # Beside what each needs at least. Of the three in flight one is in use.
-    if settings.offload_optimizer.device == "nvme":
+    for swapper in swappers if stored else ():
         swapper.share_pool((IN_FLIGHT - 1) * record_bytes + free_bytes // 2)
-    if gradients is not None:
+    for gradients in all_gradients:
         gradients.share_pool(gradients.reserved_bytes + free_bytes // 2)
+
+
+def _parameters_on(model: torch.nn.Module, settings: OffloadConfig) -> ParameterSwapper | None:
+    """What has the parameters of `model`, if this very config was used."""
+    swapper = vars(model).get("swapper")
+    shared = Shared.existing(settings)
+    if isinstance(swapper, ParameterSwapper) and shared is not None and swapper.store is shared.store:
+        return swapper
+    return None
 
 
 _said: set[str] = set()

@@ -31,14 +31,14 @@ from swapper.checkpoint_index import INDEX, glance
 from swapper.checkpoint_reader import Checkpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.fastsave import SaveHandle
-from swapper.saved_model import differences, plain_model, save_model
+from swapper.saved_model import differences, plain_model, save_model, stored_state_dict
 from swapper.saved_model import ready_to_load as ready_to_load_model
 from swapper.saved_state import loading, ready_to_load
 from swapper.state_writer import kind_of, save_state
 from swapper.store import TensorStore
 from swapper.values import decode, encode
 
-__all__ = ["load_checkpoint", "made_by", "save_checkpoint"]
+__all__ = ["OpenCheckpoint", "is_checkpoint", "load_checkpoint", "made_by", "remove", "save_checkpoint"]
 
 log = logging.getLogger(__name__)
 
@@ -179,12 +179,7 @@ def load_checkpoint(directory: str | os.PathLike[str], model: torch.nn.Module, o
         found = differences(model, checkpoint)
         if optimizer is not None:
             found += _optimizer_differences(model, optimizers, checkpoint)
-        if found:
-            rest = f"; and {len(found) - _SHOWN_DIFFERENCES} more" if len(found) > _SHOWN_DIFFERENCES else ""
-            raise ConfigError(
-                f"{directory} is not a checkpoint of this model and optimizer: "
-                f"{'; '.join(found[:_SHOWN_DIFFERENCES])}{rest}. Nothing was loaded"
-            )
+        _refuse(found, directory)
         extra = decode(index.extra, "extra", checkpoint.small_tensor)
         loads = [
             ready_to_load(each, saved, checkpoint, number)
@@ -210,6 +205,16 @@ def _checked_model(model: object) -> torch.nn.Module:
             "torch.nn.ModuleDict of them"
         )
     return plain_model(model)
+
+
+def _refuse(found: Sequence[str], directory: Path) -> None:
+    """Raise if there are differences."""
+    if found:
+        rest = f"; and {len(found) - _SHOWN_DIFFERENCES} more" if len(found) > _SHOWN_DIFFERENCES else ""
+        raise ConfigError(
+            f"{directory} is not a checkpoint of this model and optimizer: "
+            f"{'; '.join(found[:_SHOWN_DIFFERENCES])}{rest}. Nothing was loaded"
+        )
 
 
 def _listed(optimizer: Optimizers) -> list[Optimizer]:
@@ -404,3 +409,73 @@ class _After:
 
     def _adopt(self, path: Path) -> bool:
         return any(store.adopt(path) for store in self.stores)
+
+
+def is_checkpoint(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a directory that `save_checkpoint` made."""
+    return os.path.isdir(path) and glance(Path(path)) is not None
+
+
+def remove(directory: str | os.PathLike[str], model: torch.nn.Module, optimizer: Optimizers = None) -> None:
+    """Remove a checkpoint. Its files are used again, where they are of use to `model` or `optimizer`.
+
+    Raises:
+        SwapError: it is something else than a checkpoint, or has something in it that is not ours.
+    """
+    path = Path(os.path.abspath(directory))
+    check_replaceable(path)
+    stores = _stores(plain_model(model), _listed(optimizer))
+    remove_checkpoint(path, lambda file: any(store.adopt(file) for store in stores))
+
+
+class OpenCheckpoint:
+    """A checkpoint whose parts are loaded one after another, where `load_checkpoint` would be too early or too late.
+
+    Attributes:
+        extra: as it was given to `save_checkpoint`.
+        state_dict: the model's tensors by their names; each is read, and checked, whenever it is used.
+        optimizers: how many it has.
+
+    Raises:
+        SwapError, SwapIOError: as from `load_checkpoint`.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str]) -> None:
+        self.directory = Path(os.path.abspath(directory))
+        remove_leftovers(self.directory.parent)
+        self._checkpoint = Checkpoint(self.directory)
+        try:
+            index = self._checkpoint.index
+            self.extra = decode(index.extra, "extra", self._checkpoint.small_tensor)
+            self.state_dict = stored_state_dict(self._checkpoint)
+            self.optimizers = len(index.optimizers)
+        except BaseException:
+            self.close()
+            raise
+
+    @torch.inference_mode(False)
+    def load_model(self, model: torch.nn.Module) -> None:
+        """As `load_checkpoint` without an optimizer."""
+        model = plain_model(model)
+        _refuse(differences(model, self._checkpoint), self.directory)
+        ready_to_load_model(model, self._checkpoint)()
+        _trainings[model] = _Training(self._checkpoint.index.run, self._checkpoint.index.sequence)
+
+    @torch.inference_mode(False)
+    def load_optimizers(self, model: torch.nn.Module, optimizer: Optimizers) -> None:
+        """As `load_checkpoint`, without the model, which was loaded before."""
+        optimizers = _listed(optimizer)
+        _refuse(_optimizer_differences(plain_model(model), optimizers, self._checkpoint), self.directory)
+        loads = [
+            ready_to_load(each, saved, self._checkpoint, number)
+            for number, (each, saved) in enumerate(zip(optimizers, self._checkpoint.index.optimizers, strict=True))
+        ]
+        with contextlib.ExitStack() as half_loaded:
+            for each in optimizers:
+                half_loaded.enter_context(loading(each, [], self.directory))
+            for load in loads:
+                load()
+
+    def close(self) -> None:
+        """Close its files. Idempotent."""
+        self._checkpoint.close()

@@ -505,7 +505,8 @@ def _add_thread_count(schema: dict[str, Any]) -> None:
 class AioConfig(_Section, frozen=True):
     """How the drive is driven. The names are DeepNVMe's; the defaults suit most drives."""
 
-    model_config = ConfigDict(json_schema_extra=_add_thread_count)
+    # A name among its own aliases is accepted anyway; jsonargparse, of LightningCLI, needs to be told.
+    model_config = ConfigDict(json_schema_extra=_add_thread_count, populate_by_name=True)
 
     if TYPE_CHECKING:
 

@@ -15,7 +15,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch.distributed.checkpoint.api import CheckpointException
@@ -32,6 +32,7 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.fastsave import Prepared
 from swapper.handle import exchange
 from swapper.plain_import import Imported, import_checkpoint
+from swapper.references import OPTIMIZER_STATES, is_lightnings, resolve
 from swapper.segments import MASTER
 from swapper.streams import OutputFile
 from swapper.tensor_files import DTYPES
@@ -39,7 +40,7 @@ from swapper.values import decode, encode
 
 __all__ = ["Exported", "Format", "Imported", "export_checkpoint", "import_checkpoint"]
 
-Format = Literal["torch", "safetensors", "dcp"]
+Format = Literal["torch", "safetensors", "dcp", "lightning"]
 
 SHARD_BYTES = 5_000_000_000
 """A model of more is written as several safetensors files, of at most this much if no tensor is longer."""
@@ -82,6 +83,7 @@ def export_checkpoint(
 
     - "torch": one file for `torch.load(out)`, with `model`, `optimizer` (a list if there are several) and `extra`. The
       state dicts are what `load_state_dict` of the model and of the optimizer's class take.
+    - "lightning": one file as Lightning's stock strategies write it, of a checkpoint that `SwapStrategy` has made.
     - "safetensors": a directory with `model.safetensors`, or several and an index; `optimizer.safetensors`, whose
       names are those of parameter and state ("0.weight.exp_avg"), with `optimizer.json` for the rest of the state and
       the options; `extra.json` and `extra.safetensors`. With several optimizers `optimizer-0`, `optimizer-1`, ...
@@ -104,23 +106,23 @@ def export_checkpoint(
         SwapError: something exists at `out`; the checkpoint is damaged; or something cannot be had in this format.
         SwapIOError: a file cannot be read, or the drive is full.
     """
-    if to not in ("torch", "safetensors", "dcp"):
-        raise SwapError(f"to: {to!r} is none of torch, safetensors, dcp")
+    if to not in get_args(Format):
+        raise SwapError(f"to: {to!r} is none of {', '.join(get_args(Format))}")
     target = Path(os.path.abspath(out))
     _check_free(target, Path(os.path.abspath(directory)), to, force)
     remove_leftovers(target.parent)
     with Checkpoint(directory) as checkpoint, contextlib.ExitStack() as stack:
         job = _Job(checkpoint, model_only, drop_masters)
         job.done = stack.enter_context(progress_bar("exporting", job.length_bytes()))
-        if to == "torch":
-            _to_torch(job, target)
+        if to in _FILES:
+            _FILES[to](job, target)
         else:
             fill = _to_safetensors if to == "safetensors" else _to_dcp
             with _new_directory(target) as path:
                 fill(job, path)
-    files = [target] if to == "torch" else list(target.iterdir())
+    files = [target] if to in _FILES else list(target.iterdir())
     notes = list(job.notes)
-    if to == "torch" and (needs := torch.serialization.get_unsafe_globals_in_checkpoint(target)):
+    if to in _FILES and (needs := torch.serialization.get_unsafe_globals_in_checkpoint(target)):
         notes.append(
             f"torch.load needs weights_only=False, or torch.serialization.add_safe_globals, for what extra has: "
             f"{', '.join(sorted(needs))}"
@@ -136,7 +138,7 @@ def _check_free(target: Path, directory: Path, to: Format, force: bool) -> None:
             raise SwapIOError(errno.ENOENT, "create", target, detail=f"there is no directory {target.parent}")
         return
     is_directory = target.is_dir() and not target.is_symlink()
-    if is_directory and to != "torch":
+    if is_directory and to not in _FILES:
         names = os.listdir(target)
         if names and not force:
             raise SwapError(f"{target} exists and is not empty; give another name, or replace it by force (--force)")
@@ -145,7 +147,7 @@ def _check_free(target: Path, directory: Path, to: Format, force: bool) -> None:
                 f"{target} has files that no export has, which would be lost: {', '.join(others[:5])}; give another "
                 "name"
             )
-    elif to != "torch":
+    elif to not in _FILES:
         raise SwapError(f"{target} exists and is no directory; give another name")
     elif is_directory:
         raise SwapError(f"{target} is a directory; give the name of a file")
@@ -346,11 +348,32 @@ def _to_torch(job: _Job, target: Path) -> None:
         optimizers = [hollow.optimizer(number) for number in range(len(job.states))]
         if optimizers:
             whole["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
-        whole["extra"] = job.extra()
+        extra = job.extra()
+        whole["extra"] = resolve(extra, whole["model"]) if is_lightnings(extra) else extra
+    _write_file(whole, job, hollow, target)
+
+
+def _to_lightning(job: _Job, target: Path) -> None:
+    extra = job.extra()
+    if not is_lightnings(extra):
+        raise SwapError(f"{job.checkpoint.directory} was not saved by Lightning; export it to torch")
+    hollow = _Hollow(job)
+    whole = resolve(extra, hollow.model())
+    if job.model_only:
+        whole = {"state_dict": whole["state_dict"], "pytorch-lightning_version": whole["pytorch-lightning_version"]}
+    elif job.states:
+        whole[OPTIMIZER_STATES] = [hollow.optimizer(number) for number in range(len(job.states))]
+    _write_file(whole, job, hollow, target)
+
+
+def _write_file(whole: object, job: _Job, hollow: _Hollow, target: Path) -> None:
     prepared = _Streamed(whole, job, hollow.streams)
     with OutputFile(target, length_bytes=prepared.length_bytes) as output:
         prepared.write(output)
         output.commit()
+
+
+_FILES: dict[str, Callable[[_Job, Path], None]] = {"torch": _to_torch, "lightning": _to_lightning}
 
 
 class _Writer(SwapStorageWriter):

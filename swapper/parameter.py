@@ -151,12 +151,8 @@ class ParameterSwapper(ParameterCache):
     ) -> None:
         records, self.stays = plan_parameter_records(model, bucket_bytes)
         resident = first_of(records, resident_bytes)
-        needed, why = least_bytes(model, records, resident, step_in_backward)
-        if needed > budget_bytes:
-            raise ConfigError(
-                f"pool_bytes: {format_bytes(budget_bytes)} are left for parameters, and {why} are needed; set "
-                f"pool_bytes to at least {pool.capacity_bytes + needed - budget_bytes}"
-            )
+        self._least = least_bytes(model, records, resident, step_in_backward)
+        budget_bytes = self._budget(budget_bytes, leave_bytes, pool)
         count = len(records)
         forward = [Use("forward", i) for i in range(count)]
         backward = [Use("backward", i) for i in reversed(range(count))]
@@ -164,7 +160,7 @@ class ParameterSwapper(ParameterCache):
         held = [
             Held(record, RecordKey(owner, "param", record.number), resident=record in resident) for record in records
         ]
-        super().__init__(held, order, max(needed, budget_bytes - leave_bytes), pool, store)
+        super().__init__(held, order, budget_bytes, pool, store)
         self._threads = threading.local()
         self._awaiting: list[Held] = []  # attached until their gradient is accumulated
         self._model = weakref.ref(model)
@@ -188,6 +184,31 @@ class ParameterSwapper(ParameterCache):
         formers, self._former = self._former, {}
         for parameter, former in formers.items():
             former.surrender(parameter)
+
+    def _budget(self, budget_bytes: int, leave_bytes: int, pool: BufferPool) -> int:
+        needed, why = self._least
+        if needed > budget_bytes:
+            raise ConfigError(
+                f"pool_bytes: {format_bytes(budget_bytes)} are left for parameters, and {why} are needed; set "
+                f"pool_bytes to at least {pool.capacity_bytes + needed - budget_bytes}"
+            )
+        return max(needed, budget_bytes - leave_bytes)
+
+    def share_pool(self, budget_bytes: int, leave_bytes: int) -> None:
+        """Others need the pool, too: hold as much of it as one that is made with these two.
+
+        Raises:
+            ConfigError: that is too little.
+        """
+        self._budget_bytes = self._budget(budget_bytes, leave_bytes, self._pool)
+
+    def lengths_bytes(self) -> dict[int, tuple[int, int]]:
+        """The number of the record of each parameter, by the parameter's id, and its length."""
+        return {
+            id(place.parameter): (held.number, held.plan.length_bytes)
+            for held in self._all
+            for place in held.plan.places
+        }
 
     @property
     def held_bytes_max(self) -> int:

@@ -22,7 +22,7 @@ from swapper.store import RecordKey
 from swapper.tensor_files import FromFile, StoredTensor, stored_dtype
 from swapper.values import decode, encode
 
-__all__ = ["differences", "plain_model", "ready_to_load", "save_model", "save_state_dict"]
+__all__ = ["differences", "plain_model", "ready_to_load", "save_model", "save_state_dict", "stored_state_dict"]
 
 WEIGHTS_INDEX = "model.safetensors.index.json"
 _MEMORY = "model-memory.safetensors"
@@ -197,6 +197,21 @@ def differences(model: torch.nn.Module, checkpoint: Checkpoint) -> list[str]:
 def _registered(model: torch.nn.Module) -> set[int]:
     """The `id` of what is loaded into its place. All else is extra state, which may change its kind and shape."""
     return {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+
+
+def stored_state_dict(checkpoint: Checkpoint) -> dict[str, Any]:
+    """The tensors of the model in `checkpoint`, by all their names. Each is read, and checked, whenever it is used.
+
+    They are of use as long as `checkpoint` is open.
+    """
+    saved = checkpoint.index.model
+    views = {
+        name: EvictedView(_Checked(checkpoint, _stored(checkpoint, name, described), described))
+        for name, described in saved.tensors.items()
+    }
+    for name, first in saved.tied.items():
+        views[name] = views[first]
+    return dict(views)
 
 
 def ready_to_load(model: torch.nn.Module, checkpoint: Checkpoint) -> Callable[[], None]:

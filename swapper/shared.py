@@ -50,6 +50,11 @@ class Shared:
             shared = cls._all[id(config)] = cls(config, cuda)
         return shared
 
+    @classmethod
+    def existing(cls, config: OffloadConfig) -> Shared | None:
+        """The one of this very object, if there is one."""
+        return cls._all.get(id(config))
+
     def hold(self, held_bytes: int) -> Callable[[], None]:
         """Count one more holder, which keeps `held_bytes` of the pool. Returns what lets go; it may be called twice."""
         self._holders += 1

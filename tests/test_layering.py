@@ -48,7 +48,8 @@ API = (
     | PARAMETER_PARTS
     | {"gradient_records", "stats", "unswapped", "shared", "dry_run"}
     | CHECKPOINT
-    | {"checkpoint", "saved_model", "saved_state", "checkpoint_streams", "plain_import", "export", "state_writer"}
+    | {"checkpoint", "saved_model", "saved_state", "checkpoint_streams", "plain_import", "references", "export"}
+    | {"state_writer"}
     | {"archive", "away_storages", "temporary_files", "streams", "fastsave", "dcp", "values"}
 )
 
@@ -109,7 +110,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "checkpoint_streams": CHECKPOINT | {"heap", "saved_state", "segments", "trial"},
     "plain_import": CHECKPOINT | {"archive", "checkpoint", "saved_model", "segments", "state_writer", "trial"},
     "export": CHECKPOINT
-    | {"archive", "checkpoint_streams", "dcp", "fastsave", "plain_import", "saved_state", "segments", "streams"},
+    | {"archive", "checkpoint_streams", "dcp", "fastsave", "plain_import", "references", "saved_state", "segments"}
+    | {"streams"},
+    "references": set(),
     "archive": set(),
     "temporary_files": set(),
     "streams": HANDLE | {"buffers", "codec", "archive", "temporary_files"},
@@ -120,8 +123,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "shared": PIPELINE | {"config"},
     "dry_run": PIPELINE | {"config", "gradient_records", "optimizer_plan", "parameter_records", "shared"},
     "deepnvme": {"handle", "gds", "errors"},
-    "lightning": {"api", "checkpoint", "config"},
-    "fabric": {"api", "checkpoint", "config"},
+    "strategy_arguments": {"config", "errors"},
+    "lightning": API | {"api", "strategy_arguments"},
+    "fabric": API | {"api", "strategy_arguments"},
     "cli": API | {"api", "gds"},
     "__main__": {"cli"},
     "__init__": API | {"api"},
@@ -140,6 +144,8 @@ OTHER_PACKAGES = {
     "checkpoint_reader": {"pydantic"},
     "values": {"numpy"},  # only for arrays, whose owner has it
     "cli": {"typer", "rich", "yaml", "matplotlib"},
+    "lightning": {"lightning"},  # or pytorch_lightning, by its name
+    "fabric": {"lightning"},  # or lightning_fabric
 }
 """What may be imported besides torch and the standard library."""
 

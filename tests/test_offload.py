@@ -292,10 +292,65 @@ def test_what_is_no_model_is_refused(prepare: Callable[[nn.Module], Any], messag
 
 
 def test_a_model_is_offloaded_once(nvme_path: Path) -> None:
-    config = make_config(nvme_path)
-    model, _ = offloaded(config)
+    model, _ = offloaded(make_config(nvme_path))
     with pytest.raises(ConfigError, match="offloaded already"):
-        swapper.offload(model, torch.optim.AdamW(model.parameters()), config)
+        swapper.offload(model, torch.optim.AdamW(model.parameters()), make_config(nvme_path))
+
+
+def alternate(model: nn.Sequential, optimizers: list[torch.optim.Optimizer], rounds: int) -> None:
+    """Step each optimizer in turn, as the two of a GAN."""
+    for number in range(rounds):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(number))
+        for optimizer in optimizers:
+            for each in optimizers:
+                each.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+
+def halves(model: nn.Sequential) -> list[torch.optim.Optimizer]:
+    return [
+        torch.optim.AdamW(model[:4].parameters(), lr=1e-3),
+        torch.optim.SGD(model[4:].parameters(), lr=1e-3, momentum=0.9),
+    ]
+
+
+def test_several_optimizers_of_one_model_are_offloaded_together(nvme_path: Path) -> None:
+    plain = make_model()
+    alternate(plain, halves(plain), 4)
+    model = make_model()
+    _, optimizers = swapper.offload(model, halves(model), make_config(nvme_path))
+    alternate(model, optimizers, 4)
+    assert all(isinstance(p, EvictedParameter) for p in model.parameters() if p.dim() == 2)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    assert all(swapper.of(optimizer).stats().bytes_written for optimizer in optimizers)
+
+
+def test_an_offloaded_model_takes_a_new_optimizer(nvme_path: Path) -> None:
+    plain = make_model()
+    for _ in range(2):
+        alternate(plain, [torch.optim.AdamW(plain.parameters(), lr=1e-3)], 2)
+    config = make_config(nvme_path)
+    model = make_model()
+    for _ in range(2):
+        _, optimizer = swapper.offload(model, torch.optim.AdamW(model.parameters(), lr=1e-3), config)
+        alternate(model, [optimizer], 2)
+        swapper.of(optimizer).close()
+    assert all(isinstance(p, EvictedParameter) for p in model.parameters() if p.dim() == 2)
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+
+
+def test_a_new_optimizer_for_which_the_pool_is_too_small_is_refused(nvme_path: Path) -> None:
+    config = make_config(nvme_path, pool_bytes="5MiB")
+    model = make_model()
+    _, optimizer = swapper.offload(model, torch.optim.SGD(model.parameters(), lr=1e-3), config)
+    swapper.of(optimizer).close()
+    new = [torch.optim.AdamW(model.parameters(), lr=1e-3) for _ in range(4)]
+    with pytest.raises(ConfigError, match="pool_bytes"):
+        swapper.offload(model, new, config)
+    assert not any(hasattr(optimizer, "swapper") for optimizer in new)
+    _, again = swapper.offload(model, torch.optim.SGD(model.parameters(), lr=1e-3), config)
+    alternate(model, [again], 1)
 
 
 def test_wrap_optimizer_alone_refuses_parameters_on_disk(nvme_path: Path) -> None:

@@ -339,16 +339,17 @@ class _Format(str, Enum):
     torch = "torch"
     safetensors = "safetensors"
     dcp = "dcp"
+    lightning = "lightning"
 
 
 @app.command("export")
 def export(
     directory: Directory,
-    to: Annotated[_Format, typer.Option("--to", help="torch: one file for torch.load.")],
+    to: Annotated[_Format, typer.Option("--to", help="torch: one file for torch.load; lightning: as its own.")],
     out: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[OUT]", help="The file (torch) or directory (others) to make. Default: beside DIR, by its name."
+            metavar="[OUT]", help="The file (torch, lightning) or directory to make. Default: beside DIR, by its name."
         ),
     ] = None,
     model_only: Annotated[bool, typer.Option("--model-only", help="Without optimizers and extra.")] = False,
@@ -366,7 +367,8 @@ def export(
         swapper checkpoint export runs/step-1000 --to safetensors --model-only weights/
         swapper checkpoint export runs/step-1000 --to dcp step-1000-dcp/
     """
-    ending = {_Format.torch: ".pt", _Format.safetensors: "-safetensors", _Format.dcp: "-dcp"}[to]
+    endings = {"torch": ".pt", "safetensors": "-safetensors", "dcp": "-dcp", "lightning": "-lightning.ckpt"}
+    ending = endings[to.value]
     name = Path(os.path.abspath(directory))
     out = out or name.with_name(name.name + ending)
     made = export_checkpoint(directory, to.value, out, model_only=model_only, drop_masters=drop_masters, force=force)

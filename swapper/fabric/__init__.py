@@ -1,0 +1,32 @@
+"""Lightning Fabric: a strategy that swaps.
+
+    import swapper.fabric
+    fabric = Fabric(strategy=swapper.fabric.SwapStrategy("config/everything_nvme.yaml"))
+    fabric = Fabric(strategy="swapper_nvme")
+
+`SwapStrategy` here is that for the package in use: `lightning`, or `lightning_fabric` if only that is imported already
+or installed. With both, `swapper.fabric.in_lightning` and `swapper.fabric.in_lightning_fabric` have one each.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from swapper.strategy_arguments import packages_in_use
+
+if TYPE_CHECKING:
+    from swapper.fabric.in_lightning import SwapStrategy
+
+__all__ = ["SwapStrategy"]
+
+_MODULES = {"lightning.fabric": "in_lightning", "lightning_fabric": "in_lightning_fabric"}
+_modules = [
+    importlib.import_module(f"{__name__}.{_MODULES[package]}") for package in packages_in_use(__name__, list(_MODULES))
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(_modules[0], name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

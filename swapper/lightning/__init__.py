@@ -1,0 +1,36 @@
+"""Lightning: a strategy that swaps.
+
+    import swapper.lightning
+    trainer = L.Trainer(strategy="swapper_nvme")
+    trainer = L.Trainer(strategy=swapper.lightning.SwapStrategy("config/everything_nvme.yaml"))
+
+The names here are those for the package that is in use: `lightning`, or `pytorch_lightning` if only that is imported
+already or installed. With both in one program, `swapper.lightning.in_lightning` and
+`swapper.lightning.in_pytorch_lightning` have the names for each.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from swapper.lightning.directories import load_from_checkpoint
+from swapper.strategy_arguments import packages_in_use
+
+if TYPE_CHECKING:
+    from swapper.lightning.in_lightning import SwapCheckpointIO, SwapDDPStrategy, SwapMonitor, SwapStrategy
+
+__all__ = ["SwapCheckpointIO", "SwapDDPStrategy", "SwapMonitor", "SwapStrategy", "load_from_checkpoint"]
+
+_MODULES = {"lightning.pytorch": "in_lightning", "pytorch_lightning": "in_pytorch_lightning"}
+
+
+_modules = [
+    importlib.import_module(f"{__name__}.{_MODULES[package]}") for package in packages_in_use(__name__, list(_MODULES))
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(_modules[0], name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

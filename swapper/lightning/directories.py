@@ -1,0 +1,213 @@
+"""Lightning's checkpoints as directories: what Lightning wants to save is cut into what `save_checkpoint` takes.
+
+See `swapper.references` for the tensors. Those of a directory are read when they are used.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.checkpoint import OpenCheckpoint, is_checkpoint, remove, save_checkpoint
+from swapper.errors import ConfigError, SwapError
+from swapper.fastsave import SaveHandle
+from swapper.references import OPTIMIZER_STATES, is_lightnings, refer, resolve
+
+__all__ = ["Directories", "load_from_checkpoint", "placeholder", "read_directory"]
+
+_DIRECTORY = "swapper.directory"
+_PACKAGES = ("lightning.pytorch", "pytorch_lightning")
+_ModuleT = TypeVar("_ModuleT", bound=torch.nn.Module)
+
+
+class _Elsewhere(dict[str, Any]):
+    """Stands for the state dict of an optimizer, whose state is in files of its own."""
+
+
+def placeholder(optimizer: Optimizer) -> dict[str, Any]:
+    """What has the groups of `optimizer` as its state dict has them, and none of its state."""
+    groups = []
+    count = 0
+    for group in optimizer.param_groups:
+        places = list(range(count, count + len(group["params"])))
+        count += len(places)
+        groups.append({**group, "params": places})
+    return _Elsewhere(state={}, param_groups=groups)
+
+
+class Directories:
+    """Saves and loads directories for one strategy.
+
+    What a save leaves for the background is waited for before the next thing is done here, and by `settle`.
+    """
+
+    def __init__(self) -> None:
+        self._saving: SaveHandle | None = None
+        self._dumped: dict[int, tuple[str, torch.Tensor]] = {}
+        self._open: OpenCheckpoint | None = None
+
+    # --- Saving ----------------------------------------------------------------------------------------------------
+
+    def dumped(self, state: Mapping[str, Any]) -> None:
+        """Lightning was given `state` as the model's."""
+        self._dumped = {id(value): (name, value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+    def save(
+        self,
+        checkpoint: Mapping[str, Any],
+        directory: str | os.PathLike[str],
+        model: torch.nn.Module,
+        optimizers: Sequence[Optimizer],
+    ) -> None:
+        """Save what Lightning has made.
+
+        Raises:
+            ConfigError: it cannot be a directory.
+            SwapError, SwapIOError: as from `save_checkpoint`.
+        """
+        if "://" in os.fspath(directory):
+            raise ConfigError(
+                f"checkpoint_format: a directory with hard links cannot be made at {os.fspath(directory)}; use "
+                "checkpoint_format='full'"
+            )
+        self.settle()
+        states = checkpoint.get(OPTIMIZER_STATES)
+        if states is not None and not all(isinstance(state, _Elsewhere) for state in states):
+            raise ConfigError(
+                "checkpoint_format: a hook has changed checkpoint['optimizer_states'], which a directory does not "
+                "have; use checkpoint_format='full'"
+            )
+        rest = {key: value for key, value in checkpoint.items() if key != OPTIMIZER_STATES}
+        dumped, self._dumped = self._dumped, {}
+        extra = refer(rest, {number: name for number, (name, _) in dumped.items()})
+        handle = save_checkpoint(directory, model, list(optimizers) if states is not None else None, extra)
+        if not handle.done():
+            self._saving = handle
+        else:
+            handle.wait()
+
+    def settle(self) -> None:
+        """Wait for what is saved in the background.
+
+        Raises:
+            SwapIOError: it failed.
+        """
+        handle, self._saving = self._saving, None
+        if handle is not None:
+            handle.wait()
+
+    def remove(
+        self, directory: str | os.PathLike[str], model: torch.nn.Module | None, optimizers: Sequence[Optimizer]
+    ) -> bool:
+        """Remove a checkpoint that is a directory of ours. Returns whether it is."""
+        self.settle()
+        if not is_checkpoint(directory) or os.path.islink(directory):
+            return False
+        remove(directory, model if model is not None else torch.nn.Module(), list(optimizers))
+        return True
+
+    # --- Loading ---------------------------------------------------------------------------------------------------
+
+    def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
+        """What was given to `save`, with tensors of the model that are read when they are used."""
+        self.settle()
+        self.close()
+        self._open = OpenCheckpoint(directory)
+        return read_directory(self._open)
+
+    def load_model(self, checkpoint: Mapping[str, Any], model: torch.nn.Module) -> bool:
+        """Load the model from its files. Returns False, and does nothing, if a hook has changed its state dict."""
+        opened = self._opened(checkpoint)
+        state = checkpoint["state_dict"]
+        if opened is None or state.keys() != opened.state_dict.keys():
+            return False
+        if not all(state[name] is value for name, value in opened.state_dict.items()):
+            return False
+        opened.load_model(model)
+        return True
+
+    def load_optimizers(
+        self, checkpoint: Mapping[str, Any], model: torch.nn.Module, optimizers: Sequence[Optimizer]
+    ) -> bool:
+        """Load the state of the optimizers from its files. Returns whether it is there."""
+        opened = self._opened(checkpoint)
+        if opened is None:
+            return False
+        if not all(isinstance(state, _Elsewhere) for state in checkpoint[OPTIMIZER_STATES]):
+            raise SwapError(
+                "a hook has changed checkpoint['optimizer_states'] of a checkpoint that is a directory, where the "
+                "state is not; change the optimizer afterwards"
+            )
+        opened.load_optimizers(model, list(optimizers))
+        return True
+
+    def _opened(self, checkpoint: Mapping[str, Any]) -> OpenCheckpoint | None:
+        opened = self._open
+        return opened if opened is not None and checkpoint.get(_DIRECTORY) == str(opened.directory) else None
+
+    def close(self) -> None:
+        """Close the files of what was loaded. Idempotent."""
+        opened, self._open = self._open, None
+        if opened is not None:
+            opened.close()
+
+
+def read_directory(opened: OpenCheckpoint) -> dict[str, Any]:
+    """What Lightning saved in a directory; of use as long as that is open."""
+    if not is_lightnings(opened.extra):
+        raise ConfigError(
+            f"{opened.directory} was not saved by Lightning; load it with swapper.load_checkpoint(directory, model, "
+            "optimizer)"
+        )
+
+    checkpoint: dict[str, Any] = resolve(opened.extra, opened.state_dict)
+    checkpoint.setdefault("state_dict", dict(opened.state_dict))  # An imported file has none beside the model.
+    checkpoint[_DIRECTORY] = str(opened.directory)
+    if opened.optimizers:
+        checkpoint[OPTIMIZER_STATES] = [_Elsewhere(state={}, param_groups=[]) for _ in range(opened.optimizers)]
+    return checkpoint
+
+
+def load_from_checkpoint(
+    module: type[_ModuleT],
+    checkpoint_path: str | os.PathLike[str],
+    *,
+    strict: bool | None = None,
+    **hyper_parameters: Any,
+) -> _ModuleT:
+    """`module.load_from_checkpoint(checkpoint_path)`, also for a directory that a strategy has saved.
+
+    Args:
+        module: a LightningModule's class.
+        checkpoint_path: of a directory, or of a file.
+        strict: all names must be there, and no others; None asks `strict_loading` of the module.
+        **hyper_parameters: instead of those that were saved, as for `module.load_from_checkpoint`.
+
+    Returns:
+        A new module on the CPU, with the saved weights.
+
+    Raises:
+        ConfigError: the directory was not saved by Lightning.
+        SwapError, SwapIOError: a file is damaged or cannot be read.
+    """
+    made: _ModuleT
+    if not is_checkpoint(checkpoint_path):
+        load: Any = module
+        made = load.load_from_checkpoint(checkpoint_path, map_location="cpu", strict=strict, **hyper_parameters)
+        return made
+    package = next(name for each in module.__mro__ for name in _PACKAGES if each.__module__.startswith(f"{name}."))
+    saving = importlib.import_module(f"{package}.core.saving")
+    opened = OpenCheckpoint(checkpoint_path)
+    try:
+        checkpoint = read_directory(opened)
+        own: Any = module
+        checkpoint.setdefault(own.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(hyper_parameters)
+        made = saving._load_state(module, checkpoint, strict=strict, **hyper_parameters)
+    finally:
+        opened.close()
+    return made

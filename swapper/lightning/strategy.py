@@ -1,0 +1,394 @@
+"""What the strategies have in common: optimizers that are swapped as soon as Lightning has made them.
+
+[Note: two Lightnings] `lightning.pytorch` and `pytorch_lightning` are two packages with the same content, and a Trainer
+of one refuses a strategy of the other. So the classes here have no base of Lightning's: `swapper.lightning.namespaces`
+makes strategies of them, for either package. A type checker sees `lightning.pytorch`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.api import init, offload
+from swapper.checkpoint import is_checkpoint
+from swapper.config import OffloadConfig
+from swapper.errors import ConfigError, SwapError, show
+from swapper.lightning.directories import Directories, placeholder
+from swapper.optimizer import OptimizerSwapper
+from swapper.strategy_arguments import MEANINGLESS, ConfigLike, settings_of
+from swapper.values import encode
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
+    from lightning.pytorch import Trainer
+    from lightning.pytorch.accelerators import Accelerator
+    from lightning.pytorch.plugins import Precision
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+else:
+    Strategy = SingleDeviceStrategy = DDPStrategy = object
+
+__all__ = ["OnDDP", "OnOneDevice", "Swapping"]
+
+log = logging.getLogger(__name__)
+
+
+class Swapping(Strategy):
+    """Swaps the optimizers of the LightningModule, its gradients and its parameters, as the config says."""
+
+    offload_config: OffloadConfig
+
+    def _take(self, config: ConfigLike | None, given: Mapping[str, Any], format: str | None) -> None:
+        self.offload_config = settings_of(type(self).__name__, config, given)
+        self._settings = self.offload_config
+        self._interrupted = False
+        if format not in (None, "directory", "full"):
+            raise ConfigError(f"checkpoint_format: {show(format)} is not one of directory, full")
+        self._wanted_format = format
+        self._directories = Directories()
+        self._own_io = self._files()
+
+    def setup_environment(self) -> None:
+        """The beginning of whatever a Trainer is called for."""
+        self._interrupted = False
+        super().setup_environment()
+
+    # --- The model -------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Within it what is built goes to the drive, if the config has parameters there."""
+        with ExitStack() as stack:
+            stack.enter_context(super().tensor_init_context(empty_init))
+            if self.offload_config.offload_param.device == "nvme":
+                stack.enter_context(init(self._settings))
+            yield
+
+    # --- The optimizers --------------------------------------------------------------------------------------------
+
+    def setup_optimizers(self, trainer: Trainer) -> None:
+        """Have Lightning make the optimizers, and swap them. Those of an earlier `fit` are closed: their state is gone.
+
+        Raises:
+            ConfigError: the config cannot work with this model and these optimizers.
+            SwapIOError: the drive failed, or has too little free space.
+        """
+        former = [optimizer for optimizer in self.optimizers if _swapper_of(optimizer) is not None]
+        super().setup_optimizers(trainer)
+        for optimizer in former:
+            if not any(optimizer is other for other in self.optimizers):
+                _close(optimizer)
+        self._check_hyper_parameters(trainer)
+        self._settings = self._settings_for(trainer)
+        new = [optimizer for optimizer in self.optimizers if _swapper_of(optimizer) is None]
+        self._swap(new)
+
+    def _check_hyper_parameters(self, trainer: Trainer) -> None:
+        """Refuse what no directory can hold now, and not when the first checkpoint is made."""
+        if not trainer.checkpoint_callbacks or self.checkpoint_format == "full":
+            return
+        for each in (self.lightning_module, getattr(trainer, "datamodule", None)):
+            if each is not None and each.hparams:
+                try:
+                    encode(dict(each.hparams), f"hparams of {type(each).__name__}", {}, "")
+                except SwapError as error:
+                    raise ConfigError(f"{error}; or use checkpoint_format='full'") from None
+
+    def _settings_for(self, trainer: Trainer) -> OffloadConfig:
+        """The config with the Trainer's accumulation. The same object as long as nothing differs: it has the pool."""
+        module = self.lightning_module
+        asked = self.offload_config
+        if module is None or not module.automatic_optimization:
+            return self._settings  # Only the user's loop knows.
+        steps = trainer.accumulate_grad_batches
+        given = "gradient_accumulation_steps" in asked.model_fields_set
+        if given and asked.gradient_accumulation_steps != steps:
+            raise ConfigError(
+                f"gradient_accumulation_steps: {asked.gradient_accumulation_steps} in the config, and "
+                f"Trainer(accumulate_grad_batches={steps}); leave it out of the config"
+            )
+        if self._settings.gradient_accumulation_steps == steps:
+            return self._settings
+        return asked.model_copy(update={"gradient_accumulation_steps": steps})
+
+    def _swap(self, optimizers: Sequence[Optimizer]) -> None:
+        settings = self._settings
+        module = self.lightning_module
+        assert module is not None
+        if optimizers:
+            offload(module, optimizers, settings)
+
+    # --- Clipping --------------------------------------------------------------------------------------------------
+
+    @property
+    def precision_plugin(self) -> Precision:
+        """As in the stock strategy."""
+        return super().precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        # What is set on the object leaves its class, whose name is a key in checkpoints. A class that clips in a way of
+        # its own goes on doing so.
+        if plugin is not None and type(plugin).clip_grad_by_norm.__module__.endswith("plugins.precision.precision"):
+            plugin.clip_grad_by_norm = partial(_clip_grad_by_norm, plugin)  # type: ignore[method-assign]
+        self._precision_plugin = plugin
+
+    # --- Checkpoints -----------------------------------------------------------------------------------------------
+
+    _files: ClassVar[type[CheckpointIO]]
+    _wrapping: ClassVar[type[CheckpointIO]]
+    """Classes of the package of Lightning: what writes and reads files, and what is put around such."""
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What writes and reads files. One that wraps another, and was given none, wraps ours."""
+        io = self._checkpoint_io
+        if io is None:
+            return self._own_io
+        if isinstance(io, self._wrapping):
+            io.checkpoint_io = self._own_io  # type: ignore[attr-defined]  # Without effect if it has one.
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def checkpoint_format(self) -> str:
+        """ "directory" or "full"; with a `CheckpointIO` of the user's, which writes files, "full" if nothing was said.
+
+        Raises:
+            ConfigError: there is one, and "directory" was asked for.
+        """
+        if self._wanted_format == "directory" and self._checkpoint_io is not None:
+            raise ConfigError(
+                f"checkpoint_format: a directory is not written by {type(self._checkpoint_io).__name__}; use 'full', "
+                "or give no CheckpointIO"
+            )
+        return self._wanted_format or ("directory" if self._checkpoint_io is None else "full")
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The model's state dict. What is on the drive stays there."""
+        state = super().lightning_module_state_dict()
+        if self.checkpoint_format == "directory":
+            self._directories.dumped(state)
+        return state
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The state dict of an optimizer; for a directory without the state, which is published where it lies."""
+        if self.checkpoint_format == "full":
+            return super().optimizer_state(optimizer)
+        return placeholder(optimizer)
+
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """Save what Lightning has made, on rank 0.
+
+        Raises:
+            SwapError: something in it cannot be saved; named, with what to do.
+            SwapIOError: the drive failed. An earlier checkpoint is whole.
+        """
+        if self.checkpoint_format == "full":
+            super().save_checkpoint(checkpoint, str(filepath), storage_options)
+        elif storage_options is not None:
+            raise TypeError("storage_options has no meaning for checkpoint_format='directory'")
+        elif self.is_global_zero:
+            assert self.lightning_module is not None
+            self._directories.save(checkpoint, filepath, self.lightning_module, self.optimizers)
+
+    def load_checkpoint(
+        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """What was saved, in either format."""
+        if is_checkpoint(checkpoint_path):
+            return self._directories.load(checkpoint_path)
+        return super().load_checkpoint(str(checkpoint_path), weights_only)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the model."""
+        assert self.lightning_module is not None
+        if not strict or not self._directories.load_model(checkpoint, self.lightning_module):
+            super().load_model_state_dict(checkpoint, strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizers' state."""
+        assert self.lightning_module is not None
+        if not self._directories.load_optimizers(checkpoint, self.lightning_module, self.optimizers):
+            super().load_optimizer_state_dict(checkpoint)
+        self._directories.close()
+
+    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+        """Remove a checkpoint of either format, on rank 0."""
+        if not self.is_global_zero or self._directories.remove(filepath, self.lightning_module, self.optimizers):
+            return
+        super().remove_checkpoint(str(filepath))
+
+    # --- The end ---------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Remember that an exception is on its way, which `teardown` must not replace."""
+        self._interrupted = True
+        super().on_exception(exception)
+
+    def teardown(self) -> None:
+        """Wait until all is on the drive. Files stay: the state can be saved until the optimizer dies.
+
+        Raises:
+            SwapIOError: a write had failed. Logged if another exception is on its way.
+        """
+        failure: SwapError | None = None
+        for optimizer in self.optimizers:
+            swapper = _swapper_of(optimizer)
+            try:
+                if swapper is not None:
+                    swapper.flush()
+            except SwapError as error:
+                failure = failure or error
+        try:
+            self._directories.settle()
+        except SwapError as error:
+            failure = failure or error
+        self._directories.close()
+        super().teardown()
+        if failure is not None and not self._interrupted:
+            raise failure
+        if failure is not None:
+            log.error("after another exception: %s", failure)
+
+
+def _swapper_of(optimizer: Optimizer) -> OptimizerSwapper | None:
+    swapper = getattr(optimizer, "swapper", None)
+    return swapper if isinstance(swapper, OptimizerSwapper) else None
+
+
+def _close(optimizer: Optimizer) -> None:
+    swapper = _swapper_of(optimizer)
+    assert swapper is not None
+    try:
+        swapper.close()
+    except SwapError as error:  # Of state that nobody wants any more.
+        log.error("when the optimizer of an earlier fit was closed: %s", error)
+
+
+def _clip_grad_by_norm(plugin: Precision, optimizer: Optimizer, clip_val: int | float) -> None:
+    """As Lightning's, but gradients that are away are not all brought back."""
+    swapper = _swapper_of(optimizer)
+    if swapper is None:
+        type(plugin).clip_grad_by_norm(plugin, optimizer, clip_val)
+    else:
+        swapper.clip_grad_norm_(clip_val)
+
+
+class OnOneDevice(Swapping, SingleDeviceStrategy):
+    """The part of `SwapStrategy` that is not Lightning's."""
+
+    strategy_name = "swapper"
+
+    def __init__(
+        self,
+        config: ConfigLike | None = None,
+        *,
+        checkpoint_format: Literal["directory", "full"] | None = None,
+        device: str | torch.device | None = None,
+        offload_optimizer: bool | None = None,
+        offload_optimizer_device: Literal["cpu", "nvme"] | None = None,
+        offload_parameters: bool | None = None,
+        offload_params_device: Literal["cpu", "nvme"] | None = None,
+        nvme_path: str | os.PathLike[str] | None = None,
+        block_size: int | None = None,
+        queue_depth: int | None = None,
+        single_submit: bool | None = None,
+        overlap_events: bool | None = None,
+        thread_count: int | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision_plugin: Precision | None = None,
+        **deepspeed: Any,
+    ) -> None:
+        given = {
+            "offload_optimizer": offload_optimizer,
+            "offload_optimizer_device": offload_optimizer_device,
+            "offload_parameters": offload_parameters,
+            "offload_params_device": offload_params_device,
+            "nvme_path": nvme_path,
+            "block_size": block_size,
+            "queue_depth": queue_depth,
+            "single_submit": single_submit,
+            "overlap_events": overlap_events,
+            "thread_count": thread_count,
+        }
+        # [Note: the device of a named strategy] Lightning makes it without arguments, and would train on the CPU
+        # whatever the accelerator. It gives its devices to whoever has this attribute.
+        self._parallel_devices: list[torch.device] | None = None if device is None else [torch.device(device)]
+        arguments = {name: value for name, value in given.items() if value is not None} | deepspeed
+        self._take(config, arguments, checkpoint_format)
+        super().__init__(
+            accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, device="cpu"
+        )
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The device, once the Trainer has chosen it. See [Note: the device of a named strategy]."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices is not None and len(devices) > 1:
+            raise ConfigError(
+                f"{type(self).__name__} trains on one device, and the Trainer has {len(devices)}; set devices=1, or "
+                "use SwapDDPStrategy"
+            )
+        self._parallel_devices = devices
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where the model is."""
+        return self._parallel_devices[0] if self._parallel_devices else super().root_device
+
+
+class OnDDP(Swapping, DDPStrategy):
+    """The part of `SwapDDPStrategy` that is not Lightning's."""
+
+    strategy_name = "swapper_ddp"
+
+    def __init__(
+        self,
+        config: ConfigLike | None = None,
+        *,
+        checkpoint_format: Literal["directory", "full"] | None = None,
+        offload_optimizer: bool | None = None,
+        offload_optimizer_device: Literal["cpu", "nvme"] | None = None,
+        offload_parameters: bool | None = None,
+        offload_params_device: Literal["cpu", "nvme"] | None = None,
+        nvme_path: str | os.PathLike[str] | None = None,
+        block_size: int | None = None,
+        queue_depth: int | None = None,
+        single_submit: bool | None = None,
+        overlap_events: bool | None = None,
+        thread_count: int | None = None,
+        **ddp: Any,
+    ) -> None:
+        given = {
+            "offload_optimizer": offload_optimizer,
+            "offload_optimizer_device": offload_optimizer_device,
+            "offload_parameters": offload_parameters,
+            "offload_params_device": offload_params_device,
+            "nvme_path": nvme_path,
+            "block_size": block_size,
+            "queue_depth": queue_depth,
+            "single_submit": single_submit,
+            "overlap_events": overlap_events,
+            "thread_count": thread_count,
+        }
+        idle = {name: ddp.pop(name) for name in list(ddp) if name in MEANINGLESS}
+        arguments = {name: value for name, value in given.items() if value is not None} | idle
+        self._take(config, arguments, checkpoint_format)
+        super().__init__(**ddp)

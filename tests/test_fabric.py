@@ -1,0 +1,222 @@
+"""`swapper.fabric.SwapStrategy`: the same Fabric program, the same bits."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric import Fabric
+from lightning.fabric.plugins import MixedPrecision, TorchCheckpointIO
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from twins import bits
+
+import swapper
+from swapper.checkpoint import is_checkpoint
+from swapper.errors import ConfigError
+from swapper.evicted import EvictedParameter
+from swapper.fabric import SwapStrategy
+
+WHAT = ["state", "state-gradients", "state-gradients-parameters"]
+IGNORED = [
+    "ignore:.*LeafSpec.*:FutureWarning",
+    "ignore:.*LeafSpec.*:DeprecationWarning",
+    "ignore:The FabricModule wraps a module",
+]
+pytestmark = [pytest.mark.filterwarnings(text) for text in IGNORED]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+
+
+def config_of(nvme_path: Path, what: str) -> dict[str, Any]:
+    def device(name: str) -> dict[str, str]:
+        return {"device": "nvme" if name in what else "none"}
+
+    return {
+        "nvme_path": str(nvme_path),
+        "pool_bytes": "1MiB",
+        "bucket_bytes": "32KiB",
+        "offload_optimizer": device("state"),
+        "offload_gradient": device("gradients"),
+        "offload_param": device("parameters"),
+    }
+
+
+class Program:
+    """A model with two optimizers and a scheduler, set up by Fabric."""
+
+    def __init__(self, strategy: Any, precision: str = "32-true", *, separately: bool = False) -> None:
+        options: dict[str, Any] = {"precision": precision}
+        if precision == "16-mixed":
+            scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+            options = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
+        self.fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, **options)
+        self.fabric.launch()
+        torch.manual_seed(3)
+        with self.fabric.init_module():
+            self.plain = nn.Sequential(nn.Linear(16, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 80))
+        self.first_class = type(self.plain[2].weight)
+        first = torch.optim.AdamW(self.plain[:3].parameters(), lr=1e-2)
+        second = torch.optim.SGD(self.plain[3:].parameters(), lr=1e-2, momentum=0.9)
+        self.scheduler = StepLR(first, 2, 0.5)
+        if separately:
+            self.model = self.fabric.setup_module(self.plain)
+            self.optimizers = list(self.fabric.setup_optimizers(first, second))
+        else:
+            self.model, *self.optimizers = self.fabric.setup(self.plain, first, second)
+        self.found: list[Any] = []
+        self.dtype = {"64-true": torch.float64, "bf16-true": torch.bfloat16}.get(precision, torch.float32)
+
+    def run(self, start: int, stop: int) -> None:
+        for step in range(start, stop):
+            batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).to(self.dtype)
+            loss = self.model(batch).square().mean()
+            self.fabric.backward(loss)
+            norm = self.fabric.clip_gradients(self.model, self.optimizers[0], max_norm=0.05, error_if_nonfinite=False)
+            self.fabric.clip_gradients(self.model, self.optimizers[1], clip_val=1e-3)
+            self.found.append((bits(loss), bits(norm)))
+            for optimizer in self.optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            self.scheduler.step()
+
+    def state(self) -> dict[str, Any]:
+        first, second = self.optimizers
+        return {"model": self.model, "first": first, "second": second, "scheduler": self.scheduler, "step": 3}
+
+    def facts(self) -> Any:
+        with swapper.gathered(self.plain):
+            parameters = bits(dict(self.plain.state_dict()))
+        return parameters, [bits(o.state_dict()) for o in self.optimizers], bits(self.scheduler.state_dict())
+
+
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("what", WHAT)
+def test_a_program_ends_in_the_same_bits(what: str, precision: str, nvme_path: Path) -> None:
+    programs = [
+        Program("auto", precision),
+        Program(SwapStrategy(config_of(nvme_path, what)), precision),
+        Program(SwapStrategy(config_of(nvme_path, what)), precision, separately=True),
+    ]
+    for program in programs:
+        program.run(0, 5)
+        assert program.found == programs[0].found
+        assert program.facts() == programs[0].facts()
+    assert programs[1].first_class is (EvictedParameter if "parameters" in what else nn.Parameter)
+    assert swapper.of(programs[1].optimizers[0].optimizer).stats().bytes_written > 0
+
+
+@pytest.mark.parametrize("source", ["stock", "full", "directory", "directory-all"])
+def test_a_resumed_program_ends_in_the_same_bits(source: str, nvme_path: Path, tmp_path: Path) -> None:
+    make = {
+        "stock": lambda: Program("auto"),
+        "full": lambda: Program(SwapStrategy(config_of(nvme_path, WHAT[2]), checkpoint_format="full")),
+        "directory": lambda: Program(SwapStrategy(config_of(nvme_path, "state"))),
+        "directory-all": lambda: Program(SwapStrategy(config_of(nvme_path, WHAT[2]))),
+    }
+    stock = Program("auto")
+    stock.run(0, 6)
+    program = make[source]()
+    program.run(0, 3)
+    path = tmp_path / "it.ckpt"
+    program.fabric.save(path, program.state())
+    assert is_checkpoint(path) == source.startswith("directory")
+    for target in make if not source.startswith("directory") else ("directory", "directory-all"):
+        resumed = make[target]()
+        state = {**resumed.state(), "step": 0}
+        assert resumed.fabric.load(path, state) == {}
+        assert state["step"] == 3
+        resumed.run(3, 6)
+        assert resumed.facts() == stock.facts(), target
+
+
+def test_a_module_alone_is_loaded_and_what_is_left_is_returned(nvme_path: Path, tmp_path: Path) -> None:
+    program = Program(SwapStrategy(config_of(nvme_path, "state")))
+    program.run(0, 2)
+    path = tmp_path / "it.ckpt"
+    program.fabric.save(path, program.state())
+    other = Program(SwapStrategy(config_of(nvme_path, "state")))
+    left = other.fabric.load(path, {"model": other.model})
+    assert left["step"] == 3 and set(left) == {"scheduler", "step"}
+    assert other.facts()[0] == program.facts()[0]
+    with pytest.raises(KeyError, match="no 'more'"):
+        other.fabric.load(path, {"model": other.model, "more": 1})
+
+
+def test_what_cannot_be_a_directory_is_refused(nvme_path: Path, tmp_path: Path) -> None:
+    program = Program(SwapStrategy(config_of(nvme_path, "state")))
+    program.run(0, 2)
+    for state, options in (
+        ({"step": 1}, {}),
+        (program.state(), {"filter": {"model": lambda name, value: True}}),
+    ):
+        with pytest.raises(ConfigError, match=r"a directory cannot be made: .*; use checkpoint_format='full'"):
+            program.fabric.save(tmp_path / "it.ckpt", state, **options)
+    assert not list(tmp_path.glob("*.ckpt"))
+    program.fabric.save(tmp_path / "it.ckpt", program.state())
+    with pytest.raises(ConfigError, match="the module, in `state`"):
+        program.fabric.load(tmp_path / "it.ckpt")
+    other = Program(SwapStrategy(config_of(nvme_path, "state")))
+    before = other.facts()
+    first, second = other.optimizers
+    with pytest.raises(ConfigError, match="has the optimizers"):
+        other.fabric.load(tmp_path / "it.ckpt", {"model": other.model, "a": first, "b": second})
+    assert other.facts() == before
+
+
+def test_with_a_checkpoint_io_files_are_written(nvme_path: Path, tmp_path: Path) -> None:
+    fabric = Fabric(
+        accelerator="cpu",
+        devices=1,
+        strategy=SwapStrategy(config_of(nvme_path, "state")),
+        plugins=[TorchCheckpointIO()],
+    )
+    fabric.save(tmp_path / "it.ckpt", {"step": 3})
+    assert torch.load(tmp_path / "it.ckpt") == {"step": 3}
+
+
+def test_parameters_need_the_module_first(nvme_path: Path) -> None:
+    fabric = Fabric(accelerator="cpu", devices=1, strategy=SwapStrategy(config_of(nvme_path, WHAT[2])))
+    with pytest.raises(ConfigError, match="set up the module first"):
+        fabric.setup_optimizers(torch.optim.SGD(nn.Linear(96, 96).parameters()))
+
+
+def test_names_and_devices(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SWAPPER_NVME_PATH", str(nvme_path))
+    fabric = Fabric(accelerator="cpu", devices=1, strategy="swapper_nvme_all")
+    assert type(fabric.strategy) is SwapStrategy
+    assert fabric.strategy.offload_config.offload_param.device == "nvme"
+    with pytest.raises(ConfigError, match="set devices=1"):
+        Fabric(accelerator="cpu", devices=2, strategy="swapper_cpu")
+    with pytest.warns(UserWarning, match="no meaning for SwapStrategy"):
+        SwapStrategy(offload_optimizer=True, stage=3)
+
+
+SCRIPT = """
+import {package} as pl, torch, swapper.fabric
+fabric = pl.Fabric(accelerator="cpu", devices=1, strategy="swapper_nvme")
+model = torch.nn.Linear(96, 96)
+model, optimizer = fabric.setup(model, torch.optim.AdamW(model.parameters()))
+fabric.backward(model(torch.ones(2, 96)).sum())
+optimizer.step()
+assert optimizer.optimizer.swapper.stats().bytes_written
+"""
+
+
+@pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
+def test_both_packages_are_served_and_files_go_at_exit(package: str, nvme_path: Path) -> None:
+    environment = {**os.environ, "SWAPPER_NVME_PATH": str(nvme_path), "PYTHONWARNINGS": "ignore"}
+    script = SCRIPT.format(package=package)
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert not list(nvme_path.iterdir())
