@@ -1,6 +1,6 @@
 """What `SwapStrategy` adds to a step of Lightning's when nothing is swapped: the stock strategy and ours in turn.
 
-    python benchmarks/lightning_overhead.py --rounds 5 --steps 400
+    python benchmarks/lightning_overhead.py --rounds 121 --steps 100
 
 Times are of the whole `fit`, without its first steps, of a model so small that Lightning's own work is most of a step.
 """
@@ -65,8 +65,8 @@ def step_s(strategy: Any, steps: int) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="What SwapStrategy adds to a step when nothing is swapped.")
-    parser.add_argument("--rounds", type=int, default=5, help="of both strategies in turn")
-    parser.add_argument("--steps", type=int, default=400, help="in each")
+    parser.add_argument("--rounds", type=int, default=121, help="of both strategies in turn")
+    parser.add_argument("--steps", type=int, default=100, help="in each")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -74,12 +74,15 @@ def main() -> None:
     print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, lightning {L.__version__}")
     stock: list[float] = []
     ours: list[float] = []
-    for _ in range(arguments.rounds):
-        stock.append(step_s("auto", arguments.steps))
-        ours.append(step_s(swapper.lightning.SwapStrategy({}), arguments.steps))
-    # What else the machine did can only make a round slower, so the fastest of each is nearest to what it takes.
-    print(f"stock strategy: {1e6 * min(stock):8.1f} us a step, the fastest of {arguments.rounds} rounds")
-    print(f"SwapStrategy:   {1e6 * min(ours):8.1f} us a step: {100 * (min(ours) / min(stock) - 1):+.1f} %")
+    for number in range(arguments.rounds):
+        pair = [(stock, "auto"), (ours, swapper.lightning.SwapStrategy({}))]
+        for found, strategy in pair if number % 2 else reversed(pair):
+            found.append(step_s(strategy, arguments.steps))
+    ratios = sorted(mine / theirs for mine, theirs in zip(ours, stock, strict=True))
+    low, high = ratios[len(ratios) // 4], ratios[-1 - len(ratios) // 4]
+    print(f"stock strategy: {1e6 * statistics.median(stock):8.1f} us a step, the median of {arguments.rounds} rounds")
+    print(f"SwapStrategy:   {1e6 * statistics.median(ours):8.1f} us a step")
+    print(f"ratio, the median of rounds: {statistics.median(ratios):.3f}, half of them from {low:.3f} to {high:.3f}")
 
 
 if __name__ == "__main__":
