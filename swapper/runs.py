@@ -316,7 +316,10 @@ def make_run_directory(nvme_path: Path, run: str, rank: int) -> tuple[Path, int]
 
 
 def remove_run_directory(directory: Path, lock: list[int]) -> None:
-    """Remove the directory of a run and let go of its lock, the only item of `lock`. Failures are logged."""
+    """Remove the directory of a run and let go of its lock, the only item of `lock`. Failures are logged.
+
+    Those of other ranks of the run that were killed go with it: some launchers end a run by killing all but one.
+    """
     try:
         _remove_directory(directory)
     except FileNotFoundError:
@@ -330,6 +333,11 @@ def remove_run_directory(directory: Path, lock: list[int]) -> None:
         )
     if lock:
         os.close(lock.pop())
+    run = directory.name.rpartition("-")[0]
+    with contextlib.suppress(SwapIOError):  # Nobody can list the directory any more.
+        for other in _candidates(directory.parent):
+            if other.name.rpartition("-")[0] == run and other != directory:
+                _remove_if_stale(other)
 
 
 def _remove_directory(directory: Path) -> None:
@@ -484,21 +492,27 @@ def remove_stale_runs(nvme_path: Path) -> None:
         log.warning("could not clean up: %s", error)
         return
     for directory in candidates:
-        try:
-            removal = remove_run(directory)
-        except SwapIOError as error:
-            log.warning("could not clean up %s: %s", directory, error)
-            continue
-        if removal.removed:
-            freed = format_bytes(removal.freed_bytes)
-            log.warning("removed %s, left by a run that ended without cleaning up: %s freed", directory, freed)
-        elif removal.state is RunState.UNKNOWN:
+        removal = _remove_if_stale(directory)
+        if removal is not None and removal.state is RunState.UNKNOWN:
             log.warning(
                 "%s is left alone: %s; if that run is dead, `swapper clean --force %s` frees its space",
                 directory,
                 removal.reason,
                 shlex.quote(str(directory)),
             )
+
+
+def _remove_if_stale(directory: Path) -> Removal | None:
+    """As `remove_run`, with what became of it in the log; None if that failed."""
+    try:
+        removal = remove_run(directory)
+    except SwapIOError as error:
+        log.warning("could not clean up %s: %s", directory, error)
+        return None
+    if removal.removed:
+        freed = format_bytes(removal.freed_bytes)
+        log.warning("removed %s, left by a run that ended without cleaning up: %s freed", directory, freed)
+    return removal
 
 
 def _is_named_like_a_run(path: Path) -> bool:

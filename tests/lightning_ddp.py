@@ -1,9 +1,13 @@
-"""What each of two ranks runs, with stock DDP and with ours: see tests/test_lightning_ddp.py."""
+"""What each of two ranks runs, with stock DDP and with ours: see tests/test_lightning_ddp.py.
+
+As a program it starts its second rank itself, and is interrupted when both have trained.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -145,3 +149,33 @@ def evaluate_and_resume(rank: int, directory: Path, nvme_path: Path) -> None:
     config = config_of(nvme_path, "state-gradients-parameters", pool_bytes="768KiB")
     for format in ("directory", "full"):
         assert run(config, format, directory / format) == stock, (format, rank)
+
+
+class Interrupted(Net):
+    """Ctrl-C strikes rank 0."""
+
+    armed = False
+
+    def on_train_batch_start(self, batch: Any, number: int) -> None:
+        if self.armed and self.global_rank == 0 and number == 1:
+            signal.raise_signal(signal.SIGINT)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    trained = []
+    for strategy in ("swapper_ddp_nvme", "ddp"):
+        torch.manual_seed(5)
+        model, trainer = Interrupted(), trainer_of(strategy, devices=2)
+        trainer.fit(model, loader(12))
+        trained.append((facts(trainer), model, trainer))
+    (ours, model, trainer), (stock, _, _) = trained
+    assert ours == stock
+    print("the same bits", flush=True)
+    model.armed = True
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(model, loader(12))
+
+
+if __name__ == "__main__":
+    main()

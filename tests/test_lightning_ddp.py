@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import lightning_ddp
 import pytest
 from lightning_runs import IGNORED_WARNINGS, facts, loader, strategy_of, trainer_of
-from ranks import in_processes
+from ranks import TIMEOUT_S, in_processes
 
 from swapper.checkpoint import is_checkpoint
 
@@ -34,3 +37,12 @@ def test_checkpoints_and_evaluation_of_a_model_larger_than_the_pool(
     assert resumed_in_one_process(strategy_of(nvme_path, "state-gradients-parameters"), "directory") == stock
     assert resumed_in_one_process("auto", "full") == stock
     lightning_ddp.collect_garbage()
+
+
+def test_a_program_that_starts_its_own_ranks_and_ctrl_c(nvme_path: Path, leaves_nothing: None) -> None:
+    environment = {**os.environ, "SWAPPER_NVME_PATH": str(nvme_path), "PYTHONWARNINGS": "ignore"}
+    command = [sys.executable, lightning_ddp.__file__]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=TIMEOUT_S)
+    assert done.returncode == 1, done.stderr
+    assert "the same bits" in done.stdout
+    assert "KeyboardInterrupt" in done.stderr

@@ -28,7 +28,14 @@ from swapper import runs as runs_module
 from swapper.buffers import BufferPool
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.handle import AsyncIOHandle, FaultPlan
-from swapper.runs import FileSystem, NvmePathError, check_nvme_path, find_runs, remove_stale_runs
+from swapper.runs import (
+    FileSystem,
+    NvmePathError,
+    check_nvme_path,
+    find_runs,
+    make_run_directory,
+    remove_stale_runs,
+)
 from swapper.store import RecordKey, TensorStore
 
 pytestmark = pytest.mark.timeout(60)
@@ -300,6 +307,21 @@ def test_a_live_run_is_left_alone_until_it_dies(
         remove_stale_runs(nvme_path)
         assert not directory.exists()
     store.close()
+
+
+def test_the_last_rank_removes_what_killed_ranks_of_its_run_left(nvme_path: Path, handle: AsyncIOHandle) -> None:
+    def killed(run: str, rank: int) -> Path:
+        directory, lock = make_run_directory(nvme_path, run, rank)
+        os.close(lock)
+        return directory
+
+    ours, alive = TensorStore([nvme_path], "run", 0, [handle]), TensorStore([nvme_path], "run", 1, [handle])
+    gone, other = killed("run", 2), killed("runs", 3)
+    ours.close()
+    assert sorted(nvme_path.iterdir()) == sorted([*alive.directories, other])
+    assert not gone.exists()
+    alive.close()
+    assert list(nvme_path.iterdir()) == [other]
 
 
 def test_a_run_of_another_host_is_left_alone_and_named(nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:

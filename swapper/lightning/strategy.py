@@ -10,8 +10,10 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import signal
+import subprocess
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -34,6 +36,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+    from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
     from torch.nn.parallel import DistributedDataParallel
 else:
     Strategy = SingleDeviceStrategy = DDPStrategy = object
@@ -41,6 +44,9 @@ else:
 __all__ = ["OnDDP", "OnOneDevice", "Swapping"]
 
 log = logging.getLogger(__name__)
+
+_DEATH_S = 5.0
+"""How long a process that was killed may take to be dead."""
 
 
 class Swapping(Strategy):
@@ -396,6 +402,12 @@ class OnDDP(Swapping, DDPStrategy):
         self._take(config, arguments, checkpoint_format)
         super().__init__(**ddp)
 
+    def _configure_launcher(self) -> None:
+        super()._configure_launcher()
+        launcher: Any = self._launcher
+        if self._start_method == "popen":
+            launcher.kill = partial(_kill_and_wait, launcher)
+
     # --- What DDP does with all parameters at once -----------------------------------------------------------------
 
     def setup(self, trainer: Trainer) -> None:
@@ -430,6 +442,18 @@ class OnDDP(Swapping, DDPStrategy):
                 if swapper is not None and swapper.gradients is not None:
                     swapper.gradients.bring_back_all()
         super().post_backward(closure_loss)
+
+
+def _kill_and_wait(launcher: _SubprocessScriptLauncher, signum: signal.Signals) -> None:
+    """As the launcher does, which on Ctrl-C kills all processes but this one.
+
+    Only when they are dead the end of this one can remove what they leave on the drive.
+    """
+    type(launcher).kill(launcher, signum)
+    if signum == signal.SIGKILL:
+        for process in launcher.procs:
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(_DEATH_S)
 
 
 @contextmanager
