@@ -8,11 +8,13 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
@@ -21,8 +23,11 @@ from torch import nn
 from twins import bits
 
 import swapper.lightning
+from swapper import store
+from swapper.checkpoint import is_checkpoint
+from swapper.checkpoint_files import NewCheckpoint
 
-__all__ = ["CASES", "Large", "evaluate_and_resume", "train"]
+__all__ = ["CASES", "Large", "evaluate_and_resume", "save_copies", "train"]
 
 
 class Sometimes(Net):
@@ -149,6 +154,23 @@ def evaluate_and_resume(rank: int, directory: Path, nvme_path: Path) -> None:
     config = config_of(nvme_path, "state-gradients-parameters", pool_bytes="768KiB")
     for format in ("directory", "full"):
         assert run(config, format, directory / format) == stock, (format, rank)
+
+
+def save_copies(rank: int, directory: Path, nvme_path: Path) -> None:
+    """What cannot be linked is copied, by one rank, in the background."""
+
+    def finish_slowly(self: NewCheckpoint, index: Any) -> Path | None:
+        time.sleep(1)
+        return finish(self, index)
+
+    finish = NewCheckpoint.finish
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "link", lambda *_: False)
+        patch.setattr(NewCheckpoint, "finish", finish_slowly)
+        trainer = trainer_of(strategy_of(config_of(nvme_path), {}), devices=2)
+        trainer.fit(Net(), loader(12))
+        trainer.save_checkpoint(directory / "copied.ckpt")
+        assert is_checkpoint(directory / "copied.ckpt"), rank
 
 
 class Interrupted(Net):

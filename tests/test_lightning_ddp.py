@@ -39,6 +39,12 @@ def test_checkpoints_and_evaluation_of_a_model_larger_than_the_pool(
     lightning_ddp.collect_garbage()
 
 
+def test_a_checkpoint_is_there_when_a_save_returns_on_any_rank(
+    nvme_path: Path, tmp_path: Path, leaves_nothing: None
+) -> None:
+    in_processes(lightning_ddp.save_copies, tmp_path, nvme_path)
+
+
 def test_a_program_that_starts_its_own_ranks_and_ctrl_c(nvme_path: Path, leaves_nothing: None) -> None:
     environment = {**os.environ, "SWAPPER_NVME_PATH": str(nvme_path), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, lightning_ddp.__file__]

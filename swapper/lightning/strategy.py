@@ -432,6 +432,14 @@ class OnDDP(Swapping, DDPStrategy):
         with _attribute(self, "_ddp_kwargs", {**options, "init_sync": False}):
             return super()._setup_model(model)
 
+    def save_checkpoint(
+        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
+    ) -> None:
+        """As of `SwapStrategy`, but nothing of it goes on in the background: other ranks may load it at once."""
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+        self._directories.dumped({})  # What is not rank 0 has not used it.
+        self._directories.settle()
+
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """As in the stock strategy."""
         if not self._pl_static_graph_delay_done and getattr(self.model, "static_graph", False):
