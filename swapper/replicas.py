@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -11,7 +12,7 @@ from swapper.evicted import home_of
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
-__all__ = ["has_parameters_away", "make_same"]
+__all__ = ["has_parameters_away", "make_same", "ready_for_ddp"]
 
 _BROADCAST_BYTES = 250 << 20  # As `DistributedDataParallel`.
 
@@ -47,3 +48,18 @@ def make_same(model: torch.nn.Module, group: ProcessGroup | None = None, *, buff
         tensors += [buffer for name, buffer in model.named_buffers() if name not in left_out]
     for tensor in tensors:
         _sync_params_and_buffers(among, [tensor.detach()], _BROADCAST_BYTES, 0)
+
+
+def ready_for_ddp(model: torch.nn.Module, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments for a `DistributedDataParallel` around `model`, which is made the same here if it is swapped.
+
+    Args:
+        model: any.
+        options: as the user wants them.
+    """
+    if not has_parameters_away(model) or not options.get("init_sync", True):
+        return dict(options)
+    # As DDP has it: what keeps buffers the same in every forward does so at the beginning.
+    buffers = options.get("forward_sync_buffers") is not None or options.get("broadcast_buffers") is not False
+    make_same(model, options.get("process_group"), buffers=buffers)
+    return {**options, "init_sync": False}

@@ -20,7 +20,16 @@ else:
     # What LightningCLI sees: what a mapping or a file has is checked as a config when it is parsed.
     ConfigLike = OffloadConfig
 
-__all__ = ["ARGUMENTS", "MEANINGLESS", "NAMES", "ConfigLike", "default_nvme_path", "packages_in_use", "settings_of"]
+__all__ = [
+    "ARGUMENTS",
+    "MEANINGLESS",
+    "NAMES",
+    "NAMES_OF_ARGUMENTS",
+    "ConfigLike",
+    "default_nvme_path",
+    "packages_in_use",
+    "settings_of",
+]
 
 _BUFFERS = "memory is bounded by pool_bytes of a config instead"
 _SHARDING = "it is about sharding and communication, and every process keeps all it is given"
@@ -96,6 +105,17 @@ _AIO = {
     "thread_count": "intra_op_parallelism",
 }
 
+_OFFLOADING = (
+    "offload_optimizer",
+    "offload_optimizer_device",
+    "offload_parameters",
+    "offload_params_device",
+    "nvme_path",
+)
+
+NAMES_OF_ARGUMENTS = frozenset({*_OFFLOADING, *_AIO, *MEANINGLESS})
+"""All arguments of `DeepSpeedStrategy` that are accepted."""
+
 
 def default_nvme_path() -> Path | tuple[Path, ...]:
     """Where files go if nobody said: the directories in $SWAPPER_NVME_PATH, else `./.swapper`, which is made."""
@@ -124,10 +144,9 @@ def settings_of(name: str, config: ConfigLike | None, given: Mapping[str, Any]) 
     Raises:
         ConfigError: both are given; an argument is unknown; the config cannot work.
     """
-    known = {*_OFFLOADING, *_AIO, *MEANINGLESS}
     for argument in given:
-        if argument not in known:
-            near = difflib.get_close_matches(argument, known, n=1)
+        if argument not in NAMES_OF_ARGUMENTS:
+            near = difflib.get_close_matches(argument, NAMES_OF_ARGUMENTS, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ConfigError(f"{argument}: {name} has no such argument{hint}")
     idle = [argument for argument in given if argument in MEANINGLESS]
@@ -147,13 +166,6 @@ def settings_of(name: str, config: ConfigLike | None, given: Mapping[str, Any]) 
     return OffloadConfig.load(config)
 
 
-_OFFLOADING = (
-    "offload_optimizer",
-    "offload_optimizer_device",
-    "offload_parameters",
-    "offload_params_device",
-    "nvme_path",
-)
 _ON_NVME = {"offload_optimizer_device": "nvme"}
 
 

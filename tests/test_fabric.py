@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,8 @@ import pytest
 import torch
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision, TorchCheckpointIO
+from lightning.fabric.strategies import DDPStrategy
+from ranks import in_processes
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from twins import bits
@@ -21,7 +23,7 @@ import swapper
 from swapper.checkpoint import is_checkpoint
 from swapper.errors import ConfigError
 from swapper.evicted import EvictedParameter
-from swapper.fabric import SwapStrategy
+from swapper.fabric import SwapDDPStrategy, SwapStrategy
 
 WHAT = ["state", "state-gradients", "state-gradients-parameters"]
 IGNORED = [
@@ -55,14 +57,16 @@ def config_of(nvme_path: Path, what: str) -> dict[str, Any]:
 class Program:
     """A model with two optimizers and a scheduler, set up by Fabric."""
 
-    def __init__(self, strategy: Any, precision: str = "32-true", *, separately: bool = False) -> None:
+    def __init__(
+        self, strategy: Any, precision: str = "32-true", *, separately: bool = False, devices: int = 1, rank: int = 0
+    ) -> None:
         options: dict[str, Any] = {"precision": precision}
         if precision == "16-mixed":
             scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
             options = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
-        self.fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy, **options)
+        self.fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy, **options)
         self.fabric.launch()
-        torch.manual_seed(3)
+        torch.manual_seed(3 + rank)
         with self.fabric.init_module():
             self.plain = nn.Sequential(nn.Linear(16, 96), nn.Tanh(), nn.Linear(96, 96), nn.Tanh(), nn.Linear(96, 80))
         self.first_class = type(self.plain[2].weight)
@@ -79,7 +83,8 @@ class Program:
 
     def run(self, start: int, stop: int) -> None:
         for step in range(start, stop):
-            batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(step)).to(self.dtype)
+            seed = step + 100 * self.fabric.global_rank
+            batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
             loss = self.model(batch).square().mean()
             self.fabric.backward(loss)
             norm = self.fabric.clip_gradients(self.model, self.optimizers[0], max_norm=0.05, error_if_nonfinite=False)
@@ -220,3 +225,32 @@ def test_both_packages_are_served_and_files_go_at_exit(package: str, nvme_path: 
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert not list(nvme_path.iterdir())
+
+
+# --- Two processes ----------------------------------------------------------------------------------------------------
+
+
+def two_ranks(rank: int, nvme_path: Path, directory: Path) -> None:
+    def resumed(make: Callable[[], Any], path: Path) -> Any:
+        program = Program(make(), devices=2, rank=rank)
+        program.run(0, 3)
+        program.fabric.save(path, program.state())
+        again = Program(make(), devices=2, rank=rank)
+        again.fabric.load(path, again.state())
+        again.run(3, 6)
+        return program.found, again.found, again.facts()
+
+    stock = resumed(DDPStrategy, directory / "stock.ckpt")
+    for what in ("state", WHAT[2]):
+        for format in ("directory", "full"):
+            path = directory / f"{what}-{format}.ckpt"
+            config = config_of(nvme_path, what)
+            ours = resumed(lambda: SwapDDPStrategy(config, checkpoint_format=format), path)  # noqa: B023
+            assert ours == stock, (what, format, rank)
+            assert is_checkpoint(path) == (format == "directory")
+    os.environ["SWAPPER_NVME_PATH"] = str(nvme_path)
+    assert type(Fabric(accelerator="cpu", devices=2, strategy="swapper_ddp_nvme").strategy) is SwapDDPStrategy
+
+
+def test_two_processes_end_in_the_bits_of_stock_ddp(nvme_path: Path, tmp_path: Path, leaves_nothing: None) -> None:
+    in_processes(two_ranks, nvme_path, tmp_path)

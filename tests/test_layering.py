@@ -127,7 +127,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "strategy_arguments": {"config", "errors"},
     "replicas": {"evicted"},
     "lightning": API | {"api", "replicas", "strategy_arguments"},
-    "fabric": API | {"api", "strategy_arguments"},
+    "fabric": API | {"api", "replicas", "strategy_arguments"},
     "cli": API | {"api", "gds"},
     "__main__": {"cli"},
     "__init__": API | {"api"},

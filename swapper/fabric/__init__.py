@@ -1,11 +1,11 @@
-"""Lightning Fabric: a strategy that swaps.
+"""Lightning Fabric: strategies that swap.
 
     import swapper.fabric
     fabric = Fabric(strategy=swapper.fabric.SwapStrategy("config/everything_nvme.yaml"))
     fabric = Fabric(strategy="swapper_nvme")
 
-`SwapStrategy` here is that for the package in use: `lightning`, or `lightning_fabric` if only that is imported already
-or installed. With both, `swapper.fabric.in_lightning` and `swapper.fabric.in_lightning_fabric` have one each.
+The names here are those for the package in use: `lightning`, or `lightning_fabric` if only that is imported already or
+installed. With both, `swapper.fabric.in_lightning` and `swapper.fabric.in_lightning_fabric` have the names for each.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from swapper.strategy_arguments import packages_in_use
 
 if TYPE_CHECKING:
-    from swapper.fabric.in_lightning import SwapStrategy
+    from swapper.fabric.in_lightning import SwapDDPStrategy, SwapStrategy
 
-__all__ = ["SwapStrategy"]
+__all__ = ["SwapDDPStrategy", "SwapStrategy"]
 
 _MODULES = {"lightning.fabric": "in_lightning", "lightning_fabric": "in_lightning_fabric"}
 _modules = [

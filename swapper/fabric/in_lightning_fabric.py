@@ -1,4 +1,4 @@
-"""The strategy for `lightning_fabric`. Importing this registers it there."""
+"""The strategies for `lightning_fabric`. Importing this registers them there."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 from swapper.fabric.namespaces import bind, register
 
 if TYPE_CHECKING:
-    from swapper.fabric.strategy import Swapping as SwapStrategy
+    from swapper.fabric.strategy import OnDDP as SwapDDPStrategy
+    from swapper.fabric.strategy import OnOneDevice as SwapStrategy
 else:
     globals().update(bind("lightning_fabric", __name__))
 
-__all__ = ["SwapStrategy"]
+__all__ = ["SwapDDPStrategy", "SwapStrategy"]
 
 register("lightning_fabric", globals())

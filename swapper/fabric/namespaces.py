@@ -1,4 +1,4 @@
-"""The strategy for one of the packages `lightning.fabric` and `lightning_fabric`."""
+"""The strategies for one of the packages `lightning.fabric` and `lightning_fabric`."""
 
 from __future__ import annotations
 
@@ -6,28 +6,39 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from swapper.fabric.strategy import Swapping
+from swapper.fabric.strategy import OnDDP, OnOneDevice
 from swapper.strategy_arguments import ARGUMENTS, NAMES
 
 __all__ = ["bind", "register"]
 
 
 def bind(package: str, module: str) -> dict[str, Any]:
-    """The class for a package, to be found in `module`."""
+    """The classes for a package, to be found in `module`."""
     strategies = importlib.import_module(f"{package}.strategies")
 
-    class SwapStrategy(Swapping, strategies.SingleDeviceStrategy):  # type: ignore[misc, name-defined]
-        _files = importlib.import_module(f"{package}.plugins").TorchCheckpointIO
+    files = importlib.import_module(f"{package}.plugins").TorchCheckpointIO
+
+    class SwapStrategy(OnOneDevice, strategies.SingleDeviceStrategy):  # type: ignore[misc, name-defined]
+        _files = files
         __doc__ = f"""Fabric on one device, with optimizer state, gradients and parameters where a config says.
 
     {ARGUMENTS}"""
 
-    SwapStrategy.__module__, SwapStrategy.__qualname__ = module, "SwapStrategy"
-    return {"SwapStrategy": SwapStrategy}
+    class SwapDDPStrategy(OnDDP, strategies.DDPStrategy):  # type: ignore[misc, name-defined]
+        _files = files
+        __doc__ = f"""`DDPStrategy`, with optimizer state, gradients and parameters of each process where a config says.
+
+    {ARGUMENTS}"""
+
+    for each in (SwapStrategy, SwapDDPStrategy):
+        each.__module__, each.__qualname__ = module, each.__name__
+    return {"SwapStrategy": SwapStrategy, "SwapDDPStrategy": SwapDDPStrategy}
 
 
 def register(package: str, classes: Mapping[str, Any]) -> None:
-    """Let `Fabric(strategy="swapper_nvme")` of a package find the strategy. May be called again."""
+    """Let `Fabric(strategy="swapper_nvme")` of a package find the strategies. May be called again."""
     registry = importlib.import_module(f"{package}.strategies").STRATEGY_REGISTRY
     for name, arguments in NAMES.items():
         registry.register(name, classes["SwapStrategy"], description=f"swapper: {name}", override=True, **arguments)
+    ddp = classes["SwapDDPStrategy"]
+    registry.register("swapper_ddp_nvme", ddp, description="swapper: ddp", override=True, **NAMES["swapper_nvme"])

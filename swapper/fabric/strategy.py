@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -18,64 +18,34 @@ from swapper.api import init, offload
 from swapper.checkpoint import OpenCheckpoint, is_checkpoint, load_checkpoint, save_checkpoint
 from swapper.errors import ConfigError, show
 from swapper.optimizer import OptimizerSwapper
-from swapper.strategy_arguments import ConfigLike, settings_of
+from swapper.replicas import ready_for_ddp
+from swapper.strategy_arguments import NAMES_OF_ARGUMENTS, ConfigLike, settings_of
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators.accelerator import Accelerator
     from lightning.fabric.plugins import CheckpointIO, Precision
+    from lightning.fabric.strategies.ddp import DDPStrategy
     from lightning.fabric.strategies.single_device import SingleDeviceStrategy
+    from lightning.fabric.strategies.strategy import Strategy
 else:
-    SingleDeviceStrategy = object
+    Strategy = SingleDeviceStrategy = DDPStrategy = object
 
-__all__ = ["Swapping"]
+__all__ = ["OnDDP", "OnOneDevice", "Swapping"]
 
 _ORDER = "swapper.order"
 State = dict[str, torch.nn.Module | Optimizer | Any]
 
 
-class Swapping(SingleDeviceStrategy):
-    """The part of `swapper.fabric.SwapStrategy` that is not Lightning's."""
+class Swapping(Strategy):
+    """Swaps the optimizers that are set up, the gradients and the module's parameters, as the config says."""
 
-    def __init__(
-        self,
-        config: ConfigLike | None = None,
-        *,
-        checkpoint_format: Literal["directory", "full"] | None = None,
-        device: str | torch.device | None = None,
-        accelerator: Accelerator | None = None,
-        checkpoint_io: CheckpointIO | None = None,
-        precision: Precision | None = None,
-        **deepspeed: Any,
-    ) -> None:
-        if checkpoint_format not in (None, "directory", "full"):
-            raise ConfigError(f"checkpoint_format: {show(checkpoint_format)} is not one of directory, full")
-        self.offload_config = settings_of(type(self).__name__, config, deepspeed)
-        self._wanted_format = checkpoint_format
+    def _take(self, config: ConfigLike | None, given: Mapping[str, Any], format: str | None) -> None:
+        if format not in (None, "directory", "full"):
+            raise ConfigError(f"checkpoint_format: {show(format)} is not one of directory, full")
+        self.offload_config = settings_of(type(self).__name__, config, given)
+        self._wanted_format = format
         self._own_io = self._files()
         self._module: weakref.ref[torch.nn.Module] | None = None
-        # See [Note: the device of a named strategy] in `swapper.lightning.strategy`.
-        self._parallel_devices: list[torch.device] | None = None if device is None else [torch.device(device)]
-        super().__init__(device="cpu", accelerator=accelerator, checkpoint_io=checkpoint_io, precision=precision)
-
-    # --- The device ------------------------------------------------------------------------------------------------
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The device, once Fabric has chosen it."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        if devices is not None and len(devices) > 1:
-            raise ConfigError(
-                f"{type(self).__name__} trains on one device, and Fabric has {len(devices)}; set devices=1"
-            )
-        self._parallel_devices = devices
-
-    @property
-    def root_device(self) -> torch.device:
-        """Where the model is."""
-        return self._parallel_devices[0] if self._parallel_devices else super().root_device
 
     # --- Model and optimizers --------------------------------------------------------------------------------------
 
@@ -89,9 +59,8 @@ class Swapping(SingleDeviceStrategy):
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Remember the module: its parameters are offloaded with the optimizer."""
-        module = super().setup_module(module)
         self._module = weakref.ref(module)
-        return module
+        return super().setup_module(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Swap an optimizer.
@@ -184,7 +153,8 @@ class Swapping(SingleDeviceStrategy):
             raise ConfigError(f"checkpoint_format: a directory cannot be made: {why}; use checkpoint_format='full'")
         rest = {name: _plain(value) for name, value in state.items() if value is not module and name not in optimizers}
         extra = {_ORDER: list(optimizers), **rest}
-        save_checkpoint(path, module, list(optimizers.values()), extra).wait()
+        if self.is_global_zero:
+            save_checkpoint(path, module, list(optimizers.values()), extra).wait()
 
     def load_checkpoint(
         self,
@@ -227,6 +197,69 @@ class Swapping(SingleDeviceStrategy):
             else:
                 state[name] = extra.pop(name)
         return extra
+
+
+class OnOneDevice(Swapping, SingleDeviceStrategy):
+    """The part of `swapper.fabric.SwapStrategy` that is not Lightning's."""
+
+    def __init__(
+        self,
+        config: ConfigLike | None = None,
+        *,
+        checkpoint_format: Literal["directory", "full"] | None = None,
+        device: str | torch.device | None = None,
+        accelerator: Accelerator | None = None,
+        checkpoint_io: CheckpointIO | None = None,
+        precision: Precision | None = None,
+        **deepspeed: Any,
+    ) -> None:
+        self._take(config, deepspeed, checkpoint_format)
+        # See [Note: the device of a named strategy] in `swapper.lightning.strategy`.
+        self._parallel_devices: list[torch.device] | None = None if device is None else [torch.device(device)]
+        super().__init__(device="cpu", accelerator=accelerator, checkpoint_io=checkpoint_io, precision=precision)
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The device, once Fabric has chosen it."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices is not None and len(devices) > 1:
+            raise ConfigError(
+                f"{type(self).__name__} trains on one device, and Fabric has {len(devices)}; set devices=1, or use "
+                "SwapDDPStrategy"
+            )
+        self._parallel_devices = devices
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where the model is."""
+        return self._parallel_devices[0] if self._parallel_devices else super().root_device
+
+
+class OnDDP(Swapping, DDPStrategy):
+    """The part of `swapper.fabric.SwapDDPStrategy` that is not Lightning's."""
+
+    def __init__(
+        self,
+        config: ConfigLike | None = None,
+        *,
+        checkpoint_format: Literal["directory", "full"] | None = None,
+        **ddp: Any,
+    ) -> None:
+        given = {name: ddp.pop(name) for name in list(ddp) if name in NAMES_OF_ARGUMENTS}
+        self._take(config, given, checkpoint_format)
+        super().__init__(**ddp)
+
+    def setup_module(self, module: torch.nn.Module) -> Any:
+        """As in the stock strategy, but of a model on the drive one parameter at a time is synchronized."""
+        options = self._ddp_kwargs
+        self._ddp_kwargs = ready_for_ddp(module, options)
+        try:
+            return super().setup_module(module)
+        finally:
+            self._ddp_kwargs = options
 
 
 def _parts(state: State) -> tuple[torch.nn.Module | None, dict[str, Optimizer]]:

@@ -26,7 +26,7 @@ from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, show
 from swapper.lightning.directories import Directories, placeholder
 from swapper.optimizer import OptimizerSwapper
-from swapper.replicas import has_parameters_away, make_same
+from swapper.replicas import has_parameters_away, make_same, ready_for_ddp
 from swapper.strategy_arguments import MEANINGLESS, ConfigLike, settings_of
 from swapper.values import encode
 
@@ -423,13 +423,7 @@ class OnDDP(Swapping, DDPStrategy):
             super().setup(trainer)
 
     def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
-        options = self._ddp_kwargs
-        if not has_parameters_away(model) or not options.get("init_sync", True):
-            return super()._setup_model(model)
-        every_forward = options.get("broadcast_buffers") is not False
-        buffers = options.get("forward_sync_buffers") is not None or every_forward
-        make_same(model, options.get("process_group"), buffers=buffers)
-        with _attribute(self, "_ddp_kwargs", {**options, "init_sync": False}):
+        with _attribute(self, "_ddp_kwargs", ready_for_ddp(model, self._ddp_kwargs)):
             return super()._setup_model(model)
 
     def save_checkpoint(
