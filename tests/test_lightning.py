@@ -239,11 +239,13 @@ def test_the_learning_rate_finder_finds_the_same(what: str, nvme_path: Path, tmp
     assert run(strategy_of(nvme_path, what)) == run("auto")
 
 
+@pytest.mark.parametrize("by", ["norm", "value"])
 def test_the_state_moves_and_the_gradients_stay_away_when_they_are_clipped(
-    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch, by: str
 ) -> None:
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", None)
-    trainer = fit(strategy_of(nvme_path, "state-gradients-parameters"), gradient_clip_val=0.05)
+    monkeypatch.setattr(torch.nn.utils, f"clip_grad_{by}_", None)
+    strategy = strategy_of(nvme_path, "state-gradients-parameters")
+    trainer = fit(strategy, gradient_clip_val=0.05, gradient_clip_algorithm=by)
     stats = swapper.of(trainer.optimizers[0]).stats()
     assert stats.bytes_written > 0
     assert stats.gradients.bytes_written > 0

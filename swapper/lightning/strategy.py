@@ -136,8 +136,11 @@ class Swapping(Strategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         # What is set on the object leaves its class, whose name is a key in checkpoints. A class that clips in a way of
         # its own goes on doing so.
-        if plugin is not None and type(plugin).clip_grad_by_norm.__module__.endswith("plugins.precision.precision"):
-            plugin.clip_grad_by_norm = partial(_clip_grad_by_norm, plugin)  # type: ignore[method-assign]
+        if plugin is not None:
+            for clip in (_clip_grad_by_norm, _clip_grad_by_value):
+                name = clip.__name__.removeprefix("_")
+                if getattr(type(plugin), name).__module__.endswith("plugins.precision.precision"):
+                    setattr(plugin, name, partial(clip, plugin))
         self._precision_plugin = plugin
 
     # --- Checkpoints -----------------------------------------------------------------------------------------------
@@ -285,6 +288,15 @@ def _clip_grad_by_norm(plugin: Precision, optimizer: Optimizer, clip_val: int | 
         type(plugin).clip_grad_by_norm(plugin, optimizer, clip_val)
     else:
         swapper.clip_grad_norm_(clip_val)
+
+
+def _clip_grad_by_value(plugin: Precision, optimizer: Optimizer, clip_val: int | float) -> None:
+    """As Lightning's, but gradients that are away are not brought back."""
+    swapper = _swapper_of(optimizer)
+    if swapper is None:
+        type(plugin).clip_grad_by_value(plugin, optimizer, clip_val)
+    else:
+        swapper.clip_grad_value_(clip_val)
 
 
 class OnOneDevice(Swapping, SingleDeviceStrategy):
