@@ -134,6 +134,96 @@ def test_model_checkpoint_keeps_the_same_ones(what: str, link: Any, nvme_path: P
     assert all(is_checkpoint(path) for path in (tmp_path / "directory").iterdir())
 
 
+@pytest.mark.parametrize("link", [True, "link"])
+@pytest.mark.parametrize("target", ["full", "directory"])
+@pytest.mark.parametrize("source", ["stock", "full", "directory"])
+def test_a_run_resumed_in_another_format_replaces_its_last_checkpoint(
+    source: str, target: str, link: Any, nvme_path: Path, tmp_path: Path
+) -> None:
+    make = strategies(nvme_path)
+
+    def run(first: str, second: str, directory: Path) -> Any:
+        keep: dict[str, Any] = {"monitor": "val", "save_top_k": 1, "filename": "{epoch}"}
+        options: dict[str, Any] = {"enable_checkpointing": True}
+        fit(make[first](), max_epochs=2, callbacks=[ModelCheckpoint(directory, save_last=link, **keep)], **options)
+        callback = ModelCheckpoint(directory, save_last=True, **keep)
+        trainer = fit(make[second](), max_epochs=4, ckpt_path="last", callbacks=[callback], **options)
+        best = bits(trainer.validate(Net(), loader(), ckpt_path="best", verbose=False))
+        assert not list(directory.glob(".*"))
+        return without_losses(trainer), sorted(os.listdir(directory)), best
+
+    stock = run("stock", "stock", tmp_path / "stock")
+    assert run(source, target, tmp_path / "ours") == stock
+    last = tmp_path / "ours" / "last.ckpt"
+    assert is_checkpoint(last) == (target == "directory") and not last.is_symlink()
+
+
+@pytest.mark.parametrize("io", [TorchCheckpointIO, SwapCheckpointIO, lambda: SwapCheckpointIO(background=True)])
+def test_a_file_replaces_a_directory(io: Any, nvme_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "it.ckpt"
+    fit(strategy_of(nvme_path)).save_checkpoint(path)
+    assert is_checkpoint(path)
+    trainer = fit(strategy_of(nvme_path, format="full"), plugins=[io()])
+    trainer.save_checkpoint(path)
+    trainer.strategy.checkpoint_io.teardown()
+    assert torch.load(path)["global_step"] == 10
+    assert os.listdir(tmp_path) == [path.name] or sorted(os.listdir(tmp_path)) == [path.name, nvme_path.name]
+
+
+def test_a_save_that_fails_leaves_what_it_was_to_replace(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = fit(strategy_of(nvme_path))
+    file, directory = tmp_path / "file.ckpt", tmp_path / "directory.ckpt"
+    file.write_bytes(b"an earlier one")
+    trainer.save_checkpoint(directory)
+
+    def fail(*_: Any) -> None:
+        raise SwapIOError(errno.EIO, "exchange", tmp_path)
+
+    monkeypatch.setattr("swapper.checkpoint_files.exchange", fail)
+    monkeypatch.setattr("swapper.lightning.files.exchange", fail)
+    with pytest.raises(SwapIOError, match="exchange"):
+        trainer.save_checkpoint(file)
+    with pytest.raises(SwapIOError, match="exchange"):
+        SwapCheckpointIO().save_checkpoint({"a": 1}, directory)
+    assert file.read_bytes() == b"an earlier one"
+    assert is_checkpoint(directory)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_model_checkpoint_decides_what_is_kept(
+    nvme_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(**options: Any) -> L.Trainer:
+        return fit(strategy_of(nvme_path, checkpoint={"keep_last": 1}), max_epochs=4, **options)
+
+    keep = ModelCheckpoint(tmp_path / "kept", monitor="epoch", mode="min", save_top_k=2, filename="{epoch}")
+    with caplog.at_level("WARNING", "swapper"):
+        trainer = run(callbacks=[keep], enable_checkpointing=True)
+    assert "checkpoint.keep_last: 1 has no effect" in caplog.text
+    trainer.save_checkpoint(tmp_path / "kept" / "more.ckpt")
+    assert sorted(os.listdir(tmp_path / "kept")) == ["epoch=0.ckpt", "epoch=1.ckpt", "more.ckpt"]
+    trainer = run()
+    for name in ("a.ckpt", "b.ckpt"):
+        trainer.save_checkpoint(tmp_path / "pruned" / name)
+    assert os.listdir(tmp_path / "pruned") == ["b.ckpt"]
+
+
+def test_a_checkpoint_with_files_of_others_is_not_removed(
+    nvme_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Noting(Callback):
+        def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            for path in tmp_path.glob("*.ckpt"):
+                (path / "notes.txt").write_text("mine")
+
+    keep = ModelCheckpoint(tmp_path, filename="{epoch}")
+    fit(strategy_of(nvme_path), callbacks=[keep, Noting()], enable_checkpointing=True)
+    assert "a checkpoint is left alone" in caplog.text and "notes.txt" in caplog.text
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"epoch=0.ckpt", "epoch=1.ckpt"}
+
+
 def test_what_is_on_the_drive_is_linked(nvme_path: Path, tmp_path: Path) -> None:
     trainer = fit(strategy_of(nvme_path, ALL))
     trainer.save_checkpoint(tmp_path / "it.ckpt")

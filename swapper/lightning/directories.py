@@ -6,6 +6,7 @@ See `swapper.references` for the tensors. Those of a directory are read when the
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,12 +14,14 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint import OpenCheckpoint, is_checkpoint, remove, save_checkpoint
+from swapper.checkpoint import OpenCheckpoint, is_checkpoint, remove, save
 from swapper.errors import ConfigError, SwapError
 from swapper.fastsave import SaveHandle
 from swapper.references import OPTIMIZER_STATES, is_lightnings, refer, resolve
 
 __all__ = ["Directories", "load_from_checkpoint", "placeholder", "read_directory"]
+
+log = logging.getLogger(__name__)
 
 _DIRECTORY = "swapper.directory"
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -63,8 +66,17 @@ class Directories:
         directory: str | os.PathLike[str],
         model: torch.nn.Module,
         optimizers: Sequence[Optimizer],
+        *,
+        prune: bool,
     ) -> None:
-        """Save what Lightning has made.
+        """Save what Lightning has made, in the place of whatever checkpoint has the name.
+
+        Args:
+            checkpoint: what Lightning has made.
+            directory: that it is going to be.
+            model: whose checkpoint it is.
+            optimizers: in Lightning's order.
+            prune: do as `checkpoint.keep_last` of the config says.
 
         Raises:
             ConfigError: it cannot be a directory.
@@ -85,7 +97,8 @@ class Directories:
         rest = {key: value for key, value in checkpoint.items() if key != OPTIMIZER_STATES}
         dumped, self._dumped = self._dumped, {}
         extra = refer(rest, {number: name for number, (name, _) in dumped.items()})
-        handle = save_checkpoint(directory, model, list(optimizers) if states is not None else None, extra)
+        saved = list(optimizers) if states is not None else None
+        handle = save(directory, model, saved, extra, over_files=True, prune=prune)
         if not handle.done():
             self._saving = handle
         else:
@@ -104,11 +117,14 @@ class Directories:
     def remove(
         self, directory: str | os.PathLike[str], model: torch.nn.Module | None, optimizers: Sequence[Optimizer]
     ) -> bool:
-        """Remove a checkpoint that is a directory of ours. Returns whether it is."""
+        """Remove a checkpoint that is a directory of ours, unless others have put files into it. Returns whether it is."""
         self.settle()
         if not is_checkpoint(directory) or os.path.islink(directory):
             return False
-        remove(directory, model if model is not None else torch.nn.Module(), list(optimizers))
+        try:
+            remove(directory, model if model is not None else torch.nn.Module(), list(optimizers))
+        except SwapError as error:
+            log.warning("a checkpoint is left alone: %s", error)
         return True
 
     # --- Loading ---------------------------------------------------------------------------------------------------
