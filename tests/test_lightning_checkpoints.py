@@ -268,6 +268,48 @@ def test_hooks_see_and_change_what_they_always_do(what: str, nvme_path: Path, tm
     assert run(lambda: strategy_of(nvme_path, what), tmp_path / "directory.ckpt") == stock
 
 
+class Keeping(Net):
+    """Saves a part of a tensor, and keeps tensors that it is given; has its own way with names."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {f"my.{name}": value for name, value in super().state_dict().items()}
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        return super().load_state_dict({name[3:]: value for name, value in state.items()}, strict)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["part"] = checkpoint["state_dict"]["my.first.weight"][1:3]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.kept = [checkpoint["part"], *checkpoint["state_dict"].values()]
+
+    def on_train_start(self) -> None:
+        self.seen = [bits(value + 0) for value in getattr(self, "kept", [])]
+
+
+@pytest.mark.parametrize("what", ["state", ALL])
+def test_a_hook_may_keep_tensors_and_save_parts_of_them(what: str, nvme_path: Path, tmp_path: Path) -> None:
+    def run(strategy: Any, path: Path) -> Any:
+        fit(strategy(), Keeping).save_checkpoint(path)
+        model = fit(strategy(), Keeping, ckpt_path=path, max_epochs=3).lightning_module
+        loaded = swapper.lightning.load_from_checkpoint(Keeping, path)
+        values = [{name: bits(value + 0) for name, value in each.state_dict().items()} for each in (model, loaded)]
+        assert len(model.seen) == 12
+        return values, model.seen, [bits(value + 0) for value in loaded.kept]
+
+    stock = run(lambda: "auto", tmp_path / "stock.ckpt")
+    assert run(lambda: strategy_of(nvme_path, what), tmp_path / "directory.ckpt") == stock
+
+
+def test_a_tensor_that_was_kept_is_not_that_of_a_later_checkpoint(nvme_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "it.ckpt"
+    fit(strategy_of(nvme_path), Keeping).save_checkpoint(path)
+    trainer = fit(strategy_of(nvme_path), Keeping, ckpt_path=path, max_epochs=3)
+    trainer.save_checkpoint(path)
+    with pytest.raises(SwapError, match=r"my\.first\.weight.*clone what is to be kept"):
+        trainer.lightning_module.kept[1] + 0
+
+
 class Ema(WeightAveraging):
     def __init__(self) -> None:
         super().__init__(avg_fn=lambda averaged, new, count: averaged * 0.9 + new * 0.1)

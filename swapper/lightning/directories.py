@@ -1,6 +1,6 @@
 """Lightning's checkpoints as directories: what Lightning wants to save is cut into what `save_checkpoint` takes.
 
-See `swapper.references` for the tensors. Those of a directory are read when they are used.
+See `swapper.references` for the tensors. Those of a directory are read when they are used; a hook may keep them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from torch.optim import Optimizer
 
 from swapper.checkpoint import OpenCheckpoint, is_checkpoint, remove, save
 from swapper.errors import ConfigError, SwapError
+from swapper.evicted import EvictedView
 from swapper.fastsave import SaveHandle
-from swapper.references import OPTIMIZER_STATES, is_lightnings, refer, resolve
+from swapper.references import OPTIMIZER_STATES, is_lightnings, refer, replaced, resolve
 
 __all__ = ["Directories", "load_from_checkpoint", "placeholder", "read_directory"]
 
@@ -96,7 +97,8 @@ class Directories:
             )
         rest = {key: value for key, value in checkpoint.items() if key != OPTIMIZER_STATES}
         dumped, self._dumped = self._dumped, {}
-        extra = refer(rest, {number: name for number, (name, _) in dumped.items()})
+        referring = refer(rest, {number: name for number, (name, _) in dumped.items()})
+        extra = replaced(referring, EvictedView, torch.clone)  # Parts of the model's tensors.
         saved = list(optimizers) if states is not None else None
         handle = save(directory, model, saved, extra, over_files=True, prune=prune)
         if not handle.done():
@@ -117,7 +119,7 @@ class Directories:
     def remove(
         self, directory: str | os.PathLike[str], model: torch.nn.Module | None, optimizers: Sequence[Optimizer]
     ) -> bool:
-        """Remove a checkpoint that is a directory of ours, unless others have put files into it. Returns whether it is."""
+        """Remove a checkpoint that is a directory of ours, unless it has files of others. Returns whether it is one."""
         self.settle()
         if not is_checkpoint(directory) or os.path.islink(directory):
             return False
@@ -174,7 +176,7 @@ class Directories:
 
 
 def read_directory(opened: OpenCheckpoint) -> dict[str, Any]:
-    """What Lightning saved in a directory; of use as long as that is open."""
+    """What Lightning saved in a directory."""
     if not is_lightnings(opened.extra):
         raise ConfigError(
             f"{opened.directory} was not saved by Lightning; load it with swapper.load_checkpoint(directory, model, "
