@@ -472,6 +472,12 @@ class OpenCheckpoint:
             self.close()
             raise
 
+    def converts(self, model: torch.nn.Module) -> bool:
+        """Whether tensors of `model` are of other dtypes than here, so that to load them is to convert them."""
+        here = self.state_dict
+        state = plain_model(model).state_dict()
+        return any(name in here and getattr(value, "dtype", None) != here[name].dtype for name, value in state.items())
+
     @torch.inference_mode(False)
     def load_model(self, model: torch.nn.Module) -> None:
         """As `load_checkpoint` without an optimizer."""

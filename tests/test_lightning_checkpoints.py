@@ -8,11 +8,14 @@ import os
 import subprocess
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, WeightAveraging
@@ -353,17 +356,53 @@ def test_what_cannot_be_saved_without_pickle_is_named(nvme_path: Path, tmp_path:
 
 
 def test_hyper_parameters_that_cannot_be_saved_are_refused_at_the_start(nvme_path: Path, tmp_path: Path) -> None:
-    class Pathed(Net):
+    class WithCode(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.save_hyperparameters({"size": 3, "where": tmp_path})
+            self.save_hyperparameters({"size": 3, "layer": nn.ReLU})
 
     keep = {"callbacks": [ModelCheckpoint(tmp_path)], "enable_checkpointing": True}
-    with pytest.raises(ConfigError, match=r"hparams of Pathed\['where'\].*checkpoint_format='full'"):
-        fit(strategy_of(nvme_path), Pathed, **keep)
-    fit(strategy_of(nvme_path), Pathed)
-    fit(strategy_of(nvme_path, format="full"), Pathed, **keep)
+    with pytest.raises(ConfigError, match=r"hparams of WithCode\['layer'\].*ignore=.*checkpoint_format='full'"):
+        fit(strategy_of(nvme_path), WithCode, **keep)
+    fit(strategy_of(nvme_path), WithCode)
+    fit(strategy_of(nvme_path, format="full"), WithCode, **keep)
     assert len(list(tmp_path.glob("*.ckpt"))) == 1
+
+
+class Kind(Enum):
+    SMALL = "small"
+
+
+class Described(Net):
+    def __init__(self, kind: Kind, where: Path, options: Namespace, rate: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_hyper_parameters_of_many_kinds_are_saved_and_loaded(nvme_path: Path, tmp_path: Path) -> None:
+    given = (Kind.SMALL, tmp_path, Namespace(a=1, b=Namespace(c=(2,))), np.float32(0.5), torch.bfloat16)
+    keep = ModelCheckpoint(tmp_path, save_last=True)
+    fit(strategy_of(nvme_path), lambda: Described(*given), callbacks=[keep], enable_checkpointing=True)
+    fit(strategy_of(nvme_path), lambda: Described(*given), ckpt_path=keep.last_model_path, max_epochs=3)
+    loaded = swapper.lightning.load_from_checkpoint(Described, keep.last_model_path).hparams
+    assert tuple(loaded.values()) == given
+    assert [type(value) for value in loaded.values()] == [type(value) for value in given]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+@pytest.mark.parametrize("what", ["state", ALL])
+def test_a_run_of_a_true_precision_is_resumed_as_the_stock_one(
+    what: str, precision: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float64
+
+    def run(strategy: Any, path: Path) -> Any:
+        options = {"data": lambda: loader(dtype=dtype), "validation": None, "precision": precision}
+        fit(strategy(), **options).save_checkpoint(path)
+        return facts(fit(strategy(), ckpt_path=path, max_epochs=3, **options))
+
+    stock = run(lambda: "auto", tmp_path / "stock.ckpt")
+    assert run(lambda: strategy_of(nvme_path, what), tmp_path / "directory.ckpt") == stock
 
 
 def test_a_model_of_other_names_is_refused_unless_loading_is_not_strict(nvme_path: Path, tmp_path: Path) -> None:

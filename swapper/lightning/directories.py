@@ -139,12 +139,18 @@ class Directories:
         return read_directory(self._open)
 
     def load_model(self, checkpoint: Mapping[str, Any], model: torch.nn.Module) -> bool:
-        """Load the model from its files. Returns False, and does nothing, if a hook has changed its state dict."""
+        """Load the model from its files.
+
+        Returns:
+            False, and does nothing, if a hook has changed its state dict, or the model has other dtypes.
+        """
         opened = self._opened(checkpoint)
         state = checkpoint["state_dict"]
         if opened is None or state.keys() != opened.state_dict.keys():
             return False
         if not all(state[name] is value for name, value in opened.state_dict.items()):
+            return False
+        if opened.converts(model):  # Lightning loads a model before it gives it the dtype of a "true" precision.
             return False
         opened.load_model(model)
         return True

@@ -104,7 +104,10 @@ class Swapping(Strategy):
                 try:
                     encode(dict(each.hparams), f"hparams of {type(each).__name__}", {}, "")
                 except SwapError as error:
-                    raise ConfigError(f"{error}; or use checkpoint_format='full'") from None
+                    raise ConfigError(
+                        f"{error}; or leave it out with save_hyperparameters(ignore=...), or use "
+                        "checkpoint_format='full'"
+                    ) from None
 
     def _settings_for(self, trainer: Trainer) -> OffloadConfig:
         """The config with the Trainer's accumulation. The same object as long as nothing differs: it has the pool."""
