@@ -54,6 +54,7 @@ class Swapping(Strategy):
         self._wanted_format = format
         self._directories = Directories()
         self._own_io = self._files()
+        self._prunes = True
 
     def setup_environment(self) -> None:
         """The beginning of whatever a Trainer is called for."""
@@ -86,6 +87,10 @@ class Swapping(Strategy):
             if not any(optimizer is other for other in self.optimizers):
                 _close(optimizer)
         self._check_hyper_parameters(trainer)
+        self._prunes = not trainer.checkpoint_callbacks
+        keep_last = self.offload_config.checkpoint.keep_last
+        if keep_last is not None and not self._prunes:
+            log.warning("checkpoint.keep_last: %d has no effect: the ModelCheckpoint decides what is kept", keep_last)
         self._settings = self._settings_for(trainer)
         new = [optimizer for optimizer in self.optimizers if _swapper_of(optimizer) is None]
         self._swap(new)
@@ -99,7 +104,10 @@ class Swapping(Strategy):
                 try:
                     encode(dict(each.hparams), f"hparams of {type(each).__name__}", {}, "")
                 except SwapError as error:
-                    raise ConfigError(f"{error}; or use checkpoint_format='full'") from None
+                    raise ConfigError(
+                        f"{error}; or leave it out with save_hyperparameters(ignore=...), or use "
+                        "checkpoint_format='full'"
+                    ) from None
 
     def _settings_for(self, trainer: Trainer) -> OffloadConfig:
         """The config with the Trainer's accumulation. The same object as long as nothing differs: it has the pool."""
@@ -200,12 +208,14 @@ class Swapping(Strategy):
             SwapIOError: the drive failed. An earlier checkpoint is whole.
         """
         if self.checkpoint_format == "full":
+            if self.is_global_zero and self.checkpoint_io is not self._own_io:
+                self._removed(filepath)  # Those of others write into a directory.
             super().save_checkpoint(checkpoint, str(filepath), storage_options)
         elif storage_options is not None:
             raise TypeError("storage_options has no meaning for checkpoint_format='directory'")
         elif self.is_global_zero:
             assert self.lightning_module is not None
-            self._directories.save(checkpoint, filepath, self.lightning_module, self.optimizers)
+            self._directories.save(checkpoint, filepath, self.lightning_module, self.optimizers, prune=self._prunes)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -230,9 +240,11 @@ class Swapping(Strategy):
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove a checkpoint of either format, on rank 0."""
-        if not self.is_global_zero or self._directories.remove(filepath, self.lightning_module, self.optimizers):
-            return
-        super().remove_checkpoint(str(filepath))
+        if self.is_global_zero and not self._removed(filepath):
+            super().remove_checkpoint(str(filepath))
+
+    def _removed(self, filepath: str | os.PathLike[str]) -> bool:
+        return self._directories.remove(filepath, self.lightning_module, self.optimizers)
 
     # --- The end ---------------------------------------------------------------------------------------------------
 
