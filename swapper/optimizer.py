@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from swapper.backward_step import CANNOT_GO_WITH, BackwardSteps
 from swapper.buffers import BufferPool
+from swapper.endings import finalizer
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.evicted import raw_gradient
 from swapper.failure import Failure, versions
@@ -118,7 +119,7 @@ class OptimizerSwapper:
             optimizer.state.clear()
             self._state = optimizer.state
             self._install(optimizer)
-            self._finalizer = weakref.finalize(optimizer, _finalize, self)
+            self._finalizer = finalizer(optimizer, _finalize, self)
         except BaseException:
             self._uninstall(optimizer)
             optimizer.state.update(kept)
