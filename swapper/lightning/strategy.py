@@ -22,9 +22,12 @@ from swapper.api import init, offload
 from swapper.checkpoint import is_checkpoint
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, show
+from swapper.evicted import home_of
 from swapper.lightning.directories import Directories, placeholder
 from swapper.optimizer import OptimizerSwapper
+from swapper.parameter import ParameterSwapper
 from swapper.replicas import has_parameters_away, make_same
+from swapper.shared import Shared
 from swapper.strategy_arguments import MEANINGLESS, ConfigLike, settings_of
 from swapper.values import encode
 
@@ -133,6 +136,7 @@ class Swapping(Strategy):
         settings = self._settings
         module = self.lightning_module
         assert module is not None
+        _make_way(module, settings)
         if optimizers:
             offload(module, optimizers, settings)
 
@@ -285,6 +289,17 @@ class Swapping(Strategy):
 def _swapper_of(optimizer: Optimizer) -> OptimizerSwapper | None:
     swapper = getattr(optimizer, "swapper", None)
     return swapper if isinstance(swapper, OptimizerSwapper) else None
+
+
+def _make_way(module: torch.nn.Module, settings: OffloadConfig) -> None:
+    """Bring back parameters that an earlier strategy has on the drive, unless they are where `settings` wants them."""
+    homes = [home for p in module.parameters() if (home := home_of(p)) is not None and not home.temporary]
+    for swapper in {home.owner: home.keeper for home in homes}.values():
+        if not isinstance(swapper, ParameterSwapper):  # It was closed: using its parameters says so.
+            continue
+        wanted = settings.offload_param.device == "nvme" and swapper is vars(module).get("swapper")
+        if not (wanted and Shared.join(settings, swapper.store)):
+            swapper.close(keep_values=True)
 
 
 def _close(optimizer: Optimizer) -> None:
