@@ -82,6 +82,9 @@ class SwappedGradients(Protocol):
     def watches(self, parameter: torch.nn.Parameter) -> bool:
         """Whether its gradients are looked at when they arrive."""
 
+    def leave(self, numbers: Iterable[int]) -> None:
+        """Take no more gradients of the parameters with these ids."""
+
     def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """Forget the gradients that are away."""
 
@@ -103,6 +106,9 @@ class SwappedGradients(Protocol):
         foreach: bool | None,
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`."""
+
+    def clip_grad_value_(self, parameters: Iterable[torch.nn.Parameter], clip_value: float) -> None:
+        """As `torch.nn.utils.clip_grad_value_`."""
 
 
 class Stepper:

@@ -45,6 +45,14 @@ class Sometimes(Net):
         return out
 
 
+class Away(Net):
+    """Sees whether gradients that are to be on the drive are there."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = getattr(getattr(optimizer, "swapper", None), "gradients", None)
+        assert gradients is None or gradients.is_away(self.second.weight)
+
+
 class Manual(Net):
     """Optimizes in its own way."""
 
@@ -79,7 +87,7 @@ CASES: dict[str, tuple[Callable[[], Net], dict[str, Any], dict[str, Any]]] = {
     "accumulation": (Net, {"gradient_as_bucket_view": True}, {"accumulate_grad_batches": 2}),
     "clipping": (Net, {}, {"gradient_clip_val": 0.05, "precision": "bf16-mixed"}),
     "unused": (Sometimes, {"find_unused_parameters": True}, {}),
-    "static": (Net, {"static_graph": True}, {}),
+    "static": (Away, {"static_graph": True}, {}),
     "manual-static": (Manual, {"static_graph": True}, {}),
     "twice": (Large, {}, {"max_epochs": 1}),
 }

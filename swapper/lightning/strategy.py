@@ -24,9 +24,12 @@ from swapper.api import init, offload
 from swapper.checkpoint import is_checkpoint
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, show
+from swapper.evicted import home_of
 from swapper.lightning.directories import Directories, placeholder
 from swapper.optimizer import OptimizerSwapper
+from swapper.parameter import ParameterSwapper
 from swapper.replicas import has_parameters_away, make_same, ready_for_ddp
+from swapper.shared import Shared
 from swapper.strategy_arguments import MEANINGLESS, ConfigLike, settings_of
 from swapper.values import encode
 
@@ -63,6 +66,7 @@ class Swapping(Strategy):
         self._wanted_format = format
         self._directories = Directories()
         self._own_io = self._files()
+        self._prunes = True
 
     def setup_environment(self) -> None:
         """The beginning of whatever a Trainer is called for."""
@@ -95,6 +99,10 @@ class Swapping(Strategy):
             if not any(optimizer is other for other in self.optimizers):
                 _close(optimizer)
         self._check_hyper_parameters(trainer)
+        self._prunes = not trainer.checkpoint_callbacks
+        keep_last = self.offload_config.checkpoint.keep_last
+        if keep_last is not None and not self._prunes:
+            log.warning("checkpoint.keep_last: %d has no effect: the ModelCheckpoint decides what is kept", keep_last)
         self._settings = self._settings_for(trainer)
         new = [optimizer for optimizer in self.optimizers if _swapper_of(optimizer) is None]
         self._swap(new)
@@ -108,7 +116,10 @@ class Swapping(Strategy):
                 try:
                     encode(dict(each.hparams), f"hparams of {type(each).__name__}", {}, "")
                 except SwapError as error:
-                    raise ConfigError(f"{error}; or use checkpoint_format='full'") from None
+                    raise ConfigError(
+                        f"{error}; or leave it out with save_hyperparameters(ignore=...), or use "
+                        "checkpoint_format='full'"
+                    ) from None
 
     def _settings_for(self, trainer: Trainer) -> OffloadConfig:
         """The config with the Trainer's accumulation. The same object as long as nothing differs: it has the pool."""
@@ -131,6 +142,7 @@ class Swapping(Strategy):
         settings = self._settings
         module = self.lightning_module
         assert module is not None
+        _make_way(module, settings)
         if optimizers:
             offload(module, optimizers, settings)
 
@@ -145,8 +157,11 @@ class Swapping(Strategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         # What is set on the object leaves its class, whose name is a key in checkpoints. A class that clips in a way of
         # its own goes on doing so.
-        if plugin is not None and type(plugin).clip_grad_by_norm.__module__.endswith("plugins.precision.precision"):
-            plugin.clip_grad_by_norm = partial(_clip_grad_by_norm, plugin)  # type: ignore[method-assign]
+        if plugin is not None:
+            for clip in (_clip_grad_by_norm, _clip_grad_by_value):
+                name = clip.__name__.removeprefix("_")
+                if getattr(type(plugin), name).__module__.endswith("plugins.precision.precision"):
+                    setattr(plugin, name, partial(clip, plugin))
         self._precision_plugin = plugin
 
     # --- Checkpoints -----------------------------------------------------------------------------------------------
@@ -206,12 +221,14 @@ class Swapping(Strategy):
             SwapIOError: the drive failed. An earlier checkpoint is whole.
         """
         if self.checkpoint_format == "full":
+            if self.is_global_zero and self.checkpoint_io is not self._own_io:
+                self._removed(filepath)  # Those of others write into a directory.
             super().save_checkpoint(checkpoint, str(filepath), storage_options)
         elif storage_options is not None:
             raise TypeError("storage_options has no meaning for checkpoint_format='directory'")
         elif self.is_global_zero:
             assert self.lightning_module is not None
-            self._directories.save(checkpoint, filepath, self.lightning_module, self.optimizers)
+            self._directories.save(checkpoint, filepath, self.lightning_module, self.optimizers, prune=self._prunes)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -236,9 +253,11 @@ class Swapping(Strategy):
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove a checkpoint of either format, on rank 0."""
-        if not self.is_global_zero or self._directories.remove(filepath, self.lightning_module, self.optimizers):
-            return
-        super().remove_checkpoint(str(filepath))
+        if self.is_global_zero and not self._removed(filepath):
+            super().remove_checkpoint(str(filepath))
+
+    def _removed(self, filepath: str | os.PathLike[str]) -> bool:
+        return self._directories.remove(filepath, self.lightning_module, self.optimizers)
 
     # --- The end ---------------------------------------------------------------------------------------------------
 
@@ -278,6 +297,17 @@ def _swapper_of(optimizer: Optimizer) -> OptimizerSwapper | None:
     return swapper if isinstance(swapper, OptimizerSwapper) else None
 
 
+def _make_way(module: torch.nn.Module, settings: OffloadConfig) -> None:
+    """Bring back parameters that an earlier strategy has on the drive, unless they are where `settings` wants them."""
+    homes = [home for p in module.parameters() if (home := home_of(p)) is not None and not home.temporary]
+    for swapper in {home.owner: home.keeper for home in homes}.values():
+        if not isinstance(swapper, ParameterSwapper):  # It was closed: using its parameters says so.
+            continue
+        wanted = settings.offload_param.device == "nvme" and swapper is vars(module).get("swapper")
+        if not (wanted and Shared.join(settings, swapper.store)):
+            swapper.close(keep_values=True)
+
+
 def _close(optimizer: Optimizer) -> None:
     swapper = _swapper_of(optimizer)
     assert swapper is not None
@@ -294,6 +324,15 @@ def _clip_grad_by_norm(plugin: Precision, optimizer: Optimizer, clip_val: int | 
         type(plugin).clip_grad_by_norm(plugin, optimizer, clip_val)
     else:
         swapper.clip_grad_norm_(clip_val)
+
+
+def _clip_grad_by_value(plugin: Precision, optimizer: Optimizer, clip_val: int | float) -> None:
+    """As Lightning's, but gradients that are away are not brought back."""
+    swapper = _swapper_of(optimizer)
+    if swapper is None:
+        type(plugin).clip_grad_by_value(plugin, optimizer, clip_val)
+    else:
+        swapper.clip_grad_value_(clip_val)
 
 
 class OnOneDevice(Swapping, SingleDeviceStrategy):
@@ -436,9 +475,11 @@ class OnDDP(Swapping, DDPStrategy):
 
     def post_backward(self, closure_loss: torch.Tensor) -> None:
         """As in the stock strategy."""
-        if not self._pl_static_graph_delay_done and getattr(self.model, "static_graph", False):
-            # The first backward of a static graph in manual optimization: gradients are reduced only now, when they
-            # have been taken. They stay for the step.
+        module = self.lightning_module
+        manual = module is not None and not module.automatic_optimization
+        if manual and not self._pl_static_graph_delay_done and getattr(self.model, "static_graph", False):
+            # The first backward of a static graph: its gradients are reduced only now, when they have been taken. They
+            # stay for the step.
             for optimizer in self.optimizers:
                 swapper = _swapper_of(optimizer)
                 if swapper is not None and swapper.gradients is not None:
