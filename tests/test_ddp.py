@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ranks
 import torch
-import torch.multiprocessing
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -22,7 +21,6 @@ from swapper.config import OffloadConfig
 from swapper.evicted import raw_gradient
 
 RANKS = 2
-TIMEOUT_S = 300
 WHAT = ["state", "gradients", "parameters", "state-gradients", "state-gradients-parameters"]
 
 
@@ -163,9 +161,8 @@ def train(rank: int, directory: str, what: str, micro_batches: int, options: dic
         pair.close()
 
 
-def _worker(rank: int, work: Callable[..., None], meeting: str, args: tuple[Any, ...]) -> None:
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=RANKS)
+def _worker(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    torch.distributed.init_process_group("gloo")
     try:
         work(rank, *args)
         torch.distributed.barrier()
@@ -175,16 +172,7 @@ def _worker(rank: int, work: Callable[..., None], meeting: str, args: tuple[Any,
 
 def in_processes(work: Callable[..., None], *args: object) -> None:
     """Run `work(rank, *args)` in two processes that know each other."""
-    with tempfile.TemporaryDirectory() as directory:
-        meeting = str(Path(directory) / "meeting")
-        context = torch.multiprocessing.start_processes(
-            _worker, (work, meeting, args), nprocs=RANKS, join=False, start_method="spawn"
-        )
-        try:
-            assert context.join(TIMEOUT_S) or context.join(TIMEOUT_S), "the processes are still running"
-        finally:
-            for process in context.processes:
-                process.kill()
+    ranks.in_processes(_worker, work, args, ranks=RANKS)
 
 
 def train_all(rank: int, directory: str, micro_batches: int, options: dict[str, Any]) -> None:
