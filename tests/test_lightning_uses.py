@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -98,3 +100,17 @@ def test_two_optimizers_step_the_same_parameters(together: bool, what: str, nvme
 
     stock = facts(fit("auto", module, validation=None))
     assert facts(fit(strategy_of(nvme_path, what), module, validation=None)) == stock
+
+
+# --- What is left behind ----------------------------------------------------------------------------------------------
+
+
+def test_a_progress_bar_starts_no_thread() -> None:
+    program = (
+        "import threading\n"
+        "from swapper.checkpoint_files import progress_bar\n"
+        "with progress_bar('saving', 10) as update:\n"
+        "    update(10)\n"
+        "assert threading.enumerate() == [threading.main_thread()], threading.enumerate()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
