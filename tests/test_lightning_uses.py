@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ import pytest
 import torch
 from lightning_runs import IGNORED_WARNINGS, Net, facts, fit, loader, strategy_of, trainer_of
 from torch import nn
+
+from swapper.evicted import AwayGradient, EvictedParameter
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in IGNORED_WARNINGS]
 
@@ -102,6 +105,23 @@ def test_two_optimizers_step_the_same_parameters(together: bool, what: str, nvme
     assert facts(fit(strategy_of(nvme_path, what), module, validation=None)) == stock
 
 
+# --- configure_model --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the user's"), KeyboardInterrupt()])
+def test_an_exception_in_configure_model_is_the_users(error: BaseException, nvme_path: Path) -> None:
+    class Failing(Net):
+        def configure_model(self) -> None:
+            self.more = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96))
+            raise error
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(RuntimeError if isinstance(error, RuntimeError) else SystemExit) as caught:
+        fit(strategy_of(nvme_path, "state-gradients-parameters"), Failing)
+    signal.signal(signal.SIGINT, handler)
+    assert error in (caught.value, caught.value.__context__)
+
+
 # --- What is left behind ----------------------------------------------------------------------------------------------
 
 
@@ -114,3 +134,11 @@ def test_a_progress_bar_starts_no_thread() -> None:
         "assert threading.enumerate() == [threading.main_thread()], threading.enumerate()\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_gradients_stay_away_when_a_trainer_is_done(nvme_path: Path) -> None:
+    trainer = fit(strategy_of(nvme_path, "state-gradients-parameters"), validation=None)
+    model = trainer.lightning_module
+    assert type(model.second.weight) is EvictedParameter
+    assert type(model.second.weight.grad) is AwayGradient
+    assert "cpu" not in vars(model)
