@@ -12,10 +12,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning_runs import IGNORED_WARNINGS, Net, facts, fit, loader, strategy_of, trainer_of
+from lightning_runs import IGNORED_WARNINGS, Net, config_of, facts, fit, loader, strategy_of, trainer_of
 from torch import nn
 
+from swapper.errors import SwapError
 from swapper.evicted import AwayGradient, EvictedParameter
+from swapper.lightning import SwapStrategy
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in IGNORED_WARNINGS]
 
@@ -56,6 +58,22 @@ def test_another_trainer_finds_the_parameters_on_the_drive_if_its_config_is_equa
     assert model.swapper is there
     trainer_of(strategy_of(nvme_path, what, pool_bytes="2MiB")).fit(model, loader())
     assert model.swapper is not there
+
+
+def test_another_trainer_trains_a_module_that_is_stepped_in_backward(nvme_path: Path) -> None:
+    def strategy() -> Any:
+        config = config_of(nvme_path, "state-gradients")
+        config["offload_optimizer"]["step_in_backward"] = True
+        return SwapStrategy(config)
+
+    def run(*strategies: Any) -> Any:
+        torch.manual_seed(11)
+        model, trainers = Net(), [trainer_of(strategy) for strategy in strategies]
+        for trainer in trainers:
+            trainer.fit(model, loader(), loader())
+        return facts(trainers[-1])
+
+    assert run(strategy(), strategy()) == run("auto", "auto")
 
 
 # --- Optimizers that share parameters ---------------------------------------------------------------------------------
@@ -103,6 +121,18 @@ def test_two_optimizers_step_the_same_parameters(together: bool, what: str, nvme
 
     stock = facts(fit("auto", module, validation=None))
     assert facts(fit(strategy_of(nvme_path, what), module, validation=None)) == stock
+
+
+def test_what_was_used_and_freed_in_backward_is_not_skipped_by_another_optimizer(nvme_path: Path) -> None:
+    class Unclipped(TwoTasks):
+        def step(self, optimizer: Any, clear: bool = True) -> None:
+            optimizer.step()
+            self.zero_grad()
+
+    config = config_of(nvme_path, "state")
+    config["offload_optimizer"]["step_in_backward"] = True
+    with pytest.raises(SwapError, match="the gradient of this parameter is gone"):
+        fit(SwapStrategy(config), lambda: Unclipped(together=False), validation=None)
 
 
 # --- configure_model --------------------------------------------------------------------------------------------------
