@@ -38,7 +38,7 @@ from swapper.state_writer import kind_of, save_state
 from swapper.store import TensorStore
 from swapper.values import decode, encode
 
-__all__ = ["OpenCheckpoint", "is_checkpoint", "load_checkpoint", "made_by", "remove", "save_checkpoint"]
+__all__ = ["OpenCheckpoint", "is_checkpoint", "load_checkpoint", "made_by", "remove", "save", "save_checkpoint"]
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +100,24 @@ def save_checkpoint(
         SwapError: something cannot be saved, named with what to do; or `directory` is something else than a checkpoint.
         SwapIOError: the drive failed or is full. Training goes on, and an earlier checkpoint is whole.
     """
+    return save(directory, model, optimizer, extra)
+
+
+def save(
+    directory: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: Optimizers,
+    extra: object,
+    *,
+    over_files: bool = False,
+    prune: bool = True,
+) -> SaveHandle:
+    """As `save_checkpoint`, for those whose users expect more of a name, or less.
+
+    Args:
+        over_files: a file or symbolic link that is `directory` is replaced by it, in one step.
+        prune: do as `checkpoint.keep_last` says.
+    """
     model = _checked_model(model)
     optimizers = _listed(optimizer)
     if _saving._is_owned():  # type: ignore[attr-defined]
@@ -110,11 +128,12 @@ def save_checkpoint(
     with _saving, contextlib.ExitStack() as undo:
         if _background is not None:
             _background.wait()
-        owned = [NewCheckpoint(directory)]
+        owned = [NewCheckpoint(directory, over_files=over_files)]
         undo.callback(_discard, owned)
         (new,) = owned
         index = _described(model, optimizers, extra, new)
-        after = _After(new.directory, index["run"], _keep_last(optimizers), _stores(model, optimizers))
+        keep_last = _keep_last(optimizers) if prune else None
+        after = _After(new.directory, index["run"], keep_last, _stores(model, optimizers))
         # In a handler of the program's end nobody waits for a thread any more.
         if new.has_more_to_do and threading.main_thread().is_alive():
             del new  # It is the thread's.
@@ -452,6 +471,12 @@ class OpenCheckpoint:
         except BaseException:
             self.close()
             raise
+
+    def converts(self, model: torch.nn.Module) -> bool:
+        """Whether tensors of `model` are of other dtypes than here, so that to load them is to convert them."""
+        here = self.state_dict
+        state = plain_model(model).state_dict()
+        return any(name in here and getattr(value, "dtype", None) != here[name].dtype for name, value in state.items())
 
     @torch.inference_mode(False)
     def load_model(self, model: torch.nn.Module) -> None:

@@ -57,13 +57,18 @@ def open_into(path: Path, flags: int, descriptors: list[int | None]) -> None:
     descriptors.extend(map(os.open, [path], [flags | os.O_CLOEXEC]))
 
 
-def check_replaceable(directory: Path) -> None:
+def check_replaceable(directory: Path, *, over_files: bool = False) -> None:
     """Refuse to replace what is no checkpoint, or holds something that is not the checkpoint's.
+
+    Args:
+        over_files: a regular file, or a symbolic link, may be replaced.
 
     Raises:
         SwapError: see above.
     """
     if not os.path.lexists(directory):
+        return
+    if over_files and (directory.is_symlink() or directory.is_file()):
         return
     if directory.is_symlink() or not directory.is_dir():
         raise SwapError(f"{directory} exists and is no directory; save the checkpoint under another name")
@@ -113,7 +118,12 @@ def remove_leftovers(parent: Path) -> None:
     for path in (parent / name for name in names):
         try:
             with contextlib.ExitStack() as stack:
-                if path.is_symlink() or not path.is_dir() or not locked(path, descriptors_of(stack)):
+                if path.is_symlink() or path.is_file():
+                    # What had a checkpoint's name, if that is there.
+                    if glance(parent / path.name[1 : path.name.rindex(".tmp-")]) is not None:
+                        path.unlink(missing_ok=True)
+                    continue
+                if not path.is_dir() or not locked(path, descriptors_of(stack)):
                     continue
                 inside = os.listdir(path)
                 if not inside or MARK in inside or glance(path) is not None:
@@ -140,10 +150,14 @@ def remove_checkpoint(directory: Path, adopt: Callable[[Path], bool]) -> None:
     """Remove a checkpoint of ours. It is never seen in part. Never raises for what cannot be removed.
 
     Args:
+        directory: of the checkpoint; or a file or link that was replaced by one.
         adopt: takes the file of a record, if it is of use.
     """
     path = directory
     try:
+        if path.is_symlink() or not path.is_dir():
+            path.unlink(missing_ok=True)
+            return
         if not TEMPORARY.fullmatch(path.name):
             path = directory.parent / f".{directory.name}.tmp-{secrets.token_hex(6)}"
             os.rename(directory, path)

@@ -23,7 +23,6 @@ import logging
 import os
 import secrets
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -43,6 +42,7 @@ from swapper.checkpoint_directories import (
     unlock,
 )
 from swapper.checkpoint_index import FORMAT, INDEX, SavedFile, crc32c_of, with_checksum
+from swapper.endings import finalizer
 from swapper.errors import SwapIOError, system_errors
 from swapper.handle import AsyncIOHandle, exchange
 from swapper.layout import Entry, plan_whole_tensors
@@ -71,15 +71,17 @@ class NewCheckpoint:
 
     Args:
         directory: that it is going to be. Directories above it are made.
+        over_files: a file or link of that name may be replaced.
 
     Raises:
         SwapError: there is something by that name that is no checkpoint, or has files besides one.
         SwapIOError: nothing can be written there.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(self, directory: str | os.PathLike[str], *, over_files: bool = False) -> None:
         with system_errors("find", Path(directory)):
             self.directory = Path(os.path.abspath(directory))
+        self._over_files = over_files
         self.files: dict[str, SavedFile] = {}
         self._records: dict[TensorStore, dict[RecordKey, tuple[str, int, int]]] = {}
         self._later: list[Callable[[], None]] = []
@@ -90,8 +92,8 @@ class NewCheckpoint:
         self._stack.callback(unlock, self._locks)
         self._stack.callback(_remove_trees, self._trees)
         # Ctrl-C may strike when it was made and its maker does not have it yet.
-        weakref.finalize(self, _close_unattended, self._stack, os.getpid())
-        check_replaceable(self.directory)
+        finalizer(self, _close_unattended, self._stack, os.getpid())
+        check_replaceable(self.directory, over_files=over_files)
         parent = self.directory.parent
         with system_errors("create", parent):
             parent.mkdir(parents=True, exist_ok=True)
@@ -244,7 +246,7 @@ class NewCheckpoint:
             index: the fields of `Index` but `crc32c`, `format`, `version` and `files`.
 
         Returns:
-            Where the checkpoint is that had the name before, if one had; it is the caller's to remove.
+            Where that is which had the name before, if there was any; it is the caller's to remove.
 
         Raises:
             SwapIOError: the drive failed or the directory is gone. What was there under the name is whole.
@@ -265,8 +267,8 @@ class NewCheckpoint:
         # All at once: one commit of the file system's journal then serves many.
         all_at_once([*self._syncs, partial(sync_path, self.path)])
         with system_errors("publish", self.directory):
-            check_replaceable(self.directory)
-            replaces = self.directory.exists()
+            check_replaceable(self.directory, over_files=self._over_files)
+            replaces = os.path.lexists(self.directory)
             change = exchange if replaces else os.rename
             change(self.path, self.directory)
             try:

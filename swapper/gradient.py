@@ -38,17 +38,20 @@ from swapper.evicted import (
     set_raw_gradient,
 )
 from swapper.gradient_records import (
+    Change,
     Gradient,
     GradientPart,
     Part,
     Place,
     TakenNorm,
     check_room,
+    clamped_to,
     fitting,
     gradient_pool_bytes,
     in_order_of_clipping,
     norm_of,
     record_bytes,
+    scaled_by,
 )
 from swapper.heap import return_free_memory
 from swapper.metrics import Metrics
@@ -259,15 +262,19 @@ class GradientSwapper:
                     "be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
                     "`error_if_nonfinite=False`"
                 )
-            scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
-            for p in present:
-                if self.is_away(p):
-                    self._scale(self._gradients[id(p)], scale.cpu())
-                else:
-                    in_memory = raw_gradient(p)
-                    assert in_memory is not None
-                    in_memory.mul_(scale.to(in_memory.device))
+            self._change(present, scaled_by(torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)))
             return total
+
+    def clip_grad_value_(self, parameters: Iterable[torch.nn.Parameter], clip_value: float) -> None:
+        """As `torch.nn.utils.clip_grad_value_`, bit for bit. What is away is clamped when it is used."""
+        self._check_process()
+        self.check()
+        change = clamped_to(float(clip_value))
+        with self._lock, torch.no_grad():
+            present = [p for p in parameters if self.has(p)]
+            for dtype in {p.dtype for p in present}:
+                change(torch.empty(0, dtype=dtype))  # What has no order raises now.
+            self._change(present, change)
 
     def bring_back_all(self) -> None:
         """Have all gradients in memory.
@@ -487,7 +494,7 @@ class GradientSwapper:
                     self._pipeline.put(part.key, part.length_bytes)
                 if before is Place.HERE:
                     gradient.stride = fresh.stride()
-                gradient.scales = []
+                gradient.changes = []
                 gradient.norm = None
                 if norm_type is not None:
                     gradient.norm = TakenNorm(norm_of(fresh, norm_type, None), norm_type, torch.get_num_threads())
@@ -588,18 +595,28 @@ class GradientSwapper:
         """Do what was put off."""
         if gradient.place is Place.ZERO:
             view.zero_()
-        for scale in gradient.scales:
-            view.mul_(scale)
+        for change in gradient.changes:
+            change(view)
 
-    def _scale(self, gradient: Gradient, scale: torch.Tensor) -> None:
+    def _change(self, parameters: Iterable[torch.nn.Parameter], change: Change) -> None:
+        """Change gradients, in memory at once; what is away is changed when it is used, if it is on disk."""
+        for p in parameters:
+            if self.is_away(p):
+                self._change_away(self._gradients[id(p)], change)
+            else:
+                in_memory = raw_gradient(p)
+                assert in_memory is not None
+                change(in_memory)
+
+    def _change_away(self, gradient: Gradient, change: Change) -> None:
         gradient.norm = None
         if self._store is not None or gradient.place is not Place.AWAY:
-            gradient.scales.append(scale)
+            gradient.changes.append(change)
             return
         try:
             for part in gradient.parts:
                 lease, _ = self._pipeline.take(part.key, part.length_bytes)
-                lease.view(0, part.numel, gradient.dtype).mul_(scale)
+                change(lease.view(0, part.numel, gradient.dtype))
                 self._pipeline.put(part.key, part.length_bytes)
         except BaseException as error:
             self._pipeline.recover()
@@ -649,7 +666,7 @@ class GradientSwapper:
         if os.getpid() == self._pid and not self._closed:
             for part in gradient.parts:
                 self._pipeline.discard(part.key)
-        gradient.arrived, gradient.norm, gradient.scales, gradient.cause = 0, None, [], None
+        gradient.arrived, gradient.norm, gradient.changes, gradient.cause = 0, None, [], None
         gradient.place = to
         if to is Place.HERE:
             gradient.handed = None
@@ -672,7 +689,7 @@ class GradientSwapper:
         former = known.parts
         if known.place is Place.AWAY:
             whole = self._whole(known).as_strided((known.shape.numel(),), (1,))
-            known.scales = []
+            known.changes = []
             try:
                 for part in parts:
                     lease, _ = self._pipeline.take(part.key, part.length_bytes)

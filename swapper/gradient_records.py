@@ -6,7 +6,7 @@ import copy
 import enum
 import logging
 import weakref
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
@@ -22,6 +22,7 @@ from swapper.trial import is_dense, same_layout
 __all__ = [
     "BUCKETS_AT_ONCE",
     "SMALL_BYTES",
+    "Change",
     "Gradient",
     "GradientPart",
     "Part",
@@ -29,12 +30,14 @@ __all__ = [
     "TakenNorm",
     "can_leave",
     "check_room",
+    "clamped_to",
     "fitting",
     "gradient_bytes",
     "gradient_pool_bytes",
     "in_order_of_clipping",
     "norm_of",
     "record_bytes",
+    "scaled_by",
 ]
 
 log = logging.getLogger(__name__)
@@ -60,6 +63,25 @@ class Place(enum.Enum):
     """All zeros. Takes no memory and no record."""
     LOST = enum.auto()
     """Adding to it was cut off. Raises, until it is cleared."""
+
+
+Change = Callable[[torch.Tensor], object]
+"""Changes each element of a tensor in place, whatever its neighbours are."""
+
+
+def scaled_by(scale: torch.Tensor) -> Change:
+    """Multiplies with a scalar, as `torch.nn.utils.clip_grad_norm_` does."""
+    return lambda gradient: gradient.mul_(scale.to(gradient.device))
+
+
+def clamped_to(clip_value: float) -> Change:
+    """Clamps, as `torch.nn.utils.clip_grad_value_` does on the CPU."""
+
+    def change(gradient: torch.Tensor) -> None:
+        torch._foreach_clamp_min_([gradient], -clip_value)
+        torch._foreach_clamp_max_([gradient], clip_value)
+
+    return change
 
 
 @dataclass(eq=False, slots=True)
@@ -97,7 +119,7 @@ class Gradient:
         arrived: micro-batches in it.
         stays: it was in memory before the backward that is going on.
         norm: if it was taken.
-        scales: factors that it is yet to be multiplied with, one after the other.
+        changes: what is yet to be done to its elements, in place, one after the other.
         handed: the tensor that stands for it, if somebody has that.
         why, cause: it is LOST.
     """
@@ -113,7 +135,7 @@ class Gradient:
     arrived: int = 0
     stays: bool = False
     norm: TakenNorm | None = None
-    scales: list[torch.Tensor] = field(default_factory=list)
+    changes: list[Change] = field(default_factory=list)
     handed: weakref.ref[AwayGradient] | None = None
     why: str = ""
     cause: SwapIOError | None = None

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from swapper.backward_step import CANNOT_GO_WITH, BackwardSteps
 from swapper.buffers import BufferPool
+from swapper.endings import finalizer
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.evicted import bring_back_gradients, raw_gradient
 from swapper.failure import Failure, versions
@@ -121,7 +122,7 @@ class OptimizerSwapper:
             optimizer.state.clear()
             self._state = optimizer.state
             self._install(optimizer)
-            self._finalizer = weakref.finalize(optimizer, _finalize, self)
+            self._finalizer = finalizer(optimizer, _finalize, self)
             self._take_over(optimizer)
         except BaseException:
             self._uninstall(optimizer)
@@ -200,15 +201,30 @@ class OptimizerSwapper:
             The total norm before clipping, a scalar.
         """
         self._check_open()
-        if self._backward is not None:
-            raise ConfigError(
-                f"{CANNOT_GO_WITH} clipping by a global norm, which is known only when all gradients have arrived"
-            )
+        self._check_whole("clipping by a global norm, which is known only when all gradients have arrived")
         parameters = list(parameters_of(self._optimizer()))
         bring_back_gradients(parameters, (self.gradients,))
         if self.gradients is not None:
             return self.gradients.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """`torch.nn.utils.clip_grad_value_` over all parameters of the optimizer, with the same bits.
+
+        Gradients that are away stay away, and are clamped when they are used.
+        """
+        self._check_open()
+        self._check_whole("clipping, for which gradients have to be there after backward")
+        parameters = list(parameters_of(self._optimizer()))
+        bring_back_gradients(parameters, (self.gradients,))
+        if self.gradients is not None:
+            self.gradients.clip_grad_value_(parameters, clip_value)
+        else:
+            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+
+    def _check_whole(self, what: str) -> None:
+        if self._backward is not None:
+            raise ConfigError(f"{CANNOT_GO_WITH} {what}")
 
     def state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
         """A copy, in memory, of the state of one parameter; {} if it has none. With master weights, `master_param` too.

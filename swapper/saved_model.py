@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping
@@ -59,7 +60,7 @@ def save_model(model: torch.nn.Module, new: NewCheckpoint, values: dict[str, tor
     Returns:
         The fields of `SavedModel`.
     """
-    memory, tied, others = _sorted_out(model.state_dict(keep_vars=True), values)
+    memory, tied, others = _sorted_out(_state_dict(model), values)
     tensors: dict[str, dict[str, Any]] = {}
     files: dict[RecordKey, tuple[str, int, int]] = {}
     for held in _linkable(model, memory):
@@ -71,6 +72,15 @@ def save_model(model: torch.nn.Module, new: NewCheckpoint, values: dict[str, tor
     tensors.update(_write_memory(memory, new))
     _write_for_others(model, new, tensors)
     return {"tensors": tensors, "tied": tied, "values": others}
+
+
+def _state_dict(model: torch.nn.Module) -> dict[str, Any]:
+    """The state dict, with the parameters themselves unless the model's own `state_dict` has no such argument."""
+    try:
+        inspect.signature(model.state_dict).bind(keep_vars=True)
+    except TypeError:
+        return model.state_dict()
+    return model.state_dict(keep_vars=True)
 
 
 def save_state_dict(state: Mapping[str, Any], new: NewCheckpoint, values: dict[str, torch.Tensor]) -> dict[str, Any]:
@@ -169,7 +179,7 @@ def _write_for_others(model: torch.nn.Module | None, new: NewCheckpoint, tensors
 def differences(model: torch.nn.Module, checkpoint: Checkpoint) -> list[str]:
     """Each tensor in which the state dict of `model` is not what the checkpoint has, in words."""
     saved = checkpoint.index.model
-    state = model.state_dict(keep_vars=True)
+    state = _state_dict(model)
     names = saved.tensors.keys() | saved.tied.keys() | saved.values.keys()
     found = [f"the checkpoint lacks {name}" for name in state if name not in names]
     found += [
@@ -202,7 +212,7 @@ def _registered(model: torch.nn.Module) -> set[int]:
 def stored_state_dict(checkpoint: Checkpoint) -> dict[str, Any]:
     """The tensors of the model in `checkpoint`, by all their names. Each is read, and checked, whenever it is used.
 
-    They are of use as long as `checkpoint` is open.
+    When `checkpoint` is closed they are read from whatever has its name then, and checked.
     """
     saved = checkpoint.index.model
     views = {
@@ -239,7 +249,7 @@ def _load(
     saved = checkpoint.index.model
     registered = _registered(model)
     state: dict[str, Any] = {}
-    for name, value in model.state_dict(keep_vars=True).items():
+    for name, value in _state_dict(model).items():
         if name in others:
             state[name] = others[name]
             continue
@@ -287,11 +297,17 @@ class _Checked(FromFile):
 
     def real(self) -> torch.Tensor:
         """Read it, anew each time."""
-        values = super().real()
+        checkpoint = self._checkpoint
         try:
-            self._checkpoint.check(self._described.file, codec.checksum(values), self._described.crc32c, self._name)
+            values = super().real()
+            checkpoint.check(self._described.file, codec.checksum(values), self._described.crc32c, self._name)
         except SwapError as error:
-            self._checkpoint.reader.failure = self._checkpoint.reader.failure or error
+            if checkpoint.reader.closed:
+                raise SwapError(
+                    f"tensor {self._name!r} of {checkpoint.directory} is read when it is used, and the checkpoint is "
+                    "not the one any more that it was: clone what is to be kept while it is loaded"
+                ) from error
+            checkpoint.reader.failure = checkpoint.reader.failure or error
             raise
         return values
 

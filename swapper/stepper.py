@@ -107,6 +107,9 @@ class SwappedGradients(Protocol):
     ) -> torch.Tensor:
         """As `torch.nn.utils.clip_grad_norm_`."""
 
+    def clip_grad_value_(self, parameters: Iterable[torch.nn.Parameter], clip_value: float) -> None:
+        """As `torch.nn.utils.clip_grad_value_`."""
+
 
 class Stepper:
     """Steps the buckets of one optimizer.

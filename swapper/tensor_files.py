@@ -8,6 +8,7 @@ could not be read.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import math
@@ -131,13 +132,14 @@ def _malformed(path: Path, why: str) -> SwapError:
 
 @dataclass
 class TensorReader:
-    """Reads tensors of files, one at a time."""
+    """Reads tensors of files, one at a time. After `close` it opens the file for each anew."""
 
     handle: AsyncIOHandle
     done: Callable[[int], object]
     files: dict[Path, File] = field(default_factory=dict)
     failure: BaseException | None = None
     """The first error, which torch would make a sentence of."""
+    closed: bool = False
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """The tensor, in memory of its own."""
@@ -155,6 +157,9 @@ class TensorReader:
         The latter because the tensor may end up with the user: `torch.set_rng_state` misreads one that starts later,
         and `torch.save` writes storages in whole.
         """
+        if self.closed:
+            with contextlib.closing(TensorReader(AsyncIOHandle(), self.done)) as again:
+                return again.read_bytes(path, start_bytes, stop_bytes)
         try:
             file = self.open(path)
             # From page to page, into memory that starts at one: so it goes past the page cache where it can.
@@ -177,7 +182,8 @@ class TensorReader:
         return self.files[path]
 
     def close(self) -> None:
-        """Close all files."""
+        """Close all files. Idempotent."""
+        self.closed = True
         for file in self.files.values():
             file.close()
         self.handle.close()

@@ -15,6 +15,9 @@ and says what it is:
 | `{"$int": "0x1ff"}`, `{"$float": "nan"}`, `{"$complex": [1.0, 2.0]}` | `"0x7ff8000000000001"`: the bits of a NaN |
 | `{"$bytes": "AAE="}`, `$bytearray`, `$str` | base64; `$str` is UTF-8 of a string that has surrogates |
 | `{"$dtype": "float32"}`, `{"$device": "cuda:0"}` | of torch |
+| `{"$PosixPath": "a/b"}`, `$PurePosixPath`, `$PureWindowsPath` | of pathlib |
+| `{"$Namespace": items}`, `$SimpleNamespace` | of argparse and types; `items` as of `$OrderedDict` |
+| `{"$enum": {"class": "module:Name", "name": "RED"}}` | a member of an enum |
 | `{"$tensor": {"name": "0", "dtype": "float32", "shape": [2]}}` | and `stride` where it is not contiguous |
 | `{"$ndarray": {"name": "1", "dtype": "<f8", "shape": [2], "order": "C"}}` | or `"F"` |
 | `{"$scalar": {"dtype": "<f8", "value": 0.5}}` | of numpy |
@@ -27,24 +30,26 @@ from __future__ import annotations
 
 import base64
 import binascii
-import dataclasses
 import enum
 import math
-import os
 import re
 import struct
 import sys
-import types
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
+from pathlib import Path, PurePath, PurePosixPath, PureWindowsPath
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 from torch.nn.parameter import is_lazy
 
-from swapper.codec import SAFETENSORS_NAMES
 from swapper.errors import SwapError, show
+from swapper.value_advice import advice_on, advice_on_tensor, name_of
+from swapper.value_tensors import aligned, from_stored, is_dense, stored_as, to_stored, with_stride
 
 __all__ = ["DEPTH_MAX", "decode", "encode"]
 
@@ -52,8 +57,6 @@ DEPTH_MAX = 100
 """How many containers may be in one another."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
-_PAIRS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 _FACTORIES: dict[str, Callable[[], Any] | None] = {
     f.__name__: f for f in (bool, dict, float, int, list, set, str, tuple)
@@ -74,10 +77,13 @@ def encode(value: object, what: str, tensors: dict[str, torch.Tensor], prefix: s
     """A value that strict JSON has for `value`, and its tensors, so that `decode` gives the same value and types back.
 
     It may be nested, of: None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, set, frozenset,
-    OrderedDict, defaultdict, Counter, deque, `torch.Size`, `torch.dtype`, `torch.device`; dense tensors of any element
-    type and device; arrays and scalars of numpy, but not of objects or records. So random states and the state dicts of
-    schedulers, gradient scalers and modules can be saved. Subclasses of these cannot, except `torch.nn.Parameter`: it
-    is saved as its values, wherever they are. Keys and elements of sets may be whatever of these is hashable.
+    OrderedDict, defaultdict, Counter, deque, `argparse.Namespace`, `types.SimpleNamespace`, paths of pathlib, members
+    of enums, `torch.Size`, `torch.dtype`, `torch.device`; dense tensors of any element type and device; arrays and
+    scalars of numpy, but not of objects or records. So random states and the state dicts of schedulers, gradient
+    scalers and modules can be saved. Subclasses of these cannot, except `torch.nn.Parameter`: it is saved as its
+    values, wherever they are. Keys and elements of sets may be whatever of these is hashable.
+
+    Of a member of an enum the names are saved: its class must be found by them in its module, when it is loaded, too.
 
     What is not kept: the device, `requires_grad` and attributes of a tensor (its strides become those of `clone()`:
     its own if it is dense), and that two places have one object. A tensor that is there twice is stored once.
@@ -106,7 +112,8 @@ def encode(value: object, what: str, tensors: dict[str, torch.Tensor], prefix: s
 
 
 def decode(data: Any, what: str, tensors: Callable[[str], torch.Tensor]) -> Any:
-    """The value that `encode` was given. Nothing is executed or imported because `data` says so, except numpy.
+    """The value that `encode` was given. Nothing is executed or imported because `data` says so, except numpy. So the
+    modules with the classes of enums are imported already.
 
     Args:
         data: what `encode` returned, from JSON. Not trusted.
@@ -201,8 +208,12 @@ class _Encoder(_Walk):
             return {"$device": str(value)}
         if kind is torch.Size:
             return {"$Size": list(value)}
+        if kind in _PATHS.values():
+            return {f"${kind.__name__}": self.value(str(value))}
         if kind in _CONTAINERS:
             return self._container(value)
+        if isinstance(value, enum.Enum):
+            return self._member(value)
         if isinstance(value, torch.Tensor):
             return self._tensor(value)
         numpy = sys.modules.get("numpy")
@@ -210,7 +221,14 @@ class _Encoder(_Walk):
             return self._array(value, numpy)
         if numpy is not None and isinstance(value, numpy.generic):
             return self._scalar(value, numpy)
-        return self._refuse(value, _advice(value))
+        return self._refuse(value, advice_on(value))
+
+    def _member(self, member: enum.Enum) -> Any:
+        kind = type(member)
+        path = f"{kind.__module__}:{kind.__qualname__}"
+        if _enum_of(path) is not kind or kind.__members__.get(member.name) is not member:
+            return self._refuse(member, advice_on(member))
+        return {"$enum": {"class": path, "name": member.name}}
 
     def _container(self, value: Any) -> Any:
         if id(value) in self._open:
@@ -233,6 +251,8 @@ class _Encoder(_Walk):
         if kind is dict:
             items = self._items(value)
             return items if isinstance(items, dict) else {"$dict": items}
+        if kind in _NAMESPACES.values():
+            return {f"${kind.__name__}": self._items(vars(value))}
         if kind is defaultdict:
             factory = value.default_factory
             name = None if factory is None else next((n for n, f in _FACTORIES.items() if f is factory), "")
@@ -244,7 +264,7 @@ class _Encoder(_Walk):
             metadata = self.within(("._metadata", None), self.value, attributes["_metadata"])
             return {"$state_dict": {"items": self._items(value), "metadata": metadata}}
         if attributes:
-            raise self.error(f"is of type {_name(kind)} with attributes of its own: save `dict(x)`")
+            raise self.error(f"is of type {name_of(kind)} with attributes of its own: save `dict(x)`")
         return {f"${kind.__name__}": self._items(value)}
 
     def _items(self, mapping: Mapping[Any, Any]) -> dict[str, Any] | list[Any]:
@@ -260,7 +280,7 @@ class _Encoder(_Walk):
         if isinstance(tensor, torch.nn.Parameter) and not is_lazy(tensor):
             # One of a class of its own may be on the drive: it comes from there, and its memory is only lent.
             tensor = tensor.detach() if type(tensor) is torch.nn.Parameter else tensor.detach().clone()
-        if advice := _advice_on_tensor(tensor):
+        if advice := advice_on_tensor(tensor):
             return self._refuse(given, advice)
         tensor = tensor.clone() if tensor._is_zerotensor() else tensor.detach()
         storage = tensor.untyped_storage()
@@ -269,7 +289,7 @@ class _Encoder(_Walk):
             *(tensor.is_conj(), tensor.is_neg()),
         )
         data: dict[str, Any] = {
-            "name": self._store(identity, tensor, lambda: _to_stored(tensor)),
+            "name": self._store(identity, tensor, lambda: to_stored(tensor)),
             "dtype": str(tensor.dtype).removeprefix("torch."),
             "shape": list(tensor.shape),
         }
@@ -286,7 +306,7 @@ class _Encoder(_Walk):
         def stored() -> torch.Tensor:
             values = array if array.flags.carray else array.copy(order="C")
             if dtype in _NUMPY_TO_TORCH:
-                return _to_stored(torch.from_numpy(values))
+                return to_stored(torch.from_numpy(values))
             # numpy has no bytes of elements that have none.
             return torch.from_numpy(values.reshape(-1).view("|u1")) if values.nbytes else torch.empty(0).byte()
 
@@ -332,7 +352,7 @@ class _Encoder(_Walk):
         return self._names[identity][0]
 
     def _refuse(self, value: object, advice: str) -> NoReturn:
-        raise self.error(f"is of type {_name(type(value))} and cannot be saved: {advice}")
+        raise self.error(f"is of type {name_of(type(value))} and cannot be saved: {advice}")
 
 
 class _Decoder(_Walk):
@@ -361,6 +381,9 @@ class _Decoder(_Walk):
             "$str": self._str,
             "$dtype": self._dtype,
             "$device": self._device,
+            **{f"${name}": partial(self._path, kind) for name, kind in _PATHS.items()},
+            **{f"${name}": partial(self._namespace, kind) for name, kind in _NAMESPACES.items()},
+            "$enum": self._member,
             "$tensor": self._tensor,
             "$ndarray": self._array,
             "$scalar": self._scalar,
@@ -492,6 +515,32 @@ class _Decoder(_Walk):
                 return torch.device(data)
         raise self._malformed(data)
 
+    def _path(self, kind: Callable[[str], Any], data: Any) -> Any:
+        text = self.value(data)
+        if type(text) is not str:
+            raise self._malformed(data)
+        return kind(text)
+
+    def _namespace(self, kind: Callable[[], Any], data: Any) -> Any:
+        result = kind()
+        items = self._items(data, {})
+        if not all(type(key) is str for key in items):
+            raise self._malformed(data)
+        vars(result).update(items)
+        return result
+
+    def _member(self, data: Any) -> enum.Enum:
+        path, name = self._fields(data, "class name")
+        if type(path) is not str or type(name) is not str:
+            raise self._malformed(data)
+        kind = _enum_of(path)
+        if kind is None:
+            module = path.partition(":")[0]
+            raise self.error(f"is of the enum {show(path)}, which is not there: import {module} before loading")
+        if name not in kind.__members__:
+            raise self.error(f"is {show(name)} of the enum {show(path)}, which has no such member")
+        return kind.__members__[name]
+
     def _sizes(self, data: Any) -> list[int]:
         if type(data) is not list or not all(type(size) is int and 0 <= size < 2**63 for size in data):
             raise self._malformed(data)
@@ -517,16 +566,14 @@ class _Decoder(_Walk):
     def _tensor(self, data: Any) -> torch.Tensor:
         name, dtype_name, shape, stride = self._fields(data, "name dtype shape", "stride")
         dtype, shape = self._dtype(dtype_name), self._sizes(shape)
-        if stride is not None and not _is_dense(shape, self._sizes(stride)):
+        if stride is not None and not is_dense(shape, self._sizes(stride)):
             raise self._malformed(data)
-        stored = self._stored(name, *_stored_as(dtype, shape))
+        stored = self._stored(name, *stored_as(dtype, shape))
         try:
-            tensor = _from_stored(stored, dtype, shape)
+            tensor = from_stored(stored, dtype, shape)
             if stride is None:
                 return tensor
-            # torch warns of empty tensors of some element types.
-            result = torch.empty_strided(shape, stride, dtype=_WORDS.get(dtype.itemsize, dtype)).view(dtype)
-            _words(result).copy_(_words(tensor))
+            result = with_stride(tensor, stride)
         except RuntimeError as error:
             raise self.error(f"is malformed: {error}") from error
         return result
@@ -541,11 +588,11 @@ class _Decoder(_Walk):
         try:
             if dtype in _NUMPY_TO_TORCH:
                 kind = _DTYPES[_NUMPY_TO_TORCH[dtype]]
-                values = _from_stored(self._stored(name, *_stored_as(kind, shape)), kind, shape).numpy()
+                values = from_stored(self._stored(name, *stored_as(kind, shape)), kind, shape).numpy()
             else:
                 length_bytes = math.prod(shape) * element.itemsize
                 stored = self._stored(name, torch.uint8, (length_bytes,))
-                values = numpy.ndarray(shape, element, _aligned(stored, 16).numpy())
+                values = numpy.ndarray(shape, element, aligned(stored, 16).numpy())
             return numpy.asfortranarray(values) if order == "F" else values
         except (RuntimeError, ValueError, TypeError) as error:
             raise self.error(f"is malformed: {error}") from error
@@ -586,7 +633,21 @@ class _Decoder(_Walk):
         return numpy
 
 
-_CONTAINERS = {list, tuple, set, frozenset, deque, dict, defaultdict, OrderedDict, Counter}
+_PATHS: dict[str, type[PurePath]] = {kind.__name__: kind for kind in (type(Path()), PurePosixPath, PureWindowsPath)}
+_NAMESPACES: dict[str, type] = {kind.__name__: kind for kind in (Namespace, SimpleNamespace)}
+_CONTAINERS = {
+    *(list, tuple, set, frozenset, deque, dict, defaultdict, OrderedDict, Counter),
+    *_NAMESPACES.values(),
+}
+
+
+def _enum_of(path: str) -> type[enum.Enum] | None:
+    """The enum by the name `module:Name`, if its module is imported. Nothing is executed to find it."""
+    module, _, names = path.partition(":")
+    found: Any = sys.modules.get(module)
+    for name in names.split("."):
+        found = getattr(found, "__dict__", {}).get(name)
+    return found if isinstance(found, type) and issubclass(found, enum.Enum) else None
 
 
 def _float(number: float) -> Any:
@@ -605,92 +666,3 @@ def _is_unicode(text: str) -> bool:
 
 def _base64(data: bytes) -> str:
     return base64.b64encode(data).decode("ascii")
-
-
-def _stored_as(dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """Element type and shape in which a tensor is stored."""
-    if dtype in _PAIRS:
-        return _PAIRS[dtype], (*shape, 2)
-    if dtype in SAFETENSORS_NAMES:
-        return dtype, tuple(shape)
-    return torch.uint8, (math.prod(shape) * dtype.itemsize,)
-
-
-def _words(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of `tensor` as integers, for which torch has a copy that keeps all bits. Complex ones as pairs."""
-    if tensor.dtype in _PAIRS:
-        tensor = torch.view_as_real(tensor)
-    return tensor.view(_WORDS[tensor.dtype.itemsize])
-
-
-def _to_stored(tensor: torch.Tensor) -> torch.Tensor:
-    words = _words(tensor.resolve_conj().resolve_neg()).contiguous().cpu()
-    dtype, shape = _stored_as(tensor.dtype, tensor.shape)
-    return words.reshape(-1).view(dtype).reshape(shape)
-
-
-def _from_stored(stored: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
-    if stored.dtype == dtype:
-        return stored
-    return _aligned(stored, dtype.itemsize).reshape(-1).view(dtype).reshape(tuple(shape))
-
-
-def _aligned(tensor: torch.Tensor, alignment_bytes: int) -> torch.Tensor:
-    """`tensor`, or a copy if it does not start at such an address, in its storage and in memory."""
-    offset_bytes = tensor.storage_offset() * tensor.itemsize
-    return tensor.clone() if (offset_bytes | tensor.data_ptr()) % alignment_bytes else tensor
-
-
-def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements of such a tensor are next to one another, each at a place of its own."""
-    if len(shape) != len(stride):
-        return False
-    expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
-        if 0 not in shape and step != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _name(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
-
-
-def _advice_on_tensor(tensor: torch.Tensor) -> str:
-    """What to do about a tensor that cannot be saved; "" if it can."""
-    if type(tensor) is not torch.Tensor:
-        return "make it a plain tensor first"
-    if tensor.is_nested:
-        return "it is a nested tensor: save `x.unbind()`"
-    if tensor.layout != torch.strided:
-        return f"its layout is {tensor.layout}: save `x.to_dense()`, or its parts on their own"
-    if tensor.is_quantized:
-        return "it is quantised: save `x.int_repr()`, its scale and its zero point"
-    if tensor.is_meta:
-        return "it is on the meta device, where it has no values"
-    return ""
-
-
-def _advice(value: object) -> str:
-    """What to do about a value that cannot be saved."""
-    kind = type(value)
-    if isinstance(value, type | types.ModuleType | types.FunctionType | types.BuiltinFunctionType | types.MethodType):
-        return "it is code: leave it out, or save its name as a string and look it up after loading"
-    if isinstance(value, enum.Enum):
-        return "save its `name` or its `value`"
-    if isinstance(value, tuple) and hasattr(kind, "_fields"):
-        return "save `x._asdict()` or `tuple(x)`"
-    for method in ("state_dict", "get_state", "getstate"):
-        if hasattr(kind, method):
-            return f"save `x.{method}()`"
-    if hasattr(kind, "bit_generator"):
-        return "save `x.bit_generator.state`"
-    if dataclasses.is_dataclass(value):
-        return "save `dataclasses.asdict(x)`"
-    if isinstance(value, os.PathLike):
-        return "save `str(x)`"
-    bases = (dict, list, tuple, set, frozenset, deque, str, bytes, bytearray, int, float, complex)
-    if plain := next((base.__name__ for base in bases if isinstance(value, base)), None):
-        return f"save `{plain}(x)`"
-    return "save what it is made from: numbers, strings, lists, dictionaries, tensors"

@@ -672,6 +672,59 @@ def test_clipping_has_the_bits_of_torch(nvme_path: Path, norm_type: float, facto
             assert_same(plain, swapped)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_clipping_by_value_has_the_bits_of_torch_and_moves_nothing(nvme_path: Path, micro_batches: int) -> None:
+    with Twin(nvme_path, micro_batches) as twin:
+        for step in range(3):
+            for _ in range(micro_batches):
+                twin.backward()
+            twin.swapper.flush()
+            before = twin.moves
+            torch.nn.utils.clip_grad_value_(trained(twin.plain), 1e-3)
+            twin.swapper.clip_grad_value_(1e-3)
+            if step:  # What was put off is done in order, whatever comes after it.
+                for net, clip in ((twin.plain, None), (twin.swapped, twin.swapper)):
+                    for value in (5e-4, 4e-4):
+                        if clip is None:
+                            torch.nn.utils.clip_grad_norm_(trained(net), 1e-2)
+                            torch.nn.utils.clip_grad_value_(trained(net), value)
+                        else:
+                            clip.clip_grad_norm_(1e-2)
+                            clip.clip_grad_value_(value)
+            else:
+                assert twin.moves == before
+            assert raw_gradient(twin.swapped.long.weight) is None
+            twin.step()
+            assert_same(twin.plain, twin.swapped)
+            twin.reference.zero_grad()
+            twin.optimizer.zero_grad()
+
+
+def test_clipping_by_value_keeps_what_is_no_number(nvme_path: Path) -> None:
+    with Twin(nvme_path) as twin:
+        weights = [net.long.weight for net in twin.nets]
+        hooks = [p.register_hook(lambda grad: torch.where(grad > 0, grad / 0, grad - grad / 0)) for p in weights]
+        twin.backward()
+        assert raw_gradient(weights[1]) is None
+        for hook in hooks:
+            hook.remove()
+        torch.nn.utils.clip_grad_value_(trained(twin.plain), 1.0)
+        twin.swapper.clip_grad_value_(1.0)
+        assert weights[0].grad is not None and {float(v) for v in weights[0].grad.nan_to_num(7).unique()} <= {-1, 1, 7}
+        assert_same_gradients(twin.swapped, gradients(twin.plain))
+
+
+def test_clipping_by_value_refuses_what_has_no_order_at_once(nvme_path: Path) -> None:
+    values = nn.Parameter(torch.randn(9000, dtype=torch.complex64))
+    with wrapped(torch.optim.SGD([values], lr=0.1), make_config(nvme_path)) as handle:
+        values.abs().sum().backward()
+        assert raw_gradient(values) is None
+        with pytest.raises((RuntimeError, NotImplementedError)) as found:
+            handle.clip_grad_value_(1.0)
+        with pytest.raises(type(found.value), match=str(found.value)[:20]):
+            torch.nn.utils.clip_grad_value_([values], 1.0)
+
+
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping_reads_nothing_where_norms_were_taken_in_passing(nvme_path: Path, norm_type: float) -> None:
     with Twin(nvme_path, 2) as twin:
@@ -1013,6 +1066,8 @@ def test_gradients_that_are_kept_in_the_pool(nvme_path: Path, micro_batches: int
                     for _ in range(2):
                         expected = torch.nn.utils.clip_grad_norm_(trained(twin.plain), 0.1)
                         assert same_bits(twin.swapper.clip_grad_norm_(0.1), expected)
+                    torch.nn.utils.clip_grad_value_(trained(twin.plain), 1e-3)
+                    twin.swapper.clip_grad_value_(1e-3)
                 if step == 3:
                     assert_same_gradients(twin.swapped, gradients(twin.plain))
                 twin.step()

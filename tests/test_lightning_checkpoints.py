@@ -8,11 +8,14 @@ import os
 import subprocess
 import sys
 import threading
+from argparse import Namespace
 from collections.abc import Iterator
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, WeightAveraging
@@ -134,6 +137,96 @@ def test_model_checkpoint_keeps_the_same_ones(what: str, link: Any, nvme_path: P
     assert all(is_checkpoint(path) for path in (tmp_path / "directory").iterdir())
 
 
+@pytest.mark.parametrize("link", [True, "link"])
+@pytest.mark.parametrize("target", ["full", "directory"])
+@pytest.mark.parametrize("source", ["stock", "full", "directory"])
+def test_a_run_resumed_in_another_format_replaces_its_last_checkpoint(
+    source: str, target: str, link: Any, nvme_path: Path, tmp_path: Path
+) -> None:
+    make = strategies(nvme_path)
+
+    def run(first: str, second: str, directory: Path) -> Any:
+        keep: dict[str, Any] = {"monitor": "val", "save_top_k": 1, "filename": "{epoch}"}
+        options: dict[str, Any] = {"enable_checkpointing": True}
+        fit(make[first](), max_epochs=2, callbacks=[ModelCheckpoint(directory, save_last=link, **keep)], **options)
+        callback = ModelCheckpoint(directory, save_last=True, **keep)
+        trainer = fit(make[second](), max_epochs=4, ckpt_path="last", callbacks=[callback], **options)
+        best = bits(trainer.validate(Net(), loader(), ckpt_path="best", verbose=False))
+        assert not list(directory.glob(".*"))
+        return without_losses(trainer), sorted(os.listdir(directory)), best
+
+    stock = run("stock", "stock", tmp_path / "stock")
+    assert run(source, target, tmp_path / "ours") == stock
+    last = tmp_path / "ours" / "last.ckpt"
+    assert is_checkpoint(last) == (target == "directory") and not last.is_symlink()
+
+
+@pytest.mark.parametrize("io", [TorchCheckpointIO, SwapCheckpointIO, lambda: SwapCheckpointIO(background=True)])
+def test_a_file_replaces_a_directory(io: Any, nvme_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "it.ckpt"
+    fit(strategy_of(nvme_path)).save_checkpoint(path)
+    assert is_checkpoint(path)
+    trainer = fit(strategy_of(nvme_path, format="full"), plugins=[io()])
+    trainer.save_checkpoint(path)
+    trainer.strategy.checkpoint_io.teardown()
+    assert torch.load(path)["global_step"] == 10
+    assert os.listdir(tmp_path) == [path.name] or sorted(os.listdir(tmp_path)) == [path.name, nvme_path.name]
+
+
+def test_a_save_that_fails_leaves_what_it_was_to_replace(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = fit(strategy_of(nvme_path))
+    file, directory = tmp_path / "file.ckpt", tmp_path / "directory.ckpt"
+    file.write_bytes(b"an earlier one")
+    trainer.save_checkpoint(directory)
+
+    def fail(*_: Any) -> None:
+        raise SwapIOError(errno.EIO, "exchange", tmp_path)
+
+    monkeypatch.setattr("swapper.checkpoint_files.exchange", fail)
+    monkeypatch.setattr("swapper.lightning.files.exchange", fail)
+    with pytest.raises(SwapIOError, match="exchange"):
+        trainer.save_checkpoint(file)
+    with pytest.raises(SwapIOError, match="exchange"):
+        SwapCheckpointIO().save_checkpoint({"a": 1}, directory)
+    assert file.read_bytes() == b"an earlier one"
+    assert is_checkpoint(directory)
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_model_checkpoint_decides_what_is_kept(
+    nvme_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def run(**options: Any) -> L.Trainer:
+        return fit(strategy_of(nvme_path, checkpoint={"keep_last": 1}), max_epochs=4, **options)
+
+    keep = ModelCheckpoint(tmp_path / "kept", monitor="epoch", mode="min", save_top_k=2, filename="{epoch}")
+    with caplog.at_level("WARNING", "swapper"):
+        trainer = run(callbacks=[keep], enable_checkpointing=True)
+    assert "checkpoint.keep_last: 1 has no effect" in caplog.text
+    trainer.save_checkpoint(tmp_path / "kept" / "more.ckpt")
+    assert sorted(os.listdir(tmp_path / "kept")) == ["epoch=0.ckpt", "epoch=1.ckpt", "more.ckpt"]
+    trainer = run()
+    for name in ("a.ckpt", "b.ckpt"):
+        trainer.save_checkpoint(tmp_path / "pruned" / name)
+    assert os.listdir(tmp_path / "pruned") == ["b.ckpt"]
+
+
+def test_a_checkpoint_with_files_of_others_is_not_removed(
+    nvme_path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Noting(Callback):
+        def on_validation_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            for path in tmp_path.glob("*.ckpt"):
+                (path / "notes.txt").write_text("mine")
+
+    keep = ModelCheckpoint(tmp_path, filename="{epoch}")
+    fit(strategy_of(nvme_path), callbacks=[keep, Noting()], enable_checkpointing=True)
+    assert "a checkpoint is left alone" in caplog.text and "notes.txt" in caplog.text
+    assert {path.name for path in tmp_path.glob("*.ckpt")} == {"epoch=0.ckpt", "epoch=1.ckpt"}
+
+
 def test_what_is_on_the_drive_is_linked(nvme_path: Path, tmp_path: Path) -> None:
     trainer = fit(strategy_of(nvme_path, ALL))
     trainer.save_checkpoint(tmp_path / "it.ckpt")
@@ -176,6 +269,48 @@ def test_hooks_see_and_change_what_they_always_do(what: str, nvme_path: Path, tm
 
     stock = run(lambda: "auto", tmp_path / "stock.ckpt")
     assert run(lambda: strategy_of(nvme_path, what), tmp_path / "directory.ckpt") == stock
+
+
+class Keeping(Net):
+    """Saves a part of a tensor, and keeps tensors that it is given; has its own way with names."""
+
+    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+        return {f"my.{name}": value for name, value in super().state_dict().items()}
+
+    def load_state_dict(self, state: Any, strict: bool = True) -> Any:  # type: ignore[override]
+        return super().load_state_dict({name[3:]: value for name, value in state.items()}, strict)
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["part"] = checkpoint["state_dict"]["my.first.weight"][1:3]
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.kept = [checkpoint["part"], *checkpoint["state_dict"].values()]
+
+    def on_train_start(self) -> None:
+        self.seen = [bits(value + 0) for value in getattr(self, "kept", [])]
+
+
+@pytest.mark.parametrize("what", ["state", ALL])
+def test_a_hook_may_keep_tensors_and_save_parts_of_them(what: str, nvme_path: Path, tmp_path: Path) -> None:
+    def run(strategy: Any, path: Path) -> Any:
+        fit(strategy(), Keeping).save_checkpoint(path)
+        model = fit(strategy(), Keeping, ckpt_path=path, max_epochs=3).lightning_module
+        loaded = swapper.lightning.load_from_checkpoint(Keeping, path)
+        values = [{name: bits(value + 0) for name, value in each.state_dict().items()} for each in (model, loaded)]
+        assert len(model.seen) == 12
+        return values, model.seen, [bits(value + 0) for value in loaded.kept]
+
+    stock = run(lambda: "auto", tmp_path / "stock.ckpt")
+    assert run(lambda: strategy_of(nvme_path, what), tmp_path / "directory.ckpt") == stock
+
+
+def test_a_tensor_that_was_kept_is_not_that_of_a_later_checkpoint(nvme_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "it.ckpt"
+    fit(strategy_of(nvme_path), Keeping).save_checkpoint(path)
+    trainer = fit(strategy_of(nvme_path), Keeping, ckpt_path=path, max_epochs=3)
+    trainer.save_checkpoint(path)
+    with pytest.raises(SwapError, match=r"my\.first\.weight.*clone what is to be kept"):
+        trainer.lightning_module.kept[1] + 0
 
 
 class Ema(WeightAveraging):
@@ -221,17 +356,53 @@ def test_what_cannot_be_saved_without_pickle_is_named(nvme_path: Path, tmp_path:
 
 
 def test_hyper_parameters_that_cannot_be_saved_are_refused_at_the_start(nvme_path: Path, tmp_path: Path) -> None:
-    class Pathed(Net):
+    class WithCode(Net):
         def __init__(self) -> None:
             super().__init__()
-            self.save_hyperparameters({"size": 3, "where": tmp_path})
+            self.save_hyperparameters({"size": 3, "layer": nn.ReLU})
 
     keep = {"callbacks": [ModelCheckpoint(tmp_path)], "enable_checkpointing": True}
-    with pytest.raises(ConfigError, match=r"hparams of Pathed\['where'\].*checkpoint_format='full'"):
-        fit(strategy_of(nvme_path), Pathed, **keep)
-    fit(strategy_of(nvme_path), Pathed)
-    fit(strategy_of(nvme_path, format="full"), Pathed, **keep)
+    with pytest.raises(ConfigError, match=r"hparams of WithCode\['layer'\].*ignore=.*checkpoint_format='full'"):
+        fit(strategy_of(nvme_path), WithCode, **keep)
+    fit(strategy_of(nvme_path), WithCode)
+    fit(strategy_of(nvme_path, format="full"), WithCode, **keep)
     assert len(list(tmp_path.glob("*.ckpt"))) == 1
+
+
+class Kind(Enum):
+    SMALL = "small"
+
+
+class Described(Net):
+    def __init__(self, kind: Kind, where: Path, options: Namespace, rate: Any, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+
+
+def test_hyper_parameters_of_many_kinds_are_saved_and_loaded(nvme_path: Path, tmp_path: Path) -> None:
+    given = (Kind.SMALL, tmp_path, Namespace(a=1, b=Namespace(c=(2,))), np.float32(0.5), torch.bfloat16)
+    keep = ModelCheckpoint(tmp_path, save_last=True)
+    fit(strategy_of(nvme_path), lambda: Described(*given), callbacks=[keep], enable_checkpointing=True)
+    fit(strategy_of(nvme_path), lambda: Described(*given), ckpt_path=keep.last_model_path, max_epochs=3)
+    loaded = swapper.lightning.load_from_checkpoint(Described, keep.last_model_path).hparams
+    assert tuple(loaded.values()) == given
+    assert [type(value) for value in loaded.values()] == [type(value) for value in given]
+
+
+@pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
+@pytest.mark.parametrize("what", ["state", ALL])
+def test_a_run_of_a_true_precision_is_resumed_as_the_stock_one(
+    what: str, precision: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    dtype = torch.bfloat16 if precision == "bf16-true" else torch.float64
+
+    def run(strategy: Any, path: Path) -> Any:
+        options = {"data": lambda: loader(dtype=dtype), "validation": None, "precision": precision}
+        fit(strategy(), **options).save_checkpoint(path)
+        return facts(fit(strategy(), ckpt_path=path, max_epochs=3, **options))
+
+    stock = run(lambda: "auto", tmp_path / "stock.ckpt")
+    assert run(lambda: strategy_of(nvme_path, what), tmp_path / "directory.ckpt") == stock
 
 
 def test_a_model_of_other_names_is_refused_unless_loading_is_not_strict(nvme_path: Path, tmp_path: Path) -> None:

@@ -285,6 +285,8 @@ def test_using_a_gradient_that_is_gone_raises(use: str, training: Training) -> N
 def test_our_clipping_is_refused(training: Training) -> None:
     with pytest.raises(ConfigError, match="cannot be combined with clipping by a global norm"):
         training.swapper.clip_grad_norm_(1.0)
+    with pytest.raises(ConfigError, match="cannot be combined with clipping, for which"):
+        training.swapper.clip_grad_value_(1.0)
 
 
 def test_grad_scaler_is_refused_before_a_parameter_is_touched(training: Training) -> None:

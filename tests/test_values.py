@@ -13,9 +13,10 @@ import struct
 import subprocess
 import sys
 import types
+from argparse import Namespace
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
 import numpy as np
@@ -617,6 +618,24 @@ class Colour(enum.IntEnum):
     RED = 1
 
 
+class Mode(str, enum.Enum):
+    FAST = "fast"
+    QUICK = "fast"  # noqa: PIE796
+
+
+class Outer:
+    class Inner(enum.Flag):
+        A = 1
+        B = 2
+
+
+def local_enum() -> type[enum.Enum]:
+    class Local(enum.Enum):
+        ONE = 1
+
+    return Local
+
+
 class Point(collections.namedtuple("Point", "x y")):
     pass
 
@@ -648,18 +667,17 @@ def with_attribute(mapping: Any) -> Any:
         (Options, "type", "name as a string"),
         (math, "module", "name as a string"),
         (functools.partial(int), "functools.partial", "what it is made from"),
-        (Colour.RED, "Colour", "`value`"),
+        (Outer.Inner.A | Outer.Inner.B, "Outer.Inner", "`value`"),
+        (local_enum().ONE, "Local", "`value`"),
         (Point(1, 2), "Point", "_asdict()"),
         (Options(), "Options", "dataclasses.asdict"),
         (MyDict(), "MyDict", "`dict(x)`"),
-        (Path("x"), "PosixPath", "`str(x)`"),
         (torch.nn.Linear(1, 1), "torch.nn.modules.linear.Linear", "x.state_dict()"),
         (torch.Generator(), "torch._C.Generator", "x.get_state()"),
         (random.Random(), "random.Random", "x.getstate()"),
         (np.random.default_rng(), "numpy.random._generator.Generator", "bit_generator.state"),
         (range(3), "range", "what it is made from"),
         (object(), "object", "what it is made from"),
-        (types.SimpleNamespace(), "types.SimpleNamespace", "what it is made from"),
         (torch.zeros(2).to_sparse(), "torch.Tensor", "to_dense()"),
         (torch.zeros(2).to_mkldnn(), "torch.Tensor", "to_dense()"),
         (torch.zeros(2, device="meta"), "torch.Tensor", "meta device"),
@@ -678,6 +696,38 @@ def test_other_types_are_refused_with_place_type_and_advice(value: Any, kind: st
 def test_nested_and_quantised_tensors_are_refused() -> None:
     assert "unbind()" in refused(torch.nested.nested_tensor([torch.ones(1), torch.ones(2)]))
     assert "int_repr()" in refused(torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            Path("a/../b"),
+            Path(),
+            Path("/\udcff"),
+            PurePosixPath("x"),
+            PureWindowsPath(r"C:\x"),
+            {Path("k"): Path()},
+        ),
+        *(Namespace(), Namespace(a=1, b=Namespace(c=[torch.float16]), **{"$x": 2}), types.SimpleNamespace(a=(1,))),
+        *(Colour.RED, Mode.FAST, Mode.QUICK, Outer.Inner.B, {Mode.FAST: Colour.RED}),
+    ],
+    ids=repr,
+)
+def test_paths_namespaces_and_members_of_enums_come_back(value: Any) -> None:
+    found = through_files([value, value])
+    assert found == [value, value] and type(found[0]) is type(value)
+    if isinstance(value, enum.Enum):
+        assert found[0] is value
+
+
+def test_a_member_of_an_enum_that_is_not_there_is_refused_and_nothing_is_imported() -> None:
+    data = {"$enum": {"class": "antigravity:Mode", "name": "FAST"}}
+    assert malformed({"mode": data}).startswith("extra['mode'] is of the enum 'antigravity:Mode', which is not there")
+    assert "import antigravity" in malformed(data) and "antigravity" not in sys.modules
+    for path in ("os:system", "torch:nn", "builtins:int", f"{__name__}:Mode.FAST", f"{__name__}:", ""):
+        assert "which is not there" in malformed({"$enum": {"class": path, "name": "FAST"}})
+    assert "no such member" in malformed({"$enum": {"class": f"{__name__}:Mode", "name": "mro"}})
 
 
 def test_what_is_a_key_or_an_element_is_named_by_its_number() -> None:
@@ -770,6 +820,8 @@ ARRAY = {"name": "t", "dtype": "<f4", "shape": [2], "order": "C"}
         *({"$float": "NaN"}, {"$float": "0x7ff"}, {"$complex": [1.0]}, {"$complex": [1, 2]}, {"$complex": "1j"}),
         *({"$bytes": 1}, {"$bytes": "A"}, {"$bytes": "AAE=\n"}, {"$bytes": "\u20ac"}, {"$bytearray": None}),
         *({"$str": "/w=="}, {"$str": 1}, {"$dtype": "nn"}, {"$dtype": 1}, {"$dtype": "Tensor"}, {"$device": "nowhere"}),
+        *({"$PosixPath": 1}, {"$PosixPath": {"$bytes": ""}}, {"$Namespace": [[1, 2]]}, {"$SimpleNamespace": 1}),
+        *({"$enum": "a:B"}, {"$enum": {"class": 1, "name": "a"}}, {"$enum": {"class": "a:B", "name": 1}}),
         *({"$device": 0}, {"$Size": [1.0]}, {"$Size": [-1]}, {"$Size": [True]}, {"$Size": [2**63]}, {"$Size": 3}),
         *({"$tensor": "t"}, {"$tensor": {}}, {"$tensor": {**TWO, "x": 1}}, {"$tensor": {**TWO, "name": "u"}}),
         *(

@@ -134,6 +134,15 @@ class Swapping(SingleDeviceStrategy):
         self.precision.unscale_gradients(optimizer)
         return swapper.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
+    def clip_gradients_value(self, module: torch.nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
+        """As Fabric's, but gradients that are away are not brought back."""
+        swapper = getattr(optimizer, "swapper", None)
+        if not isinstance(swapper, OptimizerSwapper):
+            super().clip_gradients_value(module, optimizer, clip_val)
+            return
+        self.precision.unscale_gradients(optimizer)
+        swapper.clip_grad_value_(clip_val)
+
     # --- Checkpoints -----------------------------------------------------------------------------------------------
 
     _files: ClassVar[type[CheckpointIO]]

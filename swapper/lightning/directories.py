@@ -1,11 +1,12 @@
 """Lightning's checkpoints as directories: what Lightning wants to save is cut into what `save_checkpoint` takes.
 
-See `swapper.references` for the tensors. Those of a directory are read when they are used.
+See `swapper.references` for the tensors. Those of a directory are read when they are used; a hook may keep them.
 """
 
 from __future__ import annotations
 
 import importlib
+import logging
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
@@ -13,12 +14,15 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint import OpenCheckpoint, is_checkpoint, remove, save_checkpoint
+from swapper.checkpoint import OpenCheckpoint, is_checkpoint, remove, save
 from swapper.errors import ConfigError, SwapError
+from swapper.evicted import EvictedView
 from swapper.fastsave import SaveHandle
-from swapper.references import OPTIMIZER_STATES, is_lightnings, refer, resolve
+from swapper.references import OPTIMIZER_STATES, is_lightnings, refer, replaced, resolve
 
 __all__ = ["Directories", "load_from_checkpoint", "placeholder", "read_directory"]
+
+log = logging.getLogger(__name__)
 
 _DIRECTORY = "swapper.directory"
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
@@ -63,8 +67,17 @@ class Directories:
         directory: str | os.PathLike[str],
         model: torch.nn.Module,
         optimizers: Sequence[Optimizer],
+        *,
+        prune: bool,
     ) -> None:
-        """Save what Lightning has made.
+        """Save what Lightning has made, in the place of whatever checkpoint has the name.
+
+        Args:
+            checkpoint: what Lightning has made.
+            directory: that it is going to be.
+            model: whose checkpoint it is.
+            optimizers: in Lightning's order.
+            prune: do as `checkpoint.keep_last` of the config says.
 
         Raises:
             ConfigError: it cannot be a directory.
@@ -84,8 +97,10 @@ class Directories:
             )
         rest = {key: value for key, value in checkpoint.items() if key != OPTIMIZER_STATES}
         dumped, self._dumped = self._dumped, {}
-        extra = refer(rest, {number: name for number, (name, _) in dumped.items()})
-        handle = save_checkpoint(directory, model, list(optimizers) if states is not None else None, extra)
+        referring = refer(rest, {number: name for number, (name, _) in dumped.items()})
+        extra = replaced(referring, EvictedView, torch.clone)  # Parts of the model's tensors.
+        saved = list(optimizers) if states is not None else None
+        handle = save(directory, model, saved, extra, over_files=True, prune=prune)
         if not handle.done():
             self._saving = handle
         else:
@@ -104,11 +119,14 @@ class Directories:
     def remove(
         self, directory: str | os.PathLike[str], model: torch.nn.Module | None, optimizers: Sequence[Optimizer]
     ) -> bool:
-        """Remove a checkpoint that is a directory of ours. Returns whether it is."""
+        """Remove a checkpoint that is a directory of ours, unless it has files of others. Returns whether it is one."""
         self.settle()
         if not is_checkpoint(directory) or os.path.islink(directory):
             return False
-        remove(directory, model if model is not None else torch.nn.Module(), list(optimizers))
+        try:
+            remove(directory, model if model is not None else torch.nn.Module(), list(optimizers))
+        except SwapError as error:
+            log.warning("a checkpoint is left alone: %s", error)
         return True
 
     # --- Loading ---------------------------------------------------------------------------------------------------
@@ -121,12 +139,18 @@ class Directories:
         return read_directory(self._open)
 
     def load_model(self, checkpoint: Mapping[str, Any], model: torch.nn.Module) -> bool:
-        """Load the model from its files. Returns False, and does nothing, if a hook has changed its state dict."""
+        """Load the model from its files.
+
+        Returns:
+            False, and does nothing, if a hook has changed its state dict, or the model has other dtypes.
+        """
         opened = self._opened(checkpoint)
         state = checkpoint["state_dict"]
         if opened is None or state.keys() != opened.state_dict.keys():
             return False
         if not all(state[name] is value for name, value in opened.state_dict.items()):
+            return False
+        if opened.converts(model):  # Lightning loads a model before it gives it the dtype of a "true" precision.
             return False
         opened.load_model(model)
         return True
@@ -158,7 +182,7 @@ class Directories:
 
 
 def read_directory(opened: OpenCheckpoint) -> dict[str, Any]:
-    """What Lightning saved in a directory; of use as long as that is open."""
+    """What Lightning saved in a directory."""
     if not is_lightnings(opened.extra):
         raise ConfigError(
             f"{opened.directory} was not saved by Lightning; load it with swapper.load_checkpoint(directory, model, "

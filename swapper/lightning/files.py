@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swapper.checkpoint import is_checkpoint
-from swapper.errors import SwapError
+from swapper.checkpoint_directories import check_replaceable, remove_checkpoint, sync_path
+from swapper.errors import SwapError, system_errors
 from swapper.evicted import EvictedView
 from swapper.fastsave import SaveHandle, load, save
+from swapper.handle import exchange
 from swapper.references import replaced
 
 if TYPE_CHECKING:
@@ -42,7 +47,9 @@ class FilesOfTorch(TorchCheckpointIO):
             super().save_checkpoint(checkpoint, str(path), storage_options)
             return
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
-        if self._background:
+        if os.path.islink(path) or is_checkpoint(path):
+            _save_over(checkpoint, Path(os.path.abspath(path)))
+        elif self._background:
             self._saving = save(_snapshot(checkpoint), path, background=True)
         else:
             save(checkpoint, path)
@@ -76,6 +83,22 @@ class FilesOfTorch(TorchCheckpointIO):
         handle, self._saving = self._saving, None
         if handle is not None:
             handle.wait()
+
+
+def _save_over(checkpoint: dict[str, Any], path: Path) -> None:
+    """Save a file in the place of a link, which is not followed, or of a directory of ours, in one step."""
+    check_replaceable(path, over_files=True)
+    written = path.parent / f".{path.name}.tmp-{secrets.token_hex(6)}"  # As a checkpoint that is left over.
+    try:
+        save(checkpoint, written)
+        with system_errors("publish", path):
+            exchange(written, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            written.unlink()
+        raise
+    sync_path(path.parent)
+    remove_checkpoint(written, lambda _: False)
 
 
 def _snapshot(checkpoint: dict[str, Any]) -> Any:

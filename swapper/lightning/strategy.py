@@ -7,6 +7,7 @@ makes strategies of them, for either package. A type checker sees `lightning.pyt
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Generator, Mapping, Sequence
@@ -25,6 +26,7 @@ from swapper.evicted import home_of
 from swapper.lightning.directories import Directories, placeholder
 from swapper.optimizer import OptimizerSwapper
 from swapper.parameter import ParameterSwapper
+from swapper.replicas import has_parameters_away, make_same
 from swapper.shared import Shared
 from swapper.strategy_arguments import MEANINGLESS, ConfigLike, settings_of
 from swapper.values import encode
@@ -35,6 +37,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+    from torch.nn.parallel import DistributedDataParallel
 else:
     Strategy = SingleDeviceStrategy = DDPStrategy = object
 
@@ -57,6 +60,7 @@ class Swapping(Strategy):
         self._wanted_format = format
         self._directories = Directories()
         self._own_io = self._files()
+        self._prunes = True
 
     def setup_environment(self) -> None:
         """The beginning of whatever a Trainer is called for."""
@@ -94,6 +98,10 @@ class Swapping(Strategy):
             if not any(optimizer is other for other in self.optimizers):
                 _close(optimizer)
         self._check_hyper_parameters(trainer)
+        self._prunes = not trainer.checkpoint_callbacks
+        keep_last = self.offload_config.checkpoint.keep_last
+        if keep_last is not None and not self._prunes:
+            log.warning("checkpoint.keep_last: %d has no effect: the ModelCheckpoint decides what is kept", keep_last)
         self._settings = self._settings_for(trainer)
         new = [optimizer for optimizer in self.optimizers if _swapper_of(optimizer) is None]
         self._swap(new)
@@ -107,7 +115,10 @@ class Swapping(Strategy):
                 try:
                     encode(dict(each.hparams), f"hparams of {type(each).__name__}", {}, "")
                 except SwapError as error:
-                    raise ConfigError(f"{error}; or use checkpoint_format='full'") from None
+                    raise ConfigError(
+                        f"{error}; or leave it out with save_hyperparameters(ignore=...), or use "
+                        "checkpoint_format='full'"
+                    ) from None
 
     def _settings_for(self, trainer: Trainer) -> OffloadConfig:
         """The config with the Trainer's accumulation. The same object as long as nothing differs: it has the pool."""
@@ -145,8 +156,11 @@ class Swapping(Strategy):
     def precision_plugin(self, plugin: Precision | None) -> None:
         # What is set on the object leaves its class, whose name is a key in checkpoints. A class that clips in a way of
         # its own goes on doing so.
-        if plugin is not None and type(plugin).clip_grad_by_norm.__module__.endswith("plugins.precision.precision"):
-            plugin.clip_grad_by_norm = partial(_clip_grad_by_norm, plugin)  # type: ignore[method-assign]
+        if plugin is not None:
+            for clip in (_clip_grad_by_norm, _clip_grad_by_value):
+                name = clip.__name__.removeprefix("_")
+                if getattr(type(plugin), name).__module__.endswith("plugins.precision.precision"):
+                    setattr(plugin, name, partial(clip, plugin))
         self._precision_plugin = plugin
 
     # --- Checkpoints -----------------------------------------------------------------------------------------------
@@ -206,12 +220,14 @@ class Swapping(Strategy):
             SwapIOError: the drive failed. An earlier checkpoint is whole.
         """
         if self.checkpoint_format == "full":
+            if self.is_global_zero and self.checkpoint_io is not self._own_io:
+                self._removed(filepath)  # Those of others write into a directory.
             super().save_checkpoint(checkpoint, str(filepath), storage_options)
         elif storage_options is not None:
             raise TypeError("storage_options has no meaning for checkpoint_format='directory'")
         elif self.is_global_zero:
             assert self.lightning_module is not None
-            self._directories.save(checkpoint, filepath, self.lightning_module, self.optimizers)
+            self._directories.save(checkpoint, filepath, self.lightning_module, self.optimizers, prune=self._prunes)
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
@@ -236,9 +252,11 @@ class Swapping(Strategy):
 
     def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
         """Remove a checkpoint of either format, on rank 0."""
-        if not self.is_global_zero or self._directories.remove(filepath, self.lightning_module, self.optimizers):
-            return
-        super().remove_checkpoint(str(filepath))
+        if self.is_global_zero and not self._removed(filepath):
+            super().remove_checkpoint(str(filepath))
+
+    def _removed(self, filepath: str | os.PathLike[str]) -> bool:
+        return self._directories.remove(filepath, self.lightning_module, self.optimizers)
 
     # --- The end ---------------------------------------------------------------------------------------------------
 
@@ -319,6 +337,15 @@ def _clip_grad_by_norm(plugin: Precision, optimizer: Optimizer, clip_val: int | 
         type(plugin).clip_grad_by_norm(plugin, optimizer, clip_val)
     else:
         swapper.clip_grad_norm_(clip_val)
+
+
+def _clip_grad_by_value(plugin: Precision, optimizer: Optimizer, clip_val: int | float) -> None:
+    """As Lightning's, but gradients that are away are not brought back."""
+    swapper = _swapper_of(optimizer)
+    if swapper is None:
+        type(plugin).clip_grad_by_value(plugin, optimizer, clip_val)
+    else:
+        swapper.clip_grad_value_(clip_val)
 
 
 class OnOneDevice(Swapping, SingleDeviceStrategy):
@@ -426,3 +453,52 @@ class OnDDP(Swapping, DDPStrategy):
         arguments = {name: value for name, value in given.items() if value is not None} | idle
         self._take(config, arguments, checkpoint_format)
         super().__init__(**ddp)
+
+    # --- What DDP does with all parameters at once -----------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """As in the stock strategy, but of a model on the drive one parameter at a time is synchronized."""
+        module = self.lightning_module
+        assert module is not None
+        if trainer.state.fn == "fit" or not has_parameters_away(module):  # For `fit` see `_setup_model`.
+            super().setup(trainer)
+            return
+        make_same(module)
+        names = [name for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())]
+        with _attribute(module, "_ddp_params_and_buffers_to_ignore", names):
+            super().setup(trainer)
+
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        options = self._ddp_kwargs
+        if not has_parameters_away(model) or not options.get("init_sync", True):
+            return super()._setup_model(model)
+        every_forward = options.get("broadcast_buffers") is not False
+        buffers = options.get("forward_sync_buffers") is not None or every_forward
+        make_same(model, options.get("process_group"), buffers=buffers)
+        with _attribute(self, "_ddp_kwargs", {**options, "init_sync": False}):
+            return super()._setup_model(model)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """As in the stock strategy."""
+        if not self._pl_static_graph_delay_done and getattr(self.model, "static_graph", False):
+            # The first backward of a static graph in manual optimization: gradients are reduced only now, when they
+            # have been taken. They stay for the step.
+            for optimizer in self.optimizers:
+                swapper = _swapper_of(optimizer)
+                if swapper is not None and swapper.gradients is not None:
+                    swapper.gradients.bring_back_all()
+        super().post_backward(closure_loss)
+
+
+@contextmanager
+def _attribute(owner: object, name: str, value: object) -> Generator[None, None, None]:
+    """Within it `owner` has this attribute."""
+    former = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if former is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, former)
