@@ -29,7 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from swapper import codec
 from swapper.checkpoint_directories import (
@@ -47,6 +46,7 @@ from swapper.endings import finalizer
 from swapper.errors import SwapIOError, system_errors
 from swapper.handle import AsyncIOHandle, exchange
 from swapper.layout import Entry, plan_whole_tensors
+from swapper.progress import ProgressBar
 from swapper.record_files import Pinned
 from swapper.store import RecordKey, TensorStore, all_at_once
 from swapper.streams import OutputFile
@@ -300,7 +300,7 @@ def _remove_trees(paths: list[Path]) -> None:
 @contextlib.contextmanager
 def progress_bar(what: str, length_bytes: int) -> Iterator[Callable[[int], object]]:
     """A bar on a terminal, for what takes long."""
-    with tqdm(
+    with ProgressBar(
         total=length_bytes, desc=what, unit="B", unit_scale=True, leave=False, delay=1,
         disable=not sys.stderr.isatty(),
     ) as bar:  # fmt: skip

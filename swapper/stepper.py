@@ -15,7 +15,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.optim import Optimizer
-from tqdm import tqdm
 
 from swapper.buffers import BufferPool, Lease
 from swapper.errors import SwapError
@@ -24,6 +23,7 @@ from swapper.heap import return_free_memory
 from swapper.metrics import Metrics
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.pipeline import DeviceCopies, Pipeline
+from swapper.progress import ProgressBar
 from swapper.segments import Bucket, Opened, Scratch, Segment
 from swapper.trial import same_layout
 
@@ -490,4 +490,4 @@ class Stepper:
 
 def progress(items: Sequence[_T], what: str, show: bool) -> Iterable[_T]:
     """`items`, with a progress bar if it is long work and somebody looks."""
-    return tqdm(items, desc=what, unit="bucket", leave=False) if show and sys.stderr.isatty() else items
+    return ProgressBar(items, desc=what, unit="bucket", leave=False) if show and sys.stderr.isatty() else items

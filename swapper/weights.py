@@ -12,11 +12,11 @@ from pathlib import Path
 
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
-from tqdm import tqdm
 
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.evicted import EvictedView
 from swapper.handle import AsyncIOHandle
+from swapper.progress import ProgressBar
 from swapper.tensor_files import FromFile, StoredTensor, TensorReader, read_header
 
 __all__ = ["find_weights", "load_weights"]
@@ -79,7 +79,7 @@ def _without_duplicates(tensors: list[StoredTensor]) -> list[StoredTensor]:
 @contextmanager
 def _reading(tensors: Sequence[StoredTensor]) -> Iterator[TensorReader]:
     total = sum(tensor.stop_bytes - tensor.start_bytes for tensor in tensors)
-    with tqdm(
+    with ProgressBar(
         total=total, desc="loading weights", unit="B", unit_scale=True, leave=False, delay=1,
         disable=not sys.stderr.isatty(),
     ) as progress:  # fmt: skip

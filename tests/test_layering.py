@@ -46,7 +46,7 @@ API = (
     | SWAPPERS
     | BUILDING
     | PARAMETER_PARTS
-    | {"gradient_records", "stats", "unswapped", "shared", "dry_run"}
+    | {"gradient_records", "progress", "stats", "unswapped", "shared", "dry_run"}
     | CHECKPOINT
     | {"checkpoint", "saved_model", "saved_state", "checkpoint_streams", "plain_import", "references", "export"}
     | {"state_writer"}
@@ -59,6 +59,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "layout": {"errors"},
     "metrics": {"errors"},
     "heap": set(),
+    "progress": set(),
     "end_of_backward": set(),
     "bounce": {"errors"},
     "handle": BASE | {"_native", "bounce"},
@@ -83,7 +84,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "failure": {"errors", "evicted"},
     "optimizer_state": OPTIMIZER | {"heap", "stepper"},
     "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
-    "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "segments", "trial"},
+    "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "progress", "segments", "trial"},
     "backward_step": {"errors", "evicted", "optimizer_plan", "segments", "stepper"},
     "stats": {"metrics"},
     "optimizer": OPTIMIZER | STEPS | {"stats"},
@@ -100,11 +101,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "parameter": PARAMETERS | PARAMETER_PARTS,
     "nursery": PARAMETERS | PARAMETER_PARTS | {"heap", "parameter"},
     "tensor_files": HANDLE | {"evicted"},
-    "weights": HANDLE | {"evicted", "tensor_files"},
+    "weights": HANDLE | {"evicted", "progress", "tensor_files"},
     "checkpoint_index": {"codec"},
     "checkpoint_directories": {"checkpoint_index", "errors"},
     "checkpoint_files": HANDLE
-    | {"checkpoint_directories", "checkpoint_index", "codec", "record_files", "store", "streams"},
+    | {"checkpoint_directories", "checkpoint_index", "codec", "progress", "record_files", "store", "streams"},
     "checkpoint_reader": HANDLE | {"checkpoint_files", "checkpoint_index", "codec", "tensor_files"},
     "saved_model": CHECKPOINT | {"evicted", "parameter", "parameter_cache"},
     "state_writer": CHECKPOINT | OPTIMIZER | {"optimizer", "unswapped"},
@@ -141,10 +142,8 @@ TYPES_ONLY = {("store", "buffers")}
 
 OTHER_PACKAGES = {
     "config": {"pydantic", "pydantic_core", "yaml"},
-    "stepper": {"tqdm"},
-    "weights": {"tqdm"},
+    "progress": {"tqdm"},
     "checkpoint_index": {"pydantic"},
-    "checkpoint_files": {"tqdm"},
     "checkpoint_reader": {"pydantic"},
     "values": {"numpy"},  # only for arrays, whose owner has it
     "cli": {"typer", "rich", "yaml", "matplotlib"},

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,8 +12,12 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
-from lightning_runs import IGNORED_WARNINGS, Net, facts, fit, loader, strategy_of, trainer_of
+from lightning_runs import IGNORED_WARNINGS, Net, config_of, facts, fit, loader, strategy_of, trainer_of
 from torch import nn
+
+from swapper.errors import SwapError
+from swapper.evicted import AwayGradient, EvictedParameter
+from swapper.lightning import SwapStrategy
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in IGNORED_WARNINGS]
 
@@ -51,6 +58,22 @@ def test_another_trainer_finds_the_parameters_on_the_drive_if_its_config_is_equa
     assert model.swapper is there
     trainer_of(strategy_of(nvme_path, what, pool_bytes="2MiB")).fit(model, loader())
     assert model.swapper is not there
+
+
+def test_another_trainer_trains_a_module_that_is_stepped_in_backward(nvme_path: Path) -> None:
+    def strategy() -> Any:
+        config = config_of(nvme_path, "state-gradients")
+        config["offload_optimizer"]["step_in_backward"] = True
+        return SwapStrategy(config)
+
+    def run(*strategies: Any) -> Any:
+        torch.manual_seed(11)
+        model, trainers = Net(), [trainer_of(strategy) for strategy in strategies]
+        for trainer in trainers:
+            trainer.fit(model, loader(), loader())
+        return facts(trainers[-1])
+
+    assert run(strategy(), strategy()) == run("auto", "auto")
 
 
 # --- Optimizers that share parameters ---------------------------------------------------------------------------------
@@ -98,3 +121,54 @@ def test_two_optimizers_step_the_same_parameters(together: bool, what: str, nvme
 
     stock = facts(fit("auto", module, validation=None))
     assert facts(fit(strategy_of(nvme_path, what), module, validation=None)) == stock
+
+
+def test_what_was_used_and_freed_in_backward_is_not_skipped_by_another_optimizer(nvme_path: Path) -> None:
+    class Unclipped(TwoTasks):
+        def step(self, optimizer: Any, clear: bool = True) -> None:
+            optimizer.step()
+            self.zero_grad()
+
+    config = config_of(nvme_path, "state")
+    config["offload_optimizer"]["step_in_backward"] = True
+    with pytest.raises(SwapError, match="the gradient of this parameter is gone"):
+        fit(SwapStrategy(config), lambda: Unclipped(together=False), validation=None)
+
+
+# --- configure_model --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("error", [RuntimeError("the user's"), KeyboardInterrupt()])
+def test_an_exception_in_configure_model_is_the_users(error: BaseException, nvme_path: Path) -> None:
+    class Failing(Net):
+        def configure_model(self) -> None:
+            self.more = nn.Sequential(nn.Linear(96, 96), nn.Linear(96, 96))
+            raise error
+
+    handler = signal.getsignal(signal.SIGINT)
+    with pytest.raises(RuntimeError if isinstance(error, RuntimeError) else SystemExit) as caught:
+        fit(strategy_of(nvme_path, "state-gradients-parameters"), Failing)
+    signal.signal(signal.SIGINT, handler)
+    assert error in (caught.value, caught.value.__context__)
+
+
+# --- What is left behind ----------------------------------------------------------------------------------------------
+
+
+def test_a_progress_bar_starts_no_thread() -> None:
+    program = (
+        "import threading\n"
+        "from swapper.checkpoint_files import progress_bar\n"
+        "with progress_bar('saving', 10) as update:\n"
+        "    update(10)\n"
+        "assert threading.enumerate() == [threading.main_thread()], threading.enumerate()\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_gradients_stay_away_when_a_trainer_is_done(nvme_path: Path) -> None:
+    trainer = fit(strategy_of(nvme_path, "state-gradients-parameters"), validation=None)
+    model = trainer.lightning_module
+    assert type(model.second.weight) is EvictedParameter
+    assert type(model.second.weight.grad) is AwayGradient
+    assert "cpu" not in vars(model)

@@ -84,6 +84,11 @@ class Swapping(Strategy):
                 stack.enter_context(init(self._settings))
             yield
 
+    def model_to_device(self) -> None:
+        """As in the stock strategy; what is on the CPU and stays there is not looked at, as that would bring it all."""
+        if self.root_device.type != "cpu" or not _is_on_the_cpu(self.model):
+            super().model_to_device()  # type: ignore[safe-super]
+
     # --- The optimizers --------------------------------------------------------------------------------------------
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -285,7 +290,15 @@ class Swapping(Strategy):
         except SwapError as error:
             failure = failure or error
         self._directories.close()
-        super().teardown()
+        module = self.lightning_module
+        stays = module is not None and _is_on_the_cpu(module)
+        if stays:
+            vars(module)["cpu"] = lambda: module  # Lightning calls it: see `model_to_device`.
+        try:
+            super().teardown()
+        finally:
+            if stays:
+                del vars(module)["cpu"]
         if failure is not None and not self._interrupted:
             raise failure
         if failure is not None:
@@ -295,6 +308,12 @@ class Swapping(Strategy):
 def _swapper_of(optimizer: Optimizer) -> OptimizerSwapper | None:
     swapper = getattr(optimizer, "swapper", None)
     return swapper if isinstance(swapper, OptimizerSwapper) else None
+
+
+def _is_on_the_cpu(module: torch.nn.Module | None) -> bool:
+    return module is not None and all(
+        tensor.device.type == "cpu" for tensor in (*module.parameters(), *module.buffers())
+    )
 
 
 def _make_way(module: torch.nn.Module, settings: OffloadConfig) -> None:
