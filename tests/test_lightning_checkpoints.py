@@ -512,6 +512,40 @@ def test_a_module_is_made_of_a_directory(what: str, nvme_path: Path, tmp_path: P
         module = swapper.lightning.load_from_checkpoint(Sized, path, extra="mine")
         assert (module.hparams.size, module.hparams.extra) == (80, "mine")
         assert {name: bits(value) for name, value in module.state_dict().items()} == facts(trainer)["parameters"]
+        (tmp_path / "hparams.yaml").write_text("size: 80\nextra: written")
+        device = "meta" if path.is_dir() else None
+        module = swapper.lightning.load_from_checkpoint(Sized, path, device, tmp_path / "hparams.yaml", True, False)
+        assert module.hparams.extra == "written" and module.first.weight.is_meta == path.is_dir()
+    with pytest.raises(ConfigError, match="map_location: a dict is no device"):
+        swapper.lightning.load_from_checkpoint(Sized, tmp_path / "it.ckpt", {"cpu": "cpu"})
+
+
+class Numbered(L.LightningDataModule):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.number = 0
+
+    def train_dataloader(self) -> Any:
+        self.number += 1
+        return loader()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def test_a_data_module_is_resumed_and_made_of_a_directory(nvme_path: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(strategy_of(nvme_path), reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Net(), datamodule=Numbered(5))
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    resumed = Numbered(5)
+    trainer_of(strategy_of(nvme_path), max_epochs=3).fit(Net(), datamodule=resumed, ckpt_path=tmp_path / "it.ckpt")
+    assert resumed.number == trainer.datamodule.number + 1
+    made = swapper.lightning.load_from_checkpoint(Numbered, tmp_path / "it.ckpt")
+    assert (made.number, made.hparams.size) == (trainer.datamodule.number, 5)
 
 
 MEMORY = """
