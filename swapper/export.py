@@ -32,7 +32,7 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.fastsave import Prepared
 from swapper.handle import exchange
 from swapper.plain_import import Imported, import_checkpoint
-from swapper.references import OPTIMIZER_STATES, is_lightnings, resolve
+from swapper.references import OPTIMIZER_STATES, is_lightnings, resolve, without_model
 from swapper.segments import MASTER
 from swapper.streams import OutputFile
 from swapper.tensor_files import DTYPES
@@ -396,7 +396,7 @@ def _to_dcp(job: _Job, path: Path) -> None:
         if job.states:
             whole["optimizer"] = hollow.optimizers_by_name()
         if (extra := job.extra()) is not None:
-            whole["extra"] = extra
+            whole["extra"] = resolve(without_model(extra), whole["model"]) if is_lightnings(extra) else extra
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # It is not needed.
@@ -423,7 +423,8 @@ def _to_safetensors(job: _Job, path: Path) -> None:
         names[name] = _in_memory(tensor)
         return tensor
 
-    decode(job.index.extra, "extra", keep)
+    if is_lightnings(decode(job.index.extra, "extra", keep)):
+        job.notes.append('extra.json has {"swapper.model": NAME} where Lightning had a tensor of the model')
     _write_json(path / "extra.json", {"extra": job.index.extra})
     if names:
         _write_tensors(job, path / "extra.safetensors", names, {})

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from enum import Enum
@@ -32,6 +33,7 @@ from lightning_runs import (
     trainer_of,
 )
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.lr_scheduler import OneCycleLR
 from twins import bits
 
@@ -39,6 +41,7 @@ import swapper
 import swapper.lightning
 from swapper import fastsave, store
 from swapper.checkpoint import is_checkpoint
+from swapper.checkpoint_files import NewCheckpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.export import export_checkpoint, import_checkpoint
 from swapper.lightning import SwapCheckpointIO
@@ -459,6 +462,30 @@ def test_where_nothing_can_be_linked_the_rest_is_copied_while_training_goes_on(
     assert not [thread for thread in threading.enumerate() if "save" in thread.name]
     resumed = fit(strategy_of(nvme_path, ALL), ckpt_path=tmp_path / "last.ckpt", max_epochs=3)
     assert without_losses(resumed) == stock
+    resumed.save_checkpoint(tmp_path / "after.ckpt")
+    assert is_checkpoint(tmp_path / "after.ckpt")
+
+
+def test_a_checkpoint_that_is_still_being_copied_is_waited_for(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = NewCheckpoint._copy
+
+    def late(self: NewCheckpoint, *arguments: Any) -> None:
+        time.sleep(0.1)
+        copy(self, *arguments)
+
+    class Loading(Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            trainer.save_checkpoint(tmp_path / "it.ckpt")
+            assert not (tmp_path / "it.ckpt").exists()
+            self.step = trainer.strategy.load_checkpoint(tmp_path / "it.ckpt")["global_step"]
+
+    monkeypatch.setattr(store, "link", lambda *_: False)
+    monkeypatch.setattr(NewCheckpoint, "_copy", late)
+    loading = Loading()
+    fit(strategy_of(nvme_path), max_epochs=1, callbacks=[loading])
+    assert loading.step == 5
 
 
 @pytest.mark.parametrize("what", ["state", ALL])
@@ -480,6 +507,34 @@ def test_a_directory_exported_for_torch_has_tensors_and_no_references(nvme_path:
     first = exported["extra"]["mine"]["nested"][0]
     assert bits(first) == bits(exported["model"]["first.weight"])
     assert first.data_ptr() == exported["model"]["first.weight"].data_ptr()
+
+
+def test_a_directory_exported_for_others_has_tensors_or_says_where_they_are(nvme_path: Path, tmp_path: Path) -> None:
+    trainer = fit(strategy_of(nvme_path, ALL), Hooked, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    export_checkpoint(tmp_path / "it.ckpt", "dcp", tmp_path / "dcp")
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "dcp.pt")
+    extra = torch.load(tmp_path / "dcp.pt", weights_only=False)["extra"]
+    assert bits(extra["mine"]["nested"][0]) == facts(trainer)["parameters"]["first.weight"]
+    assert bits(extra["state_dict"]["last.bias"]) == bits(torch.full((3,), 7.0))
+    exported = export_checkpoint(tmp_path / "it.ckpt", "safetensors", tmp_path / "safetensors")
+    assert any('{"swapper.model": NAME}' in note for note in exported.notes)
+    fit(strategy_of(nvme_path), max_epochs=1).save_checkpoint(tmp_path / "plain.ckpt")
+    export_checkpoint(tmp_path / "plain.ckpt", "dcp", tmp_path / "plain")
+    dcp_to_torch_save(tmp_path / "plain", tmp_path / "plain.pt")
+    assert "state_dict" not in torch.load(tmp_path / "plain.pt", weights_only=False)["extra"]
+
+
+def test_a_checkpoint_of_an_evaluation_begins_a_training(nvme_path: Path, tmp_path: Path) -> None:
+    def run(strategy: Any, path: Path) -> Any:
+        torch.manual_seed(1)
+        trainer = trainer_of(strategy())
+        trainer.validate(Net(), loader(), verbose=False)
+        trainer.save_checkpoint(path)
+        return facts(fit(strategy(), ckpt_path=path))
+
+    stock = run(lambda: "auto", tmp_path / "stock.ckpt")
+    assert run(lambda: strategy_of(nvme_path), tmp_path / "directory.ckpt") == stock
 
 
 def test_an_imported_file_of_the_stock_strategy_is_resumed(nvme_path: Path, tmp_path: Path) -> None:

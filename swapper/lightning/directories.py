@@ -95,7 +95,7 @@ class Directories:
                 "checkpoint_format: a hook has changed checkpoint['optimizer_states'], which a directory does not "
                 "have; use checkpoint_format='full'"
             )
-        rest = {key: value for key, value in checkpoint.items() if key != OPTIMIZER_STATES}
+        rest = {key: value for key, value in checkpoint.items() if key != OPTIMIZER_STATES or not states}
         dumped, self._dumped = self._dumped, {}
         referring = refer(rest, {number: name for number, (name, _) in dumped.items()})
         extra = replaced(referring, EvictedView, torch.clone)  # Parts of the model's tensors.
@@ -160,7 +160,7 @@ class Directories:
     ) -> bool:
         """Load the state of the optimizers from its files. Returns whether it is there."""
         opened = self._opened(checkpoint)
-        if opened is None:
+        if opened is None or not opened.optimizers:
             return False
         if not all(isinstance(state, _Elsewhere) for state in checkpoint[OPTIMIZER_STATES]):
             raise SwapError(
