@@ -26,7 +26,13 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
 from swapper.errors import ConfigError, SwapError
-from swapper.evicted import away_gradient, clear_gradient_home, set_gradient_home, set_raw_gradient
+from swapper.evicted import (
+    away_gradient,
+    bring_back_gradients,
+    clear_gradient_home,
+    set_gradient_home,
+    set_raw_gradient,
+)
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.segments import Bucket
 from swapper.stepper import Stepper
@@ -219,6 +225,7 @@ class BackwardSteps:
             self._groups = _options(optimizer)
             self._pass = torch._C._current_graph_task_id()
         self.check_options(optimizer)
+        bring_back_gradients((segment.parameter for segment in bucket.segments), (self, self._stepper.gradients))
         work = self._stepper.work_on([bucket])
         if not work:
             return

@@ -14,6 +14,7 @@ from types import MethodType
 import torch
 
 from swapper.bounce import page_lock, page_unlock
+from swapper.endings import finalizer
 from swapper.errors import SwapError
 from swapper.handle import AsyncIOHandle, Slab
 from swapper.transfers import AnyTransfer
@@ -225,7 +226,7 @@ class BufferPool:
         self._closed = False
         if cuda:
             page_lock(self._slab.address, self._slab.length_bytes)
-        self._finalizer = weakref.finalize(self, _unregister, self._slab, handles, cuda, self._pid)
+        self._finalizer = finalizer(self, _unregister, self._slab, handles, cuda, self._pid)
         for handle in handles:
             handle.register(self._slab)
 

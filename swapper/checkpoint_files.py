@@ -23,7 +23,6 @@ import logging
 import os
 import secrets
 import sys
-import weakref
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -44,6 +43,7 @@ from swapper.checkpoint_directories import (
     unlock,
 )
 from swapper.checkpoint_index import FORMAT, INDEX, SavedFile, crc32c_of, with_checksum
+from swapper.endings import finalizer
 from swapper.errors import SwapIOError, system_errors
 from swapper.handle import AsyncIOHandle, exchange
 from swapper.layout import Entry, plan_whole_tensors
@@ -92,7 +92,7 @@ class NewCheckpoint:
         self._stack.callback(unlock, self._locks)
         self._stack.callback(_remove_trees, self._trees)
         # Ctrl-C may strike when it was made and its maker does not have it yet.
-        weakref.finalize(self, _close_unattended, self._stack, os.getpid())
+        finalizer(self, _close_unattended, self._stack, os.getpid())
         check_replaceable(self.directory, over_files=over_files)
         parent = self.directory.parent
         with system_errors("create", parent):

@@ -741,15 +741,16 @@ class OffloadConfig(_Section, frozen=True):
     ) -> OffloadConfig:
         """The config that does what a DeepSpeed config asks for.
 
-        Read are `zero_optimization.offload_optimizer` (device, nvme_path), `aio`, `gradient_accumulation_steps`, and
-        from `bf16.enabled` or `fp16.enabled` that `master_weights` is true, because DeepSpeed then keeps fp32 masters
-        (unless `bf16_master_weights_and_grads` says that it does not). The value "auto" (Hugging Face's) counts as not
-        given; for `enabled` it counts as true, since masters are made for bf16 and fp16 parameters only and an fp32
-        model is left as it is. `pool_bytes` and `bucket_bytes` keep their defaults: DeepSpeed's buffers are counted in
-        elements of its largest sub-group (16 GB by default) and say nothing about what is needed here.
+        Read are `zero_optimization.offload_optimizer` and, at stage 3, `offload_param` (device, nvme_path), `aio`,
+        `gradient_accumulation_steps`, and from `bf16.enabled` or `fp16.enabled` that `master_weights` is true, because
+        DeepSpeed then keeps fp32 masters (unless `bf16_master_weights_and_grads` says that it does not). The value
+        "auto" (Hugging Face's) counts as not given; for `enabled` it counts as true, since masters are made for bf16
+        and fp16 parameters only and an fp32 model is left as it is. `pool_bytes` and `bucket_bytes` keep their
+        defaults: DeepSpeed's buffers are counted in elements of its largest sub-group (16 GB by default) and say
+        nothing about what is needed here.
 
         Where DeepSpeed takes an offload device and offloads nothing (nvme below stage 3, anything at stage 0), swapper
-        offloads, and says so.
+        offloads the state, and says so. With state and parameters on nvme gradients go there too.
 
         Args:
             source: a DeepSpeed JSON file, or its content.
@@ -759,8 +760,7 @@ class OffloadConfig(_Section, frozen=True):
             UserWarning: once, with a line for each key that cannot be honoured and why.
 
         Raises:
-            ConfigError: `source` cannot be read or cannot work. Also if parameters are offloaded (`offload_param` at
-                stage 3): they would stay in memory, and the model might not fit.
+            ConfigError: `source` cannot be read or cannot work.
         """
         __tracebackhide__ = True
         if isinstance(source, Mapping):

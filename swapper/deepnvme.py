@@ -31,6 +31,7 @@ from typing import Any, ClassVar, NamedTuple, TypeAlias, overload
 
 import torch
 
+from swapper.endings import finalizer
 from swapper.errors import SwapError, SwapIOError
 from swapper.gds import GDSHandle, probe_cufile
 from swapper.handle import AsyncIOHandle, File, Slab, Transfer
@@ -282,7 +283,7 @@ class aio_handle:
         self._lock = threading.RLock()
         self._uses_of_files: dict[tuple[int, int], _Uses] = {}
         self._uses_of_memory = _Uses()
-        weakref.finalize(self, _log_failures, self._pending, os.getpid())
+        finalizer(self, _log_failures, self._pending, os.getpid())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._handle!r})"

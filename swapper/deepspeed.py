@@ -23,6 +23,13 @@ _DEEPSPEED_OPTIMIZER_NOTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "ratio": (lambda value: value != 1, "all of the state is offloaded, never a part"),
 }
 
+_DEEPSPEED_PARAM_NOTES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **{key: (lambda value: True, "memory is bounded by pool_bytes instead") for key in ("buffer_count", "buffer_size")},
+    "max_in_cpu": (lambda value: True, "what the pool has room for is kept; resident_bytes keeps more"),
+    "pin_memory": _DEEPSPEED_OPTIMIZER_NOTES["pin_memory"],
+    "ratio": (lambda value: value != 1, "all parameters are offloaded, never a part"),
+}
+
 
 def _take(section: dict[str, Any], name: str, default: Any = None) -> Any:
     """Take `name` out of `section`. "auto" counts as not given; a float without a fraction is an integer."""
@@ -80,19 +87,18 @@ def translate(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         unhonoured.append(
             f"zero_optimization.offload_param: parameters stay in memory; DeepSpeed ignores it at stage {stage} as well"
         )
-    elif param_device != "none":
-        raise ConfigError(
-            f"zero_optimization.offload_param.device: {show(param_device)} is not there yet in this version of "
-            "swapper: parameters would stay in memory and the model might not fit; if it fits, delete offload_param"
-        )
+        param_device = "none"
     if device in ("cpu", "nvme"):
         unhonoured += _note_stage(stage, device)
-        for key, value in list(optimizer.items()):
-            applies, why = _DEEPSPEED_OPTIMIZER_NOTES.get(key, (lambda value: True, "swapper has no such setting"))
-            if value != "auto" and value is not None and applies(value):
-                unhonoured.append(f"zero_optimization.offload_optimizer.{key} ({show(value)}): {why}")
-    elif device == "none":
+        unhonoured += _note_section("offload_optimizer", optimizer, _DEEPSPEED_OPTIMIZER_NOTES)
+    if param_device in ("cpu", "nvme"):
+        unhonoured += _note_section("offload_param", param, _DEEPSPEED_PARAM_NOTES)
+    if device == param_device == "none":
         unhonoured.append("zero_optimization.offload_optimizer: has no device, so nothing will be swapped")
+    if device == param_device == "nvme" and path is not None and param_path not in (None, path):
+        unhonoured.append(
+            f"zero_optimization.offload_param.nvme_path ({show(param_path)}): all goes to offload_optimizer's, {path}"
+        )
     if "sub_group_size" in zero and _take(zero, "sub_group_size") is not None:
         unhonoured.append("zero_optimization.sub_group_size: bucket_bytes bounds what is stepped at once instead")
     if _rest(zero):
@@ -101,14 +107,27 @@ def translate(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     masters = _translate_precision(document, unhonoured)
     values: dict[str, Any] = {
         "offload_optimizer": {"device": device, "master_weights": masters},
+        # Where DeepSpeed's gradients go that have no room: as large as the parameters, they belong to both.
+        "offload_gradient": {"device": "nvme" if device == param_device == "nvme" else "none"},
+        "offload_param": {"device": param_device},
         "aio": _translate_aio(document, unhonoured),
-        "gradient_accumulation_steps": _take(document, "gradient_accumulation_steps", 1),
     }
-    if device == "nvme":
+    if (steps := _take(document, "gradient_accumulation_steps")) is not None:
+        values["gradient_accumulation_steps"] = steps
+    if "nvme" in (device, param_device):
         values["nvme_path"] = path if path is not None else param_path
     if _rest(document):
         unhonoured.append(f"{_rest(document)}: not about swapping, not read; your training loop does this")
     return values, unhonoured
+
+
+def _note_section(
+    name: str, section: Mapping[str, Any], notes: Mapping[str, tuple[Callable[[Any], bool], str]]
+) -> Iterator[str]:
+    for key, value in section.items():
+        applies, why = notes.get(key, (lambda value: True, "swapper has no such setting"))
+        if value != "auto" and value is not None and applies(value):
+            yield f"zero_optimization.{name}.{key} ({show(value)}): {why}"
 
 
 def _note_stage(stage: object, device: str) -> Iterator[str]:

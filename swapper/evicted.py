@@ -30,6 +30,7 @@ __all__ = [
     "Source",
     "ViewOfParameter",
     "away_gradient",
+    "bring_back_gradients",
     "can_have_gradient_away",
     "clear_gradient_home",
     "evict",
@@ -677,6 +678,21 @@ def clear_gradient_home(parameter: torch.nn.Parameter) -> None:
     parameter.__dict__.pop(_GRADIENT, None)
     if type(parameter) is GradientAwayParameter:
         _set_class(parameter, torch.nn.Parameter)
+
+
+def bring_back_gradients(parameters: Iterable[torch.nn.Parameter], but: Iterable[object] = ()) -> None:
+    """Have the gradients of `parameters` in memory that are away, except with those `but`.
+
+    Raises:
+        SwapError: one is gone.
+        SwapIOError: one could not be read.
+    """
+    for p in parameters:
+        away = p.__dict__.get(_GRADIENT)
+        if away is None or any(away() is home for home in but if home is not None):
+            continue
+        if isinstance(gradient := p.grad, AwayGradient):
+            gradient.bring_back()
 
 
 @contextmanager

@@ -17,7 +17,6 @@ import struct
 import sys
 import threading
 import warnings
-import weakref
 import zlib
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -28,6 +27,7 @@ from torch.serialization import default_restore_location, location_tag, normaliz
 from swapper import archive
 from swapper.archive import BadArchive, Record
 from swapper.away_storages import AwayStorage, AwayStorages, StoragePart
+from swapper.endings import finalizer
 from swapper.errors import SwapError, SwapIOError
 from swapper.handle import AsyncIOHandle
 from swapper.streams import POOL_BYTES, InputFile, OutputFile
@@ -61,7 +61,7 @@ class SaveHandle:
         self.path = path
         self._pid = os.getpid()
         self._outcome = _Outcome(path)
-        self._finalizer = weakref.finalize(self, self._outcome.abandon)
+        self._finalizer = finalizer(self, self._outcome.abandon)
         self._thread = threading.Thread(target=self._outcome.run, args=(write,), name="swapper-save", daemon=False)
         try:
             self._thread.start()
@@ -79,7 +79,7 @@ class SaveHandle:
         handle._pid = os.getpid()
         handle._outcome = _Outcome(path)
         handle._outcome.over.set()
-        handle._finalizer = weakref.finalize(handle, handle._outcome.abandon)
+        handle._finalizer = finalizer(handle, handle._outcome.abandon)
         return handle
 
     def __repr__(self) -> str:

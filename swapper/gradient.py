@@ -30,6 +30,7 @@ from swapper.end_of_backward import call_at_the_end, is_distributed, is_nested
 from swapper.errors import SwapError
 from swapper.evicted import (
     away_gradient,
+    bring_back_gradients,
     clear_gradient_home,
     fill_gradient,
     raw_gradient,
@@ -128,6 +129,7 @@ class GradientSwapper:
         self._stepping = False
         self._collecting = False  # [Note: distributed]
         self._tasks: set[int] = set()
+        self._left: set[int] = set()  # parameters whose gradients another optimizer takes
         self._window: Window | None = None
         self._closed = False
         wanted = list(parts)
@@ -302,6 +304,14 @@ class GradientSwapper:
             if p.requires_grad and p.is_leaf and id(p) not in self._hooks:
                 self._hooks[id(p)] = self._hook(p, taken=False)
 
+    def leave(self, numbers: Iterable[int]) -> None:
+        """Take no gradients any more, when they arrive, of the parameters with these ids. What is away stays so."""
+        with self._lock:
+            for number in self._gradients.keys() & numbers:
+                self._left.add(number)
+                for hook in self._hooks.pop(number, []):
+                    hook.remove()
+
     def close(self) -> None:
         """Delete the records. Gradients that are away are gone, and using one raises. Idempotent."""
         if self._closed:
@@ -411,6 +421,7 @@ class GradientSwapper:
         p = None if gradient is None else gradient.parameter()
         if gradient is not None and p is not None:
             self._settle(gradient)
+            bring_back_gradients([p], (self, self._window))
             gradient.stays = raw_gradient(p) is not None
 
     def _after_arrival(self, p: torch.nn.Parameter) -> None:
@@ -555,9 +566,9 @@ class GradientSwapper:
         with self._lock:
             self._collecting = False
             self._tasks.clear()
-            for gradient in self._gradients.values():
+            for number, gradient in self._gradients.items():
                 p = gradient.parameter()
-                if self._closed or p is None or gradient.stays:
+                if self._closed or p is None or gradient.stays or number in self._left:
                     continue
                 fresh = raw_gradient(p)
                 if fresh is not None and gradient.can_take(fresh):
@@ -693,7 +704,7 @@ class GradientSwapper:
             self._pipeline.forget(part.key)
         for hook in self._hooks.pop(id(p), []):
             hook.remove()
-        if p.requires_grad:
+        if p.requires_grad and id(p) not in self._left:
             self._hooks[id(p)] = self._hook(p, taken=True)
 
     def _leave(self, number: int) -> None:

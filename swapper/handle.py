@@ -19,7 +19,6 @@ import itertools
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -28,6 +27,7 @@ import torch
 
 from swapper import _native, bounce
 from swapper._native import Checksums, FaultPlan, Slab
+from swapper.endings import finalizer
 from swapper.errors import SwapError, SwapIOError
 
 __all__ = [
@@ -416,7 +416,7 @@ class AsyncIOHandle:
         self._ledger = _Ledger(engine, bounce.Bounce(allocate, block_bytes))
         self._keys = itertools.count(1)
         self._closed = False
-        self._finalizer = weakref.finalize(self, _close_unattended, self._ledger)
+        self._finalizer = finalizer(self, _close_unattended, self._ledger)
 
     def _first_available(self, wanted: str, engine_on: Callable[[str], _native.Engine]) -> tuple[str, _native.Engine]:
         # "uring" alone still starts at the top: it takes registration where it can.

@@ -13,15 +13,16 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar
 
 import torch
 from torch.optim import Optimizer
 
 from swapper.backward_step import CANNOT_GO_WITH, BackwardSteps
 from swapper.buffers import BufferPool
+from swapper.endings import finalizer
 from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.evicted import raw_gradient
+from swapper.evicted import bring_back_gradients, raw_gradient
 from swapper.failure import Failure, versions
 from swapper.metrics import Metrics
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
@@ -68,6 +69,8 @@ class OptimizerSwapper:
 
     keep_last: int | None = None
 
+    _living: ClassVar[weakref.WeakSet[OptimizerSwapper]] = weakref.WeakSet()
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -102,6 +105,7 @@ class OptimizerSwapper:
         self._loading: dict[int, dict[str, Any]] | None = None
         self._later_pools: list[BufferPool] = []
         self._gradient_hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
+        self._left: set[int] = set()  # parameters that another optimizer steps in backward
         self._advised = False
         self._backward: BackwardSteps | None = None
         kept: dict[Any, Any] = {}
@@ -118,7 +122,8 @@ class OptimizerSwapper:
             optimizer.state.clear()
             self._state = optimizer.state
             self._install(optimizer)
-            self._finalizer = weakref.finalize(optimizer, _finalize, self)
+            self._finalizer = finalizer(optimizer, _finalize, self)
+            self._take_over(optimizer)
         except BaseException:
             self._uninstall(optimizer)
             optimizer.state.update(kept)
@@ -198,6 +203,7 @@ class OptimizerSwapper:
         self._check_open()
         self._check_whole("clipping by a global norm, which is known only when all gradients have arrived")
         parameters = list(parameters_of(self._optimizer()))
+        bring_back_gradients(parameters, (self.gradients,))
         if self.gradients is not None:
             return self.gradients.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
@@ -210,6 +216,7 @@ class OptimizerSwapper:
         self._check_open()
         self._check_whole("clipping, for which gradients have to be there after backward")
         parameters = list(parameters_of(self._optimizer()))
+        bring_back_gradients(parameters, (self.gradients,))
         if self.gradients is not None:
             self.gradients.clip_grad_value_(parameters, clip_value)
         else:
@@ -368,6 +375,21 @@ class OptimizerSwapper:
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._on_load_state_dict))
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self._on_loaded, prepend=True))
 
+    def _take_over(self, optimizer: Optimizer) -> None:
+        """Have other optimizers leave the gradients of these parameters alone when they arrive.
+
+        They go on stepping them with the gradients that are there when `step()` is called.
+        """
+        numbers = {id(p) for p in parameters_of(optimizer)}
+        for other in list(OptimizerSwapper._living):
+            if other.gradients is not None:
+                other.gradients.leave(numbers)
+            if other._backward is not None:
+                for number in other._gradient_hooks.keys() & numbers:
+                    other._left.add(number)
+                    other._gradient_hooks.pop(number).remove()
+        OptimizerSwapper._living.add(self)
+
     def _uninstall(self, optimizer: Optimizer) -> None:
         """Undo `_install`, or as much of it as was done. Idempotent."""
         for hook in self._hooks:
@@ -419,6 +441,7 @@ class OptimizerSwapper:
         self._check_state(optimizer)
         if self.gradients is not None:
             self.gradients.check()
+        bring_back_gradients(parameters_of(optimizer), (self.gradients, self._backward))
         self._reconcile(optimizer)
         work = self._stepper.work_on(self._plan.buckets if self._backward is None else self._backward.left())
         show = self.metrics.steps == 0 and self._plan.stored_bytes >= SHOW_PROGRESS_BYTES
@@ -615,7 +638,7 @@ class OptimizerSwapper:
                 swapper._on_gradient(p)
 
         for p in parameters_of(optimizer):
-            if p.requires_grad and p.is_leaf and id(p) not in self._gradient_hooks:
+            if p.requires_grad and p.is_leaf and id(p) not in self._gradient_hooks and id(p) not in self._left:
                 self._gradient_hooks[id(p)] = p.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, p: torch.Tensor) -> None:

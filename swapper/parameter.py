@@ -20,6 +20,7 @@ import torch
 
 from swapper import codec
 from swapper.buffers import BufferPool, PoolExhausted
+from swapper.endings import finalizer
 from swapper.errors import ConfigError, SwapError
 from swapper.evicted import Home, evict, home_of, refuse_copy, restore, settle
 from swapper.forward_hooks import Forward, ForwardHooks
@@ -180,7 +181,7 @@ class ParameterSwapper(ParameterCache):
         except BaseException:
             self._give_everything_back()
             raise
-        self._finalizer = weakref.finalize(self, finalize, self._all, self._dropped, store, release, self._pid)
+        self._finalizer = finalizer(self, finalize, self._all, self._dropped, store, release, self._pid)
         formers, self._former = self._former, {}
         for parameter, former in formers.items():
             former.surrender(parameter)

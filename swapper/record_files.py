@@ -6,12 +6,12 @@ import contextlib
 import errno
 import logging
 import os
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+from swapper.endings import finalizer
 from swapper.errors import SwapIOError
 from swapper.handle import AsyncIOHandle, Checksums, File
 from swapper.layout import PAGE_BYTES, Share
@@ -116,7 +116,7 @@ class Pinned:
 
     def __init__(self, parts: tuple[PinnedPart, ...], stack: contextlib.ExitStack) -> None:
         self.parts = parts
-        self._finalizer = weakref.finalize(self, stack.close)
+        self._finalizer = finalizer(self, stack.close)
 
     @property
     def length_bytes(self) -> int:

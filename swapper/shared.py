@@ -24,7 +24,7 @@ class Shared:
     _all: ClassVar[weakref.WeakValueDictionary[int, Shared]] = weakref.WeakValueDictionary()
 
     def __init__(self, config: OffloadConfig, cuda: bool) -> None:
-        self._config = config  # Kept, so that its id stays its own.
+        self._configs = [config]  # Kept, so that their ids stay their own.
         self._holders = 0
         self.held_bytes = 0
         self.handles = open_handles(config)
@@ -55,6 +55,23 @@ class Shared:
         """The one of this very object, if there is one."""
         return cls._all.get(id(config))
 
+    @classmethod
+    def join(cls, config: OffloadConfig, store: TensorStore) -> bool:
+        """Let `config` share what has `store`, if it asks for the same, but for the accumulation of gradients.
+
+        Returns:
+            Whether it does now.
+        """
+        if (existing := cls.existing(config)) is not None:
+            return existing.store is store
+        for shared in list(cls._all.values()):
+            steps = {"gradient_accumulation_steps": config.gradient_accumulation_steps}
+            if shared.store is store and shared._configs[0].model_copy(update=steps) == config:
+                cls._all[id(config)] = shared
+                shared._configs.append(config)
+                return True
+        return False
+
     def hold(self, held_bytes: int) -> Callable[[], None]:
         """Count one more holder, which keeps `held_bytes` of the pool. Returns what lets go; it may be called twice."""
         self._holders += 1
@@ -73,8 +90,9 @@ class Shared:
         return release
 
     def _close(self) -> None:
-        if self._all.get(id(self._config)) is self:
-            del self._all[id(self._config)]
+        for config in self._configs:
+            if self._all.get(id(config)) is self:
+                del self._all[id(config)]
         try:
             self.store.close()
             self.pool.close()

@@ -82,6 +82,9 @@ class SwappedGradients(Protocol):
     def watches(self, parameter: torch.nn.Parameter) -> bool:
         """Whether its gradients are looked at when they arrive."""
 
+    def leave(self, numbers: Iterable[int]) -> None:
+        """Take no more gradients of the parameters with these ids."""
+
     def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """Forget the gradients that are away."""
 

@@ -12,13 +12,13 @@ import mmap
 import os
 import tempfile
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from swapper import codec
+from swapper.endings import finalizer
 from swapper.errors import SwapError, SwapIOError
 from swapper.handle import AsyncIOHandle, Checksums, File, Transfer
 from swapper.layout import PAGE_BYTES, Share, format_bytes, round_up, share_out
@@ -150,7 +150,7 @@ class TensorStore:
         self._tokens = itertools.count()
         self.first_writes = 0
         self.overwrites = 0
-        self._finalizer = weakref.finalize(self, _close, self._drives, self._records, self._pid)
+        self._finalizer = finalizer(self, _close, self._drives, self._records, self._pid)
         try:
             for path, handle in zip(nvme_paths, handles, strict=True):
                 remove_stale_runs(path)

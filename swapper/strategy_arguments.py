@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from swapper.config import OffloadConfig
+from swapper.config import OffloadConfig, read_mapping
 from swapper.errors import ConfigError, show
 
 if TYPE_CHECKING:
@@ -61,8 +61,9 @@ MEANINGLESS: dict[str, str] = {
 """Arguments of `DeepSpeedStrategy` that have no meaning here, and why."""
 
 ARGUMENTS = """Args:
-        config: an `OffloadConfig`, a mapping, or the path of a YAML or JSON file. With neither this nor arguments of
-            `DeepSpeedStrategy` the optimizer's state goes to NVMe.
+        config: an `OffloadConfig`, a mapping, or the path of a YAML or JSON file; also DeepSpeed's JSON or what it
+            holds, read by `OffloadConfig.from_deepspeed`. With neither this nor arguments of `DeepSpeedStrategy` the
+            optimizer's state goes to NVMe.
         checkpoint_format: "directory" (the default, unless `checkpoint_io` is given) publishes what is on the drive by
             hard links; "full" writes the files of the stock strategy. Both are read.
         offload_optimizer, offload_optimizer_device: keep the optimizer's state on "cpu" (the default) or "nvme".
@@ -143,8 +144,12 @@ def settings_of(name: str, config: ConfigLike | None, given: Mapping[str, Any]) 
     if isinstance(config, OffloadConfig):
         return config
     if isinstance(config, Mapping):
-        return OffloadConfig.model_validate(dict(config))
-    return OffloadConfig.load(config)
+        is_deepspeeds = "zero_optimization" in config
+        return OffloadConfig.from_deepspeed(config) if is_deepspeeds else OffloadConfig.model_validate(dict(config))
+    path = Path(config)
+    if path.suffix == ".json" and "zero_optimization" in read_mapping(path):
+        return OffloadConfig.from_deepspeed(path)
+    return OffloadConfig.load(path)
 
 
 _OFFLOADING = (

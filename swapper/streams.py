@@ -32,6 +32,7 @@ import torch
 from swapper import codec
 from swapper.archive import LOCAL_HEADER_BYTES, Entry, header_bytes
 from swapper.buffers import BufferPool, Lease
+from swapper.endings import finalizer
 from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.handle import AsyncIOHandle, File, Transfer
 from swapper.temporary_files import claim, new_name, remove_leftovers
@@ -143,7 +144,7 @@ class OutputFile:
         self._over = False
         self._descriptors: list[int | None] = [None]  # At the bottom, where `_stack` stops.
         self._stack = contextlib.ExitStack()
-        self._finalizer = weakref.finalize(self, _close_unattended, self._stack, self._pid)
+        self._finalizer = finalizer(self, _close_unattended, self._stack, self._pid)
         try:
             # By C code alone, in which no Ctrl-C can be raised: none is closed twice, and none is forgotten.
             self._stack.callback(deque, map(os.close, iter(self._descriptors.pop, None)), 0)
@@ -503,7 +504,7 @@ class InputFile(io.RawIOBase):
         self._end_of_last = -1
         self._ahead_bytes = 0
         self._stack = contextlib.ExitStack()
-        self._finalizer = weakref.finalize(self, _close_unattended, self._stack, os.getpid())
+        self._finalizer = finalizer(self, _close_unattended, self._stack, os.getpid())
         try:
             with system_errors("open", self.path):
                 length_bytes = os.stat(self.path).st_size

@@ -41,6 +41,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"not under AddressSanitizer: {mark.args[0]}"))
 
 
+def pytest_collection_finish() -> None:
+    """Look for garbage only in what tests make: hundreds of tests do, some of them at every step of a long loop."""
+    import torch._dynamo  # noqa: F401  # The first optimizer does it.
+
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
     """What the native core allocated and lost fails the run.

@@ -164,8 +164,10 @@ def optimizer_facts(optimizer: torch.optim.Optimizer) -> Any:
 def facts(trainer: L.Trainer) -> Mapping[str, Any]:
     """All that two trainings must have in common, comparable."""
     model = trainer.lightning_module
-    with swapper.gathered(model):
-        parameters = {name: bits(value) for name, value in model.state_dict().items()}
+    parameters = {name: bits(value) for name, value in model.named_buffers()}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        with swapper.gathered(parameter):  # One at a time: they need not fit the pool together.
+            parameters[name] = bits(parameter)
     return {
         "parameters": parameters,
         "optimizers": [optimizer_facts(optimizer) for optimizer in trainer.optimizers],

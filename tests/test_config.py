@@ -853,12 +853,29 @@ def test_offload_that_deepspeed_ignores_is_honoured_and_said(stage: int, device:
     assert any("offloads nothing; swapper does" in line for line in lines) is ignored
 
 
+@pytest.mark.parametrize("state", ["none", "cpu", "nvme"])
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
-def test_parameter_offload_is_an_error(device: str) -> None:
-    document = zero(3, offload_param={"device": device, "nvme_path": "/local_nvme"})
-    message = error_of(lambda: OffloadConfig.from_deepspeed(document))
-    assert f"zero_optimization.offload_param.device: '{device}' is not there yet" in message
-    assert "the model might not fit" in message
+def test_parameters_are_offloaded(device: str, state: str, nvme_path: Path) -> None:
+    document = zero(3, state, offload_param={"device": device, "nvme_path": str(nvme_path), "max_in_cpu": 5})
+    document["zero_optimization"]["offload_optimizer"].pop("nvme_path", None)
+    config, lines = converted(document)
+    assert (config.offload_optimizer.device, config.offload_param.device) == (state, device)
+    assert config.offload_gradient.device == ("nvme" if state == device == "nvme" else "none")
+    if "nvme" in (state, device):
+        assert config.nvme_path == nvme_path
+    assert any(line.startswith("zero_optimization.offload_param.max_in_cpu (5): ") for line in lines)
+    assert not any("nothing will be swapped" in line for line in lines)
+
+
+def test_a_second_path_for_parameters_is_named(tmp_path: Path) -> None:
+    document = zero(3, offload_param={"device": "nvme", "nvme_path": str(tmp_path / "other")})
+    assert any("offload_param.nvme_path" in line for line in converted(document)[1])
+
+
+def test_an_unknown_device_of_parameters_is_refused() -> None:
+    assert "offload_param.device: 'disk'" in error_of(
+        lambda: OffloadConfig.from_deepspeed(zero(3, offload_param={"device": "disk"}))
+    )
 
 
 def test_parameter_offload_that_deepspeed_ignores_is_named() -> None:
@@ -875,8 +892,8 @@ def test_older_deepspeed_names_are_read() -> None:
     config, _ = converted({"zero_optimization": {"stage": 2, "cpu_offload": True}})
     assert config.offload_optimizer.device == "cpu"
     assert converted({"zero_optimization": True})[0].offload_optimizer.device == "none"
-    with pytest.raises(ConfigError, match="offload_param"):
-        OffloadConfig.from_deepspeed({"zero_optimization": {"stage": 3, "cpu_offload_params": True}})
+    config, _ = converted({"zero_optimization": {"stage": 3, "cpu_offload_params": True}})
+    assert config.offload_param.device == "cpu"
 
 
 def test_partial_offload_is_named() -> None:

@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 
-BASE = {"errors", "layout", "metrics"}
+BASE = {"endings", "errors", "layout", "metrics"}
 HANDLE = BASE | {"bounce", "handle"}
 STORE = {"transfers", "runs", "record_files", "spares", "speed", "codec", "store"}
 PIPELINE = HANDLE | STORE | {"buffers", "schedule", "pipeline"}
@@ -54,6 +54,7 @@ API = (
 )
 
 MAY_IMPORT: dict[str, set[str]] = {
+    "endings": set(),
     "errors": set(),
     "layout": {"errors"},
     "metrics": {"errors"},
@@ -124,9 +125,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "api": API,
     "shared": PIPELINE | {"config"},
     "dry_run": PIPELINE | {"config", "gradient_records", "optimizer_plan", "parameter_records", "shared"},
-    "deepnvme": {"handle", "gds", "errors"},
+    "deepnvme": {"endings", "handle", "gds", "errors"},
     "strategy_arguments": {"config", "errors"},
-    "lightning": API | {"api", "strategy_arguments"},
+    "replicas": {"evicted"},
+    "lightning": API | {"api", "replicas", "strategy_arguments"},
     "fabric": API | {"api", "strategy_arguments"},
     "cli": API | {"api", "gds"},
     "__main__": {"cli"},

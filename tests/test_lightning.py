@@ -8,6 +8,8 @@ import gc
 import os
 import pstats
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -379,6 +381,67 @@ def test_a_model_is_built_on_the_drive(precision: str, nvme_path: Path) -> None:
     strategy = strategy_of(nvme_path, "state-gradients-parameters")
     assert facts(fit(strategy, Seen, data=data, validation=data, precision=precision)) == stock
     assert seen == [EvictedParameter]
+
+
+MEMORY = """
+import gc, sys, time, warnings
+warnings.simplefilter("ignore")
+sys.path[:0] = [{benchmarks!r}, {tests!r}]
+import torch
+from torch import nn
+from lightning_runs import Net, loader, trainer_of
+from peak import Peak
+import swapper.lightning
+
+torch.set_num_threads(1)
+
+class Large(Net):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers, self.body = layers, None
+
+    def configure_model(self):
+        if self.body is None:
+            wide = [nn.Linear(1024, 1024) for _ in range(self.layers)]
+            self.body = nn.Sequential(nn.Linear(16, 1024), *wide, nn.Linear(1024, 16))
+
+    def forward(self, x):
+        return super().forward(self.body(x))
+
+def run(layers):
+    model, again = Large(layers), Large(layers)
+    trainer, resuming = (trainer_of(swapper.lightning.SwapStrategy({config!r}), max_epochs=n, gradient_clip_val=0.1)
+                         for n in (1, 2))
+    trainer.validate(model, loader(4), verbose=False)
+    trainer.fit(model, loader(4), loader(4))
+    trainer.save_checkpoint({path!r})
+    trainer.test(model, loader(4), verbose=False)
+    resuming.fit(again, loader(4), loader(4), ckpt_path={path!r})
+    assert resuming.global_step == 2 * trainer.global_step > 0
+    return sum(parameter.nbytes for parameter in model.parameters())
+
+run(2)  # Imports a lot.
+for _ in range(3):
+    gc.collect()
+with Peak() as before:
+    time.sleep(0.05)
+with Peak() as peak:
+    model_bytes = run({layers})
+print(model_bytes, peak.bytes - before.bytes)
+"""
+
+
+def test_training_and_resuming_take_the_pools_and_not_the_model(nvme_path: Path, tmp_path: Path) -> None:
+    config = config_of(nvme_path, "state-gradients-parameters", pool_bytes="32MiB", bucket_bytes="4MiB")
+    tests = Path(__file__).resolve().parent
+    parts = {"benchmarks": str(tests.parent / "benchmarks"), "tests": str(tests), "path": str(tmp_path / "it.ckpt")}
+    script = MEMORY.format(config=config, layers=48, **parts)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    model_bytes, grown_bytes = map(int, done.stdout.splitlines()[-1].split())
+    # Those of two trainers, each with two buckets for torch's own scratch, and the 100 MB that the formula allows.
+    assert model_bytes > 190 << 20 > 2 * (32 + 2 * 4 << 20) + 100_000_000
+    assert grown_bytes < 2 * (32 + 2 * 4 << 20) + 100_000_000
 
 
 def test_the_accumulation_is_the_trainers(nvme_path: Path) -> None:

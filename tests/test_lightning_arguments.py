@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import json
 import os
 import pickle
 import subprocess
@@ -134,6 +135,19 @@ def test_deepspeeds_arguments_mean_the_same(nvme_path: Path) -> None:
     assert SwapStrategy(**given).offload_config == wanted
     assert SwapDDPStrategy(**given).offload_config == wanted
     assert devices(SwapStrategy(offload_optimizer=True).offload_config) == ("cpu", "none", "none")
+
+
+def test_deepspeeds_config_is_read(nvme_path: Path, tmp_path: Path) -> None:
+    section = {"device": "nvme", "nvme_path": str(nvme_path)}
+    document = {"zero_optimization": {"stage": 3, "offload_optimizer": section, "offload_param": section}}
+    file = tmp_path / "ds.json"
+    file.write_text(json.dumps(document))
+    for config in (document, file, str(file)):
+        with pytest.warns(UserWarning, match="otherwise than DeepSpeed"):
+            strategy = swapper.lightning.SwapStrategy(config)
+        found = strategy.offload_config
+        assert found.offload_optimizer.device == found.offload_param.device == found.offload_gradient.device == "nvme"
+        fit(strategy, accumulate_grad_batches=2)  # Of which nothing was said.
 
 
 def test_every_argument_of_deepspeeds_strategy_is_taken_or_named(nvme_path: Path) -> None:

@@ -1,75 +1,36 @@
-"""`SwapDDPStrategy` with two processes, to the bit as stock DDP, resumed from a checkpoint in the middle."""
+"""`SwapDDPStrategy` with two processes, to the bit as stock DDP."""
 
 from __future__ import annotations
 
-import json
-import os
-import pickle
-import socket
-import subprocess
-import sys
 from pathlib import Path
-from typing import Any
 
+import lightning_ddp
 import pytest
-from lightning_runs import config_of
+from lightning_runs import IGNORED_WARNINGS, facts, loader, strategy_of, trainer_of
+from ranks import in_processes
 
 from swapper.checkpoint import is_checkpoint
 
-SCRIPT = Path(__file__).with_name("lightning_ddp.py")
-TIMEOUT_S = 300
+pytestmark = [pytest.mark.filterwarnings(text) for text in IGNORED_WARNINGS]
 
 
-def run(directory: Path, nvme_path: Path, config: Any, ddp: dict[str, Any], options: dict[str, Any]) -> list[Any]:
-    """What each rank has found, in a training that was interrupted and resumed."""
-    directory.mkdir()
-    program = {"directory": str(directory), "config": config, "ddp": ddp, "options": options}
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = []
-    for rank in range(2):
-        # As a launcher of processes sets it: Lightning then starts none.
-        environment = {
-            **os.environ,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "WORLD_SIZE": "2",
-            "NODE_RANK": "0",
-            "LOCAL_RANK": str(rank),
-            "DRIVE": str(nvme_path),
-            "PYTHONWARNINGS": "ignore",
-        }
-        command = [sys.executable, str(SCRIPT), json.dumps(program)]
-        ranks.append(subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True))
-    try:
-        for process in ranks:
-            _, errors = process.communicate(timeout=TIMEOUT_S)
-            assert process.returncode == 0, errors
-    finally:
-        for process in ranks:
-            process.kill()
-            process.wait()
-    return [pickle.loads((directory / f"rank-{rank}.pickle").read_bytes()) for rank in range(2)]
+@pytest.mark.parametrize("name", lightning_ddp.CASES)
+def test_two_processes_end_in_the_bits_of_stock_ddp(name: str, nvme_path: Path, leaves_nothing: None) -> None:
+    in_processes(lightning_ddp.train, name, nvme_path)
 
 
-@pytest.mark.parametrize(
-    ("what", "ddp", "options"),
-    [
-        ("state", {"gradient_as_bucket_view": True}, {"accumulate_grad_batches": 2}),
-        ("state-gradients-parameters", {}, {"gradient_clip_val": 0.05}),
-    ],
-    ids=["state", "everything"],
-)
-def test_two_processes_end_in_the_bits_of_stock_ddp(
-    what: str, ddp: dict[str, Any], options: dict[str, Any], nvme_path: Path, tmp_path: Path
+def test_checkpoints_and_evaluation_of_a_model_larger_than_the_pool(
+    nvme_path: Path, tmp_path: Path, leaves_nothing: None
 ) -> None:
-    stock = run(tmp_path / "stock", nvme_path, None, ddp, options)
-    ours = run(tmp_path / "ours", nvme_path, config_of(nvme_path, what), ddp, options)
-    assert [rank["facts"] for rank in ours] == [rank["facts"] for rank in stock]
-    assert ours[0]["facts"]["parameters"] == ours[1]["facts"]["parameters"]
-    assert ours[0]["directories"] == ours[1]["directories"]
-    assert [name.rpartition("-")[2] for name in ours[0]["directories"]] == ["0", "1"]
-    assert len({name.rpartition("-")[0] for name in ours[0]["directories"]}) == 1
-    assert is_checkpoint(tmp_path / "ours" / "last.ckpt")
-    assert not list(nvme_path.iterdir())
+    in_processes(lightning_ddp.evaluate_and_resume, tmp_path, nvme_path)
+    assert is_checkpoint(tmp_path / "directory" / "after.ckpt")
+
+    def resumed_in_one_process(strategy: object, saved: str) -> object:
+        trainer = trainer_of(strategy, max_epochs=4)
+        trainer.fit(lightning_ddp.Large(), loader(), loader(), ckpt_path=tmp_path / saved / "after.ckpt")
+        return facts(trainer)
+
+    stock = resumed_in_one_process("auto", "stock")
+    assert resumed_in_one_process(strategy_of(nvme_path, "state-gradients-parameters"), "directory") == stock
+    assert resumed_in_one_process("auto", "full") == stock
+    lightning_ddp.collect_garbage()

@@ -7,6 +7,7 @@ makes strategies of them, for either package. A type checker sees `lightning.pyt
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 from collections.abc import Generator, Mapping, Sequence
@@ -21,8 +22,12 @@ from swapper.api import init, offload
 from swapper.checkpoint import is_checkpoint
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, show
+from swapper.evicted import home_of
 from swapper.lightning.directories import Directories, placeholder
 from swapper.optimizer import OptimizerSwapper
+from swapper.parameter import ParameterSwapper
+from swapper.replicas import has_parameters_away, make_same
+from swapper.shared import Shared
 from swapper.strategy_arguments import MEANINGLESS, ConfigLike, settings_of
 from swapper.values import encode
 
@@ -32,6 +37,7 @@ if TYPE_CHECKING:
     from lightning.pytorch.accelerators import Accelerator
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, Strategy
+    from torch.nn.parallel import DistributedDataParallel
 else:
     Strategy = SingleDeviceStrategy = DDPStrategy = object
 
@@ -130,6 +136,7 @@ class Swapping(Strategy):
         settings = self._settings
         module = self.lightning_module
         assert module is not None
+        _make_way(module, settings)
         if optimizers:
             offload(module, optimizers, settings)
 
@@ -287,6 +294,17 @@ def _swapper_of(optimizer: Optimizer) -> OptimizerSwapper | None:
     return swapper if isinstance(swapper, OptimizerSwapper) else None
 
 
+def _make_way(module: torch.nn.Module, settings: OffloadConfig) -> None:
+    """Bring back parameters that an earlier strategy has on the drive, unless they are where `settings` wants them."""
+    homes = [home for p in module.parameters() if (home := home_of(p)) is not None and not home.temporary]
+    for swapper in {home.owner: home.keeper for home in homes}.values():
+        if not isinstance(swapper, ParameterSwapper):  # It was closed: using its parameters says so.
+            continue
+        wanted = settings.offload_param.device == "nvme" and swapper is vars(module).get("swapper")
+        if not (wanted and Shared.join(settings, swapper.store)):
+            swapper.close(keep_values=True)
+
+
 def _close(optimizer: Optimizer) -> None:
     swapper = _swapper_of(optimizer)
     assert swapper is not None
@@ -419,3 +437,52 @@ class OnDDP(Swapping, DDPStrategy):
         arguments = {name: value for name, value in given.items() if value is not None} | idle
         self._take(config, arguments, checkpoint_format)
         super().__init__(**ddp)
+
+    # --- What DDP does with all parameters at once -----------------------------------------------------------------
+
+    def setup(self, trainer: Trainer) -> None:
+        """As in the stock strategy, but of a model on the drive one parameter at a time is synchronized."""
+        module = self.lightning_module
+        assert module is not None
+        if trainer.state.fn == "fit" or not has_parameters_away(module):  # For `fit` see `_setup_model`.
+            super().setup(trainer)
+            return
+        make_same(module)
+        names = [name for name, _ in itertools.chain(module.named_parameters(), module.named_buffers())]
+        with _attribute(module, "_ddp_params_and_buffers_to_ignore", names):
+            super().setup(trainer)
+
+    def _setup_model(self, model: torch.nn.Module) -> DistributedDataParallel:
+        options = self._ddp_kwargs
+        if not has_parameters_away(model) or not options.get("init_sync", True):
+            return super()._setup_model(model)
+        every_forward = options.get("broadcast_buffers") is not False
+        buffers = options.get("forward_sync_buffers") is not None or every_forward
+        make_same(model, options.get("process_group"), buffers=buffers)
+        with _attribute(self, "_ddp_kwargs", {**options, "init_sync": False}):
+            return super()._setup_model(model)
+
+    def post_backward(self, closure_loss: torch.Tensor) -> None:
+        """As in the stock strategy."""
+        if not self._pl_static_graph_delay_done and getattr(self.model, "static_graph", False):
+            # The first backward of a static graph in manual optimization: gradients are reduced only now, when they
+            # have been taken. They stay for the step.
+            for optimizer in self.optimizers:
+                swapper = _swapper_of(optimizer)
+                if swapper is not None and swapper.gradients is not None:
+                    swapper.gradients.bring_back_all()
+        super().post_backward(closure_loss)
+
+
+@contextmanager
+def _attribute(owner: object, name: str, value: object) -> Generator[None, None, None]:
+    """Within it `owner` has this attribute."""
+    former = vars(owner).get(name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if former is None:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, former)

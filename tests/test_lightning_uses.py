@@ -1,0 +1,100 @@
+"""What people do with a Trainer beyond one `fit`: several Trainers, modules that share parameters, other models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import pytest
+import torch
+from lightning_runs import IGNORED_WARNINGS, Net, facts, fit, loader, strategy_of, trainer_of
+from torch import nn
+
+pytestmark = [pytest.mark.filterwarnings(text) for text in IGNORED_WARNINGS]
+
+WHAT = ["state", "state-gradients", "state-gradients-parameters"]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    torch.set_num_threads(1)
+    yield
+
+
+# --- Several Trainers for one module ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("second", ["stock", *WHAT])
+@pytest.mark.parametrize("first", WHAT)
+def test_another_trainer_trains_the_same_module(first: str, second: str, nvme_path: Path) -> None:
+    def run(*strategies: Any) -> list[Any]:
+        torch.manual_seed(11)
+        model, trainers, found = Net(), [], []
+        for strategy in strategies:
+            trainers.append(trainer_of(strategy))  # The first is alive while the second trains.
+            trainers[-1].fit(model, loader(), loader())
+            found.append(facts(trainers[-1]))
+        return [*found, facts(trainers[0])["optimizers"]]
+
+    then = "auto" if second == "stock" else strategy_of(nvme_path, second)
+    assert run(strategy_of(nvme_path, first), then) == run("auto", "auto")
+
+
+def test_another_trainer_finds_the_parameters_on_the_drive_if_its_config_is_equal(nvme_path: Path) -> None:
+    what = "state-gradients-parameters"
+    first = fit(strategy_of(nvme_path, what))
+    model = first.lightning_module
+    there = model.swapper
+    trainer_of(strategy_of(nvme_path, what), accumulate_grad_batches=2).fit(model, loader())
+    assert model.swapper is there
+    trainer_of(strategy_of(nvme_path, what, pool_bytes="2MiB")).fit(model, loader())
+    assert model.swapper is not there
+
+
+# --- Optimizers that share parameters ---------------------------------------------------------------------------------
+
+
+class TwoTasks(L.LightningModule):
+    """Two optimizers, both of the trunk."""
+
+    def __init__(self, together: bool) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.together = together
+        self.trunk = nn.Sequential(nn.Linear(16, 96), nn.Tanh(), nn.Linear(96, 96))
+        self.first, self.second = nn.Linear(96, 3), nn.Linear(96, 96)
+
+    def training_step(self, batch: torch.Tensor, number: int) -> None:
+        optimizers, heads = self.optimizers(), [self.first, self.second]
+        for optimizer, head in zip(optimizers, heads, strict=True):
+            self.manual_backward(head(self.trunk(batch)).square().mean())
+            if not self.together:
+                self.step(optimizer)
+        if self.together:
+            for optimizer in optimizers:
+                self.step(optimizer, clear=optimizer is optimizers[1])
+
+    def step(self, optimizer: Any, clear: bool = True) -> None:
+        self.clip_gradients(optimizer, 0.05, "norm")
+        optimizer.step()
+        if clear:
+            self.zero_grad()
+
+    def configure_optimizers(self) -> Any:
+        trunk = list(self.trunk.parameters())
+        return [
+            torch.optim.AdamW([*trunk, *self.first.parameters()], lr=1e-2),
+            torch.optim.SGD([*trunk, *self.second.parameters()], lr=1e-2, momentum=0.9),
+        ]
+
+
+@pytest.mark.parametrize("what", WHAT[1:])
+@pytest.mark.parametrize("together", [True, False], ids=["together", "in turn"])
+def test_two_optimizers_step_the_same_parameters(together: bool, what: str, nvme_path: Path) -> None:
+    def module() -> L.LightningModule:
+        return TwoTasks(together)
+
+    stock = facts(fit("auto", module, validation=None))
+    assert facts(fit(strategy_of(nvme_path, what), module, validation=None)) == stock
