@@ -26,6 +26,7 @@ import swapper
 from swapper import checkpoint_files
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.handle import File
+from swapper.store import TensorStore
 
 __all__ = ["elsewhere"]
 
@@ -299,6 +300,50 @@ def test_models_of_all_kinds(tmp_path: Path) -> None:
     with pytest.raises(SwapError, match="weight"):
         swapper.save_checkpoint(tmp_path / "lazy", nn.LazyLinear(3))
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3"]
+
+
+class Late:
+    """A write that begins when it is told to, or waited for."""
+
+    def __init__(self, begin: Callable[[], Any]) -> None:
+        self.begin: Callable[[], Any] | None = begin
+        self.transfer: Any = None
+
+    def go(self) -> Late:
+        begin, self.begin = self.begin, None
+        if begin is not None:
+            self.transfer = begin()
+        return self
+
+    def done(self) -> bool:
+        return self.begin is None and bool(self.transfer.done())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.go().transfer, name)
+
+
+def test_values_that_are_changed_and_changed_back_while_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(tmp_path).steps(1)
+    writes: list[Late] = []
+    write = TensorStore.write
+
+    def late(*arguments: Any) -> Any:
+        writes.append(Late(lambda: write(*arguments)))
+        return writes[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorStore, "write", late)
+        training.steps(1)
+        with torch.no_grad():
+            for sign in (-1, -1):
+                for parameter in training.model.parameters():
+                    parameter.data.mul_(sign)
+                for each in writes:
+                    each.go()
+    training.save(tmp_path / "saved")
+    assert training.everything() == Training(tmp_path).load(tmp_path / "saved").everything()
 
 
 class Parts(nn.Module):

@@ -392,6 +392,24 @@ def test_hyper_parameters_of_many_kinds_are_saved_and_loaded(nvme_path: Path, tm
     assert [type(value) for value in loaded.values()] == [type(value) for value in given]
 
 
+def test_a_member_of_an_enum_is_exported_where_its_class_is_there(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = (Kind.SMALL, tmp_path, Namespace(), np.arange(3), torch.bfloat16)
+    fit(strategy_of(nvme_path), lambda: Described(*given)).save_checkpoint(tmp_path / "it.ckpt")
+    export_checkpoint(tmp_path / "it.ckpt", "lightning", tmp_path / "file.ckpt")
+    exported = torch.load(tmp_path / "file.ckpt", weights_only=False)
+    assert exported["hyper_parameters"]["kind"] is Kind.SMALL
+    monkeypatch.delitem(sys.modules, __name__)
+    with pytest.raises(SwapError, match=f"hyper_parameters.*import {__name__} before loading"):
+        export_checkpoint(tmp_path / "it.ckpt", "lightning", tmp_path / "2.ckpt")
+    export_checkpoint(tmp_path / "it.ckpt", "lightning", tmp_path / "model.ckpt", model_only=True)
+    assert bits(torch.load(tmp_path / "model.ckpt")["state_dict"]) == bits(exported["state_dict"])
+    export_checkpoint(tmp_path / "it.ckpt", "safetensors", tmp_path / "safetensors")
+    extra = (tmp_path / "safetensors" / "extra.safetensors").read_bytes()
+    assert np.arange(3).tobytes() in extra
+
+
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
 @pytest.mark.parametrize("what", ["state", ALL])
 def test_a_run_of_a_true_precision_is_resumed_as_the_stock_one(
