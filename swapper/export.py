@@ -32,7 +32,7 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.fastsave import Prepared
 from swapper.handle import exchange
 from swapper.plain_import import Imported, import_checkpoint
-from swapper.references import OPTIMIZER_STATES, is_lightnings, resolve
+from swapper.references import OPTIMIZER_STATES, is_lightnings, resolve, without_model
 from swapper.segments import MASTER
 from swapper.streams import OutputFile
 from swapper.tensor_files import DTYPES
@@ -232,9 +232,12 @@ class _Job:
         options: list[dict[str, Any]] = decode(saved, f"optimizer {number}, options", self.checkpoint.small_tensor)
         return options
 
-    def extra(self) -> Any:
-        """What the user added."""
-        return decode(self.index.extra, "extra", self.checkpoint.small_tensor)
+    def extra(self, *names: str) -> Any:
+        """What the user added; of what Lightning did only `names`, if there are any."""
+        data = self.index.extra
+        if names and is_lightnings(data):
+            data = {name: data[name] for name in names if name in data}
+        return decode(data, "extra", self.checkpoint.small_tensor)
 
     def pieces(self, stream: TensorStream) -> Iterator[torch.Tensor]:
         """Those of `stream`, counted."""
@@ -354,14 +357,12 @@ def _to_torch(job: _Job, target: Path) -> None:
 
 
 def _to_lightning(job: _Job, target: Path) -> None:
-    extra = job.extra()
+    extra = job.extra(*(("state_dict", "pytorch-lightning_version") if job.model_only else ()))
     if not is_lightnings(extra):
         raise SwapError(f"{job.checkpoint.directory} was not saved by Lightning; export it to torch")
     hollow = _Hollow(job)
     whole = resolve(extra, hollow.model())
-    if job.model_only:
-        whole = {"state_dict": whole["state_dict"], "pytorch-lightning_version": whole["pytorch-lightning_version"]}
-    elif job.states:
+    if job.states:
         whole[OPTIMIZER_STATES] = [hollow.optimizer(number) for number in range(len(job.states))]
     _write_file(whole, job, hollow, target)
 
@@ -396,7 +397,7 @@ def _to_dcp(job: _Job, path: Path) -> None:
         if job.states:
             whole["optimizer"] = hollow.optimizers_by_name()
         if (extra := job.extra()) is not None:
-            whole["extra"] = extra
+            whole["extra"] = resolve(without_model(extra), whole["model"]) if is_lightnings(extra) else extra
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # It is not needed.
@@ -416,17 +417,22 @@ def _to_safetensors(job: _Job, path: Path) -> None:
     for number in range(len(job.states)):
         name = "optimizer" if len(job.states) == 1 else f"optimizer-{number}"
         _write_optimizer(job, number, path, name)
-    names: dict[str, TensorStream] = {}
-
-    def keep(name: str) -> torch.Tensor:
-        tensor = job.checkpoint.small_tensor(name)
-        names[name] = _in_memory(tensor)
-        return tensor
-
-    decode(job.index.extra, "extra", keep)
+    # Not decoded: whoever reads it needs the classes of enums, and not we.
+    names = {name: _in_memory(job.checkpoint.small_tensor(name)) for name in _names_of_tensors(job.index.extra)}
+    if is_lightnings(job.index.extra):
+        job.notes.append('extra.json has {"swapper.model": NAME} where Lightning had a tensor of the model')
     _write_json(path / "extra.json", {"extra": job.index.extra})
     if names:
         _write_tensors(job, path / "extra.safetensors", names, {})
+
+
+def _names_of_tensors(data: Any) -> Iterator[str]:
+    """The names of stored tensors in what `values.encode` gives."""
+    for key, value in data.items() if isinstance(data, dict) else enumerate(data) if isinstance(data, list) else ():
+        if key in ("$tensor", "$ndarray"):
+            yield value["name"]
+        else:
+            yield from _names_of_tensors(value)
 
 
 def _write_model(job: _Job, path: Path) -> None:

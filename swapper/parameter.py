@@ -269,12 +269,19 @@ class ParameterSwapper(ParameterCache):
 
     @contextmanager
     def _used(self, records: Iterable[Held]) -> Iterator[None]:
-        """As `present`, for an operation outside of what is hooked: autograd would save the parameter itself."""
+        """As `present`, for an operation outside of what is hooked: autograd would save the parameter itself.
+
+        It may change the values, and a later one may change them back, so no write goes on meanwhile: the file would
+        have some of the values of between, and nothing would show it.
+        """
         wanted = list(records)
         parameters = [p for held in wanted for p in _parameters(held)]
         if in_transform():
             refuse_in_transform(parameters)
         with self.present(wanted), saving_places(parameters) or contextlib.nullcontext():
+            with self._lock:
+                for held in wanted:
+                    self._settle_write(held)
             yield
 
     @contextmanager

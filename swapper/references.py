@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["OPTIMIZER_STATES", "is_lightnings", "refer", "replaced", "resolve"]
+__all__ = ["OPTIMIZER_STATES", "is_lightnings", "refer", "replaced", "resolve", "without_model"]
 
 OPTIMIZER_STATES = "optimizer_states"
 """Where Lightning has what an optimizer's files have."""
@@ -33,6 +33,13 @@ def refer(value: Any, names: Mapping[int, str]) -> Any:
 def resolve(value: Any, tensors: Mapping[str, Any]) -> Any:
     """`value` with tensors, given by their names, in the place of references."""
     return replaced(value, dict, lambda item: tensors[item[_REFERENCE]] if item.keys() == {_REFERENCE} else item)
+
+
+def without_model(extra: Mapping[str, Any]) -> dict[str, Any]:
+    """The `extra` of a checkpoint without the state dict that is in it, if that is the model's, with all names."""
+    state = extra.get("state_dict", {})
+    same = all(value == {_REFERENCE: name} for name, value in state.items())
+    return {key: value for key, value in extra.items() if key != "state_dict" or not same}
 
 
 def replaced(value: Any, of: type, by: Callable[[Any], Any]) -> Any:

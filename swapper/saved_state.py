@@ -179,6 +179,8 @@ class SavedState:
             for place, pieces in self._pieces.items()
             if any(piece.segment.parameter_crc32c is not None for piece in pieces)
         }
+        # Of what has no state only those pieces are here whose buckets have others with some.
+        self._pieces = {place: pieces for place, pieces in self._pieces.items() if self.has_state(place)}
         for place, pieces in self._pieces.items():
             pieces.sort(key=lambda piece: piece.segment.start)
             edges = [0, *(piece.segment.stop for piece in pieces)]

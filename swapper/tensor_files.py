@@ -32,6 +32,8 @@ __all__ = ["DTYPES", "FromFile", "StoredTensor", "TensorReader", "read_header", 
 _LONGEST_HEADER_BYTES = 100_000_000
 """As in the reference implementation."""
 
+_OPEN_FILES = 16
+
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
     "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,
@@ -176,8 +178,10 @@ class TensorReader:
         return torch.frombuffer(memory, dtype=torch.uint8, offset=start_bytes - start, count=stop_bytes - start_bytes)
 
     def open(self, path: Path) -> File:
-        """The file, which stays open."""
+        """The file, which stays open until some others were opened: a process may have only so many at once."""
         if path not in self.files:
+            while len(self.files) >= _OPEN_FILES:
+                self.files.pop(next(iter(self.files))).close()
             self.files[path] = self.handle.open(path)
         return self.files[path]
 

@@ -536,7 +536,8 @@ class _Decoder(_Walk):
         kind = _enum_of(path)
         if kind is None:
             module = path.partition(":")[0]
-            raise self.error(f"is of the enum {show(path)}, which is not there: import {module} before loading")
+            how = "load it in the program that has it" if module == "__main__" else f"import {module} before loading"
+            raise self.error(f"is of the enum {show(path)}, which is not there: {how}")
         if name not in kind.__members__:
             raise self.error(f"is {show(name)} of the enum {show(path)}, which has no such member")
         return kind.__members__[name]

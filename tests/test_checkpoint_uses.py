@@ -26,6 +26,7 @@ import swapper
 from swapper import checkpoint_files
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.handle import File
+from swapper.store import TensorStore
 
 __all__ = ["elsewhere"]
 
@@ -299,6 +300,108 @@ def test_models_of_all_kinds(tmp_path: Path) -> None:
     with pytest.raises(SwapError, match="weight"):
         swapper.save_checkpoint(tmp_path / "lazy", nn.LazyLinear(3))
     assert sorted(os.listdir(tmp_path)) == ["0", "1", "2", "3"]
+
+
+class Late:
+    """A write that begins when it is told to, or waited for."""
+
+    def __init__(self, begin: Callable[[], Any]) -> None:
+        self.begin: Callable[[], Any] | None = begin
+        self.transfer: Any = None
+
+    def go(self) -> Late:
+        begin, self.begin = self.begin, None
+        if begin is not None:
+            self.transfer = begin()
+        return self
+
+    def done(self) -> bool:
+        return self.begin is None and bool(self.transfer.done())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.go().transfer, name)
+
+
+def test_values_that_are_changed_and_changed_back_while_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(tmp_path).steps(1)
+    writes: list[Late] = []
+    write = TensorStore.write
+
+    def late(*arguments: Any) -> Any:
+        writes.append(Late(lambda: write(*arguments)))
+        return writes[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorStore, "write", late)
+        training.steps(1)
+        with torch.no_grad():
+            for sign in (-1, -1):
+                for parameter in training.model.parameters():
+                    parameter.data.mul_(sign)
+                for each in writes:
+                    each.go()
+    training.save(tmp_path / "saved")
+    assert training.everything() == Training(tmp_path).load(tmp_path / "saved").everything()
+
+
+class Parts(nn.Module):
+    """Layers of which only some are used, each of more than a bucket and of less."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([nn.Linear(16, 96), *(nn.Linear(96, 96) for _ in range(count))])
+
+    def train_on(self, used: list[int], optimizer: torch.optim.Optimizer) -> None:
+        x = torch.ones(2, 16)
+        for number in used:
+            x = self.parts[number](x)
+        x.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def parts(path: Path | None, count: int = 4) -> tuple[Parts, Any]:
+    torch.manual_seed(0)
+    model = Parts(count)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    if path is not None:
+        settings: Any = {"nvme_path": path, "pool_bytes": "1MiB", "bucket_bytes": "32KiB"}
+        swapper.wrap_optimizer(optimizer, swapper.OffloadConfig(offload_optimizer={"device": "nvme"}, **settings))
+    return model, optimizer
+
+
+@pytest.mark.parametrize("used", [[0, 2, 3, 4], [0, 4], [0]], ids=str)
+@pytest.mark.parametrize("swapped", [True, False])
+def test_parameters_that_never_had_a_gradient_have_no_state(swapped: bool, used: list[int], tmp_path: Path) -> None:
+    model, optimizer = parts(tmp_path)
+    model.train_on(used, optimizer)
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+    again, other = parts(tmp_path if swapped else None)
+    swapper.load_checkpoint(tmp_path / "saved", again, other)
+    assert bits(other.state_dict()) == bits(optimizer.state_dict())
+    for each, its in ((model, optimizer), (again, other)):
+        each.train_on([0, 1, 2, 3, 4], its)
+    assert bits([dict(again.state_dict()), other.state_dict()]) == bits(
+        [dict(model.state_dict()), optimizer.state_dict()]
+    )
+
+
+def test_a_checkpoint_may_have_more_files_than_a_process_may_open(tmp_path: Path) -> None:
+    model, optimizer = parts(tmp_path, 30)
+    model.train_on(list(range(31)), optimizer)
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+    again, other = parts(None, 30)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = max(map(int, os.listdir("/proc/self/fd"))) + 60
+    assert len(os.listdir(tmp_path / "saved")) > 90
+    resource.setrlimit(resource.RLIMIT_NOFILE, (room, limits[1]))
+    try:
+        swapper.load_checkpoint(tmp_path / "saved", again, other)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert bits(other.state_dict()) == bits(optimizer.state_dict())
 
 
 @pytest.mark.parametrize("swapped", [True, False])

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,10 @@ from torch.optim.lr_scheduler import StepLR
 from twins import bits
 
 import swapper
+from swapper import store
 from swapper.checkpoint import is_checkpoint
-from swapper.errors import ConfigError
+from swapper.checkpoint_files import NewCheckpoint
+from swapper.errors import ConfigError, SwapIOError
 from swapper.evicted import EvictedParameter
 from swapper.fabric import SwapDDPStrategy, SwapStrategy
 
@@ -154,29 +159,150 @@ def test_a_module_alone_is_loaded_and_what_is_left_is_returned(nvme_path: Path, 
     left = other.fabric.load(path, {"model": other.model})
     assert left["step"] == 3 and set(left) == {"scheduler", "step"}
     assert other.facts()[0] == program.facts()[0]
-    with pytest.raises(KeyError, match="no 'more'"):
-        other.fabric.load(path, {"model": other.model, "more": 1})
 
 
 def test_what_cannot_be_a_directory_is_refused(nvme_path: Path, tmp_path: Path) -> None:
     program = Program(SwapStrategy(config_of(nvme_path, "state")))
     program.run(0, 2)
-    for state, options in (
-        ({"step": 1}, {}),
-        (program.state(), {"filter": {"model": lambda name, value: True}}),
+    for path, options in (
+        (tmp_path / "it.ckpt", {"filter": {"model": lambda name, value: True}}),
+        ("memory://it.ckpt", {}),
     ):
         with pytest.raises(ConfigError, match=r"a directory cannot be made: .*; use checkpoint_format='full'"):
-            program.fabric.save(tmp_path / "it.ckpt", state, **options)
+            program.fabric.save(path, program.state(), **options)
     assert not list(tmp_path.glob("*.ckpt"))
     program.fabric.save(tmp_path / "it.ckpt", program.state())
-    with pytest.raises(ConfigError, match="the module, in `state`"):
+    with pytest.raises(ConfigError, match="the modules, and all else, in `state`"):
         program.fabric.load(tmp_path / "it.ckpt")
     other = Program(SwapStrategy(config_of(nvme_path, "state")))
     before = other.facts()
     first, second = other.optimizers
-    with pytest.raises(ConfigError, match="has the optimizers"):
-        other.fabric.load(tmp_path / "it.ckpt", {"model": other.model, "a": first, "b": second})
+    for names in (("a", "b"), ("first", "b")):
+        state = {"model": other.model, names[0]: first, names[1]: second}
+        with pytest.raises(ConfigError, match="and the optimizers"):
+            other.fabric.load(tmp_path / "it.ckpt", state)
+    with pytest.raises(ConfigError, match="and the optimizers"):
+        other.fabric.load(tmp_path / "it.ckpt", {"first": first, "second": second})
+    with pytest.raises(KeyError, match="no 'more'"):
+        other.fabric.load(tmp_path / "it.ckpt", {"model": other.model, "more": 1})
     assert other.facts() == before
+
+
+class Pair:
+    """Two modules, each with an optimizer, set up one after the other."""
+
+    def __init__(self, strategy: Any, dtype: torch.dtype = torch.float32) -> None:
+        self.fabric = Fabric(accelerator="cpu", devices=1, strategy=strategy)
+        torch.manual_seed(3)
+        plain = [nn.Sequential(nn.Linear(16, 96), nn.Tanh(), nn.Linear(96, 16)).to(dtype) for _ in range(2)]
+        modules = [self.fabric.setup_module(each) for each in plain]
+        makers = (torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9))
+        optimizers = [
+            self.fabric.setup_optimizers(make(module.parameters(), lr=1e-2))
+            for make, module in zip(makers, modules, strict=True)
+        ]
+        names = ("generator", "judge", "g", "j")
+        self.state: dict[str, Any] = dict(zip(names, [*modules, *optimizers], strict=True))
+
+    def run(self, start: int, stop: int) -> None:
+        for step in range(start, stop):
+            batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+            self.fabric.backward(self.state["judge"](self.state["generator"](batch)).square().mean())
+            for name in "gj":
+                self.state[name].step()
+                self.state[name].zero_grad()
+
+    def facts(self) -> Any:
+        parameters = [{n: bits(v + 0) for n, v in self.state[m].state_dict().items()} for m in ("generator", "judge")]
+        return parameters, [bits(self.state[name].state_dict()) for name in "gj"]
+
+
+@pytest.mark.parametrize("what", WHAT)
+def test_several_modules_are_one_directory(what: str, nvme_path: Path, tmp_path: Path) -> None:
+    def make() -> Pair:
+        return Pair(SwapStrategy(config_of(nvme_path, what)))
+
+    stock, path = Pair("auto"), tmp_path / "it.ckpt"
+    stock.run(0, 5)
+    program = make()
+    program.run(0, 3)
+    path.write_text("a file that was there")
+    program.fabric.save(path, {**program.state, "step": 3})
+    assert is_checkpoint(path) and not list(tmp_path.glob(".*"))
+    resumed = make()
+    state = {"step": 0, **dict(reversed(resumed.state.items()))}
+    assert resumed.fabric.load(path, state) == {} and state["step"] == 3
+    resumed.run(3, 5)
+    assert resumed.facts() == stock.facts()
+    other = make()
+    left = other.fabric.load(path, {"judge": other.state["judge"]})
+    assert left["step"] == 3 and set(left) == {"generator", "step"}
+    found = [{name: bits(value + 0) for name, value in left["generator"].items()}, other.facts()[0][1]]
+    assert found == program.facts()[0]
+    with pytest.raises(KeyError, match="no 'more'"):
+        other.fabric.load(path, {"more": 1})
+    state = {"more": 1, "step": 0}
+    other.fabric.load(path, state, strict=False)
+    assert state == {"more": 1, "step": 3}
+
+
+def test_a_module_of_another_dtype_or_of_other_names_is_loaded_as_by_the_stock_strategy(
+    nvme_path: Path, tmp_path: Path
+) -> None:
+    def load_into(make: Any, path: Path) -> Any:
+        program = Pair(make())
+        program.run(0, 2)
+        program.fabric.save(path, program.state)
+        other = Pair(make(), torch.float64)
+        more = nn.ModuleDict({"0": nn.Linear(16, 96), "more": nn.Linear(1, 1)})
+        program.fabric.load(path, {name: other.state[name] for name in ("generator", "judge")})
+        program.fabric.load(path, {"judge": more}, strict=False)
+        with pytest.raises(RuntimeError, match="Missing key"):
+            program.fabric.load(path, {"judge": more})
+        return other.facts()[0], bits(more["0"].weight)
+
+    stock = load_into(lambda: "auto", tmp_path / "file.ckpt")
+    ours = load_into(lambda: SwapStrategy(config_of(nvme_path, "state")), tmp_path / "directory.ckpt")
+    assert ours == stock
+
+
+def test_a_state_without_a_module_is_saved(nvme_path: Path, tmp_path: Path) -> None:
+    program = Program(SwapStrategy(config_of(nvme_path, WHAT[2])))
+    program.fabric.save(tmp_path / "it.ckpt", {"step": 1, "weights": program.plain.state_dict()})
+    state = {"step": 0, "weights": {}}
+    assert program.fabric.load(tmp_path / "it.ckpt", state) == {}
+    assert state["step"] == 1
+    assert {name: bits(value) for name, value in state["weights"].items()} == program.facts()[0]
+
+
+def test_what_cannot_be_linked_is_copied_while_the_program_goes_on(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    copy = NewCheckpoint._copy
+
+    def late(self: NewCheckpoint, *arguments: Any) -> None:
+        assert go_on.wait(60)
+        copy(self, *arguments)
+
+    def fail(self: NewCheckpoint, *_: Any) -> None:
+        raise SwapIOError(errno.ENOSPC, "write", tmp_path)
+
+    monkeypatch.setattr(store, "link", lambda *_: False)
+    monkeypatch.setattr(NewCheckpoint, "_copy", late)
+    program = Program(SwapStrategy(config_of(nvme_path, WHAT[2])))
+    program.run(0, 3)
+    then = program.facts()
+    program.fabric.save(tmp_path / "it.ckpt", program.state())
+    program.run(3, 4)
+    assert not (tmp_path / "it.ckpt").exists()
+    go_on.set()
+    program.fabric.load(tmp_path / "it.ckpt", program.state())
+    assert program.facts() == then
+    monkeypatch.setattr(NewCheckpoint, "_copy", fail)
+    with pytest.raises(SwapIOError, match="No space"):
+        for name in ("2.ckpt", "3.ckpt"):  # The thread may fail before `save` looks, or after.
+            program.fabric.save(tmp_path / name, program.state())
 
 
 def test_with_a_checkpoint_io_files_are_written(nvme_path: Path, tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from argparse import Namespace
 from collections.abc import Iterator
 from enum import Enum
@@ -32,6 +33,7 @@ from lightning_runs import (
     trainer_of,
 )
 from torch import nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.lr_scheduler import OneCycleLR
 from twins import bits
 
@@ -39,6 +41,7 @@ import swapper
 import swapper.lightning
 from swapper import fastsave, store
 from swapper.checkpoint import is_checkpoint
+from swapper.checkpoint_files import NewCheckpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.export import export_checkpoint, import_checkpoint
 from swapper.lightning import SwapCheckpointIO
@@ -389,6 +392,24 @@ def test_hyper_parameters_of_many_kinds_are_saved_and_loaded(nvme_path: Path, tm
     assert [type(value) for value in loaded.values()] == [type(value) for value in given]
 
 
+def test_a_member_of_an_enum_is_exported_where_its_class_is_there(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given = (Kind.SMALL, tmp_path, Namespace(), np.arange(3), torch.bfloat16)
+    fit(strategy_of(nvme_path), lambda: Described(*given)).save_checkpoint(tmp_path / "it.ckpt")
+    export_checkpoint(tmp_path / "it.ckpt", "lightning", tmp_path / "file.ckpt")
+    exported = torch.load(tmp_path / "file.ckpt", weights_only=False)
+    assert exported["hyper_parameters"]["kind"] is Kind.SMALL
+    monkeypatch.delitem(sys.modules, __name__)
+    with pytest.raises(SwapError, match=f"hyper_parameters.*import {__name__} before loading"):
+        export_checkpoint(tmp_path / "it.ckpt", "lightning", tmp_path / "2.ckpt")
+    export_checkpoint(tmp_path / "it.ckpt", "lightning", tmp_path / "model.ckpt", model_only=True)
+    assert bits(torch.load(tmp_path / "model.ckpt")["state_dict"]) == bits(exported["state_dict"])
+    export_checkpoint(tmp_path / "it.ckpt", "safetensors", tmp_path / "safetensors")
+    extra = (tmp_path / "safetensors" / "extra.safetensors").read_bytes()
+    assert np.arange(3).tobytes() in extra
+
+
 @pytest.mark.parametrize("precision", ["bf16-true", "64-true"])
 @pytest.mark.parametrize("what", ["state", ALL])
 def test_a_run_of_a_true_precision_is_resumed_as_the_stock_one(
@@ -459,6 +480,30 @@ def test_where_nothing_can_be_linked_the_rest_is_copied_while_training_goes_on(
     assert not [thread for thread in threading.enumerate() if "save" in thread.name]
     resumed = fit(strategy_of(nvme_path, ALL), ckpt_path=tmp_path / "last.ckpt", max_epochs=3)
     assert without_losses(resumed) == stock
+    resumed.save_checkpoint(tmp_path / "after.ckpt")
+    assert is_checkpoint(tmp_path / "after.ckpt")
+
+
+def test_a_checkpoint_that_is_still_being_copied_is_waited_for(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = NewCheckpoint._copy
+
+    def late(self: NewCheckpoint, *arguments: Any) -> None:
+        time.sleep(0.1)
+        copy(self, *arguments)
+
+    class Loading(Callback):
+        def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+            trainer.save_checkpoint(tmp_path / "it.ckpt")
+            assert not (tmp_path / "it.ckpt").exists()
+            self.step = trainer.strategy.load_checkpoint(tmp_path / "it.ckpt")["global_step"]
+
+    monkeypatch.setattr(store, "link", lambda *_: False)
+    monkeypatch.setattr(NewCheckpoint, "_copy", late)
+    loading = Loading()
+    fit(strategy_of(nvme_path), max_epochs=1, callbacks=[loading])
+    assert loading.step == 5
 
 
 @pytest.mark.parametrize("what", ["state", ALL])
@@ -480,6 +525,34 @@ def test_a_directory_exported_for_torch_has_tensors_and_no_references(nvme_path:
     first = exported["extra"]["mine"]["nested"][0]
     assert bits(first) == bits(exported["model"]["first.weight"])
     assert first.data_ptr() == exported["model"]["first.weight"].data_ptr()
+
+
+def test_a_directory_exported_for_others_has_tensors_or_says_where_they_are(nvme_path: Path, tmp_path: Path) -> None:
+    trainer = fit(strategy_of(nvme_path, ALL), Hooked, max_epochs=1)
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    export_checkpoint(tmp_path / "it.ckpt", "dcp", tmp_path / "dcp")
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "dcp.pt")
+    extra = torch.load(tmp_path / "dcp.pt", weights_only=False)["extra"]
+    assert bits(extra["mine"]["nested"][0]) == facts(trainer)["parameters"]["first.weight"]
+    assert bits(extra["state_dict"]["last.bias"]) == bits(torch.full((3,), 7.0))
+    exported = export_checkpoint(tmp_path / "it.ckpt", "safetensors", tmp_path / "safetensors")
+    assert any('{"swapper.model": NAME}' in note for note in exported.notes)
+    fit(strategy_of(nvme_path), max_epochs=1).save_checkpoint(tmp_path / "plain.ckpt")
+    export_checkpoint(tmp_path / "plain.ckpt", "dcp", tmp_path / "plain")
+    dcp_to_torch_save(tmp_path / "plain", tmp_path / "plain.pt")
+    assert "state_dict" not in torch.load(tmp_path / "plain.pt", weights_only=False)["extra"]
+
+
+def test_a_checkpoint_of_an_evaluation_begins_a_training(nvme_path: Path, tmp_path: Path) -> None:
+    def run(strategy: Any, path: Path) -> Any:
+        torch.manual_seed(1)
+        trainer = trainer_of(strategy())
+        trainer.validate(Net(), loader(), verbose=False)
+        trainer.save_checkpoint(path)
+        return facts(fit(strategy(), ckpt_path=path))
+
+    stock = run(lambda: "auto", tmp_path / "stock.ckpt")
+    assert run(lambda: strategy_of(nvme_path), tmp_path / "directory.ckpt") == stock
 
 
 def test_an_imported_file_of_the_stock_strategy_is_resumed(nvme_path: Path, tmp_path: Path) -> None:
@@ -512,6 +585,40 @@ def test_a_module_is_made_of_a_directory(what: str, nvme_path: Path, tmp_path: P
         module = swapper.lightning.load_from_checkpoint(Sized, path, extra="mine")
         assert (module.hparams.size, module.hparams.extra) == (80, "mine")
         assert {name: bits(value) for name, value in module.state_dict().items()} == facts(trainer)["parameters"]
+        (tmp_path / "hparams.yaml").write_text("size: 80\nextra: written")
+        device = "meta" if path.is_dir() else None
+        module = swapper.lightning.load_from_checkpoint(Sized, path, device, tmp_path / "hparams.yaml", True, False)
+        assert module.hparams.extra == "written" and module.first.weight.is_meta == path.is_dir()
+    with pytest.raises(ConfigError, match="map_location: a dict is no device"):
+        swapper.lightning.load_from_checkpoint(Sized, tmp_path / "it.ckpt", {"cpu": "cpu"})
+
+
+class Numbered(L.LightningDataModule):
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.number = 0
+
+    def train_dataloader(self) -> Any:
+        self.number += 1
+        return loader()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def test_a_data_module_is_resumed_and_made_of_a_directory(nvme_path: Path, tmp_path: Path) -> None:
+    trainer = trainer_of(strategy_of(nvme_path), reload_dataloaders_every_n_epochs=1)
+    trainer.fit(Net(), datamodule=Numbered(5))
+    trainer.save_checkpoint(tmp_path / "it.ckpt")
+    resumed = Numbered(5)
+    trainer_of(strategy_of(nvme_path), max_epochs=3).fit(Net(), datamodule=resumed, ckpt_path=tmp_path / "it.ckpt")
+    assert resumed.number == trainer.datamodule.number + 1
+    made = swapper.lightning.load_from_checkpoint(Numbered, tmp_path / "it.ckpt")
+    assert (made.number, made.hparams.size) == (trainer.datamodule.number, 5)
 
 
 MEMORY = """

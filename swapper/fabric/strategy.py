@@ -15,10 +15,14 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.api import init, offload
-from swapper.checkpoint import OpenCheckpoint, is_checkpoint, load_checkpoint, save_checkpoint
+from swapper.checkpoint import OpenCheckpoint, is_checkpoint, save
 from swapper.errors import ConfigError, show
+from swapper.evicted import EvictedView
+from swapper.fastsave import SaveHandle
 from swapper.optimizer import OptimizerSwapper
+from swapper.references import replaced
 from swapper.replicas import ready_for_ddp
+from swapper.saved_model import plain_model
 from swapper.strategy_arguments import NAMES_OF_ARGUMENTS, ConfigLike, settings_of
 
 if TYPE_CHECKING:
@@ -32,7 +36,7 @@ else:
 
 __all__ = ["OnDDP", "OnOneDevice", "Swapping"]
 
-_ORDER = "swapper.order"
+_MODULES, _OPTIMIZERS = "swapper.modules", "swapper.optimizers"
 State = dict[str, torch.nn.Module | Optimizer | Any]
 
 
@@ -45,7 +49,9 @@ class Swapping(Strategy):
         self.offload_config = settings_of(type(self).__name__, config, given)
         self._wanted_format = format
         self._own_io = self._files()
-        self._module: weakref.ref[torch.nn.Module] | None = None
+        self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+        self._several = torch.nn.ModuleDict()
+        self._saving: SaveHandle | None = None
 
     # --- Model and optimizers --------------------------------------------------------------------------------------
 
@@ -58,8 +64,8 @@ class Swapping(Strategy):
         return stack
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
-        """Remember the module: its parameters are offloaded with the optimizer."""
-        self._module = weakref.ref(module)
+        """Remember the module: its parameters are offloaded with their optimizer."""
+        self._modules.add(module)
         return super().setup_module(module)
 
     def setup_optimizer(self, optimizer: Optimizer) -> Optimizer:
@@ -81,12 +87,17 @@ class Swapping(Strategy):
         return module, [super(Swapping, self).setup_optimizer(optimizer) for optimizer in optimizers], scheduler
 
     def _offload(self, optimizers: Sequence[Optimizer]) -> None:
-        module = None if self._module is None else self._module()
-        if module is None:
-            if self.offload_config.offload_param.device != "none":
+        wanted = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+        modules = [module for module in self._modules if any(id(p) in wanted for p in module.parameters())]
+        if self.offload_config.offload_param.device != "none":
+            if not modules:
                 raise ConfigError("offload_param: set up the module first, with fabric.setup or fabric.setup_module")
-            module = torch.nn.Module()
-        offload(module, optimizers, self.offload_config)
+            if len(modules) > 1:
+                raise ConfigError(
+                    f"offload_param: an optimizer has parameters of {len(modules)} modules; give each an optimizer of "
+                    "its own, or set up one module that has them all"
+                )
+        offload(modules[0] if len(modules) == 1 else torch.nn.Module(), optimizers, self.offload_config)
 
     def clip_gradients_norm(
         self,
@@ -115,6 +126,8 @@ class Swapping(Strategy):
     # --- Checkpoints -----------------------------------------------------------------------------------------------
 
     _files: ClassVar[type[CheckpointIO]]
+    _in_background: ClassVar[bool] = True
+    """Whether what cannot be linked is copied while the program goes on."""
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
@@ -137,16 +150,18 @@ class Swapping(Strategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save `state`; as a directory what is on the drive is linked, and one module and its optimizers are needed.
+        """Save `state`; as a directory what is on the drive is linked.
+
+        Where it cannot be linked it is copied in the background. The next save or load waits for that.
 
         Raises:
             ConfigError: it cannot be a directory.
-            SwapError, SwapIOError: as from `swapper.save_checkpoint`.
+            SwapError, SwapIOError: as from `swapper.save_checkpoint`; or what was left for the background has failed.
         """
+        self._settle()
         if self.checkpoint_format == "full":
             super().save_checkpoint(str(path), state, storage_options, filter)
             return
-        module, optimizers = _parts(state)
         why = (
             "a filter leaves out parts of it"
             if filter
@@ -154,16 +169,26 @@ class Swapping(Strategy):
             if storage_options is not None
             else f"{os.fspath(path)} is not on a local file system"
             if "://" in os.fspath(path)
-            else "it holds one module, and the state has none, or several"
-            if module is None
             else None
         )
-        if module is None or why is not None:
+        if why is not None:
             raise ConfigError(f"checkpoint_format: a directory cannot be made: {why}; use checkpoint_format='full'")
-        rest = {name: _plain(value) for name, value in state.items() if value is not module and name not in optimizers}
-        extra = {_ORDER: list(optimizers), **rest}
-        if self.is_global_zero:
-            save_checkpoint(path, module, list(optimizers.values()), extra).wait()
+        modules, optimizers = _parts(state)
+        rest = {name: _plain(value) for name, value in state.items() if name not in {**modules, **optimizers}}
+        extra = {_MODULES: list(modules), _OPTIMIZERS: list(optimizers), **rest}
+        if not self.is_global_zero:
+            return
+        handle = save(
+            path,
+            self._whole(modules),
+            list(optimizers.values()),
+            replaced(extra, EvictedView, torch.clone),
+            over_files=True,
+        )
+        if handle.done() or not self._in_background:
+            handle.wait()
+        else:
+            self._saving = handle
 
     def load_checkpoint(
         self,
@@ -172,40 +197,90 @@ class Swapping(Strategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load what was saved, in either format. Of a directory the module is always loaded, and strictly.
+        """Load what was saved, in either format.
+
+        What is left of a directory, which is returned, has no state of optimizers.
 
         Raises:
-            ConfigError: the directory is of something else; or `state` has no module, or other optimizers.
+            ConfigError: the directory is of something else; or `state` has optimizers other than all that were saved,
+                or without the modules.
+            KeyError: `state` has what the checkpoint has not, and `strict`.
             SwapError, SwapIOError: as from `swapper.load_checkpoint`.
         """
+        self._settle()
         if not is_checkpoint(path):
             return super().load_checkpoint(str(path), state, strict, weights_only)
-        if isinstance(state, torch.nn.Module):
-            load_checkpoint(path, state)
-            return {}
-        module, optimizers = _parts(state if isinstance(state, dict) else {})
-        if module is None or not isinstance(state, dict):
-            raise ConfigError(f"{os.fspath(path)} is a directory: give fabric.load the module, in `state`")
         opened = OpenCheckpoint(path)
-        opened.close()
+        try:
+            return self._load_directory(opened, state, strict)
+        finally:
+            opened.close()
+
+    def _load_directory(
+        self, opened: OpenCheckpoint, state: torch.nn.Module | Optimizer | State | None, strict: bool
+    ) -> dict[str, Any]:
+        if isinstance(state, torch.nn.Module):
+            self._load_module(opened, state, dict(opened.state_dict), strict)
+            return {}
         extra = opened.extra
-        if not isinstance(extra, dict) or _ORDER not in extra:
-            raise ConfigError(f"{os.fspath(path)} was not saved by Fabric; load it with swapper.load_checkpoint")
-        order = extra.pop(_ORDER)
-        if optimizers and list(optimizers) != order:
-            raise ConfigError(f"{os.fspath(path)} has the optimizers {order}, and `state` has {list(optimizers)}")
-        load_checkpoint(path, module, list(optimizers.values()) if optimizers else None)
+        if not isinstance(extra, dict) or not {_MODULES, _OPTIMIZERS} <= extra.keys():
+            raise ConfigError(f"{opened.directory} was not saved by Fabric; load it with swapper.load_checkpoint")
+        named, order = extra.pop(_MODULES), extra.pop(_OPTIMIZERS)
+        if not isinstance(state, dict) or not state:
+            raise ConfigError(
+                f"{opened.directory} is a directory: give fabric.load the modules, and all else, in `state`"
+            )
+        modules, optimizers = _parts(state)
+        if optimizers and (optimizers.keys() != set(order) or modules.keys() != set(named)):
+            raise ConfigError(
+                f"{opened.directory} has the modules {named} and the optimizers {order}, and `state` has "
+                f"{list(modules)} and {list(optimizers)}; without optimizers it may have some of the modules"
+            )
+        there = {*named, *order, *extra}
+        if strict and (missing := [name for name in state if name not in there]):
+            raise KeyError(f"the checkpoint has no {missing[0]!r}, which `state` has; strict=False ignores that")
+        tensors = {name: _of_module(opened.state_dict, name, named) for name in named}
+        if modules.keys() == set(named):
+            whole = self._whole({name: modules[name] for name in named})
+            self._load_module(opened, whole, dict(opened.state_dict), strict)
+            if optimizers:
+                opened.load_optimizers(whole, [optimizers[name] for name in order])
+        else:
+            for name in modules.keys() & tensors.keys():
+                self.load_module_state_dict(modules[name], tensors[name], strict)
+        left = {**tensors, **extra}
         for name, value in state.items():
-            if value is module or name in optimizers:
+            if name not in there or name in optimizers:
                 continue
-            if name not in extra:
-                if strict:
-                    raise KeyError(f"the checkpoint has no {name!r}, which `state` has")
-            elif hasattr(value, "load_state_dict"):
-                value.load_state_dict(extra.pop(name))
+            found = left.pop(name)
+            if name in modules:
+                continue
+            if hasattr(value, "load_state_dict"):
+                value.load_state_dict(found)
             else:
-                state[name] = extra.pop(name)
-        return extra
+                state[name] = found
+        return left
+
+    def _load_module(
+        self, opened: OpenCheckpoint, module: torch.nn.Module, tensors: dict[str, Any], strict: bool
+    ) -> None:
+        if strict and not opened.converts(module):
+            opened.load_model(module)
+        else:
+            self.load_module_state_dict(module, tensors, strict)
+
+    def _whole(self, modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+        """One module of those of a state: itself if there is one. The same again for the same."""
+        if len(modules) == 1:
+            return next(iter(modules.values()))
+        if list(self._several.items()) != list(modules.items()):
+            self._several = torch.nn.ModuleDict(modules)
+        return self._several
+
+    def _settle(self) -> None:
+        handle, self._saving = self._saving, None
+        if handle is not None:
+            handle.wait()
 
 
 class OnOneDevice(Swapping, SingleDeviceStrategy):
@@ -250,6 +325,8 @@ class OnOneDevice(Swapping, SingleDeviceStrategy):
 class OnDDP(Swapping, DDPStrategy):
     """The part of `swapper.fabric.SwapDDPStrategy` that is not Lightning's."""
 
+    _in_background = False  # The other processes may load it as soon as all have saved it.
+
     def __init__(
         self,
         config: ConfigLike | None = None,
@@ -271,11 +348,18 @@ class OnDDP(Swapping, DDPStrategy):
             self._ddp_kwargs = options
 
 
-def _parts(state: State) -> tuple[torch.nn.Module | None, dict[str, Optimizer]]:
-    """The module, if there is just one, and the optimizers."""
-    modules = [value for value in state.values() if isinstance(value, torch.nn.Module)]
+def _parts(state: State) -> tuple[dict[str, torch.nn.Module], dict[str, Optimizer]]:
+    """The modules and the optimizers."""
+    modules = {name: plain_model(value) for name, value in state.items() if isinstance(value, torch.nn.Module)}
     optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
-    return modules[0] if len(modules) == 1 else None, optimizers
+    return modules, optimizers
+
+
+def _of_module(tensors: Mapping[str, Any], name: str, named: Sequence[str]) -> dict[str, Any]:
+    """The state dict of one of the modules that were saved."""
+    if len(named) == 1:
+        return dict(tensors)
+    return {key.removeprefix(f"{name}."): value for key, value in tensors.items() if key.startswith(f"{name}.")}
 
 
 def _plain(value: Any) -> Any:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 _DIRECTORY = "swapper.directory"
 _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-_ModuleT = TypeVar("_ModuleT", bound=torch.nn.Module)
+_ModuleT = TypeVar("_ModuleT")
 
 
 class _Elsewhere(dict[str, Any]):
@@ -95,7 +95,7 @@ class Directories:
                 "checkpoint_format: a hook has changed checkpoint['optimizer_states'], which a directory does not "
                 "have; use checkpoint_format='full'"
             )
-        rest = {key: value for key, value in checkpoint.items() if key != OPTIMIZER_STATES}
+        rest = {key: value for key, value in checkpoint.items() if key != OPTIMIZER_STATES or not states}
         dumped, self._dumped = self._dumped, {}
         referring = refer(rest, {number: name for number, (name, _) in dumped.items()})
         extra = replaced(referring, EvictedView, torch.clone)  # Parts of the model's tensors.
@@ -160,7 +160,7 @@ class Directories:
     ) -> bool:
         """Load the state of the optimizers from its files. Returns whether it is there."""
         opened = self._opened(checkpoint)
-        if opened is None:
+        if opened is None or not opened.optimizers:
             return False
         if not all(isinstance(state, _Elsewhere) for state in checkpoint[OPTIMIZER_STATES]):
             raise SwapError(
@@ -200,38 +200,51 @@ def read_directory(opened: OpenCheckpoint) -> dict[str, Any]:
 def load_from_checkpoint(
     module: type[_ModuleT],
     checkpoint_path: str | os.PathLike[str],
-    *,
+    map_location: Any = "cpu",
+    hparams_file: str | os.PathLike[str] | None = None,
     strict: bool | None = None,
+    weights_only: bool | None = None,
     **hyper_parameters: Any,
 ) -> _ModuleT:
     """`module.load_from_checkpoint(checkpoint_path)`, also for a directory that a strategy has saved.
 
     Args:
-        module: a LightningModule's class.
+        module: a LightningModule's class, or a LightningDataModule's.
         checkpoint_path: of a directory, or of a file.
+        map_location: a device, to which the new module goes; for a file whatever `torch.load` takes.
+        hparams_file: YAML or CSV with hyperparameters, instead of those that were saved.
         strict: all names must be there, and no others; None asks `strict_loading` of the module.
+        weights_only: as for `torch.load`, of a file. Nothing in a directory is pickled.
         **hyper_parameters: instead of those that were saved, as for `module.load_from_checkpoint`.
 
     Returns:
-        A new module on the CPU, with the saved weights.
+        A new module with the saved weights.
 
     Raises:
-        ConfigError: the directory was not saved by Lightning.
+        ConfigError: the directory was not saved by Lightning; or `map_location` is no device.
         SwapError, SwapIOError: a file is damaged or cannot be read.
     """
     made: _ModuleT
     if not is_checkpoint(checkpoint_path):
         load: Any = module
-        made = load.load_from_checkpoint(checkpoint_path, map_location="cpu", strict=strict, **hyper_parameters)
+        made = load.load_from_checkpoint(
+            checkpoint_path, map_location, hparams_file, strict, weights_only, **hyper_parameters
+        )
         return made
+    if not isinstance(map_location, str | torch.device | None):
+        raise ConfigError(f"map_location: a {type(map_location).__name__} is no device, as a directory needs")
     package = next(name for each in module.__mro__ for name in _PACKAGES if each.__module__.startswith(f"{name}."))
     saving = importlib.import_module(f"{package}.core.saving")
     opened = OpenCheckpoint(checkpoint_path)
     try:
         checkpoint = read_directory(opened)
-        own: Any = module
-        checkpoint.setdefault(own.CHECKPOINT_HYPER_PARAMS_KEY, {}).update(hyper_parameters)
+        key: str = getattr(module, "CHECKPOINT_HYPER_PARAMS_KEY")  # noqa: B009  # Which torch's modules lack.
+        if hparams_file is not None:
+            csv = os.fspath(hparams_file).lower().endswith(".csv")
+            read = saving.load_hparams_from_tags_csv if csv else saving.load_hparams_from_yaml
+            checkpoint[key] = read(hparams_file)
+        checkpoint.setdefault(key, {}).update(hyper_parameters)
         made = saving._load_state(module, checkpoint, strict=strict, **hyper_parameters)
     finally:
         opened.close()
-    return made
+    return made.to(map_location) if isinstance(made, torch.nn.Module) else made

@@ -234,11 +234,14 @@ class Swapping(Strategy):
         elif self.is_global_zero:
             assert self.lightning_module is not None
             self._directories.save(checkpoint, filepath, self.lightning_module, self.optimizers, prune=self._prunes)
+            if self.lightning_module.trainer.state.status.value != "running":
+                self._directories.settle()  # Nothing goes on meanwhile, and the caller may look for it.
 
     def load_checkpoint(
         self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
     ) -> dict[str, Any]:
         """What was saved, in either format."""
+        self._directories.settle()
         if is_checkpoint(checkpoint_path):
             return self._directories.load(checkpoint_path)
         return super().load_checkpoint(str(checkpoint_path), weights_only)
