@@ -268,11 +268,26 @@ def test_a_module_of_another_dtype_or_of_other_names_is_loaded_as_by_the_stock_s
 
 def test_a_state_without_a_module_is_saved(nvme_path: Path, tmp_path: Path) -> None:
     program = Program(SwapStrategy(config_of(nvme_path, WHAT[2])))
+    program.run(0, 1)
     program.fabric.save(tmp_path / "it.ckpt", {"step": 1, "weights": program.plain.state_dict()})
     state = {"step": 0, "weights": {}}
     assert program.fabric.load(tmp_path / "it.ckpt", state) == {}
     assert state["step"] == 1
     assert {name: bits(value) for name, value in state["weights"].items()} == program.facts()[0]
+    other = Program(SwapStrategy(config_of(nvme_path, WHAT[2])))
+    assert other.facts()[0] != program.facts()[0]
+    assert other.fabric.load(tmp_path / "it.ckpt", {"weights": other.model}) == {"step": 1}
+    assert other.facts()[0] == program.facts()[0]
+
+
+def test_the_state_of_an_optimizer_is_for_an_optimizer(nvme_path: Path, tmp_path: Path) -> None:
+    program = Program(SwapStrategy(config_of(nvme_path, "state")))
+    program.fabric.save(tmp_path / "it.ckpt", program.state())
+    other = Program(SwapStrategy(config_of(nvme_path, "state")))
+    before = other.facts()
+    with pytest.raises(ConfigError, match="has an optimizer 'first', and in `state` that is none"):
+        other.fabric.load(tmp_path / "it.ckpt", {"model": other.model, "first": {}})
+    assert other.facts() == before
 
 
 def test_what_cannot_be_linked_is_copied_while_the_program_goes_on(

@@ -239,6 +239,8 @@ class Swapping(Strategy):
         there = {*named, *order, *extra}
         if strict and (missing := [name for name in state if name not in there]):
             raise KeyError(f"the checkpoint has no {missing[0]!r}, which `state` has; strict=False ignores that")
+        if wrong := [name for name in order if name in state and name not in optimizers]:
+            raise ConfigError(f"{opened.directory} has an optimizer {wrong[0]!r}, and in `state` that is none")
         tensors = {name: _of_module(opened.state_dict, name, named) for name in named}
         if modules.keys() == set(named):
             whole = self._whole({name: modules[name] for name in named})
@@ -254,6 +256,8 @@ class Swapping(Strategy):
                 continue
             found = left.pop(name)
             if name in modules:
+                if name not in tensors:  # What was saved is its state dict.
+                    self.load_module_state_dict(modules[name], found, strict)
                 continue
             if hasattr(value, "load_state_dict"):
                 value.load_state_dict(found)
