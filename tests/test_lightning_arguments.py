@@ -17,7 +17,7 @@ import torch
 import yaml
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
-from lightning_runs import IGNORED_WARNINGS, Net, config_of, facts, fit, trainer_of
+from lightning_runs import IGNORED_WARNINGS, Net, config_of, facts, fit, loader, trainer_of
 
 import swapper
 import swapper.lightning
@@ -219,6 +219,19 @@ def test_the_command_line_takes_class_path_and_nested_settings(nvme_path: Path, 
     file.write_text(OffloadConfig(**config_of(nvme_path)).to_yaml())
     cli = run_cli([f"{prefix}=swapper.lightning.SwapStrategy", f"{prefix}.config={file}"])
     assert cli.trainer.strategy.offload_config == OffloadConfig(**config_of(nvme_path))
+
+
+def test_the_command_line_gives_all_defaults_and_the_accumulation_is_the_trainers(
+    nvme_path: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(config_of(nvme_path)))
+    prefix = "--trainer.strategy"
+    strategy = [f"{prefix}=swapper.lightning.SwapStrategy", f"{prefix}.config={file}"]
+    cli = run_cli([*strategy, "--trainer.accumulate_grad_batches=2", "--trainer.max_steps=1"])
+    assert "gradient_accumulation_steps" in cli.trainer.strategy.offload_config.model_fields_set
+    cli.trainer.fit(cli.model, loader())
+    assert cli.trainer.strategy._settings.gradient_accumulation_steps == 2
 
 
 def test_a_wrong_setting_ends_the_command_line(

@@ -133,8 +133,8 @@ class Swapping(Strategy):
         if module is None or not module.automatic_optimization:
             return self._settings  # Only the user's loop knows.
         steps = trainer.accumulate_grad_batches
-        given = "gradient_accumulation_steps" in asked.model_fields_set
-        if given and asked.gradient_accumulation_steps != steps:
+        # 1 is the default, and LightningCLI gives all defaults.
+        if asked.gradient_accumulation_steps not in (1, steps):
             raise ConfigError(
                 f"gradient_accumulation_steps: {asked.gradient_accumulation_steps} in the config, and "
                 f"Trainer(accumulate_grad_batches={steps}); leave it out of the config"
