@@ -337,10 +337,20 @@ def test_averaged_weights_are_resumed(what: str, nvme_path: Path, tmp_path: Path
     assert run(lambda: strategy_of(nvme_path, what), tmp_path / "directory") == stock
 
 
-def test_a_hook_that_changes_optimizer_states_is_refused(nvme_path: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda states: states.__setitem__(0, {"state": {}}),
+        lambda states: states[0]["param_groups"][0].update(lr=7.0),
+        lambda states: states[0]["state"].update({0: {}}),
+        lambda states: states.clear(),
+    ],
+    ids=["replaced", "group", "state", "none"],
+)
+def test_a_hook_that_changes_optimizer_states_is_refused(change: Any, nvme_path: Path, tmp_path: Path) -> None:
     class Changing(Callback):
         def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
-            checkpoint["optimizer_states"] = [{"state": {}}]
+            change(checkpoint["optimizer_states"])
 
     trainer = fit(strategy_of(nvme_path), callbacks=[Changing()])
     with pytest.raises(ConfigError, match="checkpoint_format='full'"):

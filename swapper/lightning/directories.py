@@ -90,7 +90,7 @@ class Directories:
             )
         self.settle()
         states = checkpoint.get(OPTIMIZER_STATES)
-        if states is not None and not all(isinstance(state, _Elsewhere) for state in states):
+        if states is not None and states != [placeholder(optimizer) for optimizer in optimizers]:
             raise ConfigError(
                 "checkpoint_format: a hook has changed checkpoint['optimizer_states'], which a directory does not "
                 "have; use checkpoint_format='full'"
