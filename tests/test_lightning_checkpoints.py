@@ -742,6 +742,23 @@ def test_a_failure_in_the_background_is_raised_at_the_end(tmp_path: Path, monkey
         fit("auto", max_epochs=1, callbacks=[keep], enable_checkpointing=True, plugins=[plugin])
 
 
+def test_a_failure_in_the_background_does_not_replace_the_users_exception(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Failing(Net):
+        def on_train_epoch_end(self) -> None:
+            self.trainer.save_checkpoint(tmp_path / "it.ckpt")
+            raise ZeroDivisionError("the user's")
+
+    def fail(self: fastsave.Prepared, output: Any) -> None:
+        raise SwapIOError(errno.ENOSPC, "write", "the drive")
+
+    monkeypatch.setattr(fastsave.Prepared, "write", fail)
+    with pytest.raises(ZeroDivisionError):
+        fit(strategy_of(nvme_path), Failing, plugins=[SwapCheckpointIO(background=True)])
+    assert "after another exception" in caplog.text and "the drive" in caplog.text
+
+
 def test_what_wraps_a_checkpoint_io_wraps_ours(nvme_path: Path, tmp_path: Path) -> None:
     plugin = AsyncCheckpointIO()
     keep = ModelCheckpoint(tmp_path, save_last=True)

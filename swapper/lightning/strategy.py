@@ -278,9 +278,10 @@ class Swapping(Strategy):
         """Wait until all is on the drive. Files stay: the state can be saved until the optimizer dies.
 
         Raises:
-            SwapIOError: a write had failed. Logged if another exception is on its way.
+            SwapIOError: a write had failed. Logged if another exception is on its way, as is what the `CheckpointIO`
+                raises.
         """
-        failure: SwapError | None = None
+        failure: Exception | None = None
         for optimizer in self.optimizers:
             swapper = _swapper_of(optimizer)
             try:
@@ -299,6 +300,8 @@ class Swapping(Strategy):
             vars(module)["cpu"] = lambda: module  # Lightning calls it: see `model_to_device`.
         try:
             super().teardown()
+        except Exception as error:
+            failure = failure or error
         finally:
             if stays:
                 del vars(module)["cpu"]
