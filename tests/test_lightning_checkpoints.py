@@ -722,13 +722,16 @@ def test_a_file_that_is_written_in_the_background_has_the_values_of_its_time(
     monkeypatch.setattr(fastsave.Prepared, "write", late)
     weight = nn.Parameter(torch.zeros(4))
     plugin = SwapCheckpointIO(background=True)
-    plugin.save_checkpoint({"a": weight, "tied": weight.detach()}, tmp_path / "it.ckpt")
+    complexes = torch.tensor([1 + 2j])
+    checkpoint = {"a": weight, "tied": weight.detach(), "z": complexes, "conj": complexes.conj()}
+    plugin.save_checkpoint(checkpoint, tmp_path / "it.ckpt")
     weight.data.fill_(1)
     assert not (tmp_path / "it.ckpt").exists()
     go_on.set()
     found = plugin.load_checkpoint(tmp_path / "it.ckpt")
     assert bits(found["a"]) == bits(found["tied"]) == bits(torch.zeros(4))
     assert found["a"].data_ptr() == found["tied"].data_ptr()
+    assert (found["z"].item(), found["conj"].item()) == (1 + 2j, 1 - 2j)
 
 
 def test_a_failure_in_the_background_is_raised_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,7 +108,8 @@ def _snapshot(checkpoint: dict[str, Any]) -> Any:
     def copy(value: torch.Tensor) -> torch.Tensor:
         key: Any = id(value)
         if type(value) is not EvictedView and value.device.type != "meta" and value.layout is torch.strided:
-            key = value.data_ptr(), value.dtype, tuple(value.shape), value.stride()
+            bits = value.is_conj(), value.is_neg()
+            key = value.data_ptr(), value.dtype, tuple(value.shape), value.stride(), bits
         if key not in copies:
             copies[key] = value, value.detach().to("cpu", copy=True)
         return copies[key][1]
