@@ -475,9 +475,7 @@ def test_with_a_checkpoint_io_files_are_written(nvme_path: Path, tmp_path: Path)
     trainer.save_checkpoint(tmp_path / "it.ckpt")
     assert (tmp_path / "it.ckpt").is_file()
     with pytest.raises(ConfigError, match="a directory is not written by TorchCheckpointIO"):
-        fit(strategy_of(nvme_path, format="directory"), plugins=[TorchCheckpointIO()]).save_checkpoint(
-            tmp_path / "2.ckpt"
-        )
+        fit(strategy_of(nvme_path, format="directory"), plugins=[TorchCheckpointIO()])
 
 
 def test_where_nothing_can_be_linked_the_rest_is_copied_while_training_goes_on(

@@ -114,7 +114,7 @@ class Swapping(Strategy):
 
     def _check_hyper_parameters(self, trainer: Trainer) -> None:
         """Refuse what no directory can hold now, and not when the first checkpoint is made."""
-        if not trainer.checkpoint_callbacks or self.checkpoint_format == "full":
+        if self.checkpoint_format == "full" or not trainer.checkpoint_callbacks:
             return
         for each in (self.lightning_module, getattr(trainer, "datamodule", None)):
             if each is not None and each.hparams:
