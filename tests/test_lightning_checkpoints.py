@@ -599,6 +599,8 @@ def test_a_module_is_made_of_a_directory(what: str, nvme_path: Path, tmp_path: P
         assert module.hparams.extra == "written" and module.first.weight.is_meta == path.is_dir()
     with pytest.raises(ConfigError, match="map_location: a dict is no device"):
         swapper.lightning.load_from_checkpoint(Sized, tmp_path / "it.ckpt", {"cpu": "cpu"})
+    with pytest.raises(ConfigError, match="module: Linear is no class of LightningModules"):
+        swapper.lightning.load_from_checkpoint(nn.Linear, tmp_path / "it.ckpt")
 
 
 class Numbered(L.LightningDataModule):

@@ -221,7 +221,8 @@ def load_from_checkpoint(
         A new module with the saved weights.
 
     Raises:
-        ConfigError: the directory was not saved by Lightning; or `map_location` is no device.
+        ConfigError: the directory was not saved by Lightning; `map_location` is no device; or `module` is no class
+            of Lightning's.
         SwapError, SwapIOError: a file is damaged or cannot be read.
     """
     made: _ModuleT
@@ -233,7 +234,9 @@ def load_from_checkpoint(
         return made
     if not isinstance(map_location, str | torch.device | None):
         raise ConfigError(f"map_location: a {type(map_location).__name__} is no device, as a directory needs")
-    package = next(name for each in module.__mro__ for name in _PACKAGES if each.__module__.startswith(f"{name}."))
+    bases = (name for each in module.__mro__ for name in _PACKAGES if each.__module__.startswith(f"{name}."))
+    if (package := next(bases, None)) is None:
+        raise ConfigError(f"module: {module.__name__} is no class of LightningModules or LightningDataModules")
     saving = importlib.import_module(f"{package}.core.saving")
     opened = OpenCheckpoint(checkpoint_path)
     try:
