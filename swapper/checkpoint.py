@@ -29,7 +29,7 @@ from swapper.checkpoint_directories import check_replaceable, remove_checkpoint,
 from swapper.checkpoint_files import VALUES, NewCheckpoint
 from swapper.checkpoint_index import INDEX, glance
 from swapper.checkpoint_reader import Checkpoint
-from swapper.errors import ConfigError, SwapError, SwapIOError
+from swapper.errors import ConfigError, SwapError, SwapIOError, show
 from swapper.fastsave import SaveHandle
 from swapper.saved_model import differences, plain_model, save_model, stored_state_dict
 from swapper.saved_model import ready_to_load as ready_to_load_model
@@ -38,7 +38,16 @@ from swapper.state_writer import kind_of, save_state
 from swapper.store import TensorStore
 from swapper.values import decode, encode
 
-__all__ = ["OpenCheckpoint", "is_checkpoint", "load_checkpoint", "made_by", "remove", "save", "save_checkpoint"]
+__all__ = [
+    "OpenCheckpoint",
+    "Several",
+    "is_checkpoint",
+    "load_checkpoint",
+    "made_by",
+    "remove",
+    "save",
+    "save_checkpoint",
+]
 
 log = logging.getLogger(__name__)
 
@@ -212,8 +221,13 @@ def load_checkpoint(directory: str | os.PathLike[str], model: torch.nn.Module, o
             load_parameters()
             for load in loads:
                 load()
-    _trainings[model] = _Training(index.run, index.sequence)
+    _trainings[_known_by(model)] = _Training(index.run, index.sequence)
     return extra
+
+
+def _known_by(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that is there as long as the training."""
+    return next(model.children(), model) if isinstance(model, Several) else model
 
 
 def _checked_model(model: object) -> torch.nn.Module:
@@ -258,7 +272,7 @@ def _described(
     names: dict[int, str] = {}
     for name, parameter in model.named_parameters():
         names.setdefault(id(parameter), name)
-    training = _trainings.setdefault(model, _Training(secrets.token_hex(8), 0))
+    training = _trainings.setdefault(_known_by(model), _Training(secrets.token_hex(8), 0))
     # Those of a training that was taken back to an earlier checkpoint since were made before this one too.
     training.sequence = max([training.sequence, *(n for n, _ in _siblings(new.directory, training.run))]) + 1
     _say_what_is_not_saved(optimizers, names)
@@ -447,6 +461,21 @@ def remove(directory: str | os.PathLike[str], model: torch.nn.Module, optimizer:
     remove_checkpoint(path, lambda file: any(store.adopt(file) for store in stores))
 
 
+class Several(torch.nn.Module):
+    """Modules that are saved as one model. May be made anew for each checkpoint.
+
+    Raises:
+        ConfigError: a name has a dot, which torch has between the names of modules.
+    """
+
+    def __init__(self, modules: Mapping[str, torch.nn.Module]) -> None:
+        super().__init__()
+        for name in modules:
+            if "." in name:
+                raise ConfigError(f"a module named {show(name)} cannot be in a directory with others: rename it")
+        self._modules.update(modules)
+
+
 class OpenCheckpoint:
     """A checkpoint whose parts are loaded one after another, where `load_checkpoint` would be too early or too late.
 
@@ -484,7 +513,7 @@ class OpenCheckpoint:
         model = plain_model(model)
         _refuse(differences(model, self._checkpoint), self.directory)
         ready_to_load_model(model, self._checkpoint)()
-        _trainings[model] = _Training(self._checkpoint.index.run, self._checkpoint.index.sequence)
+        _trainings[_known_by(model)] = _Training(self._checkpoint.index.run, self._checkpoint.index.sequence)
 
     @torch.inference_mode(False)
     def load_optimizers(self, model: torch.nn.Module, optimizer: Optimizers) -> None:

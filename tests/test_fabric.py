@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import gc
+import json
 import os
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -244,6 +247,28 @@ def test_several_modules_are_one_directory(what: str, nvme_path: Path, tmp_path:
     state = {"more": 1, "step": 0}
     other.fabric.load(path, state, strict=False)
     assert state == {"more": 1, "step": 3}
+
+
+def test_modules_are_saved_by_any_names_and_not_kept(nvme_path: Path, tmp_path: Path, leaves_nothing: None) -> None:
+    program = Pair(SwapStrategy(config_of(nvme_path, WHAT[2])))
+    program.run(0, 1)
+    keys = ["net", "keys", "", "j"]
+    state = dict(zip(keys, program.state.values(), strict=True))
+    program.fabric.save(tmp_path / "1.ckpt", state)
+    program.fabric.save(tmp_path / "2.ckpt", state)
+    indices = [json.loads((tmp_path / f"{n}.ckpt" / "index.json").read_text()) for n in (1, 2)]
+    assert indices[0]["run"] == indices[1]["run"] and indices[0]["sequence"] + 1 == indices[1]["sequence"]
+    facts = program.facts()
+    program.run(1, 2)
+    assert program.facts() != facts
+    program.fabric.load(tmp_path / "2.ckpt", state)
+    assert program.facts() == facts
+    with pytest.raises(ConfigError, match=r"a module named 'net\.g' cannot be in a directory with others"):
+        program.fabric.save(tmp_path / "3.ckpt", {"net.g": state["net"], "net": state["keys"]})
+    module, strategy = weakref.ref(program.state["generator"].module), program.fabric.strategy
+    del program, state
+    gc.collect()
+    assert module() is None and strategy is not None
 
 
 def test_a_module_of_another_dtype_or_of_other_names_is_loaded_as_by_the_stock_strategy(

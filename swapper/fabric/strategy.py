@@ -15,7 +15,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.api import init, offload
-from swapper.checkpoint import OpenCheckpoint, is_checkpoint, save
+from swapper.checkpoint import OpenCheckpoint, Several, is_checkpoint, save
 from swapper.errors import ConfigError, show
 from swapper.evicted import EvictedView
 from swapper.fastsave import SaveHandle
@@ -50,7 +50,6 @@ class Swapping(Strategy):
         self._wanted_format = format
         self._own_io = self._files()
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._several = torch.nn.ModuleDict()
         self._saving: SaveHandle | None = None
 
     # --- Model and optimizers --------------------------------------------------------------------------------------
@@ -180,7 +179,7 @@ class Swapping(Strategy):
             return
         handle = save(
             path,
-            self._whole(modules),
+            _whole(modules),
             list(optimizers.values()),
             replaced(extra, EvictedView, torch.clone),
             over_files=True,
@@ -243,7 +242,7 @@ class Swapping(Strategy):
             raise ConfigError(f"{opened.directory} has an optimizer {wrong[0]!r}, and in `state` that is none")
         tensors = {name: _of_module(opened.state_dict, name, named) for name in named}
         if modules.keys() == set(named):
-            whole = self._whole({name: modules[name] for name in named})
+            whole = _whole({name: modules[name] for name in named})
             self._load_module(opened, whole, dict(opened.state_dict), strict)
             if optimizers:
                 opened.load_optimizers(whole, [optimizers[name] for name in order])
@@ -272,14 +271,6 @@ class Swapping(Strategy):
             opened.load_model(module)
         else:
             self.load_module_state_dict(module, tensors, strict)
-
-    def _whole(self, modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
-        """One module of those of a state: itself if there is one. The same again for the same."""
-        if len(modules) == 1:
-            return next(iter(modules.values()))
-        if list(self._several.items()) != list(modules.items()):
-            self._several = torch.nn.ModuleDict(modules)
-        return self._several
 
     def _settle(self) -> None:
         handle, self._saving = self._saving, None
@@ -357,6 +348,11 @@ def _parts(state: State) -> tuple[dict[str, torch.nn.Module], dict[str, Optimize
     modules = {name: plain_model(value) for name, value in state.items() if isinstance(value, torch.nn.Module)}
     optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
     return modules, optimizers
+
+
+def _whole(modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:
+    """One module of those of a state: itself if there is one."""
+    return next(iter(modules.values())) if len(modules) == 1 else Several(modules)
 
 
 def _of_module(tensors: Mapping[str, Any], name: str, named: Sequence[str]) -> dict[str, Any]:
