@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swapper.codec import SAFETENSORS_NAMES
-from swapper.evicted import home_of
+from swapper.evicted import GradientAwayParameter, home_of
 from swapper.layout import ALIGNMENT_BYTES, PAGE_BYTES, Entry, RecordLayout, format_bytes, plan_whole_tensors, round_up
 from swapper.trial import is_dense
 
@@ -97,7 +97,8 @@ def why_not(parameter: torch.nn.Parameter) -> str:
     """Why `parameter` stays in memory; "" if it can be swapped."""
     if (home := home_of(parameter)) is not None:
         return "" if home.temporary else "it is swapped already"
-    if type(parameter) is not torch.nn.Parameter or type(parameter.data) is not torch.Tensor:
+    plain = type(parameter) in (torch.nn.Parameter, GradientAwayParameter)
+    if not plain or type(parameter.data) is not torch.Tensor:
         return f"its class is {type(parameter).__name__}"
     if parameter.layout is not torch.strided or not is_dense(parameter):
         return "its elements do not lie densely in memory"

@@ -16,7 +16,7 @@ from lightning_runs import IGNORED_WARNINGS, Net, config_of, facts, fit, loader,
 from torch import nn
 
 from swapper.errors import SwapError
-from swapper.evicted import AwayGradient, EvictedParameter
+from swapper.evicted import AwayGradient, EvictedParameter, GradientAwayParameter
 from swapper.lightning import SwapStrategy
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in IGNORED_WARNINGS]
@@ -47,6 +47,15 @@ def test_another_trainer_trains_the_same_module(first: str, second: str, nvme_pa
 
     then = "auto" if second == "stock" else strategy_of(nvme_path, second)
     assert run(strategy_of(nvme_path, first), then) == run("auto", "auto")
+
+
+def test_another_trainer_takes_parameters_whose_gradients_are_away(nvme_path: Path) -> None:
+    model, first = Net(), trainer_of(strategy_of(nvme_path, "state-gradients"))
+    first.fit(model, loader())  # A validation would be the end of gradients.
+    assert type(model.second.weight) is GradientAwayParameter
+    trainer_of(strategy_of(nvme_path, "state-gradients-parameters")).fit(model, loader())
+    assert type(model.second.weight) is EvictedParameter and not model.swapper.stays
+    model.swapper.close(keep_values=True)
 
 
 def test_another_trainer_finds_the_parameters_on_the_drive_if_its_config_is_equal(nvme_path: Path) -> None:
