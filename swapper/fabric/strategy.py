@@ -239,7 +239,9 @@ class Swapping(Strategy):
         if strict and (missing := [name for name in state if name not in there]):
             raise KeyError(f"the checkpoint has no {missing[0]!r}, which `state` has; strict=False ignores that")
         if wrong := [name for name in order if name in state and name not in optimizers]:
-            raise ConfigError(f"{opened.directory} has an optimizer {wrong[0]!r}, and in `state` that is none")
+            raise ConfigError(
+                f"{opened.directory} has an optimizer {wrong[0]!r}, and in `state` that is none: give it, or leave the name out"
+            )
         tensors = {name: _of_module(opened.state_dict, name, named) for name in named}
         if modules.keys() == set(named):
             whole = _whole({name: modules[name] for name in named})
