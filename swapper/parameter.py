@@ -269,19 +269,12 @@ class ParameterSwapper(ParameterCache):
 
     @contextmanager
     def _used(self, records: Iterable[Held]) -> Iterator[None]:
-        """As `present`, for an operation outside of what is hooked: autograd would save the parameter itself.
-
-        It may change the values, and a later one may change them back, so no write goes on meanwhile: the file would
-        have some of the values of between, and nothing would show it.
-        """
+        """As `present`, for an operation outside of what is hooked: autograd would save the parameter itself."""
         wanted = list(records)
         parameters = [p for held in wanted for p in _parameters(held)]
         if in_transform():
             refuse_in_transform(parameters)
         with self.present(wanted), saving_places(parameters) or contextlib.nullcontext():
-            with self._lock:
-                for held in wanted:
-                    self._settle_write(held)
             yield
 
     @contextmanager
@@ -313,7 +306,6 @@ class ParameterSwapper(ParameterCache):
         with self.present(records, "step"):
             with self._lock:
                 for held in records:
-                    self._settle_write(held)
                     held.changed = True
             yield
 
@@ -462,13 +454,19 @@ class ParameterSwapper(ParameterCache):
     # --- Forward ---------------------------------------------------------------------------------------------------
 
     def _attach_all(self, records: Sequence[Held], phase: str) -> None:
-        """Bring `records` and attach them: all, or after an exception none."""
+        """Bring `records` and attach them: all, or after an exception none.
+
+        What uses them may change the values, and change them back later. So no write goes on meanwhile: the file would
+        have some of the values of between, and nothing would show it.
+        """
         attached = 0
         for held in records:
             held.pins += 1
         try:
             for held in records:
                 self._bring(held, phase)
+            for held in records:
+                self._settle_write(held)
             for held in records:
                 attached += 1
                 self._attach(held)

@@ -346,6 +346,50 @@ def test_values_that_are_changed_and_changed_back_while_they_are_written(
     assert training.everything() == Training(tmp_path).load(tmp_path / "saved").everything()
 
 
+class Flipping(nn.Linear):
+    """Its forward changes the weights and changes them back."""
+
+    between: Callable[[], None] = staticmethod(lambda: None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.data.neg_()
+            self.between()
+            self.weight.data.neg_()
+        return super().forward(x)
+
+
+def test_values_that_a_forward_changes_and_changes_back_while_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(Flipping(96, 96), Flipping(96, 96))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    devices = {f"offload_{what}": {"device": "nvme"} for what in ("optimizer", "param")}
+    (tmp_path / "nvme").mkdir()
+    config = swapper.OffloadConfig(nvme_path=tmp_path / "nvme", pool_bytes="8MiB", bucket_bytes="1MiB", **devices)
+    swapper.offload(model, optimizer, config)
+    writes: list[Late] = []
+    write = TensorStore.write
+
+    def late(*arguments: Any) -> Any:
+        writes.append(Late(lambda: write(*arguments)))
+        return writes[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorStore, "write", late)
+        model(torch.ones(1, 96)).sum().backward()
+        optimizer.step()
+        assert any(each.begin is not None for each in writes)
+        patch.setattr(Flipping, "between", staticmethod(lambda: [each.go() for each in writes] and None))
+        with torch.no_grad():
+            model(torch.ones(1, 96))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    swapper.save_checkpoint(tmp_path / "saved", model)
+    again = nn.Sequential(Flipping(96, 96), Flipping(96, 96))
+    swapper.load_checkpoint(tmp_path / "saved", again)
+    assert all(torch.equal(value, before[name]) for name, value in again.state_dict().items())
+
+
 class Parts(nn.Module):
     """Layers of which only some are used, each of more than a bucket and of less."""
 
