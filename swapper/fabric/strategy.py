@@ -240,7 +240,8 @@ class Swapping(Strategy):
             raise KeyError(f"the checkpoint has no {missing[0]!r}, which `state` has; strict=False ignores that")
         if wrong := [name for name in order if name in state and name not in optimizers]:
             raise ConfigError(
-                f"{opened.directory} has an optimizer {wrong[0]!r}, and in `state` that is none: give it, or leave the name out"
+                f"{opened.directory} has an optimizer {wrong[0]!r}, and in `state` that is none: give it, or leave the "
+                "name out"
             )
         tensors = {name: _of_module(opened.state_dict, name, named) for name in named}
         if modules.keys() == set(named):
