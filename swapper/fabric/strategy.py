@@ -173,13 +173,14 @@ class Swapping(Strategy):
         if why is not None:
             raise ConfigError(f"checkpoint_format: a directory cannot be made: {why}; use checkpoint_format='full'")
         modules, optimizers = _parts(state)
+        whole = _whole(modules)  # Where it cannot be made all ranks say so, and none waits for rank 0.
         rest = {name: _plain(value) for name, value in state.items() if name not in {**modules, **optimizers}}
         extra = {_MODULES: list(modules), _OPTIMIZERS: list(optimizers), **rest}
         if not self.is_global_zero:
             return
         handle = save(
             path,
-            _whole(modules),
+            whole,
             list(optimizers.values()),
             replaced(extra, EvictedView, torch.clone),
             over_files=True,
