@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import difflib
 import importlib.util
+import inspect
 import os
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from torch.nn.parallel import DistributedDataParallel
 
 from swapper.config import OffloadConfig, read_mapping
 from swapper.errors import ConfigError, show
@@ -27,6 +30,7 @@ __all__ = [
     "NAMES_OF_ARGUMENTS",
     "ConfigLike",
     "default_nvme_path",
+    "not_of_ddp",
     "packages_in_use",
     "settings_of",
 ]
@@ -175,7 +179,7 @@ _ON_NVME = {"offload_optimizer_device": "nvme"}
 
 
 def _from_arguments(name: str, given: Mapping[str, Any]) -> OffloadConfig:
-    devices = {}
+    devices, unused = {}, []
     for switch, argument in (
         ("offload_optimizer", "offload_optimizer_device"),
         ("offload_parameters", "offload_params_device"),
@@ -187,6 +191,10 @@ def _from_arguments(name: str, given: Mapping[str, Any]) -> OffloadConfig:
         if device not in ("cpu", "nvme"):
             raise ConfigError(f"{argument}: {show(device)} is not one of cpu, nvme")
         devices[switch] = device if wanted else "none"
+        if argument in given and not wanted:
+            unused.append(f"\n  {argument}: it needs {switch}=True")
+    if "nvme" not in devices.values():
+        unused += [f"\n  {argument}: nothing goes to nvme" for argument in ("nvme_path", *_AIO) if argument in given]
     state, parameters = devices["offload_optimizer"], devices["offload_parameters"]
     if state == parameters == "none":
         warnings.warn(
@@ -204,7 +212,18 @@ def _from_arguments(name: str, given: Mapping[str, Any]) -> OffloadConfig:
     }
     if "nvme" in (state, parameters):
         values["nvme_path"] = given.get("nvme_path") or default_nvme_path()
-    return OffloadConfig.model_validate(values)
+    config = OffloadConfig.model_validate(values)
+    if unused and (state, parameters) != ("none", "none"):
+        warnings.warn(f"arguments of {name} without effect:{''.join(unused)}", UserWarning, stacklevel=5)
+    return config
+
+
+def not_of_ddp(strategy: type, given: Mapping[str, Any]) -> list[str]:
+    """The names in `given` that neither a base of `strategy` takes nor `DistributedDataParallel`."""
+    classes = (DistributedDataParallel, *strategy.__mro__)
+    inits = [vars(each)["__init__"] for each in classes if "__init__" in vars(each)]
+    known = {name for init in inits for name in inspect.signature(init).parameters}
+    return [name for name in given if name in NAMES_OF_ARGUMENTS or name not in known]
 
 
 def packages_in_use(name: str, packages: Sequence[str]) -> list[str]:

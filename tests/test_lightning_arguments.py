@@ -176,6 +176,30 @@ def test_arguments_that_offload_nothing_are_warned_about() -> None:
 
 
 @pytest.mark.parametrize(
+    ("given", "unused"),
+    [
+        ({"offload_optimizer": True, "nvme_path": "/drive", "queue_depth": 4}, {"nvme_path", "queue_depth"}),
+        ({"offload_parameters": True, "offload_optimizer_device": "nvme"}, {"offload_optimizer_device"}),
+        ({"offload_optimizer": True, "offload_params_device": "nvme"}, {"offload_params_device"}),
+    ],
+)
+def test_arguments_without_effect_are_warned_about(given: dict[str, Any], unused: set[str]) -> None:
+    with pytest.warns(UserWarning, match="without effect") as caught:
+        SwapStrategy(**given)
+    assert len(caught) == 1 and caught[0].filename == __file__
+    assert {line.split(":")[0].strip() for line in str(caught[0].message).splitlines()[1:]} == unused
+
+
+def test_a_wrong_argument_for_ddp_is_named_at_once() -> None:
+    with pytest.raises(
+        ConfigError, match="offload_optimiser: SwapDDPStrategy has no such argument; did you mean offload"
+    ):
+        SwapDDPStrategy(offload_optimiser=True)
+    found = SwapDDPStrategy({}, find_unused_parameters=True, process_group_backend="gloo")
+    assert found._ddp_kwargs == {"find_unused_parameters": True}
+
+
+@pytest.mark.parametrize(
     ("given", "message"),
     [
         ({"offload_optimiser": True}, "offload_optimiser: SwapStrategy has no such argument; did you mean offload_opt"),

@@ -58,6 +58,47 @@ def test_another_trainer_takes_parameters_whose_gradients_are_away(nvme_path: Pa
     model.swapper.close(keep_values=True)
 
 
+@pytest.mark.parametrize("second", WHAT)
+@pytest.mark.parametrize("first", WHAT)
+def test_an_optimizer_that_the_module_keeps_is_swapped_as_the_next_trainer_says(
+    first: str, second: str, nvme_path: Path
+) -> None:
+    class Keeping(Net):
+        def configure_optimizers(self) -> Any:
+            self.kept = getattr(self, "kept", None) or torch.optim.AdamW(self.parameters(), lr=0.05)
+            return self.kept
+
+    def run(*strategies: Any) -> list[Any]:
+        torch.manual_seed(11)
+        model, found = Keeping(), []
+        for strategy in strategies:
+            trainer = trainer_of(strategy)
+            trainer.fit(model, loader(), loader())
+            found.append(facts(trainer))
+        if not isinstance(strategies[-1], str):
+            on_drive = type(model.second.weight) is EvictedParameter
+            assert on_drive == (second == "state-gradients-parameters")
+            assert (model.kept.swapper.gradients is not None) == (second != "state")
+        return found
+
+    assert run(strategy_of(nvme_path, first), strategy_of(nvme_path, second)) == run("auto", "auto")
+
+
+@pytest.mark.parametrize("precisions", [("32-true", "bf16-true"), ("bf16-true", "bf16-true")])
+def test_another_trainer_converts_a_module_that_is_on_the_drive(precisions: tuple[str, str], nvme_path: Path) -> None:
+    def run(*strategies: Any) -> list[Any]:
+        torch.manual_seed(11)
+        model, found = Net(), []
+        for strategy, precision in zip(strategies, precisions, strict=True):
+            trainer = trainer_of(strategy, precision=precision)
+            trainer.fit(model, loader(), loader())
+            found.append(facts(trainer))
+        return found
+
+    both = [strategy_of(nvme_path, "state-gradients-parameters") for _ in range(2)]
+    assert run(*both) == run("auto", "auto")
+
+
 def test_another_trainer_finds_the_parameters_on_the_drive_if_its_config_is_equal(nvme_path: Path) -> None:
     what = "state-gradients-parameters"
     first = fit(strategy_of(nvme_path, what))

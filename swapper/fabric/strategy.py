@@ -23,7 +23,7 @@ from swapper.optimizer import OptimizerSwapper
 from swapper.references import replaced
 from swapper.replicas import ready_for_ddp
 from swapper.saved_model import plain_model
-from swapper.strategy_arguments import NAMES_OF_ARGUMENTS, ConfigLike, settings_of
+from swapper.strategy_arguments import ConfigLike, not_of_ddp, settings_of
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators.accelerator import Accelerator
@@ -333,7 +333,7 @@ class OnDDP(Swapping, DDPStrategy):
         checkpoint_format: Literal["directory", "full"] | None = None,
         **ddp: Any,
     ) -> None:
-        given = {name: ddp.pop(name) for name in list(ddp) if name in NAMES_OF_ARGUMENTS}
+        given = {name: ddp.pop(name) for name in not_of_ddp(type(self), ddp)}
         self._take(config, given, checkpoint_format)
         super().__init__(**ddp)
 

@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import subprocess
+import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 import torch
 from torch.optim import Optimizer
 
-from swapper.api import init, offload
+from swapper.api import init, offload, unwrap_optimizer
 from swapper.checkpoint import is_checkpoint
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, show
@@ -30,7 +31,7 @@ from swapper.optimizer import OptimizerSwapper
 from swapper.parameter import ParameterSwapper
 from swapper.replicas import has_parameters_away, make_same, ready_for_ddp
 from swapper.shared import Shared
-from swapper.strategy_arguments import MEANINGLESS, ConfigLike, settings_of
+from swapper.strategy_arguments import ConfigLike, not_of_ddp, settings_of
 from swapper.values import encode
 
 if TYPE_CHECKING:
@@ -47,6 +48,9 @@ else:
 __all__ = ["OnDDP", "OnOneDevice", "Swapping"]
 
 log = logging.getLogger(__name__)
+
+_settings_of: weakref.WeakKeyDictionary[Optimizer, OffloadConfig] = weakref.WeakKeyDictionary()
+"""What each optimizer was swapped with by a strategy."""
 
 _DEATH_S = 5.0
 """How long a process that was killed may take to be dead."""
@@ -84,6 +88,14 @@ class Swapping(Strategy):
                 stack.enter_context(init(self._settings))
             yield
 
+    def setup(self, trainer: Trainer) -> None:
+        """As in the stock strategy. Parameters that an earlier Trainer has on the drive come back to be converted."""
+        module = self.lightning_module
+        if module is not None and (keepers := _keepers(module)) and _is_converted(module, self.precision_plugin):
+            for swapper in keepers:
+                swapper.close(keep_values=True)
+        super().setup(trainer)
+
     def model_to_device(self) -> None:
         """As in the stock strategy; what is on the CPU and stays there is not looked at, as that would bring it all."""
         if self.root_device.type != "cpu" or not _is_on_the_cpu(self.model):
@@ -109,6 +121,9 @@ class Swapping(Strategy):
         if keep_last is not None and not self._prunes:
             log.warning("checkpoint.keep_last: %d has no effect: the ModelCheckpoint decides what is kept", keep_last)
         self._settings = self._settings_for(trainer)
+        for optimizer in self.optimizers:
+            if _settings_of.get(optimizer, self._settings) != self._settings and _swapper_of(optimizer) is not None:
+                unwrap_optimizer(optimizer)  # The module kept it from a Trainer with another config.
         new = [optimizer for optimizer in self.optimizers if _swapper_of(optimizer) is None]
         self._swap(new)
 
@@ -150,6 +165,7 @@ class Swapping(Strategy):
         _make_way(module, settings)
         if optimizers:
             offload(module, optimizers, settings)
+            _settings_of.update((optimizer, settings) for optimizer in optimizers)
 
     # --- Clipping --------------------------------------------------------------------------------------------------
 
@@ -294,6 +310,7 @@ class Swapping(Strategy):
         except SwapError as error:
             failure = failure or error
         self._directories.close()
+        self._directories.dumped({})
         module = self.lightning_module
         stays = module is not None and _is_on_the_cpu(module)
         if stays:
@@ -322,12 +339,25 @@ def _is_on_the_cpu(module: torch.nn.Module | None) -> bool:
     )
 
 
+def _keepers(module: torch.nn.Module) -> list[ParameterSwapper]:
+    """What has parameters of `module`, but for what built it."""
+    homes = [home for p in module.parameters() if (home := home_of(p)) is not None and not home.temporary]
+    keepers = {home.owner: home.keeper for home in homes}.values()
+    return [keeper for keeper in keepers if isinstance(keeper, ParameterSwapper)]  # Else using them says it is closed.
+
+
+def _is_converted(module: torch.nn.Module, plugin: Precision) -> bool:
+    """Whether `plugin` gives parameters of `module` another dtype."""
+    dtypes = sorted({p.dtype for p in module.parameters()}, key=str)
+    probe = torch.nn.Module()
+    for number, dtype in enumerate(dtypes):
+        probe.register_parameter(str(number), torch.nn.Parameter(torch.empty(1, dtype=dtype), requires_grad=False))
+    return [p.dtype for p in plugin.convert_module(probe).parameters()] != dtypes
+
+
 def _make_way(module: torch.nn.Module, settings: OffloadConfig) -> None:
     """Bring back parameters that an earlier strategy has on the drive, unless they are where `settings` wants them."""
-    homes = [home for p in module.parameters() if (home := home_of(p)) is not None and not home.temporary]
-    for swapper in {home.owner: home.keeper for home in homes}.values():
-        if not isinstance(swapper, ParameterSwapper):  # It was closed: using its parameters says so.
-            continue
+    for swapper in _keepers(module):
         wanted = settings.offload_param.device == "nvme" and swapper is vars(module).get("swapper")
         if not (wanted and Shared.join(settings, swapper.store)):
             swapper.close(keep_values=True)
@@ -461,8 +491,8 @@ class OnDDP(Swapping, DDPStrategy):
             "overlap_events": overlap_events,
             "thread_count": thread_count,
         }
-        idle = {name: ddp.pop(name) for name in list(ddp) if name in MEANINGLESS}
-        arguments = {name: value for name, value in given.items() if value is not None} | idle
+        others = {name: ddp.pop(name) for name in not_of_ddp(type(self), ddp)}
+        arguments = {name: value for name, value in given.items() if value is not None} | others
         self._take(config, arguments, checkpoint_format)
         super().__init__(**ddp)
 
