@@ -717,6 +717,7 @@ class GradientSwapper:
         for part in gradient.parts:
             self._pipeline.forget(part.key)
         del self._gradients[number]
+        self._left.discard(number)  # Another may get its id.
         self._order = [known for known in self._order if known is not gradient]
         self._arriving.pop(gradient, None)
 

@@ -527,6 +527,7 @@ class OptimizerSwapper:
 
     def _drop_parameters(self, gone: set[int]) -> None:
         self._plan.drop(gone)
+        self._left -= gone  # Others may get their ids.
         for number in gone:
             self._gradient_hooks.pop(number).remove() if number in self._gradient_hooks else None
         for bucket in list(self._plan.buckets):

@@ -30,8 +30,10 @@ __all__ = [
     "NAMES_OF_ARGUMENTS",
     "ConfigLike",
     "default_nvme_path",
+    "given_among",
     "not_of_ddp",
     "packages_in_use",
+    "register",
     "settings_of",
 ]
 
@@ -216,6 +218,19 @@ def _from_arguments(name: str, given: Mapping[str, Any]) -> OffloadConfig:
     if unused and (state, parameters) != ("none", "none"):
         warnings.warn(f"arguments of {name} without effect:{''.join(unused)}", UserWarning, stacklevel=5)
     return config
+
+
+def given_among(variables: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given of the arguments that mean something here, among the local variables of a constructor."""
+    return {name: value for name, value in variables.items() if name in NAMES_OF_ARGUMENTS and value is not None}
+
+
+def register(registry: Any, classes: Mapping[str, Any]) -> None:
+    """Put the strategies in `classes` into a registry of Lightning's, by their names. May be called again."""
+    for name, arguments in NAMES.items():
+        registry.register(name, classes["SwapStrategy"], description=f"swapper: {name}", override=True, **arguments)
+    ddp = classes["SwapDDPStrategy"]
+    registry.register("swapper_ddp_nvme", ddp, description="swapper: ddp", override=True, **NAMES["swapper_nvme"])
 
 
 def not_of_ddp(strategy: type, given: Mapping[str, Any]) -> list[str]:

@@ -322,10 +322,8 @@ class Late:
         return getattr(self.go().transfer, name)
 
 
-def test_values_that_are_changed_and_changed_back_while_they_are_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    training = Training(tmp_path).steps(1)
+def late_writes(patch: pytest.MonkeyPatch) -> list[Late]:
+    """Have writes of records begin late, and add them to what this returns."""
     writes: list[Late] = []
     write = TensorStore.write
 
@@ -333,8 +331,16 @@ def test_values_that_are_changed_and_changed_back_while_they_are_written(
         writes.append(Late(lambda: write(*arguments)))
         return writes[-1]
 
+    patch.setattr(TensorStore, "write", late)
+    return writes
+
+
+def test_values_that_are_changed_and_changed_back_while_they_are_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = Training(tmp_path).steps(1)
     with monkeypatch.context() as patch:
-        patch.setattr(TensorStore, "write", late)
+        writes = late_writes(patch)
         training.steps(1)
         with torch.no_grad():
             for sign in (-1, -1):
@@ -368,15 +374,8 @@ def test_values_that_a_forward_changes_and_changes_back_while_they_are_written(
     (tmp_path / "nvme").mkdir()
     config = swapper.OffloadConfig(nvme_path=tmp_path / "nvme", pool_bytes="8MiB", bucket_bytes="1MiB", **devices)
     swapper.offload(model, optimizer, config)
-    writes: list[Late] = []
-    write = TensorStore.write
-
-    def late(*arguments: Any) -> Any:
-        writes.append(Late(lambda: write(*arguments)))
-        return writes[-1]
-
     with monkeypatch.context() as patch:
-        patch.setattr(TensorStore, "write", late)
+        writes = late_writes(patch)
         model(torch.ones(1, 96)).sum().backward()
         optimizer.step()
         assert any(each.begin is not None for each in writes)

@@ -9,10 +9,11 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
+from swapper import strategy_arguments
 from swapper.lightning.files import FilesOfTorch
 from swapper.lightning.monitor import Monitor
 from swapper.lightning.strategy import OnDDP, OnOneDevice
-from swapper.strategy_arguments import ARGUMENTS, NAMES
+from swapper.strategy_arguments import ARGUMENTS
 
 __all__ = ["bind", "register"]
 
@@ -70,8 +71,4 @@ def bind(package: str, module: str) -> dict[str, Any]:
 
 def register(package: str, classes: Mapping[str, Any]) -> None:
     """Let `Trainer(strategy="swapper_nvme")` of a package find the strategies. May be called again."""
-    registry = importlib.import_module(f"{package}.strategies").StrategyRegistry
-    for name, arguments in NAMES.items():
-        registry.register(name, classes["SwapStrategy"], description=f"swapper: {name}", override=True, **arguments)
-    ddp = classes["SwapDDPStrategy"]
-    registry.register("swapper_ddp_nvme", ddp, description="swapper: ddp", override=True, **NAMES["swapper_nvme"])
+    strategy_arguments.register(importlib.import_module(f"{package}.strategies").StrategyRegistry, classes)

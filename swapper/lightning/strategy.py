@@ -31,7 +31,7 @@ from swapper.optimizer import OptimizerSwapper
 from swapper.parameter import ParameterSwapper
 from swapper.replicas import has_parameters_away, make_same, ready_for_ddp
 from swapper.shared import Shared
-from swapper.strategy_arguments import ConfigLike, not_of_ddp, settings_of
+from swapper.strategy_arguments import ConfigLike, given_among, not_of_ddp, settings_of
 from swapper.values import encode
 
 if TYPE_CHECKING:
@@ -416,23 +416,11 @@ class OnOneDevice(Swapping, SingleDeviceStrategy):
         precision_plugin: Precision | None = None,
         **deepspeed: Any,
     ) -> None:
-        given = {
-            "offload_optimizer": offload_optimizer,
-            "offload_optimizer_device": offload_optimizer_device,
-            "offload_parameters": offload_parameters,
-            "offload_params_device": offload_params_device,
-            "nvme_path": nvme_path,
-            "block_size": block_size,
-            "queue_depth": queue_depth,
-            "single_submit": single_submit,
-            "overlap_events": overlap_events,
-            "thread_count": thread_count,
-        }
+        given = given_among(locals())
         # [Note: the device of a named strategy] Lightning makes it without arguments, and would train on the CPU
         # whatever the accelerator. It gives its devices to whoever has this attribute.
         self._parallel_devices: list[torch.device] | None = None if device is None else [torch.device(device)]
-        arguments = {name: value for name, value in given.items() if value is not None} | deepspeed
-        self._take(config, arguments, checkpoint_format)
+        self._take(config, given | deepspeed, checkpoint_format)
         super().__init__(
             accelerator=accelerator, checkpoint_io=checkpoint_io, precision_plugin=precision_plugin, device="cpu"
         )
@@ -479,21 +467,9 @@ class OnDDP(Swapping, DDPStrategy):
         thread_count: int | None = None,
         **ddp: Any,
     ) -> None:
-        given = {
-            "offload_optimizer": offload_optimizer,
-            "offload_optimizer_device": offload_optimizer_device,
-            "offload_parameters": offload_parameters,
-            "offload_params_device": offload_params_device,
-            "nvme_path": nvme_path,
-            "block_size": block_size,
-            "queue_depth": queue_depth,
-            "single_submit": single_submit,
-            "overlap_events": overlap_events,
-            "thread_count": thread_count,
-        }
+        given = given_among(locals())
         others = {name: ddp.pop(name) for name in not_of_ddp(type(self), ddp)}
-        arguments = {name: value for name, value in given.items() if value is not None} | others
-        self._take(config, arguments, checkpoint_format)
+        self._take(config, given | others, checkpoint_format)
         super().__init__(**ddp)
 
     def _configure_launcher(self) -> None:
