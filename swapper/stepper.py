@@ -365,6 +365,12 @@ class Stepper:
         if gradient is None:  # On disk, in the layout of its parameter.
             return
         if gradient.is_sparse:
+            if self._plan.step_in_backward and not segment.whole and not segment.master and not self._plan.remote:
+                raise SwapError(
+                    "a sparse gradient came for a parameter that is cut into segments, and step_in_backward cannot cut "
+                    "it anew in the middle of a backward; make it dense (nn.Embedding(sparse=False)), or use "
+                    "step_in_backward: false"
+                )
             if segment.master or not segment.whole or self._plan.remote:
                 raise SwapError(
                     "a sparse gradient came, which can be stepped only on the CPU and without master weights; make "
