@@ -12,7 +12,6 @@ order of backward, step, zero_grad, is told so, before it can do anything else t
 
 from __future__ import annotations
 
-import gc
 import sys
 import threading
 import weakref
@@ -33,6 +32,7 @@ from swapper.evicted import (
     set_gradient_home,
     set_raw_gradient,
 )
+from swapper.loss_scaling import may_be_scaled
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.segments import Bucket
 from swapper.stepper import Stepper
@@ -76,7 +76,6 @@ class BackwardSteps:
         self._order: list[Bucket] = []  # of the last window: what to expect in the next
         self._pass = -1  # autograd's number of the backward pass in which the first of them was stepped
         self._groups: list[dict[str, Any]] = []  # the options that the window is stepped with
-        self._looked_for_scaler = False
         self._refuse(optimizer)
 
     @property
@@ -274,17 +273,12 @@ class BackwardSteps:
             )
 
     def _refuse_scaler(self) -> None:
-        """Once, before the first bucket is stepped: a gradient does not say whether it is scaled."""
-        if self._looked_for_scaler:
-            return
-        for item in gc.get_objects():
-            # Not `isinstance`: that asks objects for their class, and some warn.
-            if issubclass(type(item), torch.amp.GradScaler) and item.is_enabled() and item._scale is not None:
-                raise ConfigError(
-                    f"{CANNOT_GO_WITH} GradScaler: the gradients are scaled when they arrive; use step_in_backward: "
-                    "false, or bfloat16, which needs no scaling"
-                )
-        self._looked_for_scaler = True
+        if may_be_scaled(self._plan.is_planned):
+            raise ConfigError(
+                f"{CANNOT_GO_WITH} GradScaler: the gradients are scaled when they arrive; use step_in_backward: "
+                "false, or bfloat16, which needs no scaling. (A scaler of another model is no hindrance, unless the "
+                "loss of this one is multiplied by a number, which looks the same: divide it instead.)"
+            )
 
     def _too_many(self) -> str:
         passes = self._plan.gradient_accumulation_steps
