@@ -460,7 +460,8 @@ class OffloadOptimizerConfig(_Section, frozen=True):
     step_in_backward: bool = Field(default=False, strict=True)
     """Step each bucket as soon as the last gradient of its window has arrived, inside backward, and free the gradients;
     needs `gradient_accumulation_steps`. Cannot be combined with GradScaler, clipping by a global norm,
-    DistributedDataParallel, or step pre-hooks. Default and off: false."""
+    DistributedDataParallel, step pre-hooks, or parameters that share memory with other tensors of the model (one
+    parameter object used twice is fine). Default and off: false."""
 
     resident_bytes: Size = 0
     """Bytes of state kept in the pool from one step to the next, so that they are not read again (they are still
