@@ -14,6 +14,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from swapper import evicted
+from swapper.backward_step import check_memory
 from swapper.buffers import BufferPool
 from swapper.config import OffloadConfig
 from swapper.dry_run import CheckReport, DriveReport, dry_run
@@ -214,6 +215,9 @@ def offload(model: _ModelT, optimizer: _OptimizersT, config: ConfigLike) -> tupl
             planned, _ = plan_parameter_records(model, settings.bucket_bytes)
             records = where(planned)
     wrapped: list[Optimizer] = []
+    if settings.offload_optimizer.step_in_backward:
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        check_memory(tensors, [p for each in optimizers for p in parameters_of(each)])
     try:
         for each in optimizers:
             _wrap(each, settings, records)

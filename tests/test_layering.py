@@ -25,7 +25,7 @@ OPTIMIZER = PIPELINE | {
     "evicted",
     "stepper",
 }
-STEPS = {"stepper", "backward_step"}
+STEPS = {"stepper", "loss_scaling", "backward_step"}
 PARAMETERS = PIPELINE | {"config"}
 PARAMETER_PARTS = {
     "evicted",
@@ -86,7 +86,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer_state": OPTIMIZER | {"heap", "stepper"},
     "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
     "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "progress", "segments", "trial"},
-    "backward_step": {"errors", "evicted", "optimizer_plan", "segments", "stepper"},
+    "loss_scaling": set(),
+    "backward_step": {"errors", "evicted", "loss_scaling", "optimizer_plan", "segments", "stepper"},
     "stats": {"metrics"},
     "optimizer": OPTIMIZER | STEPS | {"stats"},
     "unswapped": {"metrics", "optimizer", "stats", "stepper"},
