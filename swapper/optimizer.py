@@ -515,7 +515,7 @@ class OptimizerSwapper:
             if self._plan.stored_bytes + scratch_bytes > self._pool.capacity_bytes:
                 # The first pool was made for the first buckets; these, which came later, bring one of their own.
                 needed_bytes = sum(bucket.length_bytes for bucket in buckets) + scratch_bytes
-                self._pool = self._stepper.pool = BufferPool(needed_bytes, cuda=self._plan.device.type == "cuda")
+                self._pool = self._stepper.pool = BufferPool(needed_bytes, device=self._plan.device)
                 self._later_pools.append(self._pool)
                 self._pipeline.draw_from(self._pool)
             return
