@@ -367,9 +367,12 @@ class Bounce:
             thread.join()
         with self._lock:
             unlock, self._unlock = self._unlock, None
-            self._ring = None
-        if unlock is not None:
-            unlock()
+            ring, self._ring = self._ring, None
+        try:
+            if unlock is not None:
+                unlock()
+        finally:
+            del ring  # Only now: memory that is unmapped cannot be unlocked.
         return True
 
     @staticmethod

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 
 import swapper
 from swapper import bounce, devices
+from swapper.bounce import Bounce
 from swapper.buffers import BufferPool
 from swapper.devices import Copy, DeviceCopies
 from swapper.errors import SwapError, SwapIOError
@@ -390,6 +391,31 @@ def test_copies_on_a_gpu_are_ordered_by_begin_and_join() -> None:
 
 
 # --- Page-locked memory -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("refused", [False, True])
+def test_the_ring_is_unlocked_before_it_is_unmapped(refused: bool) -> None:
+    """Also if unlocking fails, which is raised."""
+    rings: list[StorageWeakRef] = []
+
+    def allocate(length_bytes: int) -> torch.Tensor:
+        memory = torch.zeros(length_bytes, dtype=torch.uint8)
+        rings.append(StorageWeakRef(memory.untyped_storage()))
+        return memory
+
+    def unlocked(address: int) -> None:
+        assert not rings[0].expired()
+        if refused:
+            raise RuntimeError("refused")
+
+    LateCopies.when_unlocked = unlocked
+    mover = Bounce(allocate, 1)
+    mover._ring_for(LateCopies(CPU))
+    assert LateCopies.locked
+    with pytest.raises(RuntimeError, match="refused") if refused else contextlib.nullcontext():
+        mover.close(lambda: None)
+    assert rings[0].expired() and mover.close(lambda: None)
+    LateCopies.locked.clear()
 
 
 @pytest.mark.parametrize("how", ["close", "collected"])
