@@ -446,7 +446,9 @@ class Bucket:
         parameter = segment.parameter.detach()
         flat = flat_view(parameter)
         if flat is None:
-            parameter.copy_(item.bits.view(parameter.shape))
+            whole = parameter.reshape(-1)  # A copy, as it was cut.
+            whole[segment.start : segment.stop].copy_(item.bits)
+            parameter.copy_(whole.view(parameter.shape))
         elif self._remote:
             scratch.note(copies.copy(flat[segment.start : segment.stop], item.bits))
 

@@ -120,7 +120,7 @@ def test_same_bits_with_copies_that_come_late(
         assert equal(*results), name
 
 
-@pytest.mark.parametrize("what", ["gradient"])
+@pytest.mark.parametrize("what", ["gradient", "parameter"])
 def test_temporaries_are_copied_when_they_are_made(nvme_path: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Elements that are not in memory order are put together by the current stream, which is late itself."""
     slice_of = Segment.slice_of
