@@ -17,6 +17,7 @@ from swapper import evicted
 from swapper.backward_step import check_memory
 from swapper.buffers import BufferPool
 from swapper.config import OffloadConfig
+from swapper.devices import is_accelerator
 from swapper.dry_run import CheckReport, DriveReport, dry_run
 from swapper.errors import ConfigError, SwapError
 from swapper.gradient import GradientSwapper
@@ -100,13 +101,13 @@ def _wrap(
     refuse_unsupported(optimizer)
     moves_gradients = settings.offload_gradient.device == "nvme"
     if settings.offload_gradient.device == "cpu":
-        moves_gradients = any(p.device.type == "cuda" for p in parameters_of(optimizer))
+        moves_gradients = any(is_accelerator(p.device) for p in parameters_of(optimizer))
         if not moves_gradients:
             _say_once(
                 "offload_gradient.device: cpu is the same as none for a model on the CPU: its gradients are there"
             )
     if settings.offload_param.device == "cpu":
-        if any(p.device.type == "cuda" for p in parameters_of(optimizer)):
+        if any(is_accelerator(p.device) for p in parameters_of(optimizer)):
             raise ConfigError(
                 "offload_param.device: cpu is not there yet for a model on a GPU in this version of swapper; use none"
             )
@@ -122,7 +123,7 @@ def _wrap(
     pool: BufferPool | GrowingPool
     if device == "nvme":
         plan.schedule(settings.pool_bytes)  # Refuses what cannot work before anything is made.
-        shared = Shared.of(settings, plan.device.type == "cuda")
+        shared = Shared.of(settings, plan.device)
         pool_bytes = settings.pool_bytes - shared.held_bytes
         release = shared.hold(plan.schedule(pool_bytes).held_bytes)
         pool, store = shared.pool, shared.store
@@ -133,7 +134,7 @@ def _wrap(
                 "for a model on a GPU; use device: cpu"
             )
         pool_bytes = plan.stored_bytes + plan.scratch_bytes * plan.scratch_count
-        pool, store = GrowingPool(pool_bytes, cuda=plan.device.type == "cuda"), None
+        pool, store = GrowingPool(pool_bytes, device=plan.device), None
         release = pool.close
     try:
         OptimizerSwapper(optimizer, plan, pool, pool_bytes, store, release)
@@ -161,13 +162,13 @@ def _swap_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> GradientSwa
     state_stored = settings.offload_optimizer.device == "nvme"
     owner, steps = next(_owners), settings.gradient_accumulation_steps
     if not stored and not state_stored:  # As for state with device: cpu, a pool of the size that is needed.
-        own = BufferPool(max(total_bytes, PAGE_BYTES), cuda=plan.device.type == "cuda")
+        own = BufferPool(max(total_bytes, PAGE_BYTES), device=plan.device)
         try:
             return GradientSwapper(parts, owner, steps, own, own.capacity_bytes, None, own.close)
         except BaseException:
             own.close()
             raise
-    shared = Shared.of(settings, plan.device.type == "cuda")
+    shared = Shared.of(settings, plan.device)
     limit_bytes = settings.pool_bytes - shared.held_bytes
     if state_stored:
         schedule = plan.schedule(settings.pool_bytes)
@@ -249,7 +250,7 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
         free_bytes -= gradients.reserved_bytes
         gradient_bytes = max(gradient_bytes, gradients.reserved_bytes // IN_FLIGHT)
     if settings.offload_param.device == "nvme":
-        shared = Shared.of(settings, False)
+        shared = Shared.of(settings, None)
         free_bytes -= shared.pool.abandoned_bytes
         leave_bytes = min(free_bytes // 2, READ_AHEAD * (record_bytes + gradient_bytes))
         parameters = _parameters_on(model, settings)
@@ -429,7 +430,7 @@ def _nursery(settings: OffloadConfig) -> Nursery:
             f"offload_param.device: {settings.offload_param.device} leaves parameters in memory; set it to nvme, or "
             "build the model without swapper"
         )
-    shared = Shared.of(settings, False)
+    shared = Shared.of(settings, None)
     release = shared.hold(0)
     try:
         return Nursery(next(_owners), settings.bucket_bytes, settings.pool_bytes, shared.pool, shared.store, release)

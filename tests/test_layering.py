@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 
 BASE = {"endings", "errors", "layout", "metrics"}
-HANDLE = BASE | {"bounce", "handle"}
+HANDLE = BASE | {"bounce", "devices", "handle"}
 STORE = {"transfers", "runs", "record_files", "spares", "speed", "codec", "store"}
 PIPELINE = HANDLE | STORE | {"buffers", "growing_pool", "schedule", "pipeline"}
 OPTIMIZER = PIPELINE | {
@@ -61,7 +61,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "heap": set(),
     "progress": set(),
     "end_of_backward": set(),
-    "bounce": {"errors"},
+    "devices": {"errors"},
+    "bounce": {"devices", "errors"},
     "handle": BASE | {"_native", "bounce"},
     "gds": HANDLE | {"_native"},
     "transfers": HANDLE,
@@ -81,10 +82,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors", "deepspeed"},
     "deepspeed": {"errors"},
     "trial": {"errors", "layout"},
-    "segments": {"trial", "pipeline", "store", "buffers", "codec", "layout"},
+    "segments": {"trial", "store", "buffers", "devices", "codec", "layout"},
     "failure": {"errors", "evicted"},
     "optimizer_state": OPTIMIZER | {"heap", "stepper"},
-    "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
+    "optimizer_plan": {"config", "devices", "segments", "schedule", "trial", "layout", "errors"},
     "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "progress", "segments", "trial"},
     "loss_scaling": set(),
     "backward_step": {"errors", "evicted", "loss_scaling", "optimizer_plan", "segments", "stepper"},
