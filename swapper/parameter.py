@@ -183,8 +183,12 @@ class ParameterSwapper(ParameterCache):
             raise
         self._finalizer = finalizer(self, finalize, self._all, self._dropped, store, release, self._pid)
         formers, self._former = self._former, {}
+        keepers = dict.fromkeys(former.keeper for former in formers.values())
         for parameter, former in formers.items():
             former.surrender(parameter)
+        for keeper in keepers:
+            assert isinstance(keeper, ParameterSwapper)
+            keeper._end_surrender()
 
     def _budget(self, budget_bytes: int, leave_bytes: int, pool: BufferPool) -> int:
         needed, why = self._least
@@ -412,8 +416,9 @@ class ParameterSwapper(ParameterCache):
     def _install(self, model: torch.nn.Module) -> None:
         wanted = dict.fromkeys(module for _, module in modules_with_parameters(model))
         wanted.setdefault(model, None)
+        encoders = [module for module in model.modules() if isinstance(module, torch.nn.TransformerEncoder)]
         layers = [module for module in model.modules() if isinstance(module, torch.nn.TransformerEncoderLayer)]
-        wanted.update(dict.fromkeys(layers))
+        wanted.update(dict.fromkeys((*encoders, *layers)))
         without_hooks = {module for layer in layers for module in layer.modules()}
         for module in wanted:
             if isinstance(module, torch.jit.ScriptModule):  # Its parameters stay, and it takes no hooks.
@@ -592,6 +597,10 @@ class ParameterSwapper(ParameterCache):
 
     def _surrender(self, held: Held, parameter: torch.nn.Parameter) -> None:
         """Another swapper took over `parameter`."""
+        raise AssertionError("only a nursery gives up parameters")
+
+    def _end_surrender(self) -> None:
+        """Another swapper took over all that it wanted."""
         raise AssertionError("only a nursery gives up parameters")
 
     def _stay(self, held: Held, parameter: torch.nn.Parameter) -> None:

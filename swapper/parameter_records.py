@@ -249,6 +249,8 @@ def used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     whole = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
     # These choose another kernel in evaluation if a parameter of a module below them is not an ordinary one.
     yield from module.parameters(recurse=isinstance(module, whole))
+    if isinstance(module, torch.nn.TransformerEncoder) and len(module.layers):
+        yield from module.layers[0].parameters()  # As does this, by those of its first layer alone.
 
 
 def first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[ParameterRecord]:
