@@ -30,10 +30,12 @@ from swapper.order import Order, Use
 from swapper.parameter_cache import Held, ParameterCache, State, finalize
 from swapper.parameter_records import (
     ParameterPlace,
+    ParameterRecord,
     first_of,
     least_bytes,
     modules_with_parameters,
     plan_parameter_records,
+    summary_of_what_stays,
     used_by,
 )
 from swapper.saved_places import in_transform, refuse_in_transform, saving_places
@@ -137,6 +139,9 @@ class ParameterSwapper(ParameterCache):
     temporary = False
     """Whether another swapper may take parameters over; see `swapper.nursery`."""
 
+    stays: dict[str, str]
+    """The parameters that stay in memory, by name, and why."""
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -170,8 +175,8 @@ class ParameterSwapper(ParameterCache):
         self._home: dict[torch.nn.Parameter, Held] = {}
         self._lasting = LastingCopies(store)
         self._former: dict[torch.nn.Parameter, Home] = {}  # who had them, until all are taken over
-        for name, reason in self.stays.items():
-            log.warning("parameter %s stays in memory: %s", name, reason)
+        if summary := summary_of_what_stays(model, records, self.stays):
+            log.warning("%s\n  model.swapper.stays has the reason for each parameter", summary)
         store.plan({held.key: held.plan.file_bytes for held in self._all})
         _living.add(self)
         try:
@@ -214,6 +219,11 @@ class ParameterSwapper(ParameterCache):
             for held in self._all
             for place in held.plan.places
         }
+
+    @property
+    def records(self) -> list[ParameterRecord]:
+        """What each record holds."""
+        return [held.plan for held in self._all]
 
     @property
     def held_bytes_max(self) -> int:
