@@ -95,7 +95,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "evicted": {"errors"},
     "lasting": {"store", "parameter_records"},
     "order": set(),
-    "parameter_records": {"layout", "codec", "trial", "evicted"},
+    "parameter_records": {"layout", "codec", "trial", "errors", "evicted"},
     "gradient_records": {"store", "layout", "errors", "evicted", "trial"},
     "gradient": PARAMETERS | {"evicted", "gradient_records", "heap", "end_of_backward"},
     "parameter_cache": PIPELINE | {"order", "parameter_records"},
