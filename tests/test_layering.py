@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 BASE = {"endings", "errors", "layout", "metrics"}
 HANDLE = BASE | {"bounce", "handle"}
 STORE = {"transfers", "runs", "record_files", "spares", "speed", "codec", "store"}
-PIPELINE = HANDLE | STORE | {"buffers", "schedule", "pipeline"}
+PIPELINE = HANDLE | STORE | {"buffers", "schedule", "held_records", "pipeline"}
 OPTIMIZER = PIPELINE | {
     "config",
     "trial",
@@ -76,6 +76,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "value_tensors": {"codec"},
     "values": {"errors", "value_advice", "value_tensors"},
     "schedule": {"errors", "layout"},
+    "held_records": {"buffers", "store"},
     "pipeline": PIPELINE - {"pipeline"},
     "config": {"errors", "deepspeed"},
     "deepspeed": {"errors"},
