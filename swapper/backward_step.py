@@ -13,10 +13,11 @@ order of backward, step, zero_grad, is told so, before it can do anything else t
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -35,7 +36,7 @@ from swapper.evicted import (
 )
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.segments import Bucket
-from swapper.stepper import Stepper
+from swapper.stepper import READ_AHEAD, ReadAhead, Stepper
 
 __all__ = ["CANNOT_GO_WITH", "BackwardSteps"]
 
@@ -74,6 +75,7 @@ class BackwardSteps:
         self._gone: dict[int, weakref.ref[torch.nn.Parameter]] = {}  # parameters that were stepped, until zero_grad
         self._stepped: dict[Bucket, None] = {}  # of the window, in order
         self._order: list[Bucket] = []  # of the last window: what to expect in the next
+        self._passed = 0  # so many of them, from the first on, are stepped
         self._pass = -1  # autograd's number of the backward pass in which the first of them was stepped
         self._groups: list[dict[str, Any]] = []  # the options that the window is stepped with
         self._looked_for_scaler = False
@@ -146,7 +148,7 @@ class BackwardSteps:
         with self._lock:
             if self._stepped:
                 self._order = list(self._stepped)
-            self._stepped = {}
+            self._stepped, self._passed = {}, 0
             self._arrived.clear()
 
     def forget(self) -> None:
@@ -160,8 +162,14 @@ class BackwardSteps:
 
     def expected(self) -> list[Bucket]:
         """The buckets that are not stepped yet, in the order in which they probably will be."""
-        known = self._order or reversed(self._plan.buckets)
-        return [bucket for bucket in known if bucket not in self._stepped]
+        return list(self._coming())
+
+    def _coming(self) -> Iterator[Bucket]:
+        # What leads the order and is stepped is passed by once, and not again for each bucket that follows it.
+        while self._passed < len(self._order) and self._order[self._passed] in self._stepped:
+            self._passed += 1
+        known = itertools.islice(self._order, self._passed, None) if self._order else reversed(self._plan.buckets)
+        return (bucket for bucket in known if bucket not in self._stepped)
 
     # --- `GradientHome`, of gradients that are gone ------------------------------------------------------------------
 
@@ -242,7 +250,8 @@ class BackwardSteps:
                 set_raw_gradient(p, None)
                 self._gone[id(p)] = weakref.ref(p)
                 set_gradient_home(p, self)
-        self._stepper.stage_ahead([(following, []) for following in self.expected()], 0)
+        following = itertools.islice(self._coming(), READ_AHEAD)
+        ReadAhead(self._stepper, [(other, []) for other in following]).look(0)
 
     def _is_another_pass(self) -> bool:
         """Whether this is a later backward pass than the one in which buckets of the window were stepped.

@@ -24,6 +24,9 @@ __all__ = ["BufferPool", "Lease", "PoolExhausted"]
 PAGE_BYTES = 4096
 """Leases start at multiples of this and are a multiple of it long, so that their transfers go direct in whole."""
 
+_LOOKS = 32
+"""Buffers that one call looks at, the oldest first, of those that were given back with a transfer in flight."""
+
 
 class PoolExhausted(SwapError):
     """No free extent of the pool is long enough, and nothing in it can be reclaimed."""
@@ -53,9 +56,13 @@ class _FreePieces:
     """The free parts of a range of addresses, in order, never touching each other. Not thread-safe.
 
     First fit: long-lived leases settle at the low end, and the high end stays in one piece for the large ones.
+
+    Attributes:
+        total_bytes: length of all free pieces.
     """
 
     def __init__(self, length_bytes: int) -> None:
+        self.total_bytes = length_bytes
         self._pieces = [(0, length_bytes)]
 
     def take(self, extent: _Extent, length_bytes: int) -> bool:
@@ -67,6 +74,7 @@ class _FreePieces:
             rest = [(middle, stop)] if middle < stop else []
             extent.start, extent.stop, extent.taken = start, middle, True
             self._pieces[i : i + 1] = rest
+            self.total_bytes -= length_bytes
             return True
         return False
 
@@ -85,10 +93,7 @@ class _FreePieces:
         joined = [(start, stop)]
         extent.taken = False
         self._pieces[i:j] = joined
-
-    def total_bytes(self) -> int:
-        """Length of all free pieces."""
-        return sum(stop - start for start, stop in self._pieces)
+        self.total_bytes += extent.stop - extent.start
 
     def largest_bytes(self) -> int:
         """Length of the longest free piece."""
@@ -219,7 +224,8 @@ class BufferPool:
         self._free = _FreePieces(self.capacity_bytes)
         # Not for `close`, which a finalizer may call at any allocation, in a thread that holds it.
         self._lock = threading.Lock()
-        self._given_back: deque[_Extent] = deque()  # to be freed; some still with a transfer in flight
+        self._given_back: deque[_Extent] = deque()  # to be freed, or to be put with those that are busy
+        self._busy: deque[_Extent] = deque()  # given back with a transfer in flight
         self.abandoned_bytes = 0
         self._abandoned: list[Lease] = []
         self._reclaimers: list[Callable[[], Callable[[], bool] | None]] = []
@@ -322,7 +328,7 @@ class BufferPool:
         if os.getpid() != self._pid:
             return
         self._closed = True
-        for extent in list(self._given_back):
+        for extent in [*self._busy, *self._given_back]:
             if extent.transfer is not None:
                 extent.transfer.settle()
         self._finalizer()
@@ -334,14 +340,30 @@ class BufferPool:
         self.close()
 
     def _collect(self) -> None:
-        """Free what was given back and is at rest. Under the lock."""
-        for extent in list(self._given_back):
+        """Free what was given back and is at rest. Under the lock.
+
+        Whatever was given back is looked at once; and if it was busy then, again when it is among the oldest. An extent
+        that is in both lists after Ctrl-C, or twice in one because its lease was released and then collected, is freed
+        once: `put` does nothing the second time.
+        """
+        while self._given_back:
+            extent = self._given_back[0]
             if extent.is_over():
-                self._free.put(extent)  # A lease that is released and then collected is there twice.
-                self._given_back.remove(extent)
+                self._free.put(extent)
+            else:
+                self._busy.append(extent)
+            self._given_back.popleft()
+        position = 0
+        while position < min(len(self._busy), _LOOKS):
+            extent = self._busy[position]
+            if extent.is_over():
+                self._free.put(extent)
+                del self._busy[position]
+            else:
+                position += 1
 
     def _used_bytes(self) -> int:
-        return self.capacity_bytes - self._free.total_bytes()
+        return self.capacity_bytes - self._free.total_bytes
 
     def reclaim(self) -> bool:
         """Ask the reclaimers for one buffer. False if none of them has any to give."""
@@ -358,8 +380,7 @@ class BufferPool:
         """Wait for the transfer in what was given back first. False if there is none."""
         with self._lock:
             self._collect()
-            given_back = list(self._given_back)  # Other threads append.
-        transfer = next((extent.transfer for extent in given_back if extent.transfer is not None), None)
+            transfer = self._busy[0].transfer if self._busy else None
         if transfer is None:
             return False
         # Waits without observing: a failure belongs to whoever waits for the transfer, or to the handle's `close`.

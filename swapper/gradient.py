@@ -139,6 +139,11 @@ class GradientSwapper:
         GradientSwapper._open.add(self)
 
     @property
+    def drops(self) -> int:
+        """How often a part that was read ahead was given up."""
+        return self._pipeline.drops
+
+    @property
     def reserved_bytes(self) -> int:
         """What of the pool others must leave for gradients."""
         return self._reserved_bytes
@@ -380,9 +385,12 @@ class GradientSwapper:
             parameters: None means all.
         """
         with self._lock:
-            wanted = None if parameters is None else {id(p) for p in parameters}
-            for number, gradient in self._gradients.items():
-                if gradient.place is not Place.HERE and (wanted is None or number in wanted):
+            if parameters is None:
+                known = list(self._gradients.values())
+            else:  # `zero_grad` asks for each alone: that must not walk all.
+                known = [gradient for p in parameters if (gradient := self._gradients.get(id(p))) is not None]
+            for gradient in known:
+                if gradient.place is not Place.HERE:
                     self._fill_handed(gradient)
                     self._forget(gradient)
 

@@ -17,7 +17,7 @@ from swapper.layout import ALIGNMENT_BYTES, round_up
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.pipeline import Pipeline
 from swapper.segments import MASTER, Bucket, Segment
-from swapper.stepper import Stepper, progress
+from swapper.stepper import ReadAhead, Stepper, progress
 from swapper.store import TensorStore
 from swapper.trial import is_dense
 
@@ -82,8 +82,9 @@ class StateRecords:
         show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
         try:
             with torch.no_grad():
+                ahead = ReadAhead(self.stepper, [(bucket, []) for bucket, _ in buckets])
                 for i, (bucket, chosen) in enumerate(progress(buckets, "reading optimizer state", show)):
-                    self.stepper.stage_ahead([(b, []) for b, _ in buckets[i : i + 64]], 0)
+                    ahead.look(i)
                     lease = self.stepper.take(bucket)
                     for segment in chosen:
                         entries = gathered.setdefault(id(segment.parameter), {})

@@ -5,9 +5,8 @@ transfer in flight travels in the lease. A lease that is released while its tran
 pool only when the transfer is done, so no exception, wherever it strikes, can let two owners have one buffer. (But for
 Ctrl-C in the microseconds in which a transfer was started and is not yet in the lease: it then ends unwatched.)
 
-[Note: failed writes] A record whose write failed keeps its buffer and its transfer, in a place of its own, so that every
-later call raises the error again, until `discard` or `forget`: the record on disk is neither the old nor the new one and
-must not be read.
+[Note: failed writes] A record whose write failed keeps its buffer and its transfer, in a place of its own. Every later
+call raises the error again, until `discard` or `forget`: the record on disk is neither the old nor the new one.
 """
 
 from __future__ import annotations
@@ -190,7 +189,8 @@ class Pipeline:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            return any([self._drop(held) for held in self._held.of_place(Place.ARRIVING)])
+            dropped = [self._drop(held) for held in self._held.of_place(Place.ARRIVING)]
+            return any(dropped)
         finally:
             self._lock.release()
 
@@ -309,7 +309,7 @@ class Pipeline:
         return True
 
     def _drop(self, held: Held) -> bool:
-        """Give up a record that was only read ahead. False if it is still being written: it leaves when that is done."""
+        """Give up a record that was only read ahead. False if it leaves later, as it is still being written."""
         self.drops += 1
         if held.writing:
             self._held.move(held, Place.LEAVING, writing=True)
