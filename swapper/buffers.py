@@ -108,15 +108,18 @@ class Lease:
 
     Attributes:
         length_bytes: as asked for.
+        address: of its first byte.
     """
 
-    __slots__ = ("__weakref__", "_extent", "_pool", "_tensor", "length_bytes")
+    __slots__ = ("__weakref__", "_extent", "_pool", "_tensor", "_typed", "address", "length_bytes")
 
     def __init__(self, pool: BufferPool, length_bytes: int) -> None:
         self.length_bytes = length_bytes
         self._pool: BufferPool | None = pool
         self._extent = _Extent(self, pool._given_back.append)  # See [Note: giving back].
         self._tensor = pool._memory[:0]  # Until `try_acquire` knows which.
+        self._typed: dict[torch.dtype, torch.Tensor] = {}  # views of all of it, which go with the lease
+        self.address = 0
 
     def __repr__(self) -> str:
         return f"Lease({self.length_bytes} bytes at {self._extent.start}{', released' if self.released else ''})"
@@ -161,12 +164,29 @@ class Lease:
         Raises:
             ValueError: misaligned, or beyond the lease.
         """
-        stop = offset_bytes + numel * dtype.itemsize
-        if offset_bytes % dtype.itemsize or not 0 <= offset_bytes <= stop <= self.length_bytes:
+        return self.strided_view(offset_bytes, numel, dtype, (numel,), (1,))
+
+    def strided_view(
+        self, offset_bytes: int, numel: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        """As `view`, with a shape and strides in which `numel` elements fill one block of memory."""
+        itemsize = dtype.itemsize
+        if offset_bytes % itemsize or numel < 0 or not 0 <= offset_bytes <= self.length_bytes - numel * itemsize:
             raise ValueError(
                 f"{numel} elements of {dtype} at byte {offset_bytes} do not fit a lease of {self.length_bytes} bytes"
             )
-        return self.tensor[offset_bytes:stop].view(dtype)
+        whole = self.tensor
+        typed = self._typed.get(dtype)
+        if typed is None:
+            typed = self._typed[dtype] = whole[: self.length_bytes // itemsize * itemsize].view(dtype)
+        return typed.as_strided(shape, stride, (self._extent.start + offset_bytes) // itemsize)
+
+    def pool_has(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`, which is strided, may be in the memory of the lease's pool. An empty one may."""
+        pool = self._pool
+        if pool is None:
+            raise SwapError("this lease was given back: its memory may have another owner")
+        return tensor.numel() == 0 or 0 <= tensor.data_ptr() - pool._slab.address < pool.capacity_bytes
 
     def own_view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """As `view`, with a storage of its own: how many tensors share it says whether any use is left."""
@@ -179,7 +199,7 @@ class Lease:
         """Give the memory back, at once or when `transfer` is over. Idempotent; never waits."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            del self._tensor
+            del self._tensor, self._typed
             pool._given_back.append(self._extent)
 
     def abandon(self) -> None:
@@ -295,6 +315,7 @@ class BufferPool:
             self.peak_used_bytes = max(self.peak_used_bytes, self._used_bytes())
         start = lease._extent.start
         lease._tensor = self._memory[start : start + length_bytes]
+        lease.address = self._slab.address + start
         return lease
 
     def acquire(self, length_bytes: int) -> Lease:
