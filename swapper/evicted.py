@@ -59,6 +59,9 @@ _GRADIENT = "_swapper_gradient_home"
 
 _TensorT = TypeVar("_TensorT", bound=torch.Tensor)
 
+_GRAD = vars(torch._C.TensorBase)["grad"]
+"""The attribute as autograd has it, whatever the class of a parameter makes of it."""
+
 _MAKES_PARAMETERS = torch.nn.Parameter.__new__.__code__
 _MAKES_STATE_DICTS = torch.nn.Module._save_to_state_dict.__code__
 
@@ -655,7 +658,7 @@ def can_have_gradient_away(parameter: torch.Tensor) -> bool:
 
 def raw_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """The gradient that autograd knows of."""
-    gradient: torch.Tensor | None = vars(torch._C.TensorBase)["grad"].__get__(parameter)
+    gradient: torch.Tensor | None = _GRAD.__get__(parameter)
     if isinstance(gradient, AwayGradient):  # Another parameter's, assigned to this one.
         gradient.bring_back()
     return gradient
@@ -663,7 +666,7 @@ def raw_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 def set_raw_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Change the gradient that autograd knows of."""
-    vars(torch._C.TensorBase)["grad"].__set__(parameter, gradient)
+    _GRAD.__set__(parameter, gradient)
 
 
 def set_gradient_home(parameter: torch.nn.Parameter, home: GradientHome) -> None:

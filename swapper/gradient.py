@@ -140,6 +140,11 @@ class GradientSwapper:
         GradientSwapper._open.add(self)
 
     @property
+    def drops(self) -> int:
+        """How often a part that was read ahead was given up."""
+        return self._pipeline.drops
+
+    @property
     def reserved_bytes(self) -> int:
         """What of the pool others must leave for gradients."""
         return self._reserved_bytes

@@ -37,7 +37,7 @@ from swapper.optimizer_state import (
 from swapper.pipeline import Pipeline
 from swapper.segments import MASTER, Bucket, OptimizerParameter
 from swapper.stats import Moves, Stats, moves_of
-from swapper.stepper import Stepper, SwappedGradients, SwappedParameters
+from swapper.stepper import ReadAhead, Stepper, SwappedGradients, SwappedParameters
 from swapper.store import TensorStore
 from swapper.trial import unhooked_step
 
@@ -673,7 +673,7 @@ class OptimizerSwapper:
         try:
             if scratch:
                 self._stepper.hold_scratch()
-            self._stepper.stage_ahead([(bucket, []) for bucket in buckets], 0)
+            ReadAhead(self._stepper, [(bucket, []) for bucket in buckets]).look(0)
         except SwapError:
             # Read-ahead is a wish. What is wrong with it (a full pool, a failed write) comes up again in `step`.
             log.debug("no read-ahead", exc_info=True)

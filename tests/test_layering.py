@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 BASE = {"endings", "errors", "layout", "metrics"}
 HANDLE = BASE | {"bounce", "devices", "handle"}
 STORE = {"transfers", "runs", "record_files", "spares", "speed", "codec", "store"}
-PIPELINE = HANDLE | STORE | {"buffers", "growing_pool", "schedule", "pipeline"}
+PIPELINE = HANDLE | STORE | {"buffers", "growing_pool", "schedule", "held_records", "pipeline"}
 OPTIMIZER = PIPELINE | {
     "config",
     "trial",
@@ -78,6 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "value_tensors": {"codec"},
     "values": {"errors", "value_advice", "value_tensors"},
     "schedule": {"errors", "layout"},
+    "held_records": {"buffers", "store"},
     "pipeline": PIPELINE - {"pipeline"},
     "config": {"errors", "deepspeed"},
     "deepspeed": {"errors"},
@@ -158,7 +159,18 @@ OTHER_PACKAGES = {
 PURE = {"errors", "layout", "schedule"}
 """Arithmetic: neither torch nor input and output."""
 
-PURE_MODULES = {"__future__", "collections", "dataclasses", "enum", "errno", "itertools", "json", "math", "typing"}
+PURE_MODULES = {
+    "__future__",
+    "collections",
+    "dataclasses",
+    "enum",
+    "errno",
+    "functools",
+    "itertools",
+    "json",
+    "math",
+    "typing",
+}
 
 
 def modules() -> dict[str, list[Path]]:
