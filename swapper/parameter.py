@@ -385,7 +385,10 @@ class ParameterSwapper(ParameterCache):
         held.pins += 1
         try:
             for place, values in zip(held.plan.places, held.values, strict=True):
-                values.as_strided(place.shape, place.stride).copy_(place.parameter.detach())
+                source = place.parameter.detach()
+                with torch._C.DisableTorchFunctionSubclass():  # Of one that nothing has filled yet, nothing is copied.
+                    values.as_strided(place.shape, place.stride).copy_(source)
+                del source  # The buffer that it lies in may be needed for the next.
         except BaseException:
             self._release(held)
             raise

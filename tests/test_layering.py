@@ -37,7 +37,7 @@ PARAMETER_PARTS = {
     "saved_places",
 }
 SWAPPERS = {"optimizer", "gradient", "parameter"}
-BUILDING = {"heap", "lasting", "nursery", "tensor_files", "weights"}
+BUILDING = {"heap", "lasting", "nursery", "tensor_files", "unfilled", "weights"}
 CHECKPOINT_FILES = {"checkpoint_index", "checkpoint_directories", "checkpoint_files", "checkpoint_reader"}
 CHECKPOINT = HANDLE | CHECKPOINT_FILES | {"codec", "record_files", "store", "tensor_files", "values"}
 API = (
@@ -103,15 +103,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "saved_places": {"errors", "evicted", "parameter_cache"},
     "forward_hooks": {"evicted", "parameter_cache"},
     "parameter": PARAMETERS | PARAMETER_PARTS,
-    "nursery": PARAMETERS | PARAMETER_PARTS | {"heap", "parameter"},
+    "nursery": PARAMETERS | PARAMETER_PARTS | {"heap", "parameter", "unfilled"},
     "tensor_files": HANDLE | {"evicted"},
-    "weights": HANDLE | {"evicted", "progress", "tensor_files"},
+    "unfilled": {"errors", "evicted"},
+    "weights": HANDLE | {"evicted", "progress", "tensor_files", "unfilled"},
     "checkpoint_index": {"codec"},
     "checkpoint_directories": {"checkpoint_index", "errors"},
     "checkpoint_files": HANDLE
     | {"checkpoint_directories", "checkpoint_index", "codec", "progress", "record_files", "store", "streams"},
     "checkpoint_reader": HANDLE | {"checkpoint_files", "checkpoint_index", "codec", "tensor_files"},
-    "saved_model": CHECKPOINT | {"evicted", "parameter", "parameter_cache"},
+    "saved_model": CHECKPOINT | {"evicted", "parameter", "parameter_cache", "unfilled"},
     "state_writer": CHECKPOINT | OPTIMIZER | {"optimizer", "unswapped"},
     "saved_state": CHECKPOINT | OPTIMIZER | {"optimizer", "state_writer"},
     "checkpoint": CHECKPOINT | {"fastsave", "saved_model", "saved_state", "state_writer"},
