@@ -25,6 +25,7 @@ from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.evicted import bring_back_gradients, raw_gradient
 from swapper.failure import Failure, versions
 from swapper.metrics import Metrics
+from swapper.modes import modes_kept, set_grad_mode
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.optimizer_state import (
     SHOW_PROGRESS_BYTES,
@@ -303,7 +304,8 @@ class OptimizerSwapper:
         for p in parameters:
             if not self._plan.is_planned(p):
                 self._add_buckets(self._plan.extend(optimizer, [p]))
-        with self._replacing("loading a checkpoint"), torch.no_grad():
+        with self._replacing("loading a checkpoint"), modes_kept():
+            set_grad_mode(False)
             fill(self._records, optimizer)
         self._made_anew()
 
@@ -434,7 +436,8 @@ class OptimizerSwapper:
         self._check_usable("step")
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with modes_kept():
+                set_grad_mode(True)
                 loss = closure()
         if self._backward is not None:
             self._backward.check_options(optimizer)
@@ -447,7 +450,8 @@ class OptimizerSwapper:
         show = self.metrics.steps == 0 and self._plan.stored_bytes >= SHOW_PROGRESS_BYTES
         waited_s = self.metrics.wait_read_s + self.metrics.wait_write_s
         before_s = self.metrics.step_s
-        with torch.no_grad(), self.metrics.span("swapper.step", "step_s"):
+        with modes_kept(), self.metrics.span("swapper.step", "step_s"):
+            set_grad_mode(False)
             try:
                 self._stepper.run(optimizer, work, show)
             except BaseException as error:
@@ -721,7 +725,8 @@ class OptimizerSwapper:
                 if not self._plan.is_planned(p):
                     self._add_buckets(self._plan.extend(optimizer, [p]))
                 check_loadable(p, self._plan.segments_of(p), by_id[id(p)])
-        with self._replacing("loading optimizer state"), torch.no_grad():
+        with self._replacing("loading optimizer state"), modes_kept():
+            set_grad_mode(False)
             self._records.replace(optimizer, by_id, lambda segment: by_id[id(segment.parameter)], as_it_is)
 
     # --- The end ---------------------------------------------------------------------------------------------------
