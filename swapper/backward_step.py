@@ -39,6 +39,7 @@ from swapper.evicted import (
     set_raw_gradient,
 )
 from swapper.loss_scaling import may_be_scaled
+from swapper.modes import modes_kept, set_grad_mode
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.segments import Bucket, OptimizerParameter, grouped
 from swapper.stepper import READ_AHEAD, ReadAhead, Stepper
@@ -276,7 +277,8 @@ class BackwardSteps:
         if not work:
             return
         try:
-            with torch.no_grad():
+            with modes_kept():
+                set_grad_mode(False)
                 self._stepper.run_one(optimizer, work[0])
         except BaseException as error:
             self._failed(error)

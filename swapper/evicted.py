@@ -18,6 +18,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from swapper.errors import SwapError
+from swapper.modes import outside_of_inference
 
 __all__ = [
     "LAYOUT",
@@ -581,7 +582,7 @@ def _leaves_alone(name: str, args: tuple[Any, ...]) -> bool:
 
 def away_gradient(parameter: torch.nn.Parameter, home: GradientHome | None, stride: tuple[int, ...]) -> AwayGradient:
     """What stands for the gradient of `parameter` that is in `home`, or gone, until its values are used."""
-    with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+    with outside_of_inference(), torch._C.DisableTorchFunctionSubclass():
         hollow = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         gradient: AwayGradient = torch.Tensor._make_subclass(AwayGradient, hollow)
         gradient.parameter, gradient.home = parameter, home
@@ -639,7 +640,7 @@ def home_of(item: object) -> Home | None:
 def evict(parameter: torch.nn.Parameter, home: Home) -> None:
     """Take the values away from `parameter`. It keeps its shape, dtype, version, gradient and hooks."""
     parameter.__dict__[_ATTRIBUTE] = home
-    with torch.inference_mode(False):  # Else the parameter would be one of that mode, and be of no use after it.
+    with outside_of_inference():  # Else the parameter would be one of that mode, and be of no use after it.
         hollow = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
     if type(parameter) is EvictedParameter or UNFILLED in vars(parameter):  # This is no use of its values.
         _set_class(parameter, torch.nn.Parameter)

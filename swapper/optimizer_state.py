@@ -14,6 +14,7 @@ from swapper.buffers import Lease
 from swapper.errors import ConfigError
 from swapper.heap import return_free_memory
 from swapper.layout import ALIGNMENT_BYTES, round_up
+from swapper.modes import modes_kept, set_grad_mode
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.pipeline import Pipeline
 from swapper.segments import MASTER, Bucket, OptimizerParameter, Segment
@@ -81,7 +82,8 @@ class StateRecords:
                 buckets.append((bucket, chosen))
         show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
         try:
-            with torch.no_grad():
+            with modes_kept():
+                set_grad_mode(False)
                 ahead = ReadAhead(self.stepper, [(bucket, []) for bucket, _ in buckets])
                 for i, (bucket, chosen) in enumerate(progress(buckets, "reading optimizer state", show)):
                     ahead.look(i)

@@ -11,7 +11,7 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 
-BASE = {"endings", "errors", "layout", "metrics"}
+BASE = {"endings", "errors", "layout", "metrics", "modes"}
 HANDLE = BASE | {"bounce", "devices", "handle"}
 STORE = {"transfers", "runs", "record_files", "spares", "speed", "codec", "store"}
 PIPELINE = HANDLE | STORE | {"buffers", "growing_pool", "schedule", "held_records", "pipeline"}
@@ -55,6 +55,7 @@ API = (
 
 MAY_IMPORT: dict[str, set[str]] = {
     "endings": set(),
+    "modes": set(),
     "errors": set(),
     "layout": {"errors"},
     "metrics": {"errors"},
@@ -89,11 +90,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer_plan": {"config", "devices", "segments", "schedule", "trial", "layout", "errors"},
     "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "progress", "segments", "trial"},
     "loss_scaling": set(),
-    "backward_step": {"errors", "evicted", "loss_scaling", "optimizer_plan", "segments", "stepper"},
+    "backward_step": {"errors", "evicted", "loss_scaling", "modes", "optimizer_plan", "segments", "stepper"},
     "stats": {"metrics"},
     "optimizer": OPTIMIZER | STEPS | {"stats"},
     "unswapped": {"metrics", "optimizer", "stats", "stepper"},
-    "evicted": {"errors"},
+    "evicted": {"errors", "modes"},
     "lasting": {"store", "parameter_records"},
     "order": set(),
     "parameter_records": {"layout", "codec", "trial", "errors", "evicted"},
