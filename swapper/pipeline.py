@@ -5,8 +5,13 @@ transfer in flight travels in the lease. A lease that is released while its tran
 pool only when the transfer is done, so no exception, wherever it strikes, can let two owners have one buffer. (But for
 Ctrl-C in the microseconds in which a transfer was started and is not yet in the lease: it then ends unwatched.)
 
-[Note: failed writes] A write that failed keeps its place, its buffer and its transfer, so that every later call raises
-it again, until `discard` or `forget`: the record on disk is neither the old nor the new one and must not be read.
+[Note: copies from a device] A buffer that is put while a device still copies into it (the copy is the transfer of its
+lease) is written when the copy is over: whoever calls next then starts the write, or waits for the copy if it needs the
+record, or its buffer, before.
+
+[Note: failed writes] A write that failed, or the copy before it, keeps its place, its buffer and its transfer, so that
+every later call raises it again, until `discard` or `forget`: the record on disk is neither the old nor the new one and
+must not be read.
 """
 
 from __future__ import annotations
@@ -44,7 +49,7 @@ class _Held:
     lease: Lease
     place: Place
     writing: bool = False
-    """The lease's transfer is a write: its failure means lost data, not only a read to repeat."""
+    """The lease's transfer is a write, or a copy to be written: its failure means lost data, not a read to repeat."""
     empty: bool = False
     """A new buffer of undefined content, as nothing is stored yet."""
 
@@ -74,6 +79,7 @@ class Pipeline:
         self._held: dict[RecordKey, _Held] = {}
         self._resident: frozenset[RecordKey] = frozenset()
         self._dropped: list[AnyTransfer] = []  # reads that are not wanted any more
+        self._copied: dict[RecordKey, int] = {}  # how much is to be written of records that a device copies to
         self._lock = threading.RLock()
         pool.add_reclaimer(self._reclaim)
 
@@ -140,6 +146,7 @@ class Pipeline:
                     return lease, False
                 held = self._read(key, lease)
             assert held.place is not Place.LIVE, f"{key} is in use already"
+            self._finish_copy(key)
             transfer = held.lease.transfer
             if transfer is None or transfer.done():
                 self._metrics.hits += 1
@@ -162,6 +169,8 @@ class Pipeline:
     def put(self, key: RecordKey, length_bytes: int) -> None:
         """Start writing the first `length_bytes` of the buffer taken for `key`, and let go of it. Returns at once.
 
+        If its lease has a transfer, that is waited for before it is written: see [Note: copies from a device].
+
         Raises:
             SwapIOError: an earlier write failed, or there is no room for a fresh file beside one that must stay.
         """
@@ -172,11 +181,14 @@ class Pipeline:
             self._metrics.end_use(key)
             if self._store is None:
                 held.place = Place.KEPT
+                held.writing = held.lease.transfer is not None
                 return
-            held.lease.transfer = self._store.write(key, held.lease, length_bytes)
+            if held.lease.transfer is not None:  # See [Note: copies from a device].
+                self._copied[key] = length_bytes
+            else:
+                self._write(key, held, length_bytes)
             held.writing = True
             held.place = Place.KEPT if key in self._resident else Place.LEAVING
-            self._metrics.count_write(key, length_bytes, held.lease.transfer)
             self._collect()
 
     def give_back(self, key: RecordKey) -> None:
@@ -223,6 +235,9 @@ class Pipeline:
         """
         with self._lock, self._metrics.span("swapper.drain", "wait_write_s"):
             self.drop_staged()
+            for key in list(self._copied):
+                with contextlib.suppress(SwapIOError):  # Raised again by `_collect`.
+                    self._finish_copy(key)
             for held in list(self._held.values()):
                 if held.lease.transfer is not None:
                     held.lease.transfer.settle()
@@ -262,6 +277,7 @@ class Pipeline:
         """Give back the record's buffer, if it has one, and forget what is stored of it, failed writes included."""
         with self._lock:
             held = self._held.get(key)
+            self._copied.pop(key, None)
             if held is not None:
                 with contextlib.suppress(SwapIOError):  # The data that it failed to move are not wanted any more.
                     if held.lease.transfer is not None:
@@ -287,16 +303,47 @@ class Pipeline:
         self._held[key] = held
         return held
 
+    def _write(self, key: RecordKey, held: _Held, length_bytes: int) -> None:
+        assert self._store is not None
+        held.lease.transfer = self._store.write(key, held.lease, length_bytes)
+        self._metrics.count_write(key, length_bytes, held.lease.transfer)
+
+    def _finish_copy(self, key: RecordKey) -> None:
+        """Wait until the device has copied the record, if it does, and start writing it.
+
+        Raises:
+            SwapIOError: the copy failed, or the write could not be started. The next call tries again.
+        """
+        if key in self._copied:
+            held = self._held[key]
+            assert held.lease.transfer is not None
+            held.lease.transfer.wait()
+            self._write(key, held, self._copied[key])
+            del self._copied[key]
+
+    def _write_copied(self) -> SwapIOError | None:
+        """Start writing what the device has copied. Returns the first failure. See [Note: copies from a device]."""
+        failure: SwapIOError | None = None
+        for key in list(self._copied):
+            transfer = self._held[key].lease.transfer
+            if transfer is None or not transfer.done():
+                break  # Copies end in the order in which they are started.
+            try:
+                self._finish_copy(key)
+            except SwapIOError as error:
+                failure = failure or error
+        return failure
+
     def _collect(self) -> None:
-        """Give back the buffers whose write is done.
+        """Start the writes whose copy is done, give back the buffers whose write is done.
 
         Raises:
             SwapIOError: the first write that failed. See [Note: failed writes].
         """
-        failure: SwapIOError | None = None
+        failure = self._write_copied()
         for key, held in list(self._held.items()):
             transfer = held.lease.transfer
-            if not held.writing or transfer is None or not transfer.done():
+            if not held.writing or key in self._copied or transfer is None or not transfer.done():
                 continue
             try:
                 transfer.wait()
@@ -396,7 +443,7 @@ class Pipeline:
             # What is kept goes too if it must: buffers that stay can leave no piece of the pool that is long enough.
             for place in (Place.LEAVING, Place.KEPT):
                 for key, held in list(self._held.items()):
-                    if held.place is place and self._store is not None and self._is_written(held):
+                    if held.place is place and self._store is not None and self._is_written(key, held):
                         del self._held[key]
                         held.lease.release()
                         return True
@@ -404,10 +451,11 @@ class Pipeline:
         finally:
             self._lock.release()
 
-    def _is_written(self, held: _Held) -> bool:
+    def _is_written(self, key: RecordKey, held: _Held) -> bool:
         """Wait for the write that is in flight, if any. False if it failed."""
         if held.lease.transfer is not None:
             try:
+                self._finish_copy(key)
                 held.lease.transfer.wait()
             except SwapIOError:
                 return False
