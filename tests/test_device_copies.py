@@ -28,7 +28,7 @@ from swapper.devices import Copy, DeviceCopies
 from swapper.errors import SwapError, SwapIOError
 from swapper.evicted import raw_gradient, set_raw_gradient
 from swapper.gradient import GradientSwapper
-from swapper.handle import AsyncIOHandle
+from swapper.handle import AsyncIOHandle, FaultPlan
 from swapper.metrics import Metrics
 from swapper.pipeline import Pipeline
 from swapper.segments import Scratch, Segment
@@ -550,7 +550,8 @@ KEY = RecordKey(0, "grad", 0)
 @contextlib.contextmanager
 def records(path: Path, stored: bool = True) -> Iterator[tuple[Pipeline, BufferPool, Metrics]]:
     metrics = Metrics()
-    with AsyncIOHandle() as handle, BufferPool(4 * SIZE, handle) as pool:
+    faults = FaultPlan(seed=0, delay_us=20_000)
+    with AsyncIOHandle(faults=faults) as handle, BufferPool(4 * SIZE, handle) as pool:
         store = TensorStore([path], "run", 0, [handle]) if stored else None
         if store is not None:
             store.plan({RecordKey(0, "grad", number): SIZE for number in range(8)})
@@ -579,7 +580,7 @@ def value_of(pipeline: Pipeline, number: int) -> int:
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("how", ["take", "stage", "drain", "later"])
 def test_a_record_is_written_when_it_was_copied(nvme_path: Path, how: str, stored: bool) -> None:
-    with records(nvme_path, stored) as (pipeline, _, metrics):
+    with records(nvme_path, stored) as (pipeline, pool, metrics):
         copies = DeviceCopies(CPU)
         for number in range(3):
             put(pipeline, copies, number, number + 1)
@@ -590,6 +591,7 @@ def test_a_record_is_written_when_it_was_copied(nvme_path: Path, how: str, store
             assert pipeline.drop_staged() is False
         if how == "drain":
             pipeline.drain()
+            assert pool.used_bytes == 0 or not stored
         if how == "later":
             LateCopies.synchronize()
             pipeline.check()
@@ -610,6 +612,23 @@ def test_a_pool_that_is_short_waits_for_copies(nvme_path: Path) -> None:
             lease.tensor.fill_(99)
             lease.release()
         assert [value_of(pipeline, number) for number in range(8)] == list(range(1, 9))
+
+
+def test_a_copy_that_ends_between_two_looks_is_no_write(nvme_path: Path) -> None:
+    class EndsNow(Copy):
+        looks = 0
+
+        def done(self) -> bool:
+            EndsNow.looks += 1
+            return EndsNow.looks > 1
+
+    with records(nvme_path) as (pipeline, _, metrics):
+        lease, _ = pipeline.take(KEY, SIZE)
+        lease.tensor.fill_(5)
+        lease.transfer = EndsNow(LateCopies.late.record())
+        pipeline.put(KEY, SIZE)
+        pipeline.check()
+        assert metrics.writes == 1 and value_of(pipeline, 0) == 5
 
 
 @pytest.mark.parametrize("stored", [True, False])
