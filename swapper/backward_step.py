@@ -13,11 +13,10 @@ order of backward, step, zero_grad, is told so, before it can do anything else t
 from __future__ import annotations
 
 import gc
-import itertools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
@@ -36,7 +35,7 @@ from swapper.evicted import (
 )
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.segments import Bucket
-from swapper.stepper import READ_AHEAD, ReadAhead, Stepper
+from swapper.stepper import ReadAhead, Stepper
 
 __all__ = ["CANNOT_GO_WITH", "BackwardSteps"]
 
@@ -75,7 +74,7 @@ class BackwardSteps:
         self._gone: dict[int, weakref.ref[torch.nn.Parameter]] = {}  # parameters that were stepped, until zero_grad
         self._stepped: dict[Bucket, None] = {}  # of the window, in order
         self._order: list[Bucket] = []  # of the last window: what to expect in the next
-        self._passed = 0  # so many of them, from the first on, are stepped
+        self._ahead: ReadAhead | None = None  # of the window, from its first step on
         self._pass = -1  # autograd's number of the backward pass in which the first of them was stepped
         self._groups: list[dict[str, Any]] = []  # the options that the window is stepped with
         self._looked_for_scaler = False
@@ -148,7 +147,7 @@ class BackwardSteps:
         with self._lock:
             if self._stepped:
                 self._order = list(self._stepped)
-            self._stepped, self._passed = {}, 0
+            self._stepped, self._ahead = {}, None
             self._arrived.clear()
 
     def forget(self) -> None:
@@ -162,14 +161,8 @@ class BackwardSteps:
 
     def expected(self) -> list[Bucket]:
         """The buckets that are not stepped yet, in the order in which they probably will be."""
-        return list(self._coming())
-
-    def _coming(self) -> Iterator[Bucket]:
-        # What leads the order and is stepped is passed by once, and not again for each bucket that follows it.
-        while self._passed < len(self._order) and self._order[self._passed] in self._stepped:
-            self._passed += 1
-        known = itertools.islice(self._order, self._passed, None) if self._order else reversed(self._plan.buckets)
-        return (bucket for bucket in known if bucket not in self._stepped)
+        known = self._order or reversed(self._plan.buckets)
+        return [bucket for bucket in known if bucket not in self._stepped]
 
     # --- `GradientHome`, of gradients that are gone ------------------------------------------------------------------
 
@@ -250,8 +243,9 @@ class BackwardSteps:
                 set_raw_gradient(p, None)
                 self._gone[id(p)] = weakref.ref(p)
                 set_gradient_home(p, self)
-        following = itertools.islice(self._coming(), READ_AHEAD)
-        ReadAhead(self._stepper, [(other, []) for other in following]).look(0)
+        if self._ahead is None:  # Buckets stay as they are from here to the end of the window.
+            self._ahead = ReadAhead(self._stepper, [(other, []) for other in self.expected()], self._stepped)
+        self._ahead.look()
 
     def _is_another_pass(self) -> bool:
         """Whether this is a later backward pass than the one in which buckets of the window were stepped.
