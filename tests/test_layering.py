@@ -156,7 +156,18 @@ OTHER_PACKAGES = {
 PURE = {"errors", "layout", "schedule"}
 """Arithmetic: neither torch nor input and output."""
 
-PURE_MODULES = {"__future__", "collections", "dataclasses", "enum", "errno", "itertools", "json", "math", "typing"}
+PURE_MODULES = {
+    "__future__",
+    "collections",
+    "dataclasses",
+    "enum",
+    "errno",
+    "functools",
+    "itertools",
+    "json",
+    "math",
+    "typing",
+}
 
 
 def modules() -> dict[str, list[Path]]:
