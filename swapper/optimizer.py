@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, NoReturn, TypeVar
 
@@ -24,6 +24,7 @@ from swapper.endings import finalizer
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.evicted import bring_back_gradients, raw_gradient
 from swapper.failure import Failure, versions
+from swapper.guarded_state import GuardedState
 from swapper.metrics import Metrics
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.optimizer_state import (
@@ -108,6 +109,8 @@ class OptimizerSwapper:
         self._left: set[int] = set()  # parameters that another optimizer steps in backward
         self._advised = False
         self._backward: BackwardSteps | None = None
+        self._state = GuardedState(self)
+        self._own_state = optimizer.state  # Empty while the state is in records; `unwrap` fills it again.
         kept: dict[Any, Any] = {}
         try:
             if plan.step_in_backward:
@@ -118,15 +121,14 @@ class OptimizerSwapper:
             if existing:
                 self._import(optimizer, existing, as_it_is=True)
                 self._pipeline.drain()  # The copy in memory must stay until the one on the drive is good.
-            kept.update(optimizer.state)
-            optimizer.state.clear()
-            self._state = optimizer.state
+            kept.update(self._own_state)
+            self._own_state.clear()
             self._install(optimizer)
             self._finalizer = finalizer(optimizer, _finalize, self)
             self._take_over(optimizer)
         except BaseException:
             self._uninstall(optimizer)
-            optimizer.state.update(kept)
+            self._own_state.update(kept)
             with suppress(SwapIOError):  # The error that is on its way already is the one to see.
                 self.close()
             raise
@@ -248,14 +250,14 @@ class OptimizerSwapper:
         self._note_cut_off(optimizer)
         with self._replacing("forgetting optimizer state"):
             self._records.forget()
-        optimizer.state.clear()
-        self._state = optimizer.state
+        optimizer.state = self._state
         self._made_anew()
 
     def unwrap(self) -> None:
         """Bring all state back to `optimizer.state` and undo what wrapping did. See `swapper.unwrap_optimizer`."""
         self._check_usable("unwrap")
         optimizer = self._optimizer()
+        self._check_state(optimizer)
         gathered = self._records.gather(list(parameters_of(optimizer)), allocate_in_memory)
         state: dict[Any, dict[str, Any]] = {}
         for p in parameters_of(optimizer):
@@ -269,10 +271,10 @@ class OptimizerSwapper:
         if self.gradients is not None:
             self.gradients.bring_back_all()
         try:
-            optimizer.state.update(state)
+            self._own_state.update(state)
             self._uninstall(optimizer)
         except KeyboardInterrupt:  # Half of it would be an optimizer without its state.
-            optimizer.state.update(state)
+            self._own_state.update(state)
             self._uninstall(optimizer)
             raise
         finally:
@@ -370,7 +372,7 @@ class OptimizerSwapper:
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._former_step = vars(optimizer).get("step")
-        vars(optimizer).update(step=step, swapper=self, __getstate__=refuse_copy)
+        vars(optimizer).update(step=step, swapper=self, __getstate__=refuse_copy, state=self._state)
         self._hooks.append(optimizer.register_state_dict_post_hook(self._on_state_dict, prepend=True))
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._on_load_state_dict))
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self._on_loaded, prepend=True))
@@ -394,6 +396,8 @@ class OptimizerSwapper:
         """Undo `_install`, or as much of it as was done. Idempotent."""
         for hook in self._hooks:
             hook.remove()
+        if optimizer.state is self._state:
+            optimizer.state = self._own_state
         if vars(optimizer).get("swapper") is not self:
             return
         for name in ("step", "__getstate__"):
@@ -460,16 +464,12 @@ class OptimizerSwapper:
         return loss
 
     def _check_state(self, optimizer: Optimizer) -> None:
-        # An empty entry is what reading `optimizer.state[p]` leaves: whoever did that was misled.
-        if optimizer.state is not self._state or optimizer.state:
-            what = "optimizer.state was read or written" if optimizer.state else "optimizer.state was replaced"
+        if optimizer.state is not self._state:
             raise SwapError(
-                f"{what} since the last step, but the state of a swapped optimizer is on disk. Read it with "
-                "optimizer.swapper.state(parameter) and load it with optimizer.load_state_dict(...); clear "
-                "optimizer.state to go on as if nothing had happened, or call optimizer.swapper.reset() to start from "
-                "no state"
+                "optimizer.state was replaced since the last step, but the state of a swapped optimizer is on disk. "
+                "Assign what single parameters are to have (optimizer.state[parameter] = {...}) or load all of it with "
+                "optimizer.load_state_dict(...), or call optimizer.swapper.reset() to start from no state"
             )
-        optimizer.state.clear()
 
     def _reconcile(self, optimizer: Optimizer) -> None:
         """Follow what happened to `param_groups` since the last call."""
@@ -669,6 +669,59 @@ class OptimizerSwapper:
             # Read-ahead is a wish. What is wrong with it (a full pool, a failed write) comes up again in `step`.
             log.debug("no read-ahead", exc_info=True)
 
+    # --- `StateOwner`, of what `optimizer.state` shows ---------------------------------------------------------------
+
+    def parameters_with_state(self) -> list[torch.nn.Parameter]:
+        """The parameters that have state, in the order of the buckets."""
+        segments = (segment for bucket in self._plan.buckets for segment in bucket.segments if segment.has_state)
+        found = {id(segment.parameter): segment.parameter for segment in segments}
+        return [p for p in found.values() if self._plan.is_planned(p)]
+
+    def state_keys(self, parameter: torch.nn.Parameter) -> list[str]:
+        """Names of the state of a parameter, as `state` has them; none if it has no state."""
+        segments = self._plan.segments_of(parameter)
+        keys = list(segments[0].keys) if segments else []
+        return keys + [MASTER] * any(segment.checksum is not None for segment in segments)
+
+    def take_state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """Forget the state of a parameter, and return it, as the class would have it on the parameter's device.
+
+        Errors as for `assign_state`.
+        """
+        self._check_usable("popping optimizer.state")
+        entries = self._records.gather([parameter], allocate_in_memory).get(id(parameter), {})
+        self.assign_state(parameter, {})
+        return {
+            key: as_plain_state(key, value, parameter, False) if isinstance(value, torch.Tensor) else value
+            for key, value in entries.items()
+        }
+
+    def assign_state(self, parameter: torch.nn.Parameter, entries: Mapping[str, Any]) -> None:
+        """Replace the state of a parameter by a copy of `entries`, with the dtypes they have; without any, forget it.
+
+        Raises:
+            SwapError: the optimizer does not have `parameter`; or a step was cut off, or is under way in backward.
+            ConfigError, ValueError: the entries cannot be those of the parameter. Nothing was changed.
+            SwapIOError: the drive failed.
+        """
+        self._check_usable("assigning to optimizer.state")
+        optimizer = self._optimizer()
+        self._check_state(optimizer)
+        self._reconcile(optimizer)
+        if not self._plan.is_planned(parameter):
+            if not any(p is parameter for p in parameters_of(optimizer)):
+                raise SwapError(
+                    "state was assigned for a parameter that the optimizer does not have; add the parameter to "
+                    "optimizer.param_groups first"
+                )
+            if not entries:
+                return
+            self._add_buckets(self._plan.extend(optimizer, [parameter]))
+        entries = dict(entries)
+        check_loadable(parameter, self._plan.segments_of(parameter), entries)
+        with self._replacing("assigning to optimizer.state"), torch.no_grad():
+            self._records.replace_one(optimizer, parameter, entries)
+
     # --- State in and out ------------------------------------------------------------------------------------------
 
     def _on_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -695,10 +748,10 @@ class OptimizerSwapper:
             self._reconcile(optimizer)
             self._import(optimizer, state, as_it_is=False)
         except Exception:
-            self._state = optimizer.state
+            optimizer.state = self._state
             raise
         # Only now: until then `optimizer.state`, which torch has replaced, says that the state does not belong to it.
-        self._state = optimizer.state
+        optimizer.state = self._state
         self._made_anew()
 
     def _made_anew(self) -> None:

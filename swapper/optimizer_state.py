@@ -160,6 +160,32 @@ class StateRecords:
             if lease is not None:
                 self.pipeline.put(bucket.key, bucket.finish(lease))
 
+    def replace_one(self, optimizer: Optimizer, parameter: torch.nn.Parameter, entries: dict[str, Any]) -> None:
+        """Replace the state of one parameter by `entries`, which keep their dtypes; without any, forget it.
+
+        Args:
+            optimizer: for the options of groups.
+            entries: in the class's own format.
+        """
+        number = self.stepper.group_of.get(id(parameter))
+        group = {} if number is None else optimizer.param_groups[number]
+        for bucket in self.plan.buckets_of(parameter):
+            mine = [segment for segment in bucket.segments if segment.parameter is parameter]
+            if not entries and not any(segment.tie_bits for segment in mine):
+                for segment in mine:
+                    segment.forget()
+                if bucket.length_bytes and not any(segment.has_state for segment in bucket.segments):
+                    self.pipeline.discard(bucket.key)
+                continue
+            lease = self.stepper.take(bucket)
+            bucket.forget(mine, lease)
+            if entries:
+                for segment in mine:
+                    for key in write_segment(bucket, segment, lease, entries, group, True):
+                        self.stepper.say_unplanned(key)
+            if lease is not None:
+                self.pipeline.put(bucket.key, bucket.finish(lease))
+
 
 def read_segment(
     bucket: Bucket,

@@ -8,7 +8,7 @@ encoded, what the class replaced copied back).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -334,9 +334,7 @@ class Bucket:
             masters: for each segment that changed: its master (fp32, 1-D) and where the rounded bits go (1-D).
             lease: the record, which also holds the ties of segments that did not change.
         """
-        old = self._ties(lease)
-        if any(segment not in masters and segment.tie_bits for segment in old):
-            old = {segment: ties.clone() for segment, ties in old.items()}
+        old = self._kept_ties(lease, masters)
         cursor = self.layout.tail_offset_bytes
         for segment in self.segments:
             master, bits = masters.get(segment, (None, None))
@@ -354,6 +352,30 @@ class Bucket:
                 assert lease is not None
                 lease.view(cursor, len(old[segment]), torch.uint8).copy_(old[segment])
             cursor += _tie_bytes(segment)
+
+    def forget(self, segments: Sequence[Segment], lease: Lease | None) -> None:
+        """Have `segments` as they were before the first step. The state of the others stays.
+
+        Args:
+            segments: some of the bucket's.
+            lease: the record, which also holds the ties of the others.
+        """
+        old = self._kept_ties(lease, segments)
+        for segment in segments:
+            segment.forget()
+        cursor = self.layout.tail_offset_bytes
+        for segment, ties in old.items():
+            if segment.tie_bits:
+                assert lease is not None
+                lease.view(cursor, len(ties), torch.uint8).copy_(ties)
+                cursor += len(ties)
+
+    def _kept_ties(self, lease: Lease | None, without: Container[Segment]) -> dict[Segment, torch.Tensor]:
+        """The ties in the record; copies, if any of segments other than `without` are to be moved within it."""
+        ties = self._ties(lease)
+        if any(segment not in without and segment.tie_bits for segment in ties):
+            return {segment: bits.clone() for segment, bits in ties.items()}
+        return ties
 
     def _keep_whole(self, segment: Segment, master: torch.Tensor, lease: Lease | None) -> None:
         if segment.master_moves:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol, TypeVar
@@ -285,8 +285,7 @@ class Stepper:
                 return
 
     def widen(self, optimizer: Optimizer) -> None:
-        """Show the optimizer its own groups and hooks again, and no state. Idempotent."""
-        optimizer.state.clear()
+        """Show the optimizer its own groups, hooks and state again. Idempotent."""
         vars(optimizer).update(self._former)
         self._former = {}
 
@@ -411,6 +410,7 @@ class Stepper:
     ) -> None:
         """Step the tensors of `opened` with the class's own code. `states` is updated to what it left behind."""
         groups: dict[int, dict[str, Any]] = {}
+        shown: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for item, state in zip(opened, states, strict=True):
             number = self.group_of[id(item.segment.parameter)]
             if number not in groups:
@@ -418,8 +418,8 @@ class Stepper:
             groups[number]["params"].append(item.tensor)
             if state:
                 assert item.tensor is not None
-                optimizer.state[item.tensor] = state
-        self._narrow(optimizer, list(groups.values()))
+                shown[item.tensor] = state
+        self._narrow(optimizer, list(groups.values()), shown)
         self._class_step(optimizer)
         for i, item in enumerate(opened):
             assert item.tensor is not None
@@ -438,10 +438,13 @@ class Stepper:
                 if changed:
                     self._changes.setdefault(number, {})[key] = value
 
-    def _narrow(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-        """Show the class only `groups`, no hooks, and no tensor on an accelerator, until `widen`."""
+    def _narrow(
+        self, optimizer: Optimizer, groups: list[dict[str, Any]], state: defaultdict[torch.Tensor, Any]
+    ) -> None:
+        """Show the class only `groups` and `state`, no hooks, and no tensor on an accelerator, until `widen`."""
         attributes: dict[str, Any] = {
             "param_groups": groups,
+            "state": state,
             "_optimizer_step_pre_hooks": OrderedDict(),
             "_optimizer_step_post_hooks": OrderedDict(),
         }

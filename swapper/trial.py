@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -293,7 +293,7 @@ class _Trial:
     def _give_initial_state(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         dim = self.parameters[0].dim()
         for known in sorted(group["params"], key=lambda p: p.dim() != dim):
-            state = optimizer.state.get(known)
+            state = _state_in_memory(optimizer).get(known)
             if not state or not known.numel():
                 continue
             for parameter in self.parameters:
@@ -323,7 +323,7 @@ class _Trial:
 def _makes_state_early(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether the class, like Adagrad, makes its state when it is constructed and expects it in the first step."""
     cls = type(optimizer)
-    if not any(optimizer.state.values()):
+    if not any(_state_in_memory(optimizer).values()):
         return _early.get(cls, False)
     if cls not in _early:
         p = group["params"][0]
@@ -335,6 +335,11 @@ def _makes_state_early(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         except ConfigError:
             _early[cls] = True
     return _early[cls]
+
+
+def _state_in_memory(optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
+    """The state, unless it is swapped."""
+    return {} if "swapper" in vars(optimizer) else optimizer.state
 
 
 def _initial(value: torch.Tensor, known: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
