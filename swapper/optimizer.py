@@ -39,7 +39,7 @@ from swapper.segments import MASTER, Bucket
 from swapper.stats import Moves, Stats, moves_of
 from swapper.stepper import Stepper, SwappedGradients, SwappedParameters
 from swapper.store import TensorStore
-from swapper.trial import unhooked_step
+from swapper.trial import class_step
 
 __all__ = ["OptimizerSwapper"]
 
@@ -95,7 +95,7 @@ class OptimizerSwapper:
         self._released = False
         self.metrics = Metrics()
         self._pipeline = Pipeline(pool, store, self.metrics)
-        self._stepper = Stepper(unhooked_step(type(optimizer)), plan, pool, pool_bytes, self._pipeline, self.metrics)
+        self._stepper = Stepper(class_step(type(optimizer)), plan, pool, pool_bytes, self._pipeline, self.metrics)
         self._records = StateRecords(plan, self._stepper, self._pipeline, store)
         self._window_lock = threading.Lock()
         self._read_ahead = False
