@@ -765,7 +765,7 @@ class OptimizerSwapper:
 
         Args:
             state: by position of the parameter, in the class's own format.
-            as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does, where they are not the planned ones.
+            as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does.
         """
         parameters = list(parameters_of(optimizer))
         by_id = {id(parameters[i]): entries for i, entries in state.items() if i < len(parameters)}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -134,7 +135,7 @@ class StateRecords:
             wanted: the `id` of each parameter that gets state.
             entries_of: the state of a segment's parameter in the class's own format, tensors whole or cut to the
                 segment.
-            as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does, where they are not the planned ones.
+            as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does.
             take_whole: fills a buffer with a bucket's record, tells its segments what they keep of it in memory, and
                 returns its length; 0 if it cannot.
         """
@@ -237,7 +238,7 @@ def write_segment(
         entries: its tensors that go along with the parameter are of its shape, or the 1-D slice that the segment is.
         lease: the record; None if nothing of it moves.
         group: the parameter's.
-        as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does, where they are not the planned ones.
+        as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does.
 
     Returns:
         Keys of large state that was not planned for and stays in memory.
@@ -248,12 +249,12 @@ def write_segment(
         if key == MASTER:
             continue
         if not isinstance(value, torch.Tensor):
-            state[key] = copy.deepcopy(value)
+            state[key] = copy.deepcopy(value) if as_it_is else _as_loaded(key, value, segment, group)
             continue
         value = value.detach()
         if not segment.whole and value.shape == p.shape:
             value = segment.slice_of(value)
-        dtype = value.dtype if as_it_is and not segment.master else _loaded_dtype(key, value, segment, group)
+        dtype = (_kept_dtype if as_it_is else _loaded_dtype)(key, value, segment, group)
         if key in segment.slots and value.shape == segment.slots[key].shape and dtype == segment.slots[key].dtype:
             assert lease is not None
             state[key] = segment.slots[key].view(lease).copy_(value)
@@ -298,15 +299,30 @@ def check_loadable(p: torch.nn.Parameter, segments: Sequence[Segment], entries: 
             )
 
 
-def _loaded_dtype(key: str, value: torch.Tensor, segment: Segment, group: dict[str, Any]) -> torch.dtype:
-    """The dtype that loaded state gets: the one that the class makes; else as `Optimizer.load_state_dict` decides."""
-    if value.dtype == segment.dtypes.get(key):
+def _kept_dtype(key: Any, value: torch.Tensor, segment: Segment, group: dict[str, Any]) -> torch.dtype:
+    """The dtype of state that is taken as it is. With a master, state made for the parameter itself becomes fp32."""
+    if not segment.master or key == "step" or value.dtype == segment.dtypes.get(key):
         return value.dtype
+    return torch.float32 if value.dtype.is_floating_point else value.dtype
+
+
+def _loaded_dtype(key: Any, value: torch.Tensor, segment: Segment, group: dict[str, Any]) -> torch.dtype:
+    """The dtype that `Optimizer.load_state_dict` gives to state, of the tensor that the class steps on."""
     if key == "step":
         return torch.float32 if group.get("capturable") or group.get("fused") else value.dtype
-    if segment.master:
-        return torch.float32 if value.dtype.is_floating_point else value.dtype
-    return segment.parameter.dtype if segment.parameter.is_floating_point() else value.dtype
+    dtype = torch.float32 if segment.master else segment.parameter.dtype
+    return dtype if dtype.is_floating_point else value.dtype
+
+
+def _as_loaded(key: Any, value: Any, segment: Segment, group: dict[str, Any]) -> Any:
+    """A copy of `value`, with tensors within it in the dtypes that `Optimizer.load_state_dict` gives to them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device="cpu", dtype=_loaded_dtype(key, value, segment, group), copy=True)
+    if isinstance(value, dict):
+        return {name: _as_loaded(name, item, segment, group) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, deque)):
+        return type(value)(_as_loaded(None, item, segment, group) for item in value)
+    return copy.deepcopy(value)
 
 
 def as_plain_state(key: str, value: torch.Tensor, p: torch.nn.Parameter, cast: bool) -> torch.Tensor:
