@@ -17,7 +17,7 @@ from swapper.heap import return_free_memory
 from swapper.layout import ALIGNMENT_BYTES, round_up
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.pipeline import Pipeline
-from swapper.segments import MASTER, Bucket, Segment
+from swapper.segments import MASTER, Bucket, Segment, is_edited
 from swapper.stepper import Stepper, progress
 from swapper.store import TensorStore
 from swapper.trial import is_dense
@@ -76,8 +76,10 @@ class StateRecords:
             return flats[id(p), key]
 
         buckets = []
+        wanted &= {id(s.parameter) for bucket in self.plan.buckets for s in bucket.segments if s.has_state}
+        edited: dict[int, bool] = {}
         for bucket in self.plan.buckets:
-            chosen = [segment for segment in bucket.segments if id(segment.parameter) in wanted and segment.has_state]
+            chosen = [segment for segment in bucket.segments if id(segment.parameter) in wanted]
             if chosen:
                 buckets.append((bucket, chosen))
         show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
@@ -87,9 +89,13 @@ class StateRecords:
                     self.stepper.stage_ahead([(b, []) for b, _ in buckets[i : i + 64]], 0)
                     lease = self.stepper.take(bucket)
                     for segment in chosen:
-                        entries = gathered.setdefault(id(segment.parameter), {})
-                        if not read_segment(bucket, segment, lease, entries, flat):
-                            self.stepper.count_reset()
+                        number = id(segment.parameter)
+                        if segment.master and number not in edited:
+                            edited[number] = is_edited(self.plan.segments_of(segment.parameter))
+                            if edited[number]:
+                                self.stepper.count_reset()
+                        entries = gathered.setdefault(number, {})
+                        read_segment(bucket, segment, lease, entries, flat, edited.get(number, False))
                     if lease is not None:
                         self.pipeline.give_back(bucket.key)
         except BaseException:
@@ -194,15 +200,14 @@ def read_segment(
     lease: Lease | None,
     entries: dict[str, Any],
     flat: Callable[[torch.nn.Parameter, str, int, torch.dtype], torch.Tensor],
-) -> bool:
+    edited: bool,
+) -> None:
     """Copy the state of `segment` into `entries`, which collects that of its parameter in the class's own format.
 
     Args:
         lease: the record; None if nothing of it moves.
         flat: gives the 1-D tensor for a parameter's whole `key`: the same for each of its segments.
-
-    Returns:
-        False if the parameter was changed since its master was encoded, so that the master is `float(parameter)`.
+        edited: the parameter was changed since its master was encoded, so that the master is `float(parameter)`.
     """
     p = segment.parameter
     for key, value in bucket.state_of(segment, lease).items():
@@ -216,12 +221,15 @@ def read_segment(
             entries[key] = target.copy_(value)
         elif key not in entries:
             entries[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-    if segment.checksum is not None:
+    if edited or segment.checksum is not None:
         master = flat(p, MASTER, p.numel(), torch.float32)
         bits = segment.slice_of(p.detach()).cpu().contiguous()
         entries[MASTER] = master.as_strided(p.shape, p.stride()) if is_dense(p) else master.view(p.shape)
-        return bucket.decode_master(segment, bits, lease, master[segment.start : segment.stop])
-    return True
+        out = master[segment.start : segment.stop]
+        if edited:
+            out.copy_(bits)
+        else:
+            bucket.decode_master(segment, bits, lease, out)
 
 
 def write_segment(

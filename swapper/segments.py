@@ -21,7 +21,7 @@ from swapper.pipeline import DeviceCopies
 from swapper.store import RecordKey
 from swapper.trial import StateSpec, is_dense, same_layout
 
-__all__ = ["MASTER", "Bucket", "Opened", "Scratch", "Segment", "plan_buckets", "plan_segments"]
+__all__ = ["MASTER", "Bucket", "Opened", "Scratch", "Segment", "is_edited", "plan_buckets", "plan_segments"]
 
 MASTER = "master_param"
 """Key of the master weights (fp32) in a state dict."""
@@ -50,6 +50,16 @@ class _Slot:
 
     def view(self, lease: Lease) -> torch.Tensor:
         return lease.view(self.offset_bytes, self.numel, self.dtype).as_strided(self.shape, self.stride)
+
+
+# [Note: edited parameters] The user may change a bf16 or fp16 parameter between steps: a clamp, an EMA swap,
+# `Embedding(max_norm=...)` in forward. The low halves of its masters then say nothing any more. Which elements were
+# changed is not known, as the old bits are gone, so one rule must do: if any element was changed, all masters of the
+# parameter are made anew, `float(parameter)`. That rule does not depend on how the parameter is cut, which
+# `bucket_bytes` decides, and a plain program can follow it in a line. It costs one more pass over the bits of
+# parameters that are cut, before the first of their segments is stepped; no traffic, since a parameter is always in
+# memory as a whole when a segment of it is stepped. Each segment keeps the checksum of the bits that its masters were
+# rounded to; the parameter was edited if any differs.
 
 
 @dataclass(eq=False, slots=True)
@@ -131,6 +141,24 @@ class Segment:
         return tensor.as_strided((tensor.numel(),), (1,))[self.start : self.stop]
 
 
+def is_edited(segments: Sequence[Segment]) -> bool:
+    """Whether a parameter was changed since its masters were encoded. See [Note: edited parameters].
+
+    Args:
+        segments: all of the parameter's.
+
+    Returns:
+        False if there are no masters yet.
+    """
+    known = [segment.checksum for segment in segments]
+    if all(checksum is None for checksum in known):
+        return False
+    return None in known or any(
+        codec.checksum(segment.slice_of(segment.parameter.detach()).cpu().contiguous()) != segment.checksum
+        for segment in segments
+    )
+
+
 def flat_view(tensor: torch.Tensor) -> torch.Tensor | None:
     """The elements in memory order as a 1-D view without history; None where there is no such view."""
     tensor = tensor.detach()
@@ -175,7 +203,8 @@ class Opened:
         gradient: the same of its gradient; None where the class is given the user's own parameter.
         master: decoded, fp32, 1-D; None without one.
         tensor: what the class steps on.
-        master_reset: the user had changed the parameter, so the master was made anew from it.
+        edited: the user has changed the parameter, so the master is made anew from it. Set before it is opened where
+            other segments say so, and by opening it where its own bits do.
     """
 
     segment: Segment
@@ -183,7 +212,7 @@ class Opened:
     gradient: torch.Tensor | None = None
     master: torch.Tensor | None = None
     tensor: torch.nn.Parameter | None = None
-    master_reset: bool = False
+    edited: bool = False
 
 
 class Bucket:
@@ -438,8 +467,10 @@ class Bucket:
             if segment.kept_master is None:
                 segment.kept_master = torch.empty(segment.numel, dtype=torch.float32)
             master = segment.kept_master
-        decoded = self.decode_master(segment, bits, lease, master)
-        item.master_reset = segment.checksum is not None and not decoded
+        if item.edited:
+            master.copy_(bits)
+        elif not self.decode_master(segment, bits, lease, master):
+            item.edited = segment.checksum is not None
         return master
 
     def write_back(self, item: Opened, copies: DeviceCopies) -> None:

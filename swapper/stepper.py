@@ -24,7 +24,7 @@ from swapper.metrics import Metrics
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.pipeline import DeviceCopies, Pipeline
 from swapper.progress import ProgressBar
-from swapper.segments import Bucket, Opened, Scratch, Segment
+from swapper.segments import Bucket, Opened, Scratch, Segment, is_edited
 from swapper.trial import same_layout
 
 __all__ = ["Stepper", "SwappedGradients", "SwappedParameters", "Work", "progress"]
@@ -160,6 +160,7 @@ class Stepper:
         self._present = ExitStack()
         self._following = ExitStack()  # with an accelerator: of the bucket that is being copied
         self._unplanned: set[str] = set()
+        self._edited: dict[Segment, bool] = {}  # by the first segment of a parameter that was cut; of this step
 
     # --- A whole step ----------------------------------------------------------------------------------------------
 
@@ -234,6 +235,7 @@ class Stepper:
                 else:
                     group[key] = value
         self._changes = {}
+        self._edited.clear()
         self.entered, self.done, self.stepping = [], 0, False
 
     def abandon(self) -> None:
@@ -243,6 +245,7 @@ class Stepper:
             self._following.close()
         finally:
             self._changes = {}
+            self._edited.clear()
             self._pipeline.recover()
             self.drop_scratch()
 
@@ -290,7 +293,7 @@ class Stepper:
         self._former = {}
 
     def count_reset(self) -> None:
-        """A master was made anew because the user had changed the parameter."""
+        """The masters of a parameter are made anew because the user has changed it."""
         if self._metrics.masters_reset == 0:
             log.warning(
                 "a parameter was changed outside of the optimizer since its last step, so its master weights are made "
@@ -393,14 +396,41 @@ class Stepper:
     ) -> None:
         if event is not None:
             event.synchronize()
+        for item in opened:
+            item.edited = self._is_edited(item.segment)
         lease = self.take(bucket)
         states = bucket.open(opened, lease, scratch)
+        for item in opened:
+            if item.edited:
+                self._note_edited(item.segment)
         self.entered.append(bucket)
         self.stepping = True
         self._call_class(optimizer, opened, states)
         self._close_bucket(bucket, opened, states, lease)
         self.done += 1
         scratch.event = self._copies.mark()
+
+    def _is_edited(self, segment: Segment) -> bool:
+        """Whether another segment, of this step or before it, shows that the user has changed the parameter.
+
+        All are compared before the first is stepped. What is not cut is compared when it is opened.
+        """
+        if not segment.master:
+            return False
+        segments = self._plan.segments_of(segment.parameter)
+        if len(segments) < 2:
+            return False
+        if segments[0] not in self._edited:
+            self._edited[segments[0]] = False
+            if is_edited(segments):
+                self._note_edited(segment)
+        return self._edited[segments[0]]
+
+    def _note_edited(self, segment: Segment) -> None:
+        first = self._plan.segments_of(segment.parameter)[0]
+        if not self._edited.get(first):
+            self._edited[first] = True
+            self.count_reset()
 
     def _call_class(
         self,
@@ -478,8 +508,6 @@ class Stepper:
             if item.master is not None:
                 assert item.bits is not None
                 masters[item.segment] = (item.master, item.bits)
-            if item.master_reset:
-                self.count_reset()
         if masters:
             bucket.encode(masters, lease)
         for item in opened:
