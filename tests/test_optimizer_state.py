@@ -421,6 +421,41 @@ def test_the_class_sees_a_plain_state_and_a_step_that_fails_leaves_the_guard(
     close(optimizer)
 
 
+@pytest.mark.parametrize("gradients", ["none", "nvme"])
+def test_it_goes_with_step_in_backward_and_gradients_on_the_drive(nvme_path: Path, gradients: str) -> None:
+    def program(swap: bool) -> list[Any]:
+        model, optimizer = make(OPTIMIZERS["Adam"])
+        if swap:
+            config = swapper.OffloadConfig(
+                nvme_path=nvme_path,
+                pool_bytes="8MiB",
+                bucket_bytes="64KiB",
+                offload_optimizer={"device": "nvme", "step_in_backward": True},
+                offload_gradient={"device": gradients},
+            )
+            swapper.offload(model, optimizer, config)
+        log = [bits(get_optimizer_state_dict(model, optimizer))]
+        run(model, optimizer, range(2))
+        log.append(bits(get_optimizer_state_dict(model, optimizer)))
+        backward(model, 2)
+        if swap:
+            assert len(optimizer.state) == 2
+            with pytest.raises(swapper.SwapError, match=r"call step\(\) first"):
+                optimizer.state.pop(model[0].weight)
+            with pytest.raises(swapper.SwapError, match=r"call step\(\) first"):
+                get_optimizer_state_dict(model, optimizer)
+        optimizer.step()
+        optimizer.zero_grad()
+        log.append(bits(optimizer.state.pop(model[0].weight)))
+        run(model, optimizer, range(3, 5))
+        log += [state_of(optimizer), bits(model.state_dict())]
+        if swap:
+            close(optimizer)
+        return log
+
+    assert program(True) == program(False)
+
+
 def test_the_users_own_mapping_comes_back_and_nothing_keeps_the_swapper(nvme_path: Path) -> None:
     model, optimizer = make(adamw)
     own = optimizer.state
