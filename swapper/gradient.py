@@ -130,13 +130,17 @@ class GradientSwapper:
         self._collecting = False  # [Note: distributed]
         self._tasks: set[int] = set()
         self._left: set[int] = set()  # parameters whose gradients another optimizer takes
-        self._window: Window | None = None
+        self._window_ref: weakref.ref[Window] | None = None  # Weak, as it has what has this.
         self._closed = False
         wanted = list(parts)
         check_room(wanted, store is not None, limit_bytes, pool.capacity_bytes)
         self._reserved_bytes = gradient_pool_bytes(wanted, store is not None)
         self.plan(wanted)
         GradientSwapper._open.add(self)
+
+    @property
+    def _window(self) -> Window | None:
+        return None if self._window_ref is None else self._window_ref()
 
     @property
     def reserved_bytes(self) -> int:
@@ -181,7 +185,7 @@ class GradientSwapper:
 
     def deliver_to(self, window: Window) -> None:
         """From now on the last gradient of a window stays in memory, whole, and `window` is told of it."""
-        self._window = window
+        self._window_ref = weakref.ref(window)
 
     def watches(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the gradients of `parameter` are looked at when they arrive."""

@@ -111,7 +111,8 @@ class OptimizerSwapper:
         kept: dict[Any, Any] = {}
         try:
             if plan.step_in_backward:
-                self._backward = BackwardSteps(optimizer, plan, self._stepper, self._prepare_step, self._fail)
+                prepare, fail = _called_weakly(self._prepare_step), _called_weakly(self._fail)
+                self._backward = BackwardSteps(optimizer, plan, self._stepper, prepare, fail)
             self._add_buckets(plan.buckets)
             self._reconcile(optimizer)
             existing = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if optimizer.state.get(p)}
@@ -756,6 +757,18 @@ class OptimizerSwapper:
                 self._released = True
                 raise
             self._released = True
+
+
+def _called_weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """`method`, for parts of its object that must not keep that alive: it goes when its optimizer goes, at once."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        bound = reference()
+        assert bound is not None
+        bound(*args)
+
+    return call
 
 
 def _install_scheduler_wrapper(optimizer: Optimizer) -> None:
