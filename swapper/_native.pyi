@@ -6,9 +6,16 @@ Every failure of the system raises `SwapIOError`, every use after a fork or afte
 class Slab:
     """Supports the buffer protocol, which keeps it alive: `torch.frombuffer(slab, dtype=torch.uint8)`."""
 
-    def __init__(self, length_bytes: int) -> None: ...
+    def __init__(self, length_bytes: int, ready_bytes: int | None = None) -> None:
+        """Reserve `length_bytes` of addresses, and have the first `ready_bytes` in memory; None: all of them."""
     @property
     def length_bytes(self) -> int: ...
+    @property
+    def ready_bytes(self) -> int: ...
+    def extend(self, ready_bytes: int) -> None:
+        """Have at least the first `ready_bytes` in memory, locked if that is allowed. Not thread-safe."""
+    def shrink(self, ready_bytes: int) -> None:
+        """Give back the memory beyond, rounded up to huge pages. Nothing may use it any more. Not thread-safe."""
     @property
     def address(self) -> int: ...
     @property

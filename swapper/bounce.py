@@ -34,7 +34,18 @@ import torch
 
 from swapper.errors import SwapError, SwapIOError
 
-__all__ = ["DEVICES", "Bounce", "Copies", "CudaCopies", "Direct", "Event", "Job", "page_lock", "page_unlock"]
+__all__ = [
+    "DEVICES",
+    "Bounce",
+    "Copies",
+    "CudaCopies",
+    "Direct",
+    "Event",
+    "Job",
+    "page_lock",
+    "page_unlock",
+    "wait_for_gpus",
+]
 
 RING_CHUNKS = 4
 """Chunks of full length that the ring holds: three at the drive while one is copied."""
@@ -136,6 +147,13 @@ def page_lock(address: int, length_bytes: int) -> None:
 def page_unlock(address: int) -> None:
     """Undo `page_lock`."""
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
+
+
+def wait_for_gpus() -> None:
+    """Wait for all that the GPUs in use have to do, copies from and to the host among it."""
+    for number in range(torch.cuda.device_count()):
+        if torch._C._cuda_hasPrimaryContext(number):  # type: ignore[attr-defined]
+            torch.cuda.synchronize(number)
 
 
 class Native(Protocol):

@@ -53,7 +53,7 @@ class CheckReport:
         gradient_bytes: gradients that do not stay in memory, or on the GPU.
         parameter_bytes: parameters that do not stay in memory.
         buckets: how many records it is cut into.
-        pool_bytes: size of the pool that would be allocated.
+        pool_bytes: the most that the pool would take. It takes what records and scratch need, if that is less.
         pool_needed_bytes: the least that would do.
         host_bytes: the model, the pool, and torch's scratch in a step: the peak, without
             activations and the 100 MB that the process itself may take.

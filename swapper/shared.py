@@ -27,6 +27,7 @@ class Shared:
         self._configs = [config]  # Kept, so that their ids stay their own.
         self._holders = 0
         self.held_bytes = 0
+        self._wanted_bytes = 0
         self.handles = open_handles(config)
         try:
             # The store comes first: what is wrong with a path is said before memory is taken.
@@ -34,7 +35,7 @@ class Shared:
                 config.nvme_paths, _run_name(), _rank(), self.handles, verify=config.verify == "crc32c"
             )
             try:
-                self.pool = BufferPool(config.pool_bytes, *self.handles, cuda=cuda)
+                self.pool = BufferPool(config.pool_bytes, *self.handles, cuda=cuda, ready_bytes=0)
             except BaseException:
                 self.store.close()
                 raise
@@ -72,10 +73,23 @@ class Shared:
                 return True
         return False
 
-    def hold(self, held_bytes: int) -> Callable[[], None]:
-        """Count one more holder, which keeps `held_bytes` of the pool. Returns what lets go; it may be called twice."""
+    def hold(self, held_bytes: int, wanted_bytes: int) -> Callable[[], None]:
+        """Count one more holder.
+
+        Args:
+            held_bytes: the part of the pool that it keeps.
+            wanted_bytes: the most of the pool that it can ever use, as far as it is known. Made ready now, so that no
+                step has to; what turns out to be needed beyond it is made ready when it is leased.
+
+        Returns:
+            What lets go; it may be called twice.
+
+        Raises:
+            SwapIOError: there is not so much memory.
+        """
         self._holders += 1
         self.held_bytes += held_bytes
+        self._wanted_bytes += wanted_bytes
         done = False
 
         def release() -> None:
@@ -84,9 +98,15 @@ class Shared:
                 done = True
                 self._holders -= 1
                 self.held_bytes -= held_bytes
+                self._wanted_bytes -= wanted_bytes
             if self._holders == 0:
                 self._close()
 
+        try:
+            self.pool.make_ready(self._wanted_bytes)
+        except BaseException:
+            release()
+            raise
         return release
 
     def _close(self) -> None:
