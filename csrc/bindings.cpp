@@ -308,6 +308,7 @@ void bind_engine(py::module_& module) {
         .def("start_on_device", &start_on_device, "operation"_a, "file"_a, "address"_a, "length_bytes"_a,
              "offset_bytes"_a, "base"_a, "device"_a)
         .def("take_finished", &Engine::take_finished)
+        .def_property_readonly("broken", &Engine::broken)
         .def("register_slab", &Engine::register_slab, "slab"_a, NoGil())
         .def(
             "unregister_slab",

@@ -769,6 +769,12 @@ void Engine::unregister_slab(const Slab* slab) {
     impl.slabs.erase(at);
 }
 
+bool Engine::broken() const {
+    Impl& impl = checked();
+    const std::lock_guard<std::mutex> lock(impl.mutex);
+    return impl.broken.has_value();
+}
+
 void Engine::close() {
     Impl& impl = checked();
     const std::lock_guard<std::mutex> closing(impl.close_mutex);

@@ -124,6 +124,9 @@ class Engine {
     std::string register_slab(std::shared_ptr<Slab> slab);
     void unregister_slab(const Slab* slab);
 
+    // Whether a backend has failed, so that every `start` throws.
+    bool broken() const;
+
     // Drains what is in flight and ends the threads. Idempotent. Later `start` throws StateError.
     void close();
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from swapper.layout import format_bytes
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.parameter_records import ParameterRecord, first_of, least_bytes, plan_parameter_records
 from swapper.runs import check_nvme_paths, file_systems
-from swapper.shared import close_all, open_handles
+from swapper.shared import Engines
 from swapper.speed import measure_speeds
 
 __all__ = ["CheckReport", "DriveReport", "dry_run"]
@@ -196,11 +197,8 @@ def _check_drives(settings: OffloadConfig, stored_bytes: int) -> tuple[tuple[Dri
     check_nvme_paths(paths)
     speeds = [1]
     if len(paths) > 1:
-        handles = open_handles(settings)
-        try:
-            speeds = [speed.bps for speed in measure_speeds(paths, handles)]
-        finally:
-            close_all(handles)
+        with contextlib.closing(Engines(settings)) as engines:
+            speeds = [speed.bps for speed in measure_speeds(paths, engines.handles)]
     found = file_systems(paths)
     free = {i: file_system.free_bytes for file_system in found for i in file_system.members}
     total = sum(speeds)
