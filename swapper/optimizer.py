@@ -171,6 +171,23 @@ class OptimizerSwapper:
         if self.gradients is not None:
             self.gradients.drain()
 
+    def rest(self) -> None:
+        """As `flush`, when no step is to be expected soon: gives the buffers back that were leased for the next one.
+
+        Raises:
+            SwapIOError: a write failed.
+        """
+        try:
+            self.flush()
+        finally:
+            if not self._closed and not self._stepper.stepping:
+                self._drop_window()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed: the state is gone."""
+        return self._closed
+
     def close(self) -> None:
         """Wait for writes, delete the files, give the memory back. The state is gone; `step()` raises from now on.
 

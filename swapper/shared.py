@@ -112,6 +112,12 @@ class Shared:
             raise
         return release
 
+    def rest(self) -> None:
+        """Give the pool's memory back to the system, but for what nobody has on a drive, until it is used again."""
+        while self.pool.reclaim():
+            pass
+        self.pool.trim()
+
     def _close(self) -> None:
         for config in self._configs:
             if self._all.get(id(config)) is self:
