@@ -52,18 +52,25 @@ _living: weakref.WeakSet[ParameterSwapper] = weakref.WeakSet()
 
 
 class _PlaceHome:
-    """Where the values of one parameter come from. See `evicted.Home`."""
+    """Where the values of one parameter come from. See `evicted.Home`.
 
-    __slots__ = ("held", "place", "swapper")
+    The parameter has this, and its record has the parameter. So this knows the record by its number only, and a
+    parameter that nobody uses any more is freed at once, not when the garbage collector comes.
+    """
+
+    __slots__ = ("_index", "_number", "stride", "swapper")
 
     def __init__(self, swapper: ParameterSwapper, held: Held, place: ParameterPlace) -> None:
         self.swapper = weakref.ref(swapper)
-        self.held = held
-        self.place = place
+        self.stride = place.stride
+        self._number = held.number
+        self._index = held.plan.places.index(place)
 
-    @property
-    def stride(self) -> tuple[int, ...]:
-        return self.place.stride
+    def _held(self) -> tuple[ParameterSwapper, Held]:
+        swapper = self.swapper()
+        if swapper is None:
+            raise SwapError("the values of this parameter are gone: its swapper was closed")
+        return swapper, swapper._all[self._number]
 
     @property
     def owner(self) -> object:
@@ -76,12 +83,11 @@ class _PlaceHome:
 
     @property
     def viewed(self) -> bool:
-        return self.held.foreign_uses()
+        return self._held()[1].foreign_uses()
 
     def surrender(self, parameter: torch.nn.Parameter) -> None:
-        swapper = self.swapper()
-        assert swapper is not None
-        swapper._surrender(self.held, parameter)
+        swapper, held = self._held()
+        swapper._surrender(held, parameter)
 
     def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
         swapper = self.swapper()
@@ -94,27 +100,18 @@ class _PlaceHome:
         return self.swapper()
 
     def stay(self, parameter: torch.nn.Parameter) -> None:
-        swapper = self.swapper()
-        assert swapper is not None
-        swapper._stay(self.held, parameter)
+        swapper, held = self._held()
+        swapper._stay(held, parameter)
 
     def lasting(self) -> torch.Tensor:
-        swapper = self.swapper()
-        if swapper is None:
-            raise SwapError("the values of this parameter are gone: its swapper was closed")
-        return swapper._lasting_copy(self.held, self.place)
+        swapper, held = self._held()
+        return swapper._lasting_copy(held, held.plan.places[self._index])
 
     def present(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
-        swapper = self.swapper()
-        if swapper is None:
-            raise SwapError("the values of this parameter are gone: its swapper was closed")
-        return swapper._used({home.held: None for home in homes if isinstance(home, _PlaceHome)})
+        return self._held()[0]._used({home._held()[1]: None for home in homes if isinstance(home, _PlaceHome)})
 
     def gather(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
-        swapper = self.swapper()
-        if swapper is None:
-            raise SwapError("the values of this parameter are gone: its swapper was closed")
-        return swapper._gathered({home.held: None for home in homes if isinstance(home, _PlaceHome)})
+        return self._held()[0]._gathered({home._held()[1]: None for home in homes if isinstance(home, _PlaceHome)})
 
 
 class ParameterSwapper(ParameterCache):
@@ -172,8 +169,10 @@ class ParameterSwapper(ParameterCache):
         self._threads = threading.local()
         self._awaiting: list[Held] = []  # attached until their gradient is accumulated
         self._model = weakref.ref(model)
-        self._hooks: list[torch.utils.hooks.RemovableHandle | Forward] = []
-        self._forward_hooks: list[ForwardHooks] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        # The modules have these, and these have the swapper: it goes with the last of them.
+        self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self._forward_hooks: weakref.WeakSet[ForwardHooks] = weakref.WeakSet()
         self._home: dict[torch.nn.Parameter, Held] = {}
         self._lasting = LastingCopies(store)
         self._former: dict[torch.nn.Parameter, Home] = {}  # who had them, until all are taken over
@@ -353,8 +352,7 @@ class ParameterSwapper(ParameterCache):
                     self._restore_values(held)
                 self._home.clear()
             self._closed = True
-            for hook in self._hooks:
-                hook.remove()
+            self._remove_hooks()
             if (model := self._model()) is not None and vars(model).get("swapper") is self:
                 object.__delattr__(model, "swapper")
             self._finalizer()
@@ -420,8 +418,7 @@ class ParameterSwapper(ParameterCache):
                         copy = values.as_strided(place.shape, place.stride).clone(memory_format=torch.preserve_format)
                         settle(place.parameter, copy)
         self._closed = True
-        for hook in self._hooks:
-            hook.remove()
+        self._remove_hooks()
         finalize(self._all, self._dropped, self._store, lambda: None, self._pid)
 
     def _install(self, model: torch.nn.Module) -> None:
@@ -435,9 +432,9 @@ class ParameterSwapper(ParameterCache):
             if isinstance(module, torch.jit.ScriptModule):  # Its parameters stay, and it takes no hooks.
                 continue
             hooks = ForwardHooks(self, self.records_of(used_by(module)))
-            self._forward_hooks.append(hooks)
+            self._forward_hooks.add(hooks)
             if module in without_hooks:
-                self._hooks.append(Forward(module, hooks))
+                self._forwards.add(Forward(module, hooks))
                 continue
             self._hooks.append(module.register_forward_pre_hook(hooks.before, prepend=True))
             self._hooks.append(module.register_forward_hook(hooks.after, always_call=True))
@@ -446,13 +443,22 @@ class ParameterSwapper(ParameterCache):
                 if place.parameter.requires_grad and not _is_contiguous(place):
                     self._watch_gradient(held, place.parameter)
 
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for forward in list(self._forwards):
+            forward.remove()
+
     def _watch_gradient(self, held: Held, parameter: torch.nn.Parameter) -> None:
         """Have a parameter there when its gradient is accumulated, because autograd gives that the same strides."""
-        self_ref = weakref.ref(self)
+        self_ref, parameter_ref, number = weakref.ref(self), weakref.ref(parameter), held.number
 
         def before(gradient: torch.Tensor) -> None:
-            swapper = self_ref()
-            if swapper is not None and swapper._home.get(parameter) is held:
+            swapper, parameter = self_ref(), parameter_ref()
+            if swapper is None or parameter is None:
+                return
+            held = swapper._all[number]
+            if swapper._home.get(parameter) is held:
                 with swapper._lock:
                     swapper._attach_all([held], "backward")
                     swapper._awaiting.append(held)
@@ -460,6 +466,7 @@ class ParameterSwapper(ParameterCache):
         def after(parameter: torch.Tensor) -> None:
             if (swapper := self_ref()) is not None:
                 with swapper._lock:
+                    held = swapper._all[number]
                     if held in swapper._awaiting:
                         swapper._awaiting.remove(held)
                         swapper._detach_all([held])

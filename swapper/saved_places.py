@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,9 +19,9 @@ __all__ = ["in_transform", "refuse_in_transform", "saving_places"]
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A tensor that autograd saved, as a place in a record."""
+    """A tensor that autograd saved, as a place in a record. Keeps the values though nobody has the model any more."""
 
-    cache: weakref.ref[ParameterCache]
+    cache: ParameterCache
     held: Held
     index: int
     dtype: torch.dtype
@@ -134,7 +133,9 @@ def _place_of(tensor: torch.Tensor) -> _Packed | None:
     found = BY_ADDRESS.get(tensor.untyped_storage().data_ptr())
     if found is None:
         return None
-    cache, held, index = found
+    cache_ref, held, index = found
+    if (cache := cache_ref()) is None:
+        return None
     version = held.plan.places[index].parameter._version
     offset = int(tensor.storage_offset())
     return _Packed(cache, held, index, tensor.dtype, tensor.size(), tensor.stride(), offset, version)
@@ -144,10 +145,7 @@ def _place_of(tensor: torch.Tensor) -> _Packed | None:
 def _unpack(packed: torch.Tensor | _Packed) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
         return packed
-    cache = packed.cache()
-    if cache is None:
-        raise SwapError("the values of a parameter are gone that backward needs: its swapper was closed")
-    values = cache.saved(packed.held, packed.index, packed.version)
+    values = packed.cache.saved(packed.held, packed.index, packed.version)
     view = values if packed.dtype == values.dtype else values.view(packed.dtype)
     return view.as_strided(packed.size, packed.stride, packed.storage_offset)
 
