@@ -32,7 +32,7 @@ from swapper.errors import ConfigError, SwapError
 from swapper.evicted import home_of, make_ordinary, settle
 from swapper.heap import return_free_memory
 from swapper.layout import format_bytes
-from swapper.order import Order, Use
+from swapper.order import Use
 from swapper.parameter import ParameterSwapper
 from swapper.parameter_cache import BY_ADDRESS, Held, State
 from swapper.parameter_records import OtherTensors, plan_record_of, why_not
@@ -217,7 +217,7 @@ class Nursery(ParameterSwapper):
     def _is_orphan(self, held: Held) -> bool:
         """Whether nobody has the parameter of a record any more: another was made that shares its memory."""
         # The references are that of the place, that of `_home`, and the argument.
-        return held.pins == 0 and sys.getrefcount(held.plan.places[0].parameter) <= 3
+        return not held.holds and sys.getrefcount(held.plan.places[0].parameter) <= 3
 
     def _replace(self, former: Held, parameter: torch.nn.Parameter, name: str) -> None:
         """Put a parameter away that lies in the buffer of a record that is not needed any more."""
@@ -273,7 +273,7 @@ class Nursery(ParameterSwapper):
             self.put_away(root, scripted)
         self._put_away_waiting(all_of_them=True)
         count = len(self._all)
-        self._order = Order(
+        self._order.expect(
             [*(Use("forward", i) for i in range(count)), *(Use("backward", i) for i in reversed(range(count)))]
         )
         for root in roots:
@@ -335,8 +335,7 @@ class Nursery(ParameterSwapper):
     def _drop(self, held: Held, parameter: torch.nn.Parameter) -> None:
         del self._home[parameter]
         for hooks in self._forward_hooks:
-            if held in hooks.records:
-                hooks.records.remove(held)
+            hooks.parts = [part for part in hooks.parts if part[0] is not held]
 
     def _deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
         """A parameter of its own, as modules are copied in construction."""
