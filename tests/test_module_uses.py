@@ -300,3 +300,58 @@ def test_evaluation_between_steps_does_not_disturb_them(nvme_path: Path) -> None
         after = [step() for _ in range(3)]
         assert max(after) <= max(steps[1:]) + 3 * RECORD_BYTES, (steps, after)
     close(model, optimizer)
+
+
+# --- Writes that no version counter sees ---
+
+
+def through_numpy(weight: torch.Tensor) -> None:
+    array = weight.detach().numpy()
+    array *= 2
+
+
+def through_the_storage(weight: torch.Tensor) -> None:
+    torch.empty(0, dtype=weight.dtype).set_(weight.untyped_storage(), 0, weight.shape, weight.stride()).mul_(2)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "data": lambda weight: weight.data.mul_(2),
+    "data of a view": lambda weight: weight.detach().view(-1).data.mul_(2),
+    "numpy": through_numpy,
+    "storage": through_the_storage,
+    "in place": lambda weight: weight.mul_(2),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize("when", ["before", "after", "by hand"])
+def test_a_write_in_inference_to_frozen_parameters_is_never_lost(when: str, name: str, nvme_path: Path) -> None:
+    """Nothing but the bytes tells of most of them, so the bytes are compared at every eviction."""
+    outputs = []
+    for swapped in (False, True):
+        model, optimizer = chain(12) if not swapped else offloaded(nvme_path, lambda: chain(12))
+        model.requires_grad_(False)
+        changed = [model[i] for i in (0, 3, 7)]
+
+        def write(module: nn.Module, *_: object) -> None:
+            WRITES[name](module.weight)
+
+        hooks = []
+        for module in changed:
+            if when == "before":
+                hooks.append(module.register_forward_pre_hook(write))
+            elif when == "after":
+                hooks.append(module.register_forward_hook(write))
+        with torch.inference_mode(name != "in place"), torch.no_grad():
+            for _ in range(3):
+                outputs.append(model(torch.ones(1, WIDTH)).clone())
+                for module in changed if when == "by hand" else ():
+                    write(module)
+        for hook in hooks:
+            hook.remove()
+        outputs.append(torch.cat([p.detach().flatten().clone() for p in model.parameters()]))
+        if swapped:
+            assert swapper_of(model).metrics.reads > 12
+            close(model, optimizer)
+    for plain, mine in zip(outputs[:4], outputs[4:], strict=True):
+        assert torch.equal(plain, mine)
