@@ -14,7 +14,7 @@ from swapper.errors import SwapError
 from swapper.evicted import home_of
 from swapper.parameter_cache import BY_ADDRESS, Held, ParameterCache
 
-__all__ = ["in_transform", "refuse_in_transform", "saving_places"]
+__all__ = ["in_transform", "refuse_in_transform", "saves_places", "saving_places"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class _Hollow(torch.Tensor):
 
 
 def saving_places(used: Iterable[object]) -> torch.autograd.graph.saved_tensors_hooks | None:
-    """Within it autograd saves parameters as places; None if nothing is saved.
+    """Within it autograd saves parameters as places; None if nothing is saved, or if it does so already.
 
     Args:
         used: what is used within it; others than our parameters are of no interest.
@@ -59,6 +59,8 @@ def saving_places(used: Iterable[object]) -> torch.autograd.graph.saved_tensors_
     if not torch.is_grad_enabled():
         return None
     if (others := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        if others[0].__module__ == __name__:  # Of a module around this one, and nobody changed it since.
+            return None
         return _with_checkpoint(*others) if others[0].__module__ == "torch.utils.checkpoint" else _with_users(*others)
     if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
         if any(home_of(item) is not None for item in used):
@@ -67,6 +69,12 @@ def saving_places(used: Iterable[object]) -> torch.autograd.graph.saved_tensors_
             )
         return None
     return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+
+
+def saves_places() -> bool:
+    """Whether the hooks that decide now what autograd saves are from `saving_places`."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == __name__
 
 
 def _with_checkpoint(
