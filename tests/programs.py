@@ -119,6 +119,10 @@ class Difference(AssertionError):
         self.kind = kind
 
 
+class Ended(Exception):
+    """Both twins raised the same exception of torch's: the program ends here."""
+
+
 class Refused(Exception):
     """The swapped twin refused an action, as documented: the program ends here."""
 
@@ -263,7 +267,7 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sgd": (torch.optim.SGD, {}),
     "momentum": (torch.optim.SGD, {"momentum": 0.9}),
     "nesterov foreach": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "foreach": True}),
-    "sgd fused": (torch.optim.SGD, {"momentum": 0.9, "fused": True}),
+    "sgd fused": (torch.optim.SGD, {"fused": True}),
     "adam": (torch.optim.Adam, {"weight_decay": 0.01}),
     "adam amsgrad": (torch.optim.Adam, {"amsgrad": True}),
     "adam maximize": (torch.optim.Adam, {"maximize": True, "foreach": True}),
@@ -450,9 +454,10 @@ class Twin:
                 swapper.offload(self.model, self.optimizers, config)
             except ConfigError as error:
                 found = re.search(r"[Ss]et pool_bytes to at least '?(\d+)", str(error))
-                if found is None or int(found[1]) <= pool_bytes:
+                if found is None:
                     raise
-                pool_bytes = int(found[1])
+                # What one optimizer needs, beside which there may be others.
+                pool_bytes = max(int(found[1]), pool_bytes + 4096)
                 continue
             if not spare_bytes:
                 return
@@ -1156,6 +1161,8 @@ def perform(program: Program, path: Path) -> Outcome:
                 except Refused as refused:
                     outcome.refused = f"{action.name}: {refused}"
                     return outcome
+                except Ended:
+                    return outcome
             _look(swapped, plain, 3, "the end")
             swapped.close()
             _look(swapped, plain, 1, "closed")
@@ -1192,6 +1199,8 @@ def _act(action: Action, swapped: Twin, plain: Twin, where: str, outcome: Outcom
             text = f"{where}: {which} raised {error!r}, the other one {'nothing' if error is mine else repr(mine)}"
             raise Difference(f"{which} raised {type(error).__name__}", text) from error
         outcome.raised.append(f"{action.name}: {mine!r}")
+        if not isinstance(mine, UserError):
+            raise Ended  # In the middle of a step, perhaps: of that plain PyTorch takes no notice, and swapper does.
     else:
         outcome.performed.append(action.name)
         if mine != theirs:
