@@ -20,12 +20,13 @@ from swapper.dry_run import CheckReport, DriveReport, dry_run
 from swapper.errors import ConfigError, SwapError
 from swapper.gradient import GradientSwapper
 from swapper.gradient_records import gradient_bytes
+from swapper.growing_pool import GrowingPool
 from swapper.layout import PAGE_BYTES
 from swapper.nursery import Nursery, initialisers_of
 from swapper.optimizer import OptimizerSwapper
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.parameter import ParameterSwapper
-from swapper.parameter_records import plan_parameter_records
+from swapper.parameter_records import plan_parameter_records, where
 from swapper.schedule import IN_FLIGHT, READ_AHEAD
 from swapper.shared import Shared
 from swapper.trial import refuse_unsupported
@@ -89,7 +90,7 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
 
 @torch.inference_mode(False)  # What is made here is used outside of that mode too.
 def _wrap(
-    optimizer: _OptimizerT, settings: OffloadConfig, records: Mapping[int, tuple[int, int]] | None = None
+    optimizer: _OptimizerT, settings: OffloadConfig, records: Mapping[torch.Tensor, tuple[int, int]] | None = None
 ) -> _OptimizerT:
     _check_is_optimizer(optimizer)
     if getattr(optimizer, "swapper", None) is not None:
@@ -117,6 +118,7 @@ def _wrap(
     plan = OptimizerPlan(optimizer, settings, next(_owners), records)
     if plan.device.type == "meta":
         raise ConfigError("the parameters are on the meta device and have no values; give the model memory first")
+    pool: BufferPool | GrowingPool
     if device == "nvme":
         plan.schedule(settings.pool_bytes)  # Refuses what cannot work before anything is made.
         shared = Shared.of(settings, plan.device.type == "cuda")
@@ -130,7 +132,7 @@ def _wrap(
                 "for a model on a GPU; use device: cpu"
             )
         pool_bytes = plan.stored_bytes + plan.scratch_bytes * plan.scratch_count
-        pool, store = BufferPool(max(pool_bytes, PAGE_BYTES), cuda=plan.device.type == "cuda"), None
+        pool, store = GrowingPool(pool_bytes, cuda=plan.device.type == "cuda"), None
         release = pool.close
     try:
         OptimizerSwapper(optimizer, plan, pool, pool_bytes, store, release)
@@ -205,12 +207,12 @@ def offload(model: _ModelT, optimizer: _OptimizersT, config: ConfigLike) -> tupl
     if settings.offload_param.device == "nvme":
         there = _parameters_on(model, settings)
         if there is not None:
-            records = there.lengths_bytes()
+            records = there.where()
         else:
             _check_can_be_offloaded(model)
             evicted.let_viewed_stay(model.parameters())
             planned, _ = plan_parameter_records(model, settings.bucket_bytes)
-            records = {id(place.parameter): (r.number, r.length_bytes) for r in planned for place in r.places}
+            records = where(planned)
     wrapped: list[Optimizer] = []
     try:
         for each in optimizers:

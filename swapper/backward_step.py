@@ -13,9 +13,11 @@ order of backward, step, zero_grad, is told so, before it can do anything else t
 from __future__ import annotations
 
 import gc
+import itertools
 import sys
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
@@ -34,12 +36,15 @@ from swapper.evicted import (
     set_raw_gradient,
 )
 from swapper.optimizer_plan import OptimizerPlan
-from swapper.segments import Bucket
+from swapper.segments import Bucket, OptimizerParameter, grouped
 from swapper.stepper import Stepper
 
 __all__ = ["CANNOT_GO_WITH", "BackwardSteps"]
 
 CANNOT_GO_WITH = "offload_optimizer.step_in_backward: true cannot be combined with"
+
+_LOOK_AHEAD = 64
+"""Buckets that are looked at for what to read next."""
 
 
 class BackwardSteps:
@@ -70,14 +75,15 @@ class BackwardSteps:
         self._prepare = prepare
         self._failed = failed
         self._lock = threading.RLock()
-        self._arrived: dict[int, int] = {}  # gradients of the window, by parameter
-        self._gone: dict[int, weakref.ref[torch.nn.Parameter]] = {}  # parameters that were stepped, until zero_grad
         self._stepped: dict[Bucket, None] = {}  # of the window, in order
-        self._order: list[Bucket] = []  # of the last window: what to expect in the next
+        self._missing: dict[Bucket, int] = {}  # of buckets for which gradients have arrived: parameters that lack some
+        self._expected: OrderedDict[Bucket, None] = OrderedDict()  # not stepped yet, in the order of the last window
+        self._groups_of: dict[OptimizerParameter, int | None] = {}  # of what was stepped, and in which group
         self._pass = -1  # autograd's number of the backward pass in which the first of them was stepped
         self._groups: list[dict[str, Any]] = []  # the options that the window is stepped with
         self._looked_for_scaler = False
         self._refuse(optimizer)
+        self.follow_plan()
 
     @property
     def under_way(self) -> bool:
@@ -99,11 +105,14 @@ class BackwardSteps:
             SwapError: there is one pass too many; the gradient is dropped, and no parameter was touched.
         """
         with self._lock:
-            count = self._arrived.get(id(p), 0) + 1
-            if id(p) in self._gone or count > self._plan.gradient_accumulation_steps or self._is_another_pass():
+            known = self._plan.of(p)
+            if known is None or known.group is None:
+                return False  # It is in no group any more, which `step()` will find out too.
+            count = known.arrived + 1
+            if known.stepped or count > self._plan.gradient_accumulation_steps or self._is_another_pass():
                 set_raw_gradient(p, None)
                 raise SwapError(self._too_many())
-            self._arrived[id(p)] = count
+            known.arrived = count
             return count == self._plan.gradient_accumulation_steps
 
     def complete(self, p: torch.nn.Parameter) -> None:
@@ -124,7 +133,8 @@ class BackwardSteps:
                 self._refuse(optimizer)
                 self._refuse_scaler()
                 self._prepare()
-            for bucket in self._plan.buckets_of(p):
+            known = self._plan.of(p)
+            for bucket in () if known is None else known.buckets:
                 if self._is_complete(bucket):
                     self._step(optimizer, bucket)
 
@@ -132,36 +142,53 @@ class BackwardSteps:
         """The buckets that `step()` has to see to."""
         return [bucket for bucket in self._plan.buckets if bucket not in self._stepped]
 
+    def follow_plan(self) -> None:
+        """The buckets, or which parameters are stepped, have changed."""
+        with self._lock:
+            self._missing.clear()
+            # What was stepped last comes first in a backward, so what is new is expected at the end, in reverse order.
+            order = [*self._expected, *reversed(self._plan.buckets)]
+            present = set(self._plan.buckets)
+            self._expected = OrderedDict.fromkeys(b for b in order if b in present and b not in self._stepped)
+
     def check_options(self, optimizer: Optimizer) -> None:
         """Raise if an option was changed since the first bucket of the window was stepped with it."""
-        if self._stepped and _options(optimizer) != self._groups:
+        if not self._stepped:
+            return
+        if _options(optimizer)[: len(self._groups)] != self._groups:
             raise SwapError(
                 "an option of the optimizer (its learning rate, ...) was changed between backward() and step(), but "
                 "with step_in_backward the parameters were stepped in backward; change it after step() or before "
                 "backward()"
+            )
+        group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        if any(known.is_gone or group_of.get(id(known.parameter)) != n for known, n in self._groups_of.items()):
+            raise SwapError(
+                "a parameter was taken out of its group between backward() and step(), but with step_in_backward it "
+                "was stepped in backward; take it out after step() or before backward()"
             )
 
     def finish(self) -> None:
         """The window is over; what was stepped in it is expected in the next one."""
         with self._lock:
             if self._stepped:
-                self._order = list(self._stepped)
+                self._expected = OrderedDict.fromkeys([*self._stepped, *self._expected])
             self._stepped = {}
-            self._arrived.clear()
+            self._missing.clear()
+            self._groups_of.clear()
+            for known in self._plan.planned():
+                known.arrived = 0
 
     def forget(self) -> None:
         """State and parameters are made anew: there is no window, and nothing is missing."""
         with self._lock:
             self.finish()
-            for reference in self._gone.values():
-                if (parameter := reference()) is not None:
-                    clear_gradient_home(parameter)
-            self._gone.clear()
+            for p in self._known(None):
+                self._clear(p)
 
     def expected(self) -> list[Bucket]:
-        """The buckets that are not stepped yet, in the order in which they probably will be."""
-        known = self._order or reversed(self._plan.buckets)
-        return [bucket for bucket in known if bucket not in self._stepped]
+        """The next buckets that are not stepped yet, in the order in which they probably will be."""
+        return list(itertools.islice(self._expected, _LOOK_AHEAD))
 
     # --- `GradientHome`, of gradients that are gone ------------------------------------------------------------------
 
@@ -203,29 +230,42 @@ class BackwardSteps:
                     "step_in_backward: false"
                 )
             for p in self._known(parameters):
-                self._gone.pop(id(p), None)
-                self._arrived.pop(id(p), None)
-                clear_gradient_home(p)
+                self._clear(p)
+
+    def _clear(self, p: torch.nn.Parameter) -> None:
+        if (known := self._plan.of(p)) is not None:
+            known.stepped, known.arrived = False, 0
+            for bucket in known.buckets:
+                self._missing.pop(bucket, None)
+        clear_gradient_home(p)
 
     def _known(self, parameters: Iterable[torch.nn.Parameter] | None) -> list[torch.nn.Parameter]:
+        """`parameters`; for None those that were stepped, and whose gradients were not cleared since."""
         if parameters is not None:
             return list(parameters)
-        return [p for reference in self._gone.values() if (p := reference()) is not None]
+        return [known.parameter for known in self._plan.planned() if known.stepped]
 
     # --- The step of a bucket ----------------------------------------------------------------------------------------
 
     def _is_complete(self, bucket: Bucket) -> bool:
-        wanted = self._plan.gradient_accumulation_steps
-        return bucket not in self._stepped and all(
-            self._arrived.get(id(segment.parameter), 0) == wanted for segment in bucket.segments
-        )
+        """A parameter of `bucket` has its last gradient. Returns whether all have, so that it can be stepped."""
+        if bucket in self._stepped:
+            return False
+        if bucket not in self._missing:
+            wanted = self._plan.gradient_accumulation_steps
+            stepped = [known for known in grouped(bucket.segments) if known.group is not None]
+            self._missing[bucket] = sum(known.arrived != wanted for known in stepped)
+        else:
+            self._missing[bucket] -= 1
+        return self._missing[bucket] == 0
 
     def _step(self, optimizer: Optimizer, bucket: Bucket) -> None:
         if not self._stepped:
             self._groups = _options(optimizer)
             self._pass = torch._C._current_graph_task_id()
         self.check_options(optimizer)
-        bring_back_gradients((segment.parameter for segment in bucket.segments), (self, self._stepper.gradients))
+        members = [known for known in grouped(bucket.segments) if known.group is not None]
+        bring_back_gradients((known.parameter for known in members), (self, self._stepper.gradients))
         work = self._stepper.work_on([bucket])
         if not work:
             return
@@ -237,11 +277,13 @@ class BackwardSteps:
             self.finish()
             raise
         self._stepped[bucket] = None
-        for p in {id(segment.parameter): segment.parameter for segment in bucket.segments}.values():
-            if all(other in self._stepped for other in self._plan.buckets_of(p)):
-                set_raw_gradient(p, None)
-                self._gone[id(p)] = weakref.ref(p)
-                set_gradient_home(p, self)
+        self._expected.pop(bucket, None)
+        for known in members:
+            self._groups_of[known] = known.group
+            if all(other in self._stepped for other in known.buckets):
+                set_raw_gradient(known.parameter, None)
+                known.stepped = True
+                set_gradient_home(known.parameter, self)
         self._stepper.stage_ahead([(following, []) for following in self.expected()], 0)
 
     def _is_another_pass(self) -> bool:

@@ -31,9 +31,9 @@ from swapper.checkpoint_index import INDEX, glance
 from swapper.checkpoint_reader import Checkpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError, show
 from swapper.fastsave import SaveHandle
-from swapper.saved_model import differences, plain_model, save_model, stored_state_dict
+from swapper.saved_model import check_model, differences, plain_model, save_model, stored_state_dict
 from swapper.saved_model import ready_to_load as ready_to_load_model
-from swapper.saved_state import loading, ready_to_load
+from swapper.saved_state import check_optimizers, loading, ready_to_load
 from swapper.state_writer import kind_of, save_state
 from swapper.store import TensorStore
 from swapper.values import decode, encode
@@ -44,6 +44,7 @@ __all__ = [
     "is_checkpoint",
     "load_checkpoint",
     "made_by",
+    "refuse_unloadable",
     "remove",
     "save",
     "save_checkpoint",
@@ -147,8 +148,27 @@ def save(
         if new.has_more_to_do and threading.main_thread().is_alive():
             del new  # It is the thread's.
             return _finish_in_background(owned, index, after)
-        after.tidy(new.finish(index))
+        after.tidy(new.finish(index, refuse_unloadable))
         return SaveHandle.finished(str(new.directory))
+
+
+def refuse_unloadable(written: Path) -> None:
+    """Refuse to publish what `load_checkpoint` would refuse, by its own rules; bytes of tensors are not read.
+
+    Raises:
+        SwapError: see above; a defect of ours. What was there under the name is whole.
+    """
+    try:
+        with torch.inference_mode(False), Checkpoint(written) as checkpoint:
+            check_model(checkpoint)
+            check_optimizers(checkpoint)
+    except SwapIOError:
+        raise
+    except SwapError as error:
+        raise SwapError(
+            f"the checkpoint was not saved, because it could not be loaded again: {error}. Nothing was replaced; this "
+            "is a defect of swapper, so please report it"
+        ) from error
 
 
 def _discard(owned: list[NewCheckpoint]) -> None:
@@ -167,7 +187,7 @@ def _finish_in_background(owned: list[NewCheckpoint], index: dict[str, Any], aft
             with contextlib.suppress(IndexError):
                 new = owned.pop()
                 begun.set()
-                after.tidy(new.finish(index))
+                after.tidy(new.finish(index, refuse_unloadable))
         finally:
             over.set()
 

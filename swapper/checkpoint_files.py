@@ -239,11 +239,12 @@ class NewCheckpoint:
             output.commit()
         self.note(name, data.numel(), output.checksum)
 
-    def finish(self, index: Mapping[str, Any]) -> Path | None:
+    def finish(self, index: Mapping[str, Any], check: Callable[[Path], None] = lambda _: None) -> Path | None:
         """Do what was left for later, and let the checkpoint appear under its name.
 
         Args:
             index: the fields of `Index` but `crc32c`, `format`, `version` and `files`.
+            check: raises if what is in this directory, which nobody sees yet, could not be loaded.
 
         Returns:
             Where that is which had the name before, if there was any; it is the caller's to remove.
@@ -257,6 +258,7 @@ class NewCheckpoint:
             files = {name: file.model_dump() for name, file in self.files.items()}
             whole = {"format": FORMAT, "version": 1, **index, "files": files}
             self._write(INDEX, with_checksum(json.dumps(whole, separators=(",", ":"), allow_nan=False).encode()))
+            check(self.path)
             return self._publish()
         finally:
             self.discard()

@@ -20,6 +20,7 @@ __all__ = [
     "Index",
     "SavedBucket",
     "SavedFile",
+    "SavedHole",
     "SavedModel",
     "SavedOptimizer",
     "SavedParameter",
@@ -97,11 +98,21 @@ class SavedSegment(_Part):
     small: Any = None
 
 
+class SavedHole(_Part):
+    """A segment of a parameter that the optimizer did not have any more. Its tensors in the file belong to nobody.
+
+    `tie_bits` are those of its master, which come before those of the segments behind it.
+    """
+
+    hole: Literal[True]
+    tie_bits: Count = 0
+
+
 class SavedBucket(_Part):
     """Segments whose state is in one file; None of them moved where there is no file."""
 
     file: str | None
-    segments: list[SavedSegment]
+    segments: list[SavedSegment | SavedHole]
 
 
 class SavedParameter(_Part):

@@ -18,11 +18,10 @@ from typing import Any
 import torch
 
 from swapper import codec
-from swapper.checkpoint_index import SavedParameter
 from swapper.checkpoint_reader import Checkpoint
 from swapper.errors import SwapError
 from swapper.heap import return_free_memory
-from swapper.saved_state import SavedPiece, SavedState
+from swapper.saved_state import SavedPiece, SavedState, hollow
 from swapper.segments import MASTER
 from swapper.trial import is_dense
 
@@ -230,7 +229,7 @@ class StreamedState(SavedState):
 
     def __init__(self, checkpoint: Checkpoint, number: int) -> None:
         saved = checkpoint.index.optimizers[number]
-        parameters = [_hollow(parameter, checkpoint) for parameter in saved.parameters]
+        parameters = [hollow(parameter, checkpoint) for parameter in saved.parameters]
         super().__init__(checkpoint, saved, parameters, number)
         self._bits: tuple[torch.nn.Parameter, Read] | None = None
         self._ties: tuple[SavedPiece, dict[int, int]] | None = None
@@ -360,13 +359,3 @@ class StreamedState(SavedState):
         whole = torch.zeros(-(-bits.numel() // 8) * 8, dtype=torch.uint8)
         whole[: bits.numel()] = bits
         return (whole.view(-1, 8) << shifts).sum(1, dtype=torch.uint8)
-
-
-def _hollow(saved: SavedParameter, checkpoint: Checkpoint) -> torch.nn.Parameter:
-    """A parameter without memory, that lies as `saved` did."""
-    dtype = getattr(torch, saved.dtype or "float32", None)
-    shape = saved.shape if saved.shape is not None else [0]
-    stride = saved.stride if saved.shape is not None else [1]
-    if not isinstance(dtype, torch.dtype) or len(shape) != len(stride):
-        raise SwapError(f"{checkpoint.directory}: the index is damaged: parameter {saved.name!r} is not one")
-    return torch.nn.Parameter(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), requires_grad=False)

@@ -13,7 +13,7 @@ from swapper.errors import ConfigError
 from swapper.gradient_records import can_leave, check_room, gradient_bytes, gradient_pool_bytes
 from swapper.layout import format_bytes
 from swapper.optimizer_plan import OptimizerPlan
-from swapper.parameter_records import ParameterRecord, first_of, least_bytes, plan_parameter_records
+from swapper.parameter_records import ParameterRecord, first_of, least_bytes, plan_parameter_records, where
 from swapper.runs import check_nvme_paths, file_systems
 from swapper.shared import close_all, open_handles
 from swapper.speed import measure_speeds
@@ -119,8 +119,8 @@ def dry_run(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConfi
     records: list[ParameterRecord] = []
     if settings.offload_param.device == "nvme":
         records, _ = plan_parameter_records(model, settings.bucket_bytes)
-    where = {id(place.parameter): (r.number, r.length_bytes) for r in records for place in r.places}
-    plan = OptimizerPlan(optimizer, settings, 0, where)
+    record_of = where(records)
+    plan = OptimizerPlan(optimizer, settings, 0, record_of)
     parts = plan.gradient_parts()
     state_stored = settings.offload_optimizer.device == "nvme"
     gradients_stored = settings.offload_gradient.device == "nvme"
@@ -165,7 +165,7 @@ def dry_run(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConfi
     if pool_bytes:  # A config also asks for three whole buckets, though the largest of this model may be smaller.
         needed_bytes = max(needed_bytes, 3 * settings.bucket_bytes)
     away = {id(p) for _, p, _, _ in parts if can_leave(p)} if gradients_move else set()
-    tensors = [*(p for p in model.parameters() if id(p) not in where), *model.buffers()]
+    tensors = [*(p for p in model.parameters() if p not in record_of), *model.buffers()]
     in_memory = [p for p in model.parameters() if p.requires_grad and id(p) not in away]
     model_bytes = sum(t.nbytes for t in tensors) + sum(p.nbytes for p in in_memory)
     worn_bytes = written_bytes

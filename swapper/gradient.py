@@ -19,11 +19,13 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import ClassVar, Protocol
 
 import torch
+from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import WeakIdKeyDictionary
 
 from swapper.buffers import BufferPool
 from swapper.end_of_backward import call_at_the_end, is_distributed, is_nested
@@ -117,8 +119,8 @@ class GradientSwapper:
         self._release = release
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._gradients: dict[int, Gradient] = {}
-        self._hooks: dict[int, list[torch.utils.hooks.RemovableHandle]] = {}
+        self._gradients: dict[int, Gradient] = {}  # by `id` of the parameter; only `_of` looks here
+        self._hooks: MutableMapping[torch.Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
         self._next_number = 0
         self._order: list[Gradient] = []  # of arrival, in the backward before
         self._arriving: dict[Gradient, None] = {}  # in the one that is going on
@@ -129,7 +131,6 @@ class GradientSwapper:
         self._stepping = False
         self._collecting = False  # [Note: distributed]
         self._tasks: set[int] = set()
-        self._left: set[int] = set()  # parameters whose gradients another optimizer takes
         self._window: Window | None = None
         self._closed = False
         wanted = list(parts)
@@ -155,14 +156,15 @@ class GradientSwapper:
         with self._lock, torch.no_grad():
             wanted: dict[int, tuple[torch.nn.Parameter, list[tuple[int, int]]]] = {}
             given = list(parts)
-            for _, p, start, stop in fitting(given, self._gradients.keys(), self._store is not None, self._limit_bytes):
+            known_ids = {id(p) for gradient in self._gradients.values() if (p := gradient.parameter()) is not None}
+            for _, p, start, stop in fitting(given, known_ids, self._store is not None, self._limit_bytes):
                 wanted.setdefault(id(p), (p, []))[1].append((start, stop))
-            for number in [number for number in self._gradients if number not in wanted]:
+            for number in [number for number in self._gradients if number not in known_ids or number not in wanted]:
                 self._leave(number)
             sizes: dict[RecordKey, int] = {}
             made: dict[int, list[Part]] = {}
             for number, (p, cuts) in wanted.items():
-                known = self._gradients.get(number)
+                known = self._of(p)
                 if known is not None and known.cuts == cuts:
                     continue
                 made[number] = [self._new_part(p, start, stop) for start, stop in cuts]
@@ -185,7 +187,12 @@ class GradientSwapper:
 
     def watches(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the gradients of `parameter` are looked at when they arrive."""
-        return id(parameter) in self._gradients
+        return self._of(parameter) is not None
+
+    def _of(self, parameter: torch.Tensor) -> Gradient | None:
+        """What is known of the gradient of `parameter`, and not of a former one that had its `id`."""
+        gradient = self._gradients.get(id(parameter))
+        return gradient if gradient is not None and gradient.parameter() is parameter else None
 
     def check(self) -> None:
         """Raise what is known to be wrong with any gradient.
@@ -206,12 +213,12 @@ class GradientSwapper:
 
     def is_away(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the gradient is not in memory."""
-        gradient = self._gradients.get(id(parameter))
+        gradient = self._of(parameter)
         return gradient is not None and gradient.place is not Place.HERE
 
     def stage(self, parameter: torch.nn.Parameter, start: int) -> bool:
         """Start reading the part that starts at `start`, if there is room. False if there is none."""
-        gradient = self._gradients.get(id(parameter))
+        gradient = self._of(parameter)
         if gradient is None or gradient.place is not Place.AWAY:
             return True
         part = gradient.part_at(start)
@@ -225,7 +232,8 @@ class GradientSwapper:
             SwapError: the gradient was lost.
             SwapIOError: it could not be read, or a write had failed.
         """
-        gradient = self._gradients[id(parameter)]
+        gradient = self._of(parameter)
+        assert gradient is not None
         if not self._clipped:
             self._norm_type = None  # Nobody wants norms.
         self._stepping = True
@@ -301,16 +309,20 @@ class GradientSwapper:
         `DistributedDataParallel` looks at all gradients of a model when the first one arrives.
         """
         for p in parameters:
-            if p.requires_grad and p.is_leaf and id(p) not in self._hooks:
-                self._hooks[id(p)] = self._hook(p, taken=False)
+            if p.requires_grad and p.is_leaf and p not in self._hooks:
+                self._hooks[p] = self._hook(p, taken=False)
 
-    def leave(self, numbers: Iterable[int]) -> None:
-        """Take no gradients any more, when they arrive, of the parameters with these ids. What is away stays so."""
+    def leave(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take no gradients of `parameters` any more, when they arrive. What is away stays so."""
         with self._lock:
-            for number in self._gradients.keys() & numbers:
-                self._left.add(number)
-                for hook in self._hooks.pop(number, []):
-                    hook.remove()
+            for p in parameters:
+                if (gradient := self._of(p)) is not None:
+                    gradient.left = True
+                    self._unhook(p)
+
+    def _unhook(self, p: torch.Tensor) -> None:
+        for hook in self._hooks.pop(p, ()):
+            hook.remove()
 
     def close(self) -> None:
         """Delete the records. Gradients that are away are gone, and using one raises. Idempotent."""
@@ -338,7 +350,7 @@ class GradientSwapper:
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """What reading `p.grad` gives: a tensor that is brought back when its values are used."""
         with self._lock:
-            gradient = self._gradients.get(id(parameter))
+            gradient = self._of(parameter)
             if gradient is not None and os.getpid() == self._pid and not self._closed:
                 self._settle(gradient)
             if gradient is None or gradient.place is Place.HERE:
@@ -362,7 +374,7 @@ class GradientSwapper:
             return None
         self._check_process()
         with self._lock, torch.no_grad(), torch.inference_mode(False):
-            gradient = self._gradients.get(id(parameter))
+            gradient = self._of(parameter)
             if gradient is None or gradient.place is Place.HERE:
                 return raw_gradient(parameter)
             values = self._whole(gradient)
@@ -380,26 +392,28 @@ class GradientSwapper:
             parameters: None means all.
         """
         with self._lock:
-            wanted = None if parameters is None else {id(p) for p in parameters}
-            for number, gradient in self._gradients.items():
-                if gradient.place is not Place.HERE and (wanted is None or number in wanted):
+            known = self._gradients.values() if parameters is None else map(self._of, parameters)
+            for gradient in known:
+                if gradient is not None and gradient.place is not Place.HERE:
                     self._fill_handed(gradient)
                     self._forget(gradient)
 
     def set_zero(self, parameter: torch.nn.Parameter) -> None:
         """Let an away gradient be zeros; nothing is read or written."""
         with self._lock:
-            self._forget(self._gradients[id(parameter)], to=Place.ZERO)
+            gradient = self._of(parameter)
+            assert gradient is not None
+            self._forget(gradient, to=Place.ZERO)
 
     # --- Arrival ---------------------------------------------------------------------------------------------------
 
-    def _hook(self, p: torch.Tensor, *, taken: bool) -> list[torch.utils.hooks.RemovableHandle]:
+    def _hook(self, p: torch.Tensor, *, taken: bool) -> list[RemovableHandle]:
         """See every gradient of `p` arrive, and have those that are `taken`."""
-        self_ref, number = weakref.ref(self), id(p)
+        self_ref, p_ref = weakref.ref(self), weakref.ref(p)
 
         def before(_: torch.Tensor) -> None:
             if (swapper := self_ref()) is not None and not swapper._closed:
-                swapper._before_arrival(number)
+                swapper._before_arrival(p_ref())
 
         def after(p: torch.Tensor) -> None:
             if (swapper := self_ref()) is not None and not swapper._closed:
@@ -411,15 +425,15 @@ class GradientSwapper:
             hooks.append(p.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
         return hooks
 
-    def _before_arrival(self, number: int) -> None:
+    def _before_arrival(self, p: torch.Tensor | None) -> None:
         self._check_process()
         if is_distributed():
             for swapper in list(GradientSwapper._open):
                 swapper._begin_collecting()
             return
-        gradient = self._gradients.get(number)
-        p = None if gradient is None else gradient.parameter()
-        if gradient is not None and p is not None:
+        gradient = None if p is None else self._of(p)
+        if gradient is not None:
+            assert isinstance(p, torch.nn.Parameter)
             self._settle(gradient)
             bring_back_gradients([p], (self, self._window))
             gradient.stays = raw_gradient(p) is not None
@@ -429,8 +443,8 @@ class GradientSwapper:
             return
         last = self._window is not None and self._window.count(p)
         with self._lock:
-            gradient = self._gradients[id(p)]
-            if not gradient.stays:
+            gradient = self._of(p)
+            if gradient is not None and not gradient.stays:
                 self._arrive(gradient, p, take=not last)
         if last:
             assert self._window is not None
@@ -566,9 +580,9 @@ class GradientSwapper:
         with self._lock:
             self._collecting = False
             self._tasks.clear()
-            for number, gradient in self._gradients.items():
+            for gradient in self._gradients.values():
                 p = gradient.parameter()
-                if self._closed or p is None or gradient.stays or number in self._left:
+                if self._closed or p is None or gradient.stays or gradient.left:
                     continue
                 fresh = raw_gradient(p)
                 if fresh is not None and gradient.can_take(fresh):
@@ -601,8 +615,9 @@ class GradientSwapper:
     def _change(self, parameters: Iterable[torch.nn.Parameter], change: Change) -> None:
         """Change gradients, in memory at once; what is away is changed when it is used, if it is on disk."""
         for p in parameters:
-            if self.is_away(p):
-                self._change_away(self._gradients[id(p)], change)
+            gradient = self._of(p)
+            if gradient is not None and gradient.place is not Place.HERE:
+                self._change_away(gradient, change)
             else:
                 in_memory = raw_gradient(p)
                 assert in_memory is not None
@@ -624,7 +639,7 @@ class GradientSwapper:
             raise
 
     def _norm_of(self, p: torch.nn.Parameter, norm_type: float, foreach: bool | None) -> torch.Tensor:
-        gradient = self._gradients.get(id(p))
+        gradient = self._of(p)
         if gradient is None or gradient.place is Place.HERE:
             in_memory = raw_gradient(p)
             assert in_memory is not None
@@ -682,7 +697,7 @@ class GradientSwapper:
 
     def _adopt(self, p: torch.nn.Parameter, parts: list[Part]) -> None:
         """Take the gradient of `p` from now on in `parts`."""
-        known = self._gradients.get(id(p))
+        known = self._of(p)
         if known is None:
             known = Gradient(weakref.ref(p), p.shape, p.stride(), p.dtype, p.device)
             self._gradients[id(p)] = known
@@ -702,22 +717,20 @@ class GradientSwapper:
         known.parts = parts
         for part in former:
             self._pipeline.forget(part.key)
-        for hook in self._hooks.pop(id(p), []):
-            hook.remove()
-        if p.requires_grad and id(p) not in self._left:
-            self._hooks[id(p)] = self._hook(p, taken=True)
+        if p.requires_grad and not known.left:  # Else hooks of when it did require one stay.
+            self._unhook(p)
+            self._hooks[p] = self._hook(p, taken=True)
 
     def _leave(self, number: int) -> None:
         """Stop taking the gradient of a parameter that the optimizer has no more."""
         gradient = self._gradients[number]
         if (p := gradient.parameter()) is not None:
             self.bring_back(p)
-        for hook in self._hooks.pop(number, []):
-            hook.remove()
+            self._unhook(p)
+            self.watch([p])
         for part in gradient.parts:
             self._pipeline.forget(part.key)
         del self._gradients[number]
-        self._left.discard(number)  # Another may get its id.
         self._order = [known for known in self._order if known is not gradient]
         self._arriving.pop(gradient, None)
 

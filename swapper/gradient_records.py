@@ -118,6 +118,7 @@ class Gradient:
         stride: as it arrived.
         arrived: micro-batches in it.
         stays: it was in memory before the backward that is going on.
+        left: another optimizer takes it when it arrives.
         norm: if it was taken.
         changes: what is yet to be done to its elements, in place, one after the other.
         handed: the tensor that stands for it, if somebody has that.
@@ -134,6 +135,7 @@ class Gradient:
     stride: tuple[int, ...] = ()
     arrived: int = 0
     stays: bool = False
+    left: bool = False
     norm: TakenNorm | None = None
     changes: list[Change] = field(default_factory=list)
     handed: weakref.ref[AwayGradient] | None = None

@@ -11,9 +11,9 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Any, ClassVar, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
 import torch
 from torch.optim import Optimizer
@@ -24,6 +24,7 @@ from swapper.endings import finalizer
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.evicted import bring_back_gradients, raw_gradient
 from swapper.failure import Failure, versions
+from swapper.growing_pool import GrowingPool
 from swapper.metrics import Metrics
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.optimizer_state import (
@@ -34,7 +35,7 @@ from swapper.optimizer_state import (
     check_loadable,
 )
 from swapper.pipeline import Pipeline
-from swapper.segments import MASTER, Bucket
+from swapper.segments import MASTER, Bucket, OptimizerParameter
 from swapper.stats import Moves, Stats, moves_of
 from swapper.stepper import Stepper, SwappedGradients, SwappedParameters
 from swapper.store import TensorStore
@@ -75,7 +76,7 @@ class OptimizerSwapper:
         self,
         optimizer: Optimizer,
         plan: OptimizerPlan,
-        pool: BufferPool,
+        pool: BufferPool | GrowingPool,
         pool_bytes: int,
         store: TensorStore | None,
         release: Callable[[], None],
@@ -98,14 +99,10 @@ class OptimizerSwapper:
         self._records = StateRecords(plan, self._stepper, self._pipeline, store)
         self._window_lock = threading.Lock()
         self._read_ahead = False
-        self._arrived: dict[int, int] = {}  # gradients since the last step, by parameter
         self._failure: Failure | None = None
         self._former_step: Any = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._loading: dict[int, dict[str, Any]] | None = None
-        self._later_pools: list[BufferPool] = []
-        self._gradient_hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
-        self._left: set[int] = set()  # parameters that another optimizer steps in backward
         self._advised = False
         self._backward: BackwardSteps | None = None
         kept: dict[Any, Any] = {}
@@ -114,7 +111,7 @@ class OptimizerSwapper:
                 self._backward = BackwardSteps(optimizer, plan, self._stepper, self._prepare_step, self._fail)
             self._add_buckets(plan.buckets)
             self._reconcile(optimizer)
-            existing = {i: optimizer.state[p] for i, p in enumerate(parameters_of(optimizer)) if optimizer.state.get(p)}
+            existing = [(cast(torch.nn.Parameter, p), entries) for p, entries in optimizer.state.items() if entries]
             if existing:
                 self._import(optimizer, existing, as_it_is=True)
                 self._pipeline.drain()  # The copy in memory must stay until the one on the drive is good.
@@ -233,8 +230,7 @@ class OptimizerSwapper:
             KeyError: the optimizer does not have `parameter`.
         """
         self._check_usable("state")
-        optimizer = self._optimizer()
-        if not any(p is parameter for p in parameters_of(optimizer)):
+        if not self._plan.is_planned(parameter) and not any(p is parameter for p in parameters_of(self._optimizer())):
             raise KeyError("the optimizer does not have this parameter")
         return self._records.gather([parameter], allocate_in_memory).get(id(parameter), {})
 
@@ -256,9 +252,10 @@ class OptimizerSwapper:
         """Bring all state back to `optimizer.state` and undo what wrapping did. See `swapper.unwrap_optimizer`."""
         self._check_usable("unwrap")
         optimizer = self._optimizer()
-        gathered = self._records.gather(list(parameters_of(optimizer)), allocate_in_memory)
+        parameters = self._parameters_with_state()
+        gathered = self._records.gather(parameters, allocate_in_memory)
         state: dict[Any, dict[str, Any]] = {}
-        for p in parameters_of(optimizer):
+        for p in parameters:
             if id(p) in gathered:
                 entries = gathered[id(p)]
                 entries.pop(MASTER, None)
@@ -300,9 +297,7 @@ class OptimizerSwapper:
         self._check_open()
         optimizer = self._optimizer()
         self._reconcile(optimizer)
-        for p in parameters:
-            if not self._plan.is_planned(p):
-                self._add_buckets(self._plan.extend(optimizer, [p]))
+        self._extend(optimizer, parameters)
         with self._replacing("loading a checkpoint"), torch.no_grad():
             fill(self._records, optimizer)
         self._made_anew()
@@ -380,14 +375,14 @@ class OptimizerSwapper:
 
         They go on stepping them with the gradients that are there when `step()` is called.
         """
-        numbers = {id(p) for p in parameters_of(optimizer)}
+        parameters = list(parameters_of(optimizer))
         for other in list(OptimizerSwapper._living):
             if other.gradients is not None:
-                other.gradients.leave(numbers)
+                other.gradients.leave(parameters)
             if other._backward is not None:
-                for number in other._gradient_hooks.keys() & numbers:
-                    other._left.add(number)
-                    other._gradient_hooks.pop(number).remove()
+                for known in filter(None, map(other._plan.of, parameters)):
+                    known.left = True
+                    known.unhook()
         OptimizerSwapper._living.add(self)
 
     def _uninstall(self, optimizer: Optimizer) -> None:
@@ -472,90 +467,99 @@ class OptimizerSwapper:
         optimizer.state.clear()
 
     def _reconcile(self, optimizer: Optimizer) -> None:
-        """Follow what happened to `param_groups` since the last call."""
-        self._stepper.group_of = {id(p): i for i, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        new = []
-        sparse = False
-        for p in parameters_of(optimizer):
-            if self._plan.is_planned(p):
-                self._plan.check_unchanged(p)
-                gradient = raw_gradient(p)
-                if gradient is not None and gradient.is_sparse and not self._plan.segments_of(p)[0].whole:
-                    self._plan.keep_whole(p)
-                    sparse = True
-            elif p.requires_grad or raw_gradient(p) is not None:
-                new.append(p)
-        if gone := self._plan.planned_ids() - self._stepper.group_of.keys():
-            self._drop_parameters(gone)
+        """Follow what happened to `param_groups` since the last call. See [Note: parameters come and go]."""
+        before = list(self._plan.buckets)
+        unknown, came, left = self._plan.follow(optimizer)
+        for known in left:
+            known.unhook()
+            known.arrived = 0
+        if dropped := self._plan.drop_gone():
+            self._forget_buckets(dropped)
+            self._fit_pool()
         if self._plan.threads != torch.get_num_threads() and self._plan.depends_on_threads:
             self._plan_again(
                 optimizer, "torch.set_num_threads was called, and the bits of a low-precision step depend on it"
             )
-        elif sparse:
+        elif self._note_sparse(optimizer):
             self._plan_again(optimizer, "a sparse gradient came, which cannot be cut")
+        elif self._plan.is_wasteful:
+            self._plan_again(optimizer, "more than half of its records is of parameters that are gone")
         self._plan.threads = torch.get_num_threads()
-        if new:
-            self._pipeline.drop_staged()
-            self._drop_window()  # The new ones may need a larger one.
-            count = len(self._plan.buckets)
-            try:
-                self._add_buckets(self._plan.extend(optimizer, new))
-            except BaseException:
-                del self._plan.buckets[count:]
-                self._plan.drop({id(p) for p in new})
-                raise
-        if self.gradients is not None and (gone or self._plan.buckets != self._gradient_buckets):
+        if new := [p for p in unknown if p.requires_grad or raw_gradient(p) is not None]:
+            self._extend(optimizer, new)
+        if self._backward is not None and (came or left or before != self._plan.buckets):
+            self._backward.follow_plan()
+        if self.gradients is not None and (came or left or self._plan.buckets != self._gradient_buckets):
             self.gradients.plan(self._plan.gradient_parts())
             self._gradient_buckets = list(self._plan.buckets)
         self._watch_gradients(optimizer)
 
+    def _note_sparse(self, optimizer: Optimizer) -> bool:
+        """Whether a sparse gradient came for a parameter that is cut."""
+        found = False
+        for p in parameters_of(optimizer):
+            gradient = raw_gradient(p)
+            if gradient is not None and gradient.is_sparse:
+                known = self._plan.of(p)
+                if known is not None and not known.segments[0].whole:
+                    known.keeps_whole = found = True
+        return found
+
+    def _extend(self, optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Give `parameters` a place in the records that do not have one."""
+        parameters = [p for p in parameters if not self._plan.is_planned(p)]
+        if not parameters:
+            return
+        self._pipeline.drop_staged()
+        self._drop_window()  # The new ones may need a larger one.
+        buckets = self._plan.extend(optimizer, parameters)
+        try:
+            self._add_buckets(buckets)
+        except BaseException:
+            self._plan.withdraw(buckets)
+            raise
+
+    def _fit_pool(self) -> None:
+        if isinstance(self._pool, GrowingPool):
+            self._pool.reserve(self._plan.stored_bytes + self._plan.scratch_bytes * self._plan.scratch_count)
+
     def _add_buckets(self, buckets: Sequence[Bucket]) -> None:
+        self._fit_pool()
         if self._store is None:
-            scratch_bytes = self._plan.scratch_bytes * self._plan.scratch_count
-            if self._plan.stored_bytes + scratch_bytes > self._pool.capacity_bytes:
-                # The first pool was made for the first buckets; these, which came later, bring one of their own.
-                needed_bytes = sum(bucket.length_bytes for bucket in buckets) + scratch_bytes
-                self._pool = self._stepper.pool = BufferPool(needed_bytes, cuda=self._plan.device.type == "cuda")
-                self._later_pools.append(self._pool)
-                self._pipeline.draw_from(self._pool)
             return
         schedule = self._plan.schedule(self._pool_bytes)
         self._pipeline.keep(self._plan.buckets[i].key for i in schedule.resident)
-        if self._store is not None:
-            sizes = {bucket.key: bucket.length_bytes for bucket in buckets if bucket.length_bytes}
-            self._store.plan(sizes, summed=True)
+        self._store.plan({bucket.key: bucket.length_bytes for bucket in buckets if bucket.length_bytes}, summed=True)
 
-    def _drop_parameters(self, gone: set[int]) -> None:
-        self._plan.drop(gone)
-        self._left -= gone  # Others may get their ids.
-        for number in gone:
-            self._gradient_hooks.pop(number).remove() if number in self._gradient_hooks else None
-        for bucket in list(self._plan.buckets):
-            if all(id(segment.parameter) in gone for segment in bucket.segments):
-                self._plan.buckets.remove(bucket)
-                if bucket.length_bytes:
-                    self._pipeline.forget(bucket.key)
+    def _forget_buckets(self, buckets: Iterable[Bucket]) -> None:
+        for bucket in buckets:
+            if bucket.length_bytes:
+                self._pipeline.forget(bucket.key)
+
+    def _parameters_with_state(self) -> list[torch.nn.Parameter]:
+        """Those that have state, in a group or not."""
+        return [known.parameter for known in self._plan.planned() if any(s.has_state for s in known.segments)]
 
     def _plan_again(self, optimizer: Optimizer, why: str) -> None:
         """Cut anew; the state goes through a scratch file."""
         log.warning("%s: the optimizer's state is being cut anew", why)
-        parameters = list(parameters_of(optimizer))
-        gathered = self._records.gather(parameters, self._records.allocator(parameters))
-        state = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
+        outside = self._parameters_with_state()
+        gathered = self._records.gather(outside, self._records.allocator(outside))
+        state = [(p, gathered[id(p)]) for p in outside if id(p) in gathered]
+        wanted = [p for p in parameters_of(optimizer) if p.requires_grad or raw_gradient(p) is not None]
         self._pipeline.drop_staged()
         self._drop_window()  # The new cuts may need a larger one.
         with self._replacing("cutting optimizer state anew"):
-            self._drop_parameters(self._plan.planned_ids())
             self._plan.threads = torch.get_num_threads()
+            former = list(self._plan.buckets)
             try:
-                self._add_buckets(
-                    self._plan.extend(
-                        optimizer, [p for p in parameters if p.requires_grad or raw_gradient(p) is not None]
-                    )
-                )
+                self._plan.plan_again(optimizer, [*wanted, *outside])
+            finally:
+                self._forget_buckets(former)
+            try:
+                self._add_buckets(self._plan.buckets)
             except BaseException:
-                self._plan.buckets.clear()
-                self._plan.drop(self._plan.planned_ids())
+                self._plan.withdraw(self._plan.buckets)
                 raise
             self._import(optimizer, state, as_it_is=True)
 
@@ -617,7 +621,8 @@ class OptimizerSwapper:
         """Give scratch back; the next gradient is the first of a window."""
         self._stepper.drop_scratch()
         self._read_ahead = False
-        self._arrived.clear()
+        for known in self._plan.planned() if self._backward is None else ():
+            known.arrived = 0
 
     def _end_window(self) -> None:
         self._drop_window()
@@ -639,8 +644,9 @@ class OptimizerSwapper:
                 swapper._on_gradient(p)
 
         for p in parameters_of(optimizer):
-            if p.requires_grad and p.is_leaf and id(p) not in self._gradient_hooks and id(p) not in self._left:
-                self._gradient_hooks[id(p)] = p.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+            known = self._plan.of(p)
+            if known is not None and known.hook is None and not known.left and p.requires_grad and p.is_leaf:
+                known.hook = p.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def _on_gradient(self, p: torch.Tensor) -> None:
         if self._closed or self._failure is not None or os.getpid() != self._pid:
@@ -653,8 +659,11 @@ class OptimizerSwapper:
         if self._read_ahead:
             return
         with self._window_lock:
-            arrived = self._arrived[id(p)] = self._arrived.get(id(p), 0) + 1
-            if self._read_ahead or arrived < self._plan.gradient_accumulation_steps:
+            known = self._plan.of(p)
+            if known is None:
+                return
+            known.arrived += 1
+            if self._read_ahead or known.arrived < self._plan.gradient_accumulation_steps:
                 return
             self._read_ahead = True
         self._wish([bucket for bucket in self._plan.buckets if bucket.length_bytes], scratch=True)
@@ -693,7 +702,8 @@ class OptimizerSwapper:
         assert state is not None
         try:
             self._reconcile(optimizer)
-            self._import(optimizer, state, as_it_is=False)
+            given = [(p, state[i]) for i, p in enumerate(parameters_of(optimizer)) if i in state]
+            self._import(optimizer, given, as_it_is=False)
         except Exception:
             self._state = optimizer.state
             raise
@@ -707,30 +717,31 @@ class OptimizerSwapper:
         if self._failure is not None:
             self._failure.state_loaded = True
 
-    def _import(self, optimizer: Optimizer, state: dict[int, dict[str, Any]], as_it_is: bool) -> None:
+    def _import(
+        self, optimizer: Optimizer, state: Sequence[tuple[torch.nn.Parameter, dict[str, Any]]], as_it_is: bool
+    ) -> None:
         """Replace all state.
 
         Args:
-            state: by position of the parameter, in the class's own format.
+            state: of each parameter that has some, in the class's own format.
             as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does, where they are not the planned ones.
         """
-        parameters = list(parameters_of(optimizer))
-        by_id = {id(parameters[i]): entries for i, entries in state.items() if i < len(parameters)}
-        for p in parameters:
-            if id(p) in by_id:
-                if not self._plan.is_planned(p):
-                    self._add_buckets(self._plan.extend(optimizer, [p]))
-                check_loadable(p, self._plan.segments_of(p), by_id[id(p)])
+        self._extend(optimizer, [p for p, _ in state])
+        entries_of: dict[OptimizerParameter, dict[str, Any]] = {}
+        for p, entries in state:
+            known = self._plan.of(p)
+            assert known is not None
+            check_loadable(p, known.segments, entries)
+            entries_of[known] = entries
         with self._replacing("loading optimizer state"), torch.no_grad():
-            self._records.replace(optimizer, by_id, lambda segment: by_id[id(segment.parameter)], as_it_is)
+            self._records.replace(optimizer, entries_of, lambda segment: entries_of[segment.of], as_it_is)
 
     # --- The end ---------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
         self._closed = True
-        for hook in self._gradient_hooks.values():
-            hook.remove()
-        self._gradient_hooks.clear()
+        for known in self._plan.planned():
+            known.unhook()
         if self._backward is not None:
             self._backward.forget()
         if os.getpid() != self._pid:
@@ -748,8 +759,6 @@ class OptimizerSwapper:
                     segment.forget()
             if self.gradients is not None:
                 self.gradients.close()
-            for pool in self._later_pools:
-                pool.close()
             try:
                 self._release()
             except Exception:

@@ -12,7 +12,7 @@ from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
 from swapper.layout import PAGE_BYTES, round_up
 from swapper.schedule import Schedule, plan_schedule
-from swapper.segments import Bucket, Segment, plan_buckets, plan_segments
+from swapper.segments import Bucket, OptimizerParameter, Segment, grouped, plan_buckets, plan_segments
 from swapper.trial import StateSpec, is_elementwise, keeps_bits, learn_state
 
 __all__ = ["OptimizerPlan"]
@@ -31,6 +31,7 @@ class OptimizerPlan:
 
     Attributes:
         buckets: in the order in which they are stepped.
+        is_wasteful: more than half of all elements in the buckets are of parameters that are gone.
         threads: `torch.get_num_threads()` that the cuts are right for.
 
     Raises:
@@ -42,87 +43,151 @@ class OptimizerPlan:
         optimizer: Optimizer,
         config: OffloadConfig,
         owner: int,
-        records: Mapping[int, tuple[int, int]] | None = None,
+        records: Mapping[torch.Tensor, tuple[int, int]] | None = None,
     ) -> None:
         self._config = config
         self._owner = owner
-        self._records = records or {}
+        self._records: Mapping[torch.Tensor, tuple[int, int]] = records or {}
         self._segmented: dict[tuple[Any, ...], bool] = {}
         self._specs: dict[tuple[Any, ...], tuple[StateSpec, ...]] = {}
-        self._planned: dict[int, tuple[Segment, ...]] = {}
-        self._kept_whole: set[int] = set()
+        self._parameters: dict[int, OptimizerParameter] = {}  # by `id`; only `of` looks here
+        self._dropped: list[Bucket] = []  # for `drop_gone`
         self._next_index = 0
-        self._buckets_by_id: tuple[tuple[int, int], dict[int, tuple[Bucket, ...]]] = ((-1, -1), {})
         self._fused = any(group.get("fused") for group in optimizer.param_groups)
         self.buckets: list[Bucket] = []
+        self.is_wasteful = False
         self.threads = torch.get_num_threads()
         self.device = _device_of(parameters_of(optimizer))
         self.remote = is_remote(self.device)
         self.extend(optimizer, [p for p in parameters_of(optimizer) if p.requires_grad])
 
-    def extend(self, optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> list[Bucket]:
-        """Plan those of `parameters` that are not planned yet. Returns the buckets made for them."""
-        wanted = {id(p) for p in parameters} - self._planned.keys()
-        segments: list[Segment] = []
+    def of(self, parameter: torch.Tensor) -> OptimizerParameter | None:
+        """What is known of a parameter; None if it is not planned."""
+        known = self._parameters.get(id(parameter))
+        return known if known is not None and known.refers_to(parameter) else None
+
+    def planned(self) -> list[OptimizerParameter]:
+        """Each parameter that is planned and still there, in a group or not."""
+        return [known for known in self._parameters.values() if not known.is_gone]
+
+    def follow(
+        self, optimizer: Optimizer
+    ) -> tuple[list[torch.nn.Parameter], list[OptimizerParameter], list[OptimizerParameter]]:
+        """Note which group each parameter is in now.
+
+        Returns:
+            Parameters in groups that are not planned, whether or not they are to be; what is in a group again; and what
+            was in one until now.
+
+        Raises:
+            SwapError: the size, dtype or device of one has changed since it was planned.
+        """
+        unknown = []
+        members: dict[OptimizerParameter, int] = {}
         for number, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
-                if id(p) in wanted:
-                    made = self._plan_parameter(optimizer, number, group, p)
-                    self._planned[id(p)] = tuple(made)
-                    segments += made
+                known = self.of(p)
+                if known is None:
+                    unknown.append(p)
+                else:
+                    _check_unchanged(p, known)
+                    members[known] = number
+        came = [known for known in members if known.group is None]
+        left = [known for known in self._parameters.values() if known.group is not None and known not in members]
+        for known in left:
+            known.group = None
+        for known, number in members.items():
+            known.group = number
+        return unknown, came, left
+
+    def extend(self, optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> list[Bucket]:
+        """Plan those of `parameters` that are not planned yet, in the order of groups.
+
+        Those in no group come last; they are planned with the options that a new group would have.
+
+        Returns:
+            The buckets made for them.
+        """
+        wanted = {id(p): p for p in parameters if not self.is_planned(p)}
+        self._forget_gone()  # Others may have their ids.
+        made: list[OptimizerParameter] = []
+        groups = [*enumerate(optimizer.param_groups), (None, {**optimizer.defaults, "params": list(wanted.values())})]
+        for number, group in groups:
+            options = _options_of(group)
+            for p in group["params"]:
+                if wanted.pop(id(p), None) is None:
+                    continue
+                known = self.of(p) or OptimizerParameter(p)
+                known.group = number
+                known.segments = tuple(self._plan_parameter(optimizer, group, options, p, known))
+                made.append(known)
+        segments = [segment for known in made for segment in known.segments]
+        largest_record_bytes = max((length for _, length in self._records.values()), default=0)
         buckets = plan_buckets(
-            self._owner, self._next_index, segments, self._config.bucket_bytes, self.remote, self._records
+            self._owner,
+            self._next_index,
+            segments,
+            self._config.bucket_bytes,
+            self.remote,
+            self._records.get,
+            largest_record_bytes,
         )
+        for known in made:
+            known.buckets = ()
+            self._parameters[id(known.parameter)] = known
+        for bucket in buckets:
+            for known in grouped(bucket.segments):
+                known.buckets += (bucket,)
         self._next_index += len(buckets)
         self.buckets += buckets
         return buckets
 
-    def keep_whole(self, parameter: torch.nn.Parameter) -> None:
-        """Do not cut `parameter` when it is planned the next time."""
-        self._kept_whole.add(id(parameter))
+    def withdraw(self, buckets: Sequence[Bucket]) -> None:
+        """Undo the `extend` that made `buckets`."""
+        undone = {known for bucket in buckets for known in grouped(bucket.segments)}
+        for known in undone:
+            known.unhook()
+        self.buckets = [bucket for bucket in self.buckets if bucket not in set(buckets)]
+        self._parameters = {number: known for number, known in self._parameters.items() if known not in undone}
+
+    def plan_again(self, optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Plan `parameters`, and nothing else, anew. If it fails, nothing is planned."""
+        self.buckets, self.is_wasteful = [], False
+        for known in self._parameters.values():
+            known.segments = ()
+        try:
+            self.extend(optimizer, parameters)
+        finally:
+            for known in self._parameters.values():
+                if not known.segments:
+                    known.unhook()
+            self._parameters = {number: known for number, known in self._parameters.items() if known.segments}
+
+    def drop_gone(self) -> list[Bucket]:
+        """Forget parameters that are gone. Returns the buckets that held nothing else, which are buckets no more."""
+        self._forget_gone()
+        dropped, self._dropped = self._dropped, []
+        return dropped
+
+    def _forget_gone(self) -> None:
+        gone = [number for number, known in self._parameters.items() if known.is_gone]
+        for number in gone:
+            for segment in self._parameters.pop(number).segments:
+                segment.vacate()
+        if gone:
+            self._dropped += [b for b in self.buckets if not any(segment.is_live for segment in b.segments)]
+            self.buckets = [b for b in self.buckets if any(segment.is_live for segment in b.segments)]
+            sizes = [(segment.numel, segment.is_live) for bucket in self.buckets for segment in bucket.segments]
+            self.is_wasteful = 2 * sum(numel for numel, live in sizes if live) < sum(numel for numel, _ in sizes)
 
     def segments_of(self, parameter: torch.nn.Parameter) -> tuple[Segment, ...]:
         """The parameter's segments in order; () if it is not planned."""
-        return self._planned.get(id(parameter), ())
-
-    def buckets_of(self, parameter: torch.nn.Parameter) -> Sequence[Bucket]:
-        """The buckets that have segments of `parameter`, in order; () if it is not planned."""
-        version = (self._next_index, len(self.buckets))
-        if self._buckets_by_id[0] != version:
-            found: dict[int, dict[Bucket, None]] = {}
-            for bucket in self.buckets:
-                for segment in bucket.segments:
-                    found.setdefault(id(segment.parameter), {})[bucket] = None
-            self._buckets_by_id = (version, {number: tuple(buckets) for number, buckets in found.items()})
-        return self._buckets_by_id[1].get(id(parameter), ())
-
-    def drop(self, ids: set[int]) -> None:
-        """Forget parameters, by `id`, that the optimizer no longer has."""
-        for number in ids & self._planned.keys():
-            del self._planned[number]
+        known = self.of(parameter)
+        return () if known is None else known.segments
 
     def is_planned(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the parameter has a place in the buckets."""
-        return id(parameter) in self._planned
-
-    def planned_ids(self) -> set[int]:
-        """`id` of each planned parameter."""
-        return set(self._planned)
-
-    def check_unchanged(self, parameter: torch.nn.Parameter) -> None:
-        """Refuse a parameter whose size, dtype or device changed since it was planned.
-
-        Raises:
-            SwapError: naming what changed.
-        """
-        segments = self._planned[id(parameter)]
-        numel, dtype, device_type = segments[-1].stop, segments[0].planned_dtype, self.device.type
-        if parameter.numel() != numel or parameter.dtype != dtype or parameter.device.type != device_type:
-            raise SwapError(
-                f"a parameter was {numel} x {dtype} on {device_type} when its optimizer was wrapped and is now "
-                f"{parameter.numel()} x {parameter.dtype} on {parameter.device.type}; move and convert the model "
-                "first, then make the optimizer and wrap it"
-            )
+        return bool(self.segments_of(parameter))
 
     @property
     def gradient_accumulation_steps(self) -> int:
@@ -138,7 +203,7 @@ class OptimizerPlan:
     def depends_on_threads(self) -> bool:
         """Whether the cuts are right for one number of threads only."""
         return any(
-            not segment.whole and segment.planned_dtype in _LOW_PRECISION and not segment.master
+            not segment.whole and segment.of.dtype in _LOW_PRECISION and not segment.master
             for bucket in self.buckets
             for segment in bucket.segments
         )
@@ -148,18 +213,16 @@ class OptimizerPlan:
 
         Measured: true of the fp32 and fp64 kernels that are not fused.
         """
-        return not self._fused and (bool(segment.master) or segment.planned_dtype not in _LOW_PRECISION)
+        return not self._fused and (bool(segment.master) or segment.of.dtype not in _LOW_PRECISION)
 
     def gradient_parts(self) -> list[tuple[int, torch.nn.Parameter, int, int]]:
         """What each bucket steps on: its number, a parameter, and from where to where, in elements in memory order."""
-        parts = []
-        for number, bucket in enumerate(self.buckets):
-            spans: dict[int, tuple[torch.nn.Parameter, int, int]] = {}
-            for segment in bucket.segments:
-                p, start = segment.parameter, segment.start
-                spans[id(p)] = (p, spans[id(p)][1] if id(p) in spans else start, segment.stop)
-            parts += [(number, *span) for span in spans.values() if self.is_planned(span[0])]
-        return parts
+        return [
+            (number, known.parameter, segments[0].start, segments[-1].stop)
+            for number, bucket in enumerate(self.buckets)
+            for known, segments in grouped(bucket.segments).items()
+            if known.group is not None
+        ]
 
     @property
     def scratch_bytes(self) -> int:
@@ -190,7 +253,12 @@ class OptimizerPlan:
         )
 
     def _plan_parameter(
-        self, optimizer: Optimizer, number: int, group: dict[str, Any], p: torch.nn.Parameter
+        self,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        options: str,
+        p: torch.nn.Parameter,
+        known: OptimizerParameter,
     ) -> list[Segment]:
         if type(p.data) is not torch.Tensor or p.layout is not torch.strided:
             raise ConfigError(
@@ -209,28 +277,47 @@ class OptimizerPlan:
                 f"SGD(fused=True) leaves {dtype} parameters on the CPU unchanged (a defect of torch 2.13), so there is "
                 "nothing to be exact to; use fused=False"
             )
-        # Groups differ in options, and options decide what the state is.
-        key = (number, dtype, low_precision)
+        # Options decide what the state is; the numbers of groups say nothing, for groups come and go too.
+        key = (options, dtype, low_precision, self.threads)
         if key not in self._segmented:
             self._segmented[key] = (
                 dtype.is_floating_point
                 and is_elementwise(optimizer)
                 and keeps_bits(optimizer, group, dtype, self.threads, low_precision)
             )
-        like = (number, dtype, tuple(p.shape), p.stride())
+        like = (options, dtype, tuple(p.shape), p.stride())
         if like not in self._specs:
             self._specs[like] = learn_state(optimizer, group, p, dtype)
-        segments = plan_segments(
-            p,
+        return plan_segments(
+            known,
             self._specs[like],
-            segmented=self._segmented[key] and id(p) not in self._kept_whole,
+            segmented=self._segmented[key] and not known.keeps_whole,
             low_precision=low_precision,
             threads=self.threads,
             master=master,
             bucket_bytes=self._config.bucket_bytes,
             remote=self.remote,
         )
-        return segments
+
+
+def _check_unchanged(parameter: torch.nn.Parameter, known: OptimizerParameter) -> None:
+    if parameter.numel() != known.numel or parameter.dtype != known.dtype or parameter.device.type != known.device_type:
+        raise SwapError(
+            f"a parameter was {known.numel} x {known.dtype} on {known.device_type} when its optimizer was wrapped and "
+            f"is now {parameter.numel()} x {parameter.dtype} on {parameter.device.type}; move and convert the model "
+            "first, then make the optimizer and wrap it"
+        )
+
+
+def _options_of(group: Mapping[str, Any]) -> str:
+    """Those of a group's options that may decide what the state is."""
+    return repr(
+        sorted(
+            (key, (value.dtype, value.shape) if isinstance(value, torch.Tensor) else value)
+            for key, value in group.items()
+            if key not in ("params", "param_names", "lr", "initial_lr")
+        )
+    )
 
 
 def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:

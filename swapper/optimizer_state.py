@@ -16,7 +16,7 @@ from swapper.heap import return_free_memory
 from swapper.layout import ALIGNMENT_BYTES, round_up
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.pipeline import Pipeline
-from swapper.segments import MASTER, Bucket, Segment
+from swapper.segments import MASTER, Bucket, OptimizerParameter, Segment
 from swapper.stepper import Stepper, progress
 from swapper.store import TensorStore
 from swapper.trial import is_dense
@@ -65,7 +65,7 @@ class StateRecords:
         Args:
             allocate: makes a 1-D tensor on the CPU, of so many elements and that dtype.
         """
-        wanted = {id(p) for p in parameters}
+        wanted = {self.plan.of(p) for p in parameters}
         gathered: dict[int, dict[str, Any]] = {}
         flats: dict[tuple[int, str], torch.Tensor] = {}
 
@@ -76,7 +76,7 @@ class StateRecords:
 
         buckets = []
         for bucket in self.plan.buckets:
-            chosen = [segment for segment in bucket.segments if id(segment.parameter) in wanted and segment.has_state]
+            chosen = [segment for segment in bucket.segments if segment.of in wanted and segment.has_state]
             if chosen:
                 buckets.append((bucket, chosen))
         show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
@@ -101,10 +101,10 @@ class StateRecords:
         if self.store is None:
             return allocate_in_memory
         total = 0
-        wanted = {id(p) for p in parameters}
+        wanted = {self.plan.of(p) for p in parameters}
         for bucket in self.plan.buckets:
             for segment in bucket.segments:
-                if id(segment.parameter) in wanted:
+                if segment.of in wanted:
                     total += sum(slot.nbytes + ALIGNMENT_BYTES for slot in segment.slots.values())
                     total += 4 * segment.numel + ALIGNMENT_BYTES if segment.master else 0
         if not total:
@@ -122,7 +122,7 @@ class StateRecords:
     def replace(
         self,
         optimizer: Optimizer,
-        wanted: Container[int],
+        wanted: Container[OptimizerParameter],
         entries_of: Callable[[Segment], dict[str, Any]],
         as_it_is: bool,
         take_whole: Callable[[Bucket, Lease], int] = lambda bucket, lease: 0,
@@ -131,7 +131,7 @@ class StateRecords:
 
         Args:
             optimizer: for the options of groups.
-            wanted: the `id` of each parameter that gets state.
+            wanted: the parameters that get state.
             entries_of: the state of a segment's parameter in the class's own format, tensors whole or cut to the
                 segment.
             as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does, where they are not the planned ones.
@@ -142,7 +142,7 @@ class StateRecords:
         self.forget()
         passed_bytes = 0
         for bucket in progress(self.plan.buckets, "writing optimizer state", show):
-            chosen = [segment for segment in bucket.segments if id(segment.parameter) in wanted]
+            chosen = [segment for segment in bucket.segments if segment.of in wanted]
             if not chosen:
                 continue
             lease = self.stepper.take(bucket)
@@ -150,7 +150,8 @@ class StateRecords:
                 self.pipeline.put(bucket.key, length_bytes)
                 continue
             for segment in chosen:
-                group = optimizer.param_groups[self.stepper.group_of[id(segment.parameter)]]
+                number = segment.of.group
+                group = optimizer.defaults if number is None else optimizer.param_groups[number]
                 for key in write_segment(bucket, segment, lease, entries_of(segment), group, as_it_is):
                     self.stepper.say_unplanned(key)
             passed_bytes += bucket.length_bytes

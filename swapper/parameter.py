@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -35,6 +35,7 @@ from swapper.parameter_records import (
     modules_with_parameters,
     plan_parameter_records,
     used_by,
+    where,
 )
 from swapper.saved_places import in_transform, refuse_in_transform, saving_places
 from swapper.store import RecordKey, TensorStore
@@ -203,13 +204,9 @@ class ParameterSwapper(ParameterCache):
         """
         self._budget_bytes = self._budget(budget_bytes, leave_bytes, self._pool)
 
-    def lengths_bytes(self) -> dict[int, tuple[int, int]]:
-        """The number of the record of each parameter, by the parameter's id, and its length."""
-        return {
-            id(place.parameter): (held.number, held.plan.length_bytes)
-            for held in self._all
-            for place in held.plan.places
-        }
+    def where(self) -> Mapping[torch.Tensor, tuple[int, int]]:
+        """See `parameter_records.where`."""
+        return where(held.plan for held in self._all)
 
     @property
     def held_bytes_max(self) -> int:

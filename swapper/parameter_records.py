@@ -11,10 +11,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch.utils.weak import WeakIdKeyDictionary
 
 from swapper.codec import SAFETENSORS_NAMES
 from swapper.evicted import GradientAwayParameter, home_of
@@ -32,6 +33,7 @@ __all__ = [
     "plan_parameter_records",
     "plan_record_of",
     "used_by",
+    "where",
     "why_not",
 ]
 
@@ -249,6 +251,14 @@ def used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     whole = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
     # These choose another kernel in evaluation if a parameter of a module below them is not an ordinary one.
     yield from module.parameters(recurse=isinstance(module, whole))
+
+
+def where(records: Iterable[ParameterRecord]) -> Mapping[torch.Tensor, tuple[int, int]]:
+    """The number of the record of each parameter, and its length in bytes; of those that are still there."""
+    found: Mapping[torch.Tensor, tuple[int, int]] = WeakIdKeyDictionary(
+        {place.parameter: (record.number, record.length_bytes) for record in records for place in record.places}
+    )
+    return found
 
 
 def first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[ParameterRecord]:

@@ -21,6 +21,7 @@ import torch
 
 from swapper.buffers import BufferPool, Lease
 from swapper.errors import SwapIOError
+from swapper.growing_pool import GrowingPool
 from swapper.metrics import Metrics
 from swapper.store import RecordKey, TensorStore
 from swapper.transfers import AnyTransfer
@@ -67,7 +68,7 @@ class Pipeline:
     Thread safety: `stage` may be called by an autograd thread while the owner's thread waits in backward.
     """
 
-    def __init__(self, pool: BufferPool, store: TensorStore | None, metrics: Metrics) -> None:
+    def __init__(self, pool: BufferPool | GrowingPool, store: TensorStore | None, metrics: Metrics) -> None:
         self._pool = pool
         self._store = store
         self._metrics = metrics
@@ -78,12 +79,6 @@ class Pipeline:
         self._dropped: list[AnyTransfer] = []  # reads that are not wanted any more
         self._lock = threading.RLock()
         pool.add_reclaimer(self._reclaim)
-
-    def draw_from(self, pool: BufferPool) -> None:
-        """Take new buffers from `pool` from now on; those that are held stay in theirs."""
-        with self._lock:
-            self._pool = pool
-            pool.add_reclaimer(self._reclaim)
 
     def keep(self, keys: Iterable[RecordKey]) -> None:
         """From now on these records stay in the pool once they are there."""

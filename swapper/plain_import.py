@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.archive import LOCAL_HEADER_BYTES, BadArchive, header_bytes, read_directory
-from swapper.checkpoint import made_by
+from swapper.checkpoint import made_by, refuse_unloadable
 from swapper.checkpoint_directories import remove_checkpoint
 from swapper.checkpoint_files import VALUES, NewCheckpoint, progress_bar
 from swapper.errors import SwapError, SwapIOError
@@ -112,7 +112,7 @@ def import_checkpoint(
     except BaseException:
         new.discard()
         raise
-    replaced = new.finish(index)
+    replaced = new.finish(index, refuse_unloadable)
     if replaced is not None:
         remove_checkpoint(replaced, lambda _: False)
     return Imported(target, model_key, optimizer_key, kinds, extra_keys, notes)

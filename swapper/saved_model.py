@@ -13,7 +13,7 @@ import torch
 
 from swapper import codec
 from swapper.checkpoint_files import NewCheckpoint
-from swapper.checkpoint_index import SavedTensor, crc32c_of
+from swapper.checkpoint_index import INDEX, SavedTensor, crc32c_of
 from swapper.checkpoint_reader import Checkpoint
 from swapper.errors import SwapError
 from swapper.evicted import EvictedParameter, EvictedView, GradientAwayParameter, gathered
@@ -241,6 +241,21 @@ def ready_to_load(model: torch.nn.Module, checkpoint: Checkpoint) -> Callable[[]
         for name, value in saved.values.items()
     }
     return partial(_load, model, checkpoint, stored, others)
+
+
+def check_model(checkpoint: Checkpoint) -> None:
+    """Refuse what an index says of the model, if it would be refused when it is loaded.
+
+    Raises:
+        SwapError, SwapIOError: see above.
+    """
+    saved = checkpoint.index.model
+    for name, described in saved.tensors.items():
+        _stored(checkpoint, name, described)
+    for name, value in saved.values.items():
+        decode(value, f"the state dict's {name!r}", checkpoint.small_tensor)
+    if lost := [name for name, source in saved.tied.items() if source not in saved.tensors]:
+        raise SwapError(f"{checkpoint.directory / INDEX} is damaged: {lost[0]!r} is one tensor with none that is there")
 
 
 def _load(

@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 
 from swapper import codec
 from swapper.buffers import Lease
-from swapper.checkpoint_index import INDEX, SavedBucket, SavedOptimizer, SavedSegment
+from swapper.checkpoint_index import INDEX, SavedBucket, SavedHole, SavedOptimizer, SavedParameter, SavedSegment
 from swapper.checkpoint_reader import Checkpoint
 from swapper.errors import ConfigError, SwapError
 from swapper.optimizer_plan import parameters_of
 from swapper.optimizer_state import StateRecords, as_plain_state
-from swapper.segments import MASTER, SMALL_BYTES, Bucket, Segment
+from swapper.segments import MASTER, SMALL_BYTES, Bucket, OptimizerParameter, Segment
 from swapper.state_writer import contiguous_stride, memory_stride, swapper_of
 from swapper.tensor_files import StoredTensor, stored_dtype
 from swapper.trial import is_dense
@@ -38,6 +38,8 @@ from swapper.values import decode
 __all__ = [
     "SavedPiece",
     "SavedState",
+    "check_optimizers",
+    "hollow",
     "loading",
     "ready_to_load",
 ]
@@ -104,11 +106,7 @@ def ready_to_load(
         raise ConfigError(
             "offload_optimizer.master_weights: the checkpoint has master weights, but they are off here; set it to true"
         )
-    options = decode(saved.options, f"optimizer {number}, options", checkpoint.small_tensor)
-    if not isinstance(options, list) or len(options) != len(saved.groups) or not all(type(o) is dict for o in options):
-        raise SwapError(
-            f"{checkpoint.directory / INDEX} is damaged: the options of optimizer {number} are not its groups'"
-        )
+    options = _decoded_options(saved, checkpoint, number)
     groups = [{**group, "params": places} for group, places in zip(options, saved.groups, strict=True)]
     return functools.partial(_load, optimizer, parameters, groups, state)
 
@@ -124,7 +122,7 @@ def _load(
     loaded: dict[torch.Tensor, dict[str, Any]] = {}
     for place, p in enumerate(parameters):
         if state.has_state(place):
-            whole = Segment(p, 0, p.numel(), True, "", (), {}, p.dtype)
+            whole = Segment(OptimizerParameter(p), 0, p.numel(), True, "", (), {})
             loaded[p] = {key: _as_made_for(p, key, value) for key, value in state.entries(whole).items()}
     optimizer.state.update(loaded)
 
@@ -164,6 +162,9 @@ class SavedState:
         for bucket in saved.buckets:
             tie_bytes = 0
             for i, segment in enumerate(bucket.segments):
+                if isinstance(segment, SavedHole):
+                    tie_bytes += (segment.tie_bits + 7) // 8
+                    continue
                 if (
                     segment.parameter >= len(parameters)
                     or not segment.start <= segment.stop <= parameters[segment.parameter].numel()
@@ -171,8 +172,7 @@ class SavedState:
                     raise self._incomplete(segment.parameter)
                 self._pieces.setdefault(segment.parameter, []).append(SavedPiece(bucket.file, i, segment, tie_bytes))
                 tie_bytes += (segment.tie_bits + 7) // 8
-            if bucket.segments:
-                first = bucket.segments[0]
+            if bucket.segments and isinstance(first := bucket.segments[0], SavedSegment):
                 self._bucket_at[first.parameter, first.start] = bucket
         self._with_master = {
             place
@@ -249,7 +249,8 @@ class SavedState:
 
     def fill(self, records: StateRecords, optimizer: Optimizer) -> None:
         """Replace all state of `optimizer`, which is in `records`."""
-        wanted = {number for number, place in self._place_of.items() if self.has_state(place)}
+        known = ((records.plan.of(p), place) for place, p in enumerate(self._parameters))
+        wanted = {of for of, place in known if of is not None and self.has_state(place)}
         records.replace(optimizer, wanted, self.entries, True, self._take_whole)
 
     def has_state(self, place: int) -> bool:
@@ -419,9 +420,9 @@ class SavedState:
 
     def _take_whole(self, bucket: Bucket, lease: Lease) -> int:
         """Have a record as it is, if `bucket` is cut as in the checkpoint. Returns its length; 0 if it is not."""
-        first = bucket.segments[0]
-        saved = self._bucket_at.get((self._place_of[id(first.parameter)], first.start))
-        if saved is None or saved.file is None or not self._is_cut_like(bucket, saved):
+        places = [self._place_of.get(id(s.parameter), -1) if s.is_live else -1 for s in bucket.segments]
+        saved = self._bucket_at.get((places[0], bucket.segments[0].start))
+        if saved is None or saved.file is None or not self._is_cut_like(bucket, places, saved):
             return 0
         length_bytes = self._checkpoint.file(saved.file).length_bytes
         if length_bytes > bucket.length_bytes:
@@ -435,12 +436,14 @@ class SavedState:
         if bytes(lease.tensor[: len(header)].numpy()) != header or length_bytes != bucket.layout.used_bytes(tie_bytes):
             return 0
         for segment, described in zip(bucket.segments, saved.segments, strict=True):
+            assert isinstance(described, SavedSegment)
             self._describe(segment, described)
         return length_bytes
 
-    def _is_cut_like(self, bucket: Bucket, saved: SavedBucket) -> bool:
-        def same(segment: Segment, other: SavedSegment) -> bool:
-            place = self._place_of[id(segment.parameter)]
+    def _is_cut_like(self, bucket: Bucket, places: Sequence[int], saved: SavedBucket) -> bool:
+        def same(segment: Segment, place: int, other: SavedSegment | SavedHole) -> bool:
+            if place < 0 or isinstance(other, SavedHole):  # A hole would come along.
+                return False
             p = self._saved.parameters[place]
             return (
                 (place, segment.start, segment.stop, segment.whole)
@@ -459,7 +462,7 @@ class SavedState:
                 )
             )
 
-        return len(bucket.segments) == len(saved.segments) and all(map(same, bucket.segments, saved.segments))
+        return len(bucket.segments) == len(saved.segments) and all(map(same, bucket.segments, places, saved.segments))
 
     def _describe(self, segment: Segment, saved: SavedSegment) -> None:
         """Let `segment` know what is kept in memory of a record that it has now."""
@@ -491,6 +494,44 @@ class SavedPiece:
     number: int
     segment: SavedSegment
     ties_at_bytes: int
+
+
+def check_optimizers(checkpoint: Checkpoint) -> None:
+    """Refuse what an index says of optimizers, if it would be refused when it is loaded.
+
+    Raises:
+        SwapError, SwapIOError: see above.
+    """
+    for number, saved in enumerate(checkpoint.index.optimizers):
+        if [place for places in saved.groups for place in places] != list(range(len(saved.parameters))):
+            raise SwapError(
+                f"{checkpoint.directory / INDEX} is damaged: the groups of optimizer {number} are not its parameters"
+            )
+        SavedState(checkpoint, saved, [hollow(p, checkpoint) for p in saved.parameters], number).check()
+        _decoded_options(saved, checkpoint, number)
+
+
+def _decoded_options(saved: SavedOptimizer, checkpoint: Checkpoint, number: int) -> list[dict[str, Any]]:
+    options = decode(saved.options, f"optimizer {number}, options", checkpoint.small_tensor)
+    if not isinstance(options, list) or len(options) != len(saved.groups) or not all(type(o) is dict for o in options):
+        raise SwapError(
+            f"{checkpoint.directory / INDEX} is damaged: the options of optimizer {number} are not its groups'"
+        )
+    return options
+
+
+def hollow(saved: SavedParameter, checkpoint: Checkpoint) -> torch.nn.Parameter:
+    """A parameter without memory, that lies as `saved` did.
+
+    Raises:
+        SwapError: it is none.
+    """
+    dtype = getattr(torch, saved.dtype or "float32", None)
+    shape = saved.shape if saved.shape is not None else [0]
+    stride = saved.stride if saved.shape is not None else [1]
+    if not isinstance(dtype, torch.dtype) or len(shape) != len(stride):
+        raise SwapError(f"{checkpoint.directory}: the index is damaged: parameter {saved.name!r} is not one")
+    return torch.nn.Parameter(torch.empty_strided(shape, stride, dtype=dtype, device="meta"), requires_grad=False)
 
 
 def _same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:

@@ -3,12 +3,20 @@
 A segment is a slice of one parameter in memory order, or a whole parameter; a bucket is what is staged together. In a
 step a segment is opened (views of the pool buffer, master decoded), stepped by the user's own class, and closed (master
 encoded, what the class replaced copied back).
+
+[Note: parameters come and go] `param_groups` is the user's to change at any time. A parameter that is in no group any
+more is not stepped, and its state stays, as plain PyTorch keeps `optimizer.state[p]`: if it is put back, training goes
+on with that. Only when nobody else holds the parameter does its state go too, since nobody can ask for it. So segments
+refer to parameters weakly; those in `param_groups` live because the optimizer holds them. What is known by parameter
+lies in one `OptimizerParameter`, found by `OptimizerPlan.of`, and not in dictionaries keyed by `id`: when a parameter
+is gone, another may get its `id`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +29,17 @@ from swapper.pipeline import DeviceCopies
 from swapper.store import RecordKey
 from swapper.trial import StateSpec, is_dense, same_layout
 
-__all__ = ["MASTER", "Bucket", "Opened", "Scratch", "Segment", "plan_buckets", "plan_segments"]
+__all__ = [
+    "MASTER",
+    "Bucket",
+    "Opened",
+    "OptimizerParameter",
+    "Scratch",
+    "Segment",
+    "grouped",
+    "plan_buckets",
+    "plan_segments",
+]
 
 MASTER = "master_param"
 """Key of the master weights (fp32) in a state dict."""
@@ -52,18 +70,84 @@ class _Slot:
         return lease.view(self.offset_bytes, self.numel, self.dtype).as_strided(self.shape, self.stride)
 
 
+class OptimizerParameter:
+    """A parameter that an optimizer has, or had. See [Note: parameters come and go].
+
+    Attributes:
+        numel, dtype, device_type: when its state was laid out.
+        segments: those that hold its state, in order; there is one set of them at a time.
+        buckets: those that have some of `segments`, in order.
+        group: number of its group; None while it is in none, so that it is not stepped.
+        keeps_whole: it is not cut when it is planned the next time, because a sparse gradient came.
+        arrived: gradients that arrived since the last step.
+        stepped: it was stepped in backward, and its gradient is gone until it is cleared.
+        left: another optimizer takes its gradients as they arrive.
+        hook: tells when a gradient has arrived.
+    """
+
+    __slots__ = (
+        "_reference",
+        "arrived",
+        "buckets",
+        "device_type",
+        "dtype",
+        "group",
+        "hook",
+        "keeps_whole",
+        "left",
+        "numel",
+        "segments",
+        "stepped",
+    )
+
+    def __init__(self, parameter: torch.nn.Parameter, group: int | None = None) -> None:
+        self._reference = weakref.ref(parameter)
+        self.numel = parameter.numel()
+        self.dtype = parameter.dtype
+        self.device_type = parameter.device.type
+        self.segments: tuple[Segment, ...] = ()
+        self.buckets: tuple[Bucket, ...] = ()
+        self.group = group
+        self.keeps_whole = False
+        self.arrived = 0
+        self.stepped = False
+        self.left = False
+        self.hook: torch.utils.hooks.RemovableHandle | None = None
+
+    @property
+    def parameter(self) -> torch.nn.Parameter:
+        """The user's. Only while it lives."""
+        parameter = self._reference()
+        assert parameter is not None, "the parameter is gone"
+        return parameter
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody holds the parameter any more."""
+        return self._reference() is None
+
+    def refers_to(self, parameter: torch.Tensor) -> bool:
+        """Whether this is of `parameter` itself, and not of a former one that had its `id`."""
+        return self._reference() is parameter
+
+    def unhook(self) -> None:
+        """Do not look at its gradients any more."""
+        hook, self.hook = self.hook, None
+        if hook is not None:
+            hook.remove()
+
+
 @dataclass(eq=False, slots=True)
 class Segment:
     """A slice of a parameter, and everything that is kept in memory about its state.
 
     Attributes:
-        parameter: the user's.
+        of: what is known of its parameter.
         start, stop: in elements of the parameter in memory order.
         whole: the class is given the parameter in its own shape; else a flat slice.
         master: dtype bf16 keeps the low 16 bits of an fp32 master ("split"), fp16 all of it ("stored"); "" has none.
         specs: the tensors that move, as learnt in the trial.
         dtypes: the element type of each tensor of the state, as learnt in the trial.
-        planned_dtype: the parameter's when it was planned.
         slots: where they lie; filled by `Bucket`.
         present: keys in `slots` that hold data.
         small: state that never moves, by key.
@@ -73,14 +157,13 @@ class Segment:
         tie_bits: ties of the encoded master.
     """
 
-    parameter: torch.nn.Parameter
+    of: OptimizerParameter
     start: int
     stop: int
     whole: bool
     master: str
     specs: tuple[StateSpec, ...]
     dtypes: dict[str, torch.dtype]
-    planned_dtype: torch.dtype
     slots: dict[str, _Slot] = field(default_factory=dict)
     present: set[str] = field(default_factory=set)
     small: dict[str, Any] = field(default_factory=dict)
@@ -90,6 +173,21 @@ class Segment:
     tie_bits: int = 0
 
     @property
+    def parameter(self) -> torch.nn.Parameter:
+        """The user's. Only while it lives: see `is_live`."""
+        return self.of.parameter
+
+    @property
+    def is_live(self) -> bool:
+        """Whether this has the state of a parameter; else it is a hole in its record, and nobody can ask for it."""
+        return not self.of.is_gone
+
+    @property
+    def is_stepped(self) -> bool:
+        """Whether a step has to look at it: its parameter is in a group."""
+        return self.of.group is not None
+
+    @property
     def numel(self) -> int:
         """Elements in the slice."""
         return self.stop - self.start
@@ -97,7 +195,7 @@ class Segment:
     @property
     def master_moves(self) -> bool:
         """Whether the master is part of the record."""
-        return bool(self.master) and self.parameter.numel() * 4 >= SMALL_BYTES
+        return bool(self.master) and self.of.numel * 4 >= SMALL_BYTES
 
     @property
     def has_state(self) -> bool:
@@ -110,6 +208,12 @@ class Segment:
         self.small.clear()
         self.keys.clear()
         self.kept_master, self.checksum, self.tie_bits = None, None, 0
+
+    def vacate(self) -> None:
+        """Its parameter is gone. What stays says how long the hole in the record is."""
+        tie_bits = self.tie_bits
+        self.forget()
+        self.tie_bits = tie_bits
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """`flat`, in memory order, as the class sees it: in the parameter's shape and strides if `whole`."""
@@ -453,11 +557,19 @@ def _fits(tensor: torch.Tensor, slot: _Slot) -> bool:
     return same and tensor.device.type == "cpu" and tensor.layout is torch.strided
 
 
+def grouped(segments: Iterable[Segment]) -> dict[OptimizerParameter, list[Segment]]:
+    """Segments by the parameter that they are of, in order."""
+    found: dict[OptimizerParameter, list[Segment]] = {}
+    for segment in segments:
+        found.setdefault(segment.of, []).append(segment)
+    return found
+
+
 # --- Planning ------------------------------------------------------------------------------------------------------
 
 
 def plan_segments(
-    parameter: torch.nn.Parameter,
+    of: OptimizerParameter,
     specs: Sequence[StateSpec],
     *,
     segmented: bool,
@@ -470,7 +582,7 @@ def plan_segments(
     """Cut one parameter.
 
     Args:
-        parameter: the user's.
+        of: what is known of it.
         specs: its state, as learnt in the trial for the whole parameter.
         segmented: its class may be stepped on slices.
         low_precision, threads: see `layout.segment_cuts`.
@@ -478,14 +590,14 @@ def plan_segments(
         bucket_bytes: most bytes of one segment's record and scratch; exceeded only where `segmented` is False.
         remote: the parameter is on an accelerator.
     """
-    shape, numel = tuple(parameter.shape), parameter.numel()
+    shape, numel = tuple(of.parameter.shape), of.numel
     moving = tuple(
         spec
         for spec in specs
         if spec.dtype in codec.SAFETENSORS_NAMES and math.prod(spec.shape) * spec.dtype.itemsize >= SMALL_BYTES
     )
     dtypes = {spec.key: spec.dtype for spec in specs}
-    whole = Segment(parameter, 0, numel, True, master, moving, dtypes, parameter.dtype)
+    whole = Segment(of, 0, numel, True, master, moving, dtypes)
     if not segmented or (_cost_bytes(whole, remote) <= bucket_bytes and numel <= SEGMENT_NUMEL):
         return [whole]
     like = [spec for spec in moving if spec.shape == shape]
@@ -497,14 +609,13 @@ def plan_segments(
     numel_max = max(min(8 * room_bytes // max(eighths, 1), SEGMENT_NUMEL), CUT_NUMEL)
     return [
         Segment(
-            parameter,
+            of,
             start,
             stop,
             False,
             master,
             tuple(StateSpec(spec.key, spec.dtype, (stop - start,), (1,)) for spec in like),
             dtypes,
-            parameter.dtype,
         )
         for start, stop in segment_cuts(numel, numel_max, low_precision=low_precision, threads=threads)
     ]
@@ -516,7 +627,8 @@ def plan_buckets(
     segments: Sequence[Segment],
     bucket_bytes: int,
     remote: bool,
-    records: Mapping[int, tuple[int, int]],
+    record_of: Callable[[torch.nn.Parameter], tuple[int, int] | None],
+    largest_record_bytes: int,
 ) -> list[Bucket]:
     """Group segments, in order, into buckets of at most `bucket_bytes` of record and scratch (or of one segment).
 
@@ -524,14 +636,14 @@ def plan_buckets(
         owner, first_index, remote: of the buckets.
         segments: in order.
         bucket_bytes: the most, except of one segment.
-        records: where parameters are on disk too, by their `id`: the number of the record that has them, and its bytes.
-            A step needs all records of a bucket at once, so together they are no longer than the longest of all.
+        record_of: where a parameter is on disk too, the number of the record that has it, and its bytes.
+        largest_record_bytes: of all those. A step needs all records of a bucket at once, so together they are no longer
+            than that.
     """
     buckets: list[Bucket] = []
     group: list[Segment] = []
     total_bytes = 0
     touched: dict[int, int] = {}
-    touched_bytes_max = max((length for _, length in records.values()), default=0)
 
     def finish() -> None:
         nonlocal total_bytes
@@ -543,8 +655,8 @@ def plan_buckets(
 
     for segment in segments:
         cost_bytes = _cost_bytes(segment, remote)
-        uses = dict([record]) if (record := records.get(id(segment.parameter))) is not None else {}
-        too_far = sum({**touched, **uses}.values()) > touched_bytes_max
+        uses = dict([record]) if (record := record_of(segment.parameter)) is not None else {}
+        too_far = sum({**touched, **uses}.values()) > largest_record_bytes
         if total_bytes + cost_bytes > bucket_bytes or too_far:
             finish()
         touched.update(uses)
@@ -567,7 +679,7 @@ def _scratch_bytes_per_element(segment: Segment, remote: bool) -> int:
     master = 0
     if segment.master:
         master = 8 if segment.master == "split" and segment.master_moves else 4
-    return master + (2 * segment.parameter.dtype.itemsize if remote else 0)
+    return master + (2 * segment.of.dtype.itemsize if remote else 0)
 
 
 def _scratch_bytes(segment: Segment, remote: bool) -> int:

@@ -63,7 +63,6 @@ def save_state(
         The fields of `SavedOptimizer`; and how many steps were made, if the state counts them.
     """
     parameters = list(parameters_of(optimizer))
-    place_of = {id(p): i for i, p in enumerate(parameters)}
     what = f"optimizer {number}"
     described = [described_parameter(names.get(id(p), ""), p.shape, memory_stride(p), p.dtype) for p in parameters]
     sink = _Sink(new, values, number, described)
@@ -71,17 +70,28 @@ def save_state(
     if swapper is None:
         buckets = sink.save_memory([optimizer.state.get(p) or {} for p in parameters])
     else:
-        buckets = sink.save_records(swapper.settled_records("save_checkpoint"), place_of)
-    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+        buckets = sink.save_records(swapper.settled_records("save_checkpoint"), parameters)
     fields = {
         "kind": kind_of(optimizer),
         "encoding": "exact",
-        "options": encode(options, f"{what}, options", values, f"optimizer-{number}.options."),
-        "groups": [[place_of[id(p)] for p in group["params"]] for group in optimizer.param_groups],
+        **_groups(optimizer.param_groups, what, number, values),
         "parameters": described,
         "buckets": buckets,
     }
     return fields, sink.step
+
+
+def _groups(
+    groups: Sequence[Mapping[str, Any]], what: str, number: int, values: dict[str, torch.Tensor]
+) -> dict[str, Any]:
+    """What an index says of groups. Parameters are counted in their order."""
+    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+    places = []
+    count = 0
+    for group in groups:
+        places.append(list(range(count, count + len(group["params"]))))
+        count += len(group["params"])
+    return {"options": encode(options, f"{what}, options", values, f"optimizer-{number}.options."), "groups": places}
 
 
 def described_parameter(
@@ -124,17 +134,10 @@ def save_plain_state(
         The fields of `SavedOptimizer`; and how many steps were made, if the state counts them.
     """
     sink = _Sink(new, values, number, described)
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    count = 0
-    places = []
-    for group in groups:
-        places.append(list(range(count, count + len(group["params"]))))
-        count += len(group["params"])
     fields = {
         "kind": kind,
         "encoding": "exact",
-        "options": encode(options, f"optimizer {number}, options", values, f"optimizer-{number}.options."),
-        "groups": places,
+        **_groups(groups, f"optimizer {number}", number, values),
         "parameters": described,
         "buckets": sink.save_memory(states, rounded_to),
     }
@@ -153,22 +156,25 @@ class _Sink:
         self._described = described
         self.step: int | None = None
 
-    def save_records(self, records: StateRecords, place_of: Mapping[int, int]) -> list[dict[str, Any]]:
-        """State that is in records."""
+    def save_records(self, records: StateRecords, parameters: Sequence[torch.nn.Parameter]) -> list[dict[str, Any]]:
+        """State of `parameters` that is in records."""
         buckets = []
         files: dict[RecordKey, tuple[str, int, int]] = {}
+        known = ((records.plan.of(p), place) for place, p in enumerate(parameters))
+        place_of = {of: place for of, place in known if of is not None}
         for bucket in records.plan.buckets:
-            if not any(segment.has_state for segment in bucket.segments):
+            saved = [segment for segment in bucket.segments if segment.of in place_of and segment.has_state]
+            if not saved:
                 continue
             file = None
-            if any(map(_is_in_record, bucket.segments)):
+            if any(map(_is_in_record, saved)):
                 file = f"optimizer-{self._number}-{bucket.key.number:05d}.safetensors"
                 if records.store is None:
                     self._write_record(records, bucket, file)
                 else:
                     length_bytes, crc32c = records.store.stored_bytes(bucket.key), records.store.checksum(bucket.key)
                     files[bucket.key] = file, length_bytes, crc32c
-            segments = [self._segment(segment, place_of[id(segment.parameter)]) for segment in bucket.segments]
+            segments = [self._segment(segment, place_of.get(segment.of)) for segment in bucket.segments]
             buckets.append({"file": file, "segments": segments})
         if records.store is not None:
             self._new.add_records(records.store, files)
@@ -182,7 +188,9 @@ class _Sink:
         finally:
             records.pipeline.let_go(bucket.key)
 
-    def _segment(self, segment: Segment, place: int) -> dict[str, Any]:
+    def _segment(self, segment: Segment, place: int | None) -> dict[str, Any]:
+        if place is None:
+            return {"hole": True, "tie_bits": segment.tie_bits}
         saved: dict[str, Any] = {
             "parameter": place,
             "start": segment.start,

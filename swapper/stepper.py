@@ -19,12 +19,13 @@ from torch.optim import Optimizer
 from swapper.buffers import BufferPool, Lease
 from swapper.errors import SwapError
 from swapper.evicted import gradient_lent, raw_gradient
+from swapper.growing_pool import GrowingPool
 from swapper.heap import return_free_memory
 from swapper.metrics import Metrics
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.pipeline import DeviceCopies, Pipeline
 from swapper.progress import ProgressBar
-from swapper.segments import Bucket, Opened, Scratch, Segment
+from swapper.segments import Bucket, Opened, Scratch, Segment, grouped
 from swapper.trial import same_layout
 
 __all__ = ["Stepper", "SwappedGradients", "SwappedParameters", "Work", "progress"]
@@ -82,8 +83,8 @@ class SwappedGradients(Protocol):
     def watches(self, parameter: torch.nn.Parameter) -> bool:
         """Whether its gradients are looked at when they arrive."""
 
-    def leave(self, numbers: Iterable[int]) -> None:
-        """Take no more gradients of the parameters with these ids."""
+    def leave(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Take no more gradients of `parameters`."""
 
     def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
         """Forget the gradients that are away."""
@@ -124,7 +125,6 @@ class Stepper:
 
     Attributes:
         parameters, gradients: what has them where they are on disk too; None where they are in memory.
-        group_of: by the `id` of a parameter, the number of its group.
         entered: the buckets that the step that is being made, or was cut off, has touched.
         done: how many of them are finished.
         stepping: a bucket is being stepped, or its step was cut off.
@@ -134,7 +134,7 @@ class Stepper:
         self,
         class_step: Callable[[Optimizer], Any],
         plan: OptimizerPlan,
-        pool: BufferPool,
+        pool: BufferPool | GrowingPool,
         pool_bytes: int,
         pipeline: Pipeline,
         metrics: Metrics,
@@ -142,7 +142,6 @@ class Stepper:
         self.parameters: SwappedParameters | None = None
         self.gradients: SwappedGradients | None = None
         self.pool = pool
-        self.group_of: dict[int, int] = {}
         self.entered: list[Bucket] = []
         self.done = 0
         self.stepping = False
@@ -310,11 +309,7 @@ class Stepper:
     # --- What a bucket needs ---------------------------------------------------------------------------------------
 
     def _active(self, bucket: Bucket) -> list[Segment]:
-        return [
-            segment
-            for segment in bucket.segments
-            if self._has_gradient(segment.parameter) and id(segment.parameter) in self.group_of
-        ]
+        return [segment for segment in bucket.segments if segment.is_stepped and self._has_gradient(segment.parameter)]
 
     def _has_gradient(self, p: torch.nn.Parameter) -> bool:
         return raw_gradient(p) is not None if self.gradients is None else self.gradients.has(p)
@@ -344,11 +339,10 @@ class Stepper:
         return stack
 
     def _take_gradients(self, gradients: SwappedGradients, active: Sequence[Segment], stack: ExitStack) -> None:
-        for p in {id(segment.parameter): segment.parameter for segment in active}.values():
+        for of, mine in grouped(active).items():
+            p, start = of.parameter, mine[0].start
             if not gradients.is_away(p):
                 continue
-            mine = [segment for segment in active if segment.parameter is p]
-            start = mine[0].start
             part = stack.enter_context(gradients.taken(p, start))
             if mine[0].whole and not mine[0].master and not self._plan.remote:  # The class is given it itself.
                 stack.enter_context(gradient_lent(p, part.as_strided(p.shape, p.stride())))
@@ -412,7 +406,8 @@ class Stepper:
         """Step the tensors of `opened` with the class's own code. `states` is updated to what it left behind."""
         groups: dict[int, dict[str, Any]] = {}
         for item, state in zip(opened, states, strict=True):
-            number = self.group_of[id(item.segment.parameter)]
+            number = item.segment.of.group
+            assert number is not None
             if number not in groups:
                 groups[number] = self._narrowed(optimizer.param_groups[number])
             groups[number]["params"].append(item.tensor)

@@ -189,8 +189,7 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
         )
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         raise ConfigError(f"{name} wraps another optimizer, which does the work; wrap_optimizer the inner one")
-    parameters = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    if stray := [key for key, value in optimizer.state.items() if value and id(key) not in parameters]:
+    if stray := [key for key, value in optimizer.state.items() if value and not isinstance(key, torch.Tensor)]:
         raise ConfigError(
             f"{name} has state that belongs to no parameter of it ({stray[0]!r}), which cannot be swapped"
         )

@@ -14,7 +14,7 @@ PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 BASE = {"endings", "errors", "layout", "metrics"}
 HANDLE = BASE | {"bounce", "handle"}
 STORE = {"transfers", "runs", "record_files", "spares", "speed", "codec", "store"}
-PIPELINE = HANDLE | STORE | {"buffers", "schedule", "pipeline"}
+PIPELINE = HANDLE | STORE | {"buffers", "growing_pool", "schedule", "pipeline"}
 OPTIMIZER = PIPELINE | {
     "config",
     "trial",
@@ -66,6 +66,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "gds": HANDLE | {"_native"},
     "transfers": HANDLE,
     "buffers": HANDLE | {"transfers"},
+    "growing_pool": HANDLE | {"transfers", "buffers"},
     "runs": {"errors", "layout"},
     "speed": HANDLE | {"runs"},
     "record_files": HANDLE,

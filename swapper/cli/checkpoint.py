@@ -151,7 +151,7 @@ def _masters(saved: SavedOptimizer) -> dict[str, int]:
 
     found: Counter[str] = Counter()
     for segment in (segment for bucket in saved.buckets for segment in bucket.segments):
-        if segment.parameter_crc32c is not None:
+        if isinstance(segment, SavedSegment) and segment.parameter_crc32c is not None:
             found[way(segment)] += segment.stop - segment.start
     return dict(found)
 
