@@ -288,7 +288,9 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "sign momentum": (SignMomentum, {}),
 }
 FOR_SPARSE = ("sgd", "adagrad")
-NOT_IN_LOW_PRECISION = ("sgd fused",)
+NOT_IN_LOW_PRECISION = ("sgd fused", "nesterov foreach")
+"""Without masters. The first leaves such parameters as they are; in the second the first step of one parameter changes
+the rounding of the others, which are stepped one by one then."""
 LEARNING_RATE = 2.0**-7
 
 
@@ -309,7 +311,7 @@ def with_masters(cls: type[Optimizer]) -> type[Optimizer]:
                     state = self.state.pop(p, {})
                     shadow = nn.Parameter(master_of(p, state))
                     if state.pop(MASTER, None) is None:  # What the class made for `p` when it was constructed.
-                        state = {k: v.float() if torch.is_tensor(v) else v for k, v in state.items()}
+                        state = in_float(state)
                     shadow.grad = p.grad.float()
                     self.state[shadow] = state
                     group["params"][i] = shadow
@@ -323,6 +325,10 @@ def with_masters(cls: type[Optimizer]) -> type[Optimizer]:
             return loss
 
     return Masters
+
+
+def in_float(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.float() if isinstance(v, torch.Tensor) and v.dtype in LOW_PRECISION else v for k, v in state.items()}
 
 
 def master_of(p: torch.Tensor, state: dict[str, Any]) -> torch.Tensor:
@@ -517,6 +523,8 @@ class Twin:
         state = dict(optimizer.state.get(p, {}))
         if MASTER in state:
             state[MASTER] = master_of(p, state).view(p.shape)
+        elif self.placement.masters:  # Not stepped yet: what the class made for `p` when it was constructed.
+            state = in_float(state)
         return state
 
     def signature(self) -> Any:
@@ -1103,7 +1111,6 @@ REFUSALS = (
     r"a sparse gradient came, which can be stepped only on the CPU and without master weights",
     r"leaves torch\.(bfloat16|float16) parameters on the CPU unchanged",
     r"Assign gradients in the parameter's layout",
-    r"step_in_backward: true cannot be combined with",
 )
 """What the swapped twin may refuse, as the documentation says. The program then ends, and is counted as refused."""
 
