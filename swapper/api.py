@@ -5,17 +5,19 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from swapper import evicted
+from swapper.backward_step import check_memory
 from swapper.buffers import BufferPool
 from swapper.config import OffloadConfig
+from swapper.devices import is_accelerator
 from swapper.dry_run import CheckReport, DriveReport, dry_run
 from swapper.errors import ConfigError, SwapError
 from swapper.gradient import GradientSwapper
@@ -26,7 +28,7 @@ from swapper.nursery import Nursery, initialisers_of
 from swapper.optimizer import OptimizerSwapper
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.parameter import ParameterSwapper
-from swapper.parameter_records import plan_parameter_records, where
+from swapper.parameter_records import plan_parameter_records, summary_of_what_stays, where
 from swapper.schedule import IN_FLIGHT, READ_AHEAD
 from swapper.shared import Shared
 from swapper.trial import refuse_unsupported
@@ -50,7 +52,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
-_OptimizersT = TypeVar("_OptimizersT", bound=Optimizer | Sequence[Optimizer])
+_OptimizersT = TypeVar("_OptimizersT", bound=Optimizer | Sequence[Optimizer] | None)
 _ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
 ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
 
@@ -99,13 +101,13 @@ def _wrap(
     refuse_unsupported(optimizer)
     moves_gradients = settings.offload_gradient.device == "nvme"
     if settings.offload_gradient.device == "cpu":
-        moves_gradients = any(p.device.type == "cuda" for p in parameters_of(optimizer))
+        moves_gradients = any(is_accelerator(p.device) for p in parameters_of(optimizer))
         if not moves_gradients:
             _say_once(
                 "offload_gradient.device: cpu is the same as none for a model on the CPU: its gradients are there"
             )
     if settings.offload_param.device == "cpu":
-        if any(p.device.type == "cuda" for p in parameters_of(optimizer)):
+        if any(is_accelerator(p.device) for p in parameters_of(optimizer)):
             raise ConfigError(
                 "offload_param.device: cpu is not there yet for a model on a GPU in this version of swapper; use none"
             )
@@ -121,7 +123,7 @@ def _wrap(
     pool: BufferPool | GrowingPool
     if device == "nvme":
         plan.schedule(settings.pool_bytes)  # Refuses what cannot work before anything is made.
-        shared = Shared.of(settings, plan.device.type == "cuda")
+        shared = Shared.of(settings, plan.device)
         pool_bytes = settings.pool_bytes - shared.held_bytes
         release = shared.hold(plan.schedule(pool_bytes).held_bytes)
         pool, store = shared.pool, shared.store
@@ -132,7 +134,7 @@ def _wrap(
                 "for a model on a GPU; use device: cpu"
             )
         pool_bytes = plan.stored_bytes + plan.scratch_bytes * plan.scratch_count
-        pool, store = GrowingPool(pool_bytes, cuda=plan.device.type == "cuda"), None
+        pool, store = GrowingPool(pool_bytes, device=plan.device), None
         release = pool.close
     try:
         OptimizerSwapper(optimizer, plan, pool, pool_bytes, store, release)
@@ -160,13 +162,13 @@ def _swap_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> GradientSwa
     state_stored = settings.offload_optimizer.device == "nvme"
     owner, steps = next(_owners), settings.gradient_accumulation_steps
     if not stored and not state_stored:  # As for state with device: cpu, a pool of the size that is needed.
-        own = BufferPool(max(total_bytes, PAGE_BYTES), cuda=plan.device.type == "cuda")
+        own = BufferPool(max(total_bytes, PAGE_BYTES), device=plan.device)
         try:
             return GradientSwapper(parts, owner, steps, own, own.capacity_bytes, None, own.close)
         except BaseException:
             own.close()
             raise
-    shared = Shared.of(settings, plan.device.type == "cuda")
+    shared = Shared.of(settings, plan.device)
     limit_bytes = settings.pool_bytes - shared.held_bytes
     if state_stored:
         schedule = plan.schedule(settings.pool_bytes)
@@ -179,7 +181,17 @@ def _swap_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> GradientSwa
         raise
 
 
-def offload(model: _ModelT, optimizer: _OptimizersT, config: ConfigLike) -> tuple[_ModelT, _OptimizersT]:
+@overload
+def offload(model: _ModelT, optimizer: _OptimizersT, config: ConfigLike) -> tuple[_ModelT, _OptimizersT]: ...
+@overload
+def offload(
+    model: _ModelT, optimizer: Iterator[Optimizer] | Set[Optimizer] | ValuesView[Optimizer], config: ConfigLike
+) -> tuple[_ModelT, list[Optimizer]]: ...
+@overload
+def offload(model: _ModelT, *, config: ConfigLike) -> tuple[_ModelT, None]: ...
+def offload(
+    model: _ModelT, optimizer: Optimizer | Iterable[Optimizer] | None = None, config: ConfigLike | None = None
+) -> tuple[_ModelT, Optimizer | Iterable[Optimizer] | None]:
     """Put on disk what `config` names: optimizer state, gradients, parameters. Gives the same objects back.
 
     All are converted in place: parameters stay the objects they are and keep their shape, dtype and strides; their
@@ -187,22 +199,28 @@ def offload(model: _ModelT, optimizer: _OptimizersT, config: ConfigLike) -> tupl
     of the plain model. `model.swapper` is the `ParameterSwapper`, `optimizer.swapper` the `OptimizerSwapper`.
 
     Args:
-        model: with its parameters on the CPU. Parameters of integer or quantised dtype, of ScriptModules, and those
-            that share memory with others stay in memory, named in a log line with the reason. One that is offloaded
+        model: with its parameters on the CPU. Parameters of integer dtype, of tensor subclasses such as quantised
+            ones, of ScriptModules, and those that share memory with others stay in memory, and so do buffers. One log
+            line says how many bytes stay and why; `model.swapper.stays` has the names. A model that is offloaded
             already, with the same `OffloadConfig` object, stays so: that is for new optimizers.
-        optimizer: of parameters of the model, one or several; any that `wrap_optimizer` takes.
+        optimizer: of parameters of the model: one that `wrap_optimizer` takes, or several in any iterable. None, or an
+            empty list: only the parameters are offloaded, as for evaluation.
         config: see `wrap_optimizer`.
 
     Returns:
-        `model` and `optimizer`.
+        `model`, and `optimizer` as it was given: the optimizer, the sequence, or None. Of an iterable that is no
+        sequence, such as a generator, a list of the optimizers.
 
     Raises:
-        ConfigError: the config cannot work with this model and optimizer; the message says which field and why.
+        ConfigError: the config cannot work with this model and optimizer; the message says which field and why. A
+            model of which not one byte of parameters can be moved is refused, and so is one with DTensors.
         SwapIOError: the drive failed, or has too little free space. Model and optimizers are then as they were.
     """
+    if config is None:
+        raise ConfigError("config: none is given; call swapper.offload(model, optimizer, config)")
     settings = _as_config(config)
     _check_is_model(model)
-    optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+    optimizers, given = _optimizers_of(optimizer)
     records = None
     if settings.offload_param.device == "nvme":
         there = _parameters_on(model, settings)
@@ -211,9 +229,13 @@ def offload(model: _ModelT, optimizer: _OptimizersT, config: ConfigLike) -> tupl
         else:
             _check_can_be_offloaded(model)
             evicted.let_viewed_stay(model.parameters())
-            planned, _ = plan_parameter_records(model, settings.bucket_bytes)
+            planned, stays = plan_parameter_records(model, settings.bucket_bytes)
+            summary_of_what_stays(model, planned, stays)  # Refuses before anything is made.
             records = where(planned)
     wrapped: list[Optimizer] = []
+    if settings.offload_optimizer.step_in_backward:
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        check_memory(tensors, [p for each in optimizers for p in parameters_of(each)])
     try:
         for each in optimizers:
             _wrap(each, settings, records)
@@ -226,7 +248,7 @@ def offload(model: _ModelT, optimizer: _OptimizersT, config: ConfigLike) -> tupl
             if isinstance(swapper, OptimizerSwapper):
                 swapper.unwrap()
         raise
-    return model, optimizer
+    return model, given
 
 
 @torch.inference_mode(False)  # What is made here is used outside of that mode too.
@@ -245,7 +267,7 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
         free_bytes -= gradients.reserved_bytes
         gradient_bytes = max(gradient_bytes, gradients.reserved_bytes // IN_FLIGHT)
     if settings.offload_param.device == "nvme":
-        shared = Shared.of(settings, False)
+        shared = Shared.of(settings, None)
         free_bytes -= shared.pool.abandoned_bytes
         leave_bytes = min(free_bytes // 2, READ_AHEAD * (record_bytes + gradient_bytes))
         parameters = _parameters_on(model, settings)
@@ -425,7 +447,7 @@ def _nursery(settings: OffloadConfig) -> Nursery:
             f"offload_param.device: {settings.offload_param.device} leaves parameters in memory; set it to nvme, or "
             "build the model without swapper"
         )
-    shared = Shared.of(settings, False)
+    shared = Shared.of(settings, None)
     release = shared.hold(0)
     try:
         return Nursery(next(_owners), settings.bucket_bytes, settings.pool_bytes, shared.pool, shared.store, release)
@@ -466,22 +488,52 @@ def of(optimizer: Optimizer) -> OptimizerSwapper:
     return swapper
 
 
-def check(model: torch.nn.Module, optimizer: Optimizer, config: ConfigLike) -> CheckReport:
+def check(
+    model: torch.nn.Module,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    config: ConfigLike | None = None,
+) -> CheckReport:
     """Dry run: what `offload` would need in memory and on the drive, and what a step would move. Prints it.
 
-    Allocates nothing, creates no file and leaves model and optimizer as they are. The model may be on the meta device
-    if the optimizer is too. Only with several drives their speed is measured, with a temporary file of at most 32 MiB
+    Allocates nothing, creates no file and leaves model and optimizers as they are. The model may be on the meta device
+    if its optimizers are too. Only with several drives their speed is measured, with a temporary file of at most 32 MiB
     on each: what each would get depends on it, and is a little different at every measurement.
+
+    Args:
+        model, optimizer, config: as for `offload`; of several optimizers the sums are given.
 
     Raises:
         ConfigError: what `offload` would refuse.
     """
+    if config is None:
+        raise ConfigError("config: none is given; call swapper.check(model, optimizer, config)")
     settings = _as_config(config)
-    _check_is_optimizer(optimizer)
-    refuse_unsupported(optimizer)
-    report = dry_run(model, optimizer, settings)
+    _check_is_model(model)
+    optimizers, _ = _optimizers_of(optimizer)
+    for each in optimizers:
+        _check_is_optimizer(each)
+        refuse_unsupported(each)
+    there = _parameters_on(model, settings)
+    report = dry_run(model, optimizers, settings, None if there is None else there.records)
     print(report)
     return report
+
+
+def _optimizers_of(
+    optimizer: Optimizer | Iterable[Optimizer] | None,
+) -> tuple[list[Optimizer], Optimizer | Iterable[Optimizer] | None]:
+    """The optimizers that `offload` was given, and what it returns for them."""
+    if optimizer is None:
+        return [], None
+    if isinstance(optimizer, (OffloadConfig, Mapping, str, os.PathLike)):
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} is a config, not an optimizer; without optimizers call "
+            "swapper.offload(model, config=config)"
+        )
+    if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable):
+        return [optimizer], optimizer  # What is no optimizer is refused by name where it would be wrapped.
+    optimizers = list(optimizer)
+    return optimizers, optimizer if isinstance(optimizer, Sequence) else optimizers
 
 
 def _as_config(config: ConfigLike) -> OffloadConfig:

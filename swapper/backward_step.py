@@ -12,19 +12,21 @@ order of backward, step, zero_grad, is told so, before it can do anything else t
 
 from __future__ import annotations
 
-import gc
 import itertools
 import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
 
 import torch
+from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointFunction
 
 from swapper.errors import ConfigError, SwapError
@@ -32,14 +34,16 @@ from swapper.evicted import (
     away_gradient,
     bring_back_gradients,
     clear_gradient_home,
+    home_of,
     set_gradient_home,
     set_raw_gradient,
 )
-from swapper.optimizer_plan import OptimizerPlan
+from swapper.loss_scaling import may_be_scaled
+from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.segments import Bucket, OptimizerParameter, grouped
 from swapper.stepper import Stepper
 
-__all__ = ["CANNOT_GO_WITH", "BackwardSteps"]
+__all__ = ["CANNOT_GO_WITH", "BackwardSteps", "check_memory"]
 
 CANNOT_GO_WITH = "offload_optimizer.step_in_backward: true cannot be combined with"
 
@@ -58,7 +62,8 @@ class BackwardSteps:
         failed: called with what went wrong in the step of a bucket.
 
     Raises:
-        ConfigError: several processes train together, or the optimizer has step pre-hooks.
+        ConfigError: several processes train together, the optimizer has step pre-hooks, or two of its parameters are in
+            the same memory.
     """
 
     def __init__(
@@ -81,9 +86,10 @@ class BackwardSteps:
         self._groups_of: dict[OptimizerParameter, int | None] = {}  # of what was stepped, and in which group
         self._pass = -1  # autograd's number of the backward pass in which the first of them was stepped
         self._groups: list[dict[str, Any]] = []  # the options that the window is stepped with
-        self._looked_for_scaler = False
+        self._checked: list[Bucket] = []  # those whose parameters are known to lie each in memory of its own
         self._refuse(optimizer)
         self.follow_plan()
+        check_memory(_names(optimizer), parameters_of(optimizer))
 
     @property
     def under_way(self) -> bool:
@@ -133,6 +139,9 @@ class BackwardSteps:
                 self._refuse(optimizer)
                 self._refuse_scaler()
                 self._prepare()
+                if self._checked != self._plan.buckets:
+                    check_memory(_names(optimizer), parameters_of(optimizer))
+                    self._checked = list(self._plan.buckets)
             known = self._plan.of(p)
             for bucket in () if known is None else known.buckets:
                 if self._is_complete(bucket):
@@ -316,17 +325,12 @@ class BackwardSteps:
             )
 
     def _refuse_scaler(self) -> None:
-        """Once, before the first bucket is stepped: a gradient does not say whether it is scaled."""
-        if self._looked_for_scaler:
-            return
-        for item in gc.get_objects():
-            # Not `isinstance`: that asks objects for their class, and some warn.
-            if issubclass(type(item), torch.amp.GradScaler) and item.is_enabled() and item._scale is not None:
-                raise ConfigError(
-                    f"{CANNOT_GO_WITH} GradScaler: the gradients are scaled when they arrive; use step_in_backward: "
-                    "false, or bfloat16, which needs no scaling"
-                )
-        self._looked_for_scaler = True
+        if may_be_scaled(self._plan.is_planned):
+            raise ConfigError(
+                f"{CANNOT_GO_WITH} GradScaler: the gradients are scaled when they arrive; use step_in_backward: "
+                "false, or bfloat16, which needs no scaling. (A scaler of another model is no hindrance, unless the "
+                "loss of this one is multiplied by a number, which looks the same: divide it instead.)"
+            )
 
     def _too_many(self) -> str:
         passes = self._plan.gradient_accumulation_steps
@@ -341,6 +345,74 @@ class BackwardSteps:
             "backward passes before a step. (Reentrant activation checkpointing of modules that share parameters "
             "counts as several: use use_reentrant=False.)"
         )
+
+
+def check_memory(tensors: Mapping[str, torch.Tensor], stepped: Iterable[torch.Tensor]) -> None:
+    """Raise unless a step of one tensor in backward leaves alone what autograd has saved of the others.
+
+    Args:
+        tensors: by the names that an error has. Those whose values are on the drive have records of their own.
+        stepped: those that may be stepped in backward.
+
+    Raises:
+        ConfigError: two of them, of which one is stepped, overlap in memory; or share the counter by which torch sees
+            that a saved tensor was changed, as two views of one tensor do.
+    """
+    wanted = {id(p) for p in stepped if p.requires_grad}
+    spans = {name: span for name, tensor in tensors.items() if (span := _span(tensor)) is not None}
+    furthest: dict[torch.device, tuple[str, int]] = {}  # what was seen to reach the furthest
+    for name, (device, start, stop) in sorted(spans.items(), key=lambda item: item[1][1]):
+        before, reaches = furthest.get(device, ("", 0))
+        if start < reaches and not wanted.isdisjoint((id(tensors[name]), id(tensors[before]))):
+            raise ConfigError(
+                f"{CANNOT_GO_WITH} tensors in the same memory: a step of {before} in backward would change {name}, or "
+                "the other way round, before the gradients are complete; let them be one parameter object, give each "
+                "memory of its own, or use step_in_backward: false"
+            )
+        furthest[device] = max((before, reaches), (name, stop), key=lambda item: item[1])
+    by_storage: dict[int, list[str]] = {}
+    for name in spans:
+        by_storage.setdefault(tensors[name].untyped_storage()._cdata, []).append(name)
+    for names in by_storage.values():
+        for name in names if len(names) > 1 else ():
+            if id(tensors[name]) in wanted and (other := _counted_with(name, names, tensors)):
+                raise ConfigError(
+                    f"{CANNOT_GO_WITH} views of one tensor: torch takes a step of {name} in backward for a change of "
+                    f"{other}, and refuses to go on; give each memory of its own (clone), or use step_in_backward: "
+                    "false"
+                )
+
+
+def _span(tensor: torch.Tensor) -> tuple[torch.device, int, int] | None:
+    """Device and addresses of the memory between the first and the last element; None if it has none."""
+    if home_of(tensor) is not None or tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
+        return None
+    if tensor.device.type == "meta" or not tensor.numel():
+        return None
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.device, tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
+
+
+def _counted_with(name: str, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> str | None:
+    """Which of `names` shares the version counter of tensor `name`."""
+    tensor = tensors[name]
+    others = {other: tensors[other] for other in names if tensors[other] is not tensor}
+    if tensor.is_inference() or any(other.is_inference() for other in others.values()):
+        return None
+    before = {other: value._version for other, value in others.items()}
+    with _unsafe_preserve_version_counter(tensor):
+        increment_version(tensor)
+        return next((other for other, value in others.items() if value._version != before[other]), None)
+
+
+def _names(optimizer: Optimizer) -> dict[str, torch.Tensor]:
+    """The parameters of an optimizer, by what an error calls them."""
+    names = {}
+    for number, group in enumerate(optimizer.param_groups):
+        known = group.get("param_names") or [f"{i} of group {number}" for i in range(len(group["params"]))]
+        for name, p in zip(known, group["params"], strict=True):
+            names[f"parameter {name}, of shape {tuple(p.shape)},"] = p
+    return names
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:

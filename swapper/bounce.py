@@ -32,9 +32,10 @@ from typing import Protocol
 
 import torch
 
+from swapper.devices import DEVICES, Copies, Event
 from swapper.errors import SwapError, SwapIOError
 
-__all__ = ["DEVICES", "Bounce", "Copies", "CudaCopies", "Direct", "Event", "Job", "page_lock", "page_unlock"]
+__all__ = ["DEVICES", "Bounce", "Direct", "Job"]
 
 RING_CHUNKS = 4
 """Chunks of full length that the ring holds: three at the drive while one is copied."""
@@ -45,97 +46,6 @@ _WAIT_S = 0.002
 _POLL_S = 0.0002
 
 log = logging.getLogger(__name__)
-
-
-class Event(Protocol):
-    """A point in the work of a stream."""
-
-    def query(self) -> bool:
-        """Whether it is reached."""
-
-    def synchronize(self) -> None:
-        """Wait until it is reached."""
-
-
-class Copies(Protocol):
-    """Copies between one device and the host, in order, on a stream of their own. All that is known of devices."""
-
-    def reached(self) -> Event:
-        """What the caller's current stream has to do by now."""
-
-    def follow(self, event: Event) -> None:
-        """Let the copies that come wait for `event`."""
-
-    def start(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
-        """Start a copy; the event says when it is done. Neither tensor may be freed before."""
-
-    def settle(self) -> None:
-        """Wait for all copies."""
-
-    def page_lock(self, address: int, length_bytes: int) -> None:
-        """Let the device copy from and to this memory of the host without help."""
-
-    def page_unlock(self, address: int) -> None:
-        """Undo `page_lock`."""
-
-
-class CudaCopies:
-    """`Copies` of a CUDA device."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-    def reached(self) -> Event:  # noqa: D102
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def follow(self, event: Event) -> None:  # noqa: D102
-        assert isinstance(event, torch.cuda.Event)
-        self._stream.wait_event(event)
-
-    def start(self, destination: torch.Tensor, source: torch.Tensor) -> Event:  # noqa: D102
-        # The host memory is not torch's, so it takes no part in its tracking of streams; nor need the device tensor:
-        # its storage is held until the copy has been waited for.
-        with torch.cuda.stream(self._stream):
-            destination.copy_(source, non_blocking=True)
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
-
-    def settle(self) -> None:  # noqa: D102
-        self._stream.synchronize()
-
-    def page_lock(self, address: int, length_bytes: int) -> None:  # noqa: D102
-        with torch.cuda.device(self._device):  # Not the default one, which would make a context there.
-            page_lock(address, length_bytes)
-
-    def page_unlock(self, address: int) -> None:  # noqa: D102
-        with torch.cuda.device(self._device):
-            page_unlock(address)
-
-
-DEVICES: dict[str, Callable[[torch.device], Copies]] = {"cuda": CudaCopies}
-"""Types of devices whose tensors are moved here, and what copies for them."""
-
-
-def page_lock(address: int, length_bytes: int) -> None:
-    """Page-lock memory of the host for CUDA, for all devices.
-
-    Raises:
-        SwapError: CUDA refused.
-    """
-    portable = 1
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(cudart.cudaHostRegister(address, length_bytes, portable))
-    if status != 0:
-        raise SwapError(f"cudaHostRegister of {length_bytes} bytes failed: CUDA error {status}")
-
-
-def page_unlock(address: int) -> None:
-    """Undo `page_lock`."""
-    torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 class Native(Protocol):
@@ -457,9 +367,12 @@ class Bounce:
             thread.join()
         with self._lock:
             unlock, self._unlock = self._unlock, None
-            self._ring = None
-        if unlock is not None:
-            unlock()
+            ring, self._ring = self._ring, None
+        try:
+            if unlock is not None:
+                unlock()
+        finally:
+            del ring  # Only now: memory that is unmapped cannot be unlocked.
         return True
 
     @staticmethod

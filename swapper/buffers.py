@@ -13,7 +13,7 @@ from types import MethodType
 
 import torch
 
-from swapper.bounce import page_lock, page_unlock
+from swapper.devices import DEVICES, Copies, is_accelerator
 from swapper.endings import finalizer
 from swapper.errors import SwapError
 from swapper.handle import AsyncIOHandle, Slab
@@ -200,15 +200,15 @@ class BufferPool:
     Args:
         pool_bytes: rounded up to 4096.
         handles: each registers the memory with the kernel where its backend can.
-        cuda: also lock it for copies by the GPU (cudaHostRegister).
+        device: of tensors that are copied to and from it; see `lock_for`.
 
     Raises:
         ValueError: `pool_bytes` is not positive.
         SwapIOError: there is not so much memory.
-        SwapError: CUDA refused, or a handle insists on registration and cannot have it.
+        SwapError: the device refused to lock it, or a handle insists on registration and cannot have it.
     """
 
-    def __init__(self, pool_bytes: int, *handles: AsyncIOHandle, cuda: bool = False) -> None:
+    def __init__(self, pool_bytes: int, *handles: AsyncIOHandle, device: torch.device | None = None) -> None:
         if pool_bytes <= 0:
             raise ValueError(f"pool_bytes: {pool_bytes} is not positive")
         self.capacity_bytes = _round_up(pool_bytes)
@@ -224,9 +224,10 @@ class BufferPool:
         self._abandoned: list[Lease] = []
         self._reclaimers: list[Callable[[], Callable[[], bool] | None]] = []
         self._closed = False
-        if cuda:
-            page_lock(self._slab.address, self._slab.length_bytes)
-        self._finalizer = finalizer(self, _unregister, self._slab, handles, cuda, self._pid)
+        self._locks: dict[str, Copies] = {}  # by type of device, what unlocks the memory
+        self._finalizer = finalizer(self, _unregister, self._slab, handles, self._locks, self._given_back, self._pid)
+        if device is not None:
+            self.lock_for(device)
         for handle in handles:
             handle.register(self._slab)
 
@@ -242,6 +243,21 @@ class BufferPool:
     def lock_reason(self) -> str:
         """Why `locked` is False; "" where it is True."""
         return self._slab.lock_reason
+
+    def lock_for(self, device: torch.device) -> None:
+        """Let `device`, and all others of its type, copy to and from the memory on their own, from now until `close`.
+
+        Nothing happens for the CPU, and where it is so already.
+
+        Raises:
+            SwapError: the device refused.
+        """
+        self._check_process()
+        with self._lock:
+            if is_accelerator(device) and device.type not in self._locks:
+                copies = DEVICES[device.type](device)
+                copies.page_lock(self._slab.address, self._slab.length_bytes)
+                self._locks[device.type] = copies
 
     @property
     def used_bytes(self) -> int:
@@ -322,9 +338,6 @@ class BufferPool:
         if os.getpid() != self._pid:
             return
         self._closed = True
-        for extent in list(self._given_back):
-            if extent.transfer is not None:
-                extent.transfer.settle()
         self._finalizer()
 
     def __enter__(self) -> BufferPool:
@@ -377,11 +390,18 @@ def _round_up(length_bytes: int) -> int:
     return -(-length_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def _unregister(slab: Slab, handles: tuple[AsyncIOHandle, ...], cuda: bool, pid: int) -> None:
+def _unregister(
+    slab: Slab, handles: tuple[AsyncIOHandle, ...], locks: dict[str, Copies], given_back: deque[_Extent], pid: int
+) -> None:
+    """Wait for what uses the memory, then take it from the kernel and the devices. The memory goes after that."""
     if os.getpid() != pid:
         return
-    for handle in handles:
-        if not handle.closed:
-            handle.unregister(slab)
-    if cuda:
-        page_unlock(slab.address)
+    with contextlib.ExitStack() as steps:  # The last that was added comes first; each is made, whatever others raise.
+        for copies in locks.values():
+            steps.callback(copies.page_unlock, slab.address)
+        for handle in handles:
+            if not handle.closed:
+                steps.callback(handle.unregister, slab)
+        for extent in list(given_back):
+            if extent.transfer is not None:
+                steps.callback(extent.transfer.settle)

@@ -460,7 +460,8 @@ class OffloadOptimizerConfig(_Section, frozen=True):
     step_in_backward: bool = Field(default=False, strict=True)
     """Step each bucket as soon as the last gradient of its window has arrived, inside backward, and free the gradients;
     needs `gradient_accumulation_steps`. Cannot be combined with GradScaler, clipping by a global norm,
-    DistributedDataParallel, or step pre-hooks. Default and off: false."""
+    DistributedDataParallel, step pre-hooks, or parameters that share memory with other tensors of the model (one
+    parameter object used twice is fine). Default and off: false."""
 
     resident_bytes: Size = 0
     """Bytes of state kept in the pool from one step to the next, so that they are not read again (they are still
@@ -745,9 +746,11 @@ class OffloadConfig(_Section, frozen=True):
         `gradient_accumulation_steps`, and from `bf16.enabled` or `fp16.enabled` that `master_weights` is true, because
         DeepSpeed then keeps fp32 masters (unless `bf16_master_weights_and_grads` says that it does not). The value
         "auto" (Hugging Face's) counts as not given; for `enabled` it counts as true, since masters are made for bf16
-        and fp16 parameters only and an fp32 model is left as it is. `pool_bytes` and `bucket_bytes` keep their
-        defaults: DeepSpeed's buffers are counted in elements of its largest sub-group (16 GB by default) and say
-        nothing about what is needed here.
+        and fp16 parameters only and an fp32 model is left as it is. `offload_param.max_in_cpu`, a number of elements,
+        is `offload_param.resident_bytes` at 2 bytes an element, or 4 without bf16 and fp16, and `pool_bytes` is its
+        default and that. Otherwise `pool_bytes` and `bucket_bytes` keep their defaults: DeepSpeed's buffers are counted
+        in elements of its largest sub-group (16 GB by default) and say nothing about what is needed here. Switches and
+        numbers may be strings, as DeepSpeed's tuner prints them, and `aio` may be inside `zero_optimization`.
 
         Where DeepSpeed takes an offload device and offloads nothing (nvme below stage 3, anything at stage 0), swapper
         offloads the state, and says so. With state and parameters on nvme gradients go there too.
@@ -768,7 +771,7 @@ class OffloadConfig(_Section, frozen=True):
         else:
             name, document = str(Path(source)), read_mapping(Path(source))
         try:
-            values, unhonoured = translate(document)
+            values, unhonoured = translate(document, cls.model_fields["pool_bytes"].default)
             if nvme_path is not None:
                 values["nvme_path"] = nvme_path
             config = cls.model_validate(values)

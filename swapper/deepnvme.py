@@ -39,6 +39,7 @@ from swapper.handle import AsyncIOHandle, File, Slab, Transfer
 __all__ = [
     "AsyncIOBuilder",
     "GDSBuilder",
+    "PinMemoryBuilder",
     "UtilsBuilder",
     "aio_handle",
     "aio_read",
@@ -47,6 +48,7 @@ __all__ = [
     "cast_to_byte_tensor",
     "deepspeed_memcpy",
     "gds_handle",
+    "pin_handle",
 ]
 
 _Path: TypeAlias = "str | bytes | os.PathLike[str]"
@@ -455,10 +457,7 @@ class aio_handle:
             ValueError: `num_elem` is negative.
             SwapIOError: there is not so much memory, or it cannot be locked (RLIMIT_MEMLOCK).
         """
-        numel, dtype = operator.index(num_elem), example_tenosr.dtype
-        if numel < 0:
-            raise ValueError(f"num_elem: {numel} is negative")
-        return _lock_memory(self._handle, numel, dtype)
+        return _lock_memory(self._handle, num_elem, example_tenosr)
 
     def free_cpu_locked_tensor(self, tensor: torch.Tensor) -> bool:
         """Unlock the memory of a tensor from `new_cpu_locked_tensor`, of this or another handle.
@@ -472,13 +471,11 @@ class aio_handle:
         Returns:
             False if it is not such a tensor, or was freed before; then nothing happens.
         """
-        locked = _locked.get(_address(tensor))
-        return locked is not None and locked.in_this_process() and locked.release()
+        return _free(_address(tensor))
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
         """Whether `buffer` lies in memory from `new_cpu_locked_tensor` of any handle, or was pinned by torch."""
-        address = _address(buffer)
-        return any(locked.holds(address) for locked in tuple(_locked.values())) or buffer.is_pinned()
+        return _is_pinned(buffer)
 
     # Below: what the methods share.
 
@@ -692,9 +689,9 @@ class _Locked:
 
     __slots__ = ("_finalizer", "_handle", "_pid", "_slab")
 
-    def __init__(self, slab: Slab, handle: AsyncIOHandle, exporter: memoryview) -> None:
+    def __init__(self, slab: Slab, handle: AsyncIOHandle | None, exporter: memoryview) -> None:
         self._slab = slab
-        self._handle = weakref.ref(handle)
+        self._handle = None if handle is None else weakref.ref(handle)
         self._pid = os.getpid()
         # The storage of all tensors that view the memory holds the exporter, and nothing else does.
         self._finalizer = weakref.finalize(exporter, self._unlock)
@@ -705,7 +702,7 @@ class _Locked:
         return start <= address < start + self._slab.length_bytes and self.in_this_process()
 
     def belongs_to(self, handle: AsyncIOHandle) -> bool:
-        return self._handle() is handle
+        return self._handle is not None and self._handle() is handle
 
     def in_this_process(self) -> bool:
         return os.getpid() == self._pid
@@ -718,8 +715,9 @@ class _Locked:
         return True
 
     def _unlock(self) -> None:
-        _locked.pop(self._slab.address, None)
-        handle = self._handle()
+        if _locked.get(self._slab.address) is self:  # In a forked child others may have the address.
+            del _locked[self._slab.address]
+        handle = None if self._handle is None else self._handle()
         if self.in_this_process():
             if handle is not None and not handle.closed:
                 handle.unregister(self._slab)
@@ -730,17 +728,55 @@ _locked: dict[int, _Locked] = {}
 """By address, of all handles: a tensor of one is pinned for another, and may be freed by it."""
 
 
-def _lock_memory(handle: AsyncIOHandle, numel: int, dtype: torch.dtype) -> torch.Tensor:
+def _lock_memory(handle: AsyncIOHandle | None, num_elem: int, example: torch.Tensor) -> torch.Tensor:
+    """Page-locked memory, registered with the kernel for the transfers of `handle`."""
+    numel, dtype = operator.index(num_elem), example.dtype
+    if numel < 0:
+        raise ValueError(f"num_elem: {numel} is negative")
     slab = Slab(max(numel * dtype.itemsize, 1))
     if not slab.locked:
         raise SwapIOError(errno.ENOMEM, "lock memory", length_bytes=slab.length_bytes, detail=slab.lock_reason)
-    if sum(locked.belongs_to(handle) for locked in tuple(_locked.values())) < _MAX_REGISTERED:
+    if handle is not None and sum(locked.belongs_to(handle) for locked in tuple(_locked.values())) < _MAX_REGISTERED:
         handle.register(slab)
     memory: Any = slab  # supports the buffer protocol, which has no type before Python 3.12
     exporter = memoryview(memory)
     storage = torch.frombuffer(exporter, dtype=torch.uint8).untyped_storage()
     _locked[slab.address] = _Locked(slab, handle, exporter)
     return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))
+
+
+def _free(address: int) -> bool:
+    locked = _locked.get(address)
+    return locked is not None and locked.in_this_process() and locked.release()
+
+
+def _is_pinned(buffer: torch.Tensor) -> bool:
+    address = _address(buffer)
+    return any(locked.holds(address) for locked in tuple(_locked.values())) or buffer.is_pinned()
+
+
+class pin_handle:
+    """DeepNVMe's handle for page-locked memory alone. It has no engine, and nothing to close.
+
+    What it allocates is pinned for every `aio_handle`, and each may free it; and the other way round. It is registered
+    with the kernel for no handle, so transfers in it cost a little more CPU.
+    """
+
+    def new_cpu_locked_tensor(self, num_elem: int, example_tensor: torch.Tensor) -> torch.Tensor:
+        """As of `aio_handle`, with the last name spelled so."""
+        return _lock_memory(None, num_elem, example_tensor)
+
+    def free_cpu_locked_tensor(self, locked_tensor: torch.Tensor) -> bool:
+        """As of `aio_handle`."""
+        return _free(_address(locked_tensor))
+
+    def free_cpu_locked_tensor_by_ptr(self, address: int) -> bool:
+        """As `free_cpu_locked_tensor`, by the address of the first byte: also when the tensor has other memory now."""
+        return _free(operator.index(address))
+
+    def is_pinned(self, buffer: torch.Tensor) -> bool:
+        """As of `aio_handle`."""
+        return _is_pinned(buffer)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -821,6 +857,12 @@ class GDSBuilder(AsyncIOBuilder):
         if verbose and not found.available:
             log.warning("GPUDirect Storage is not available: %s", found.reason)
         return found.available
+
+
+class PinMemoryBuilder(AsyncIOBuilder):
+    """Stands in for DeepSpeed's class of this name, for the sake of `pin_handle`."""
+
+    NAME = "pin_memory"
 
 
 class UtilsBuilder(AsyncIOBuilder):

@@ -1,10 +1,18 @@
 """What a DeepSpeed config means in swapper's settings; used by `OffloadConfig.from_deepspeed`.
 
-Source: https://www.deepspeed.ai/docs/config-json/, the sections `zero_optimization` and `aio`.
+Source: https://www.deepspeed.ai/docs/config-json/, the sections `zero_optimization`, `aio` and `checkpoint`, and what
+DeepSpeed 0.19 accepts in them besides.
+
+[Note: strings] DeepSpeed's tuner prints switches as "true" and "false", and templates fill numbers in as strings. Both
+mean what they would mean without the quotes.
+
+[Note: max_in_cpu] DeepSpeed counts elements of the parameters, here bytes are counted. An element is one of 2 bytes if
+`bf16` or `fp16` is enabled (or "auto"), else of 4. The pool grows by that much, since `resident_bytes` is part of it.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -25,10 +33,93 @@ _DEEPSPEED_OPTIMIZER_NOTES: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 _DEEPSPEED_PARAM_NOTES: dict[str, tuple[Callable[[Any], bool], str]] = {
     **{key: (lambda value: True, "memory is bounded by pool_bytes instead") for key in ("buffer_count", "buffer_size")},
-    "max_in_cpu": (lambda value: True, "what the pool has room for is kept; resident_bytes keeps more"),
+    "max_in_cpu": (lambda value: True, "it bounds what device nvme keeps in memory, and the device is cpu"),
     "pin_memory": _DEEPSPEED_OPTIMIZER_NOTES["pin_memory"],
     "ratio": (lambda value: value != 1, "all parameters are offloaded, never a part"),
 }
+
+_PREFETCH = "parameters are read ahead in the order of the step before, as far as pool_bytes has room"
+_LIVE = "a parameter leaves memory when pool_bytes has no room; offload_param.resident_bytes keeps some for good"
+_PERSISTENT = "small parameters are swapped too, several modules in one record; offload_param.resident_bytes keeps some"
+_SAVING = "swapper.save_checkpoint saves whole tensors, read with load_checkpoint or exported"
+_LINEAR = "modules of the model stay as they are"
+_CHECKS = "swapper has no such diagnostics"
+_SHARDING = "about sharding and communication, not read"
+
+_ZERO_NOTES: dict[str, str] = {
+    "sub_group_size": "bucket_bytes bounds what is stepped at once instead",
+    "prefetch_bucket_size": _PREFETCH,
+    "max_live_parameters": _LIVE,
+    "max_reuse_distance": _LIVE,
+    "param_persistence_threshold": _PERSISTENT,
+    "model_persistence_threshold": _PERSISTENT,
+    "module_granularity_threshold": "small modules that follow one another share a record of about 16 MiB",
+    "leaf_module": "parameters are brought in for each module that uses them",
+    "contiguous_gradients": "gradients are tensors of their own, as autograd makes them",
+    "save_muon_momentum_buffer_in_memory": "all optimizer state is offloaded; resident_bytes keeps some in memory",
+    "zenflow": "each step() steps all parameters; step_in_backward overlaps it with backward",
+    "zero_quantized_nontrainable_weights": "frozen parameters keep their dtype",
+    "load_from_fp32_weights": "master weights are saved and loaded with the state, to the bit",
+    "elastic_checkpoint": _SAVING,
+    "gather_16bit_weights_on_model_save": _SAVING,
+    "gather_fp16_weights_on_model_save": _SAVING,
+    "pipeline_loading_checkpoint": _SAVING,
+    "memory_efficient_linear": _LINEAR,
+    "override_module_apply": _LINEAR,
+    "ignore_unused_parameters": "a parameter without a gradient is left out of the step, as in PyTorch",
+    "log_trace_cache_warnings": _CHECKS,
+    "enable_sanity_checks": _CHECKS,
+    **dict.fromkeys(
+        (
+            "allgather_bucket_size", "allgather_partitions", "allgather_sequential", "grad_hooks", "legacy_stage1",
+            "mics_hierarchical_params_gather", "mics_shard_size", "overlap_comm", "reduce_bucket_size",
+            "reduce_scatter", "round_robin_gradients", "use_all_reduce_for_fetch_params",
+            "use_multi_rank_bucket_allreduce", "zero_hpz_partition_size", "zero_quantized_gradients",
+            "zero_quantized_weights", "zeropp_loco_param",
+        ),
+        _SHARDING,
+    ),
+}  # fmt: skip
+"""Why a key of `zero_optimization` has no setting here. Those of stage 3 are without the `stage3_` of their names."""
+
+_CHECKPOINT_NOTES: dict[str, str] = {
+    "writer": "swapper.save_checkpoint writes with the engine of `aio`, and swapper.save does for torch.save",
+    "checkpoint_serialization": "swapper.save_checkpoint has a format of its own; swapper.save has torch.save's",
+    "tag_validation": "a checkpoint is a path, without tags",
+    "load_universal": "checkpoints of DeepSpeed are not read",
+    "use_node_local_storage": "swapper.save_checkpoint writes where it is told to",
+    "parallel_write": "swapper has no pipeline parallelism",
+}
+
+
+_ELSEWHERE: dict[str, str] = {
+    "activation_checkpointing": "activations are not swapped; use torch.utils.checkpoint",
+    "compile": "nothing is compiled for you; call torch.compile",
+    "data_types": "gradients have the dtype of their parameters",
+    **dict.fromkeys(
+        ("zero_allow_untested_optimizer", "zero_force_ds_cpu_optimizer"),
+        "every optimizer is stepped by its own class",
+    ),
+}
+"""Why other sections have no setting here, though they are about memory."""
+
+_SECTIONS = ("zero_optimization", "aio", "checkpoint", "bf16", "bfloat16", "fp16")
+
+
+def _unquoted(value: Any) -> Any:
+    """`value` with the switches and numbers that are strings as what they mean; paths stay. See [Note: strings]."""
+    if isinstance(value, Mapping):
+        return {key: item if key == "nvme_path" else _unquoted(item) for key, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    text = value.strip().lower()
+    if text in ("true", "false"):
+        return text == "true"
+    if re.fullmatch(r"[+-]?\d{1,18}", text):
+        return int(text)
+    if re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", text):
+        return float(text)
+    return value
 
 
 def _take(section: dict[str, Any], name: str, default: Any = None) -> Any:
@@ -51,11 +142,23 @@ def _rest(section: Mapping[str, Any], path: str = "") -> str:
     return ", ".join(f"{path}{key}" for key, value in section.items() if value not in (None, "auto"))
 
 
-def translate(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _note_rest(section: Mapping[str, Any], path: str, notes: Mapping[str, str]) -> Iterator[str]:
+    """A line for each reason in `notes`, with the keys that nobody took and that it is for."""
+    keys_of: dict[str, dict[str, Any]] = {}
+    for key, value in section.items():
+        why = notes.get(key.removeprefix("stage3_"), "swapper has no such setting")
+        keys_of.setdefault(why, {})[key] = value
+    for why, keys in keys_of.items():
+        if names := _rest(keys, path):
+            yield f"{names}: {why}"
+
+
+def translate(document: dict[str, Any], pool_bytes: int) -> tuple[dict[str, Any], list[str]]:
     """Our settings for a DeepSpeed config, and a line for each key that has none.
 
     Args:
         document: the content of the file; what was read is taken out of it.
+        pool_bytes: the size of the pool without what `max_in_cpu` keeps in it.
 
     Returns:
         What `OffloadConfig` takes, and lines of the form "key: why".
@@ -64,6 +167,9 @@ def translate(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         ConfigError: the document is not one of DeepSpeed's, or cannot be honoured and must not be ignored.
     """
     unhonoured: list[str] = []
+    for name in (*_SECTIONS, "gradient_accumulation_steps"):
+        if name in document:
+            document[name] = _unquoted(document[name])
     if isinstance(document.get("zero_optimization"), bool):  # DeepSpeed's oldest form
         document["zero_optimization"] = {"stage": int(document["zero_optimization"])}
     zero = _take_section(document, "zero_optimization")
@@ -71,9 +177,12 @@ def translate(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     param = _take_section(zero, "offload_param", "zero_optimization.")
     if _take(zero, "cpu_offload") is True:  # the older names of `device: cpu`
         optimizer.setdefault("device", "cpu")
-    if _take(zero, "cpu_offload_params") is True:
-        param.setdefault("device", "cpu")
+    for name in ("cpu_offload_param", "cpu_offload_params"):
+        if _take(zero, name) is True:
+            param.setdefault("device", "cpu")
     _take(zero, "cpu_offload_use_pin_memory")
+    aio = _translate_aio(document, _take_section(zero, "aio", "zero_optimization."), unhonoured)
+    masters, numel_bytes = _translate_precision(document, unhonoured)
 
     stage = zero.pop("stage", 0)
     if isinstance(stage, bool) or stage not in (0, 1, 2, 3, "auto"):
@@ -88,6 +197,16 @@ def translate(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
             f"zero_optimization.offload_param: parameters stay in memory; DeepSpeed ignores it at stage {stage} as well"
         )
         param_device = "none"
+    resident_bytes = 0
+    if param_device == "nvme" and (numel := _take(param, "max_in_cpu")) is not None:
+        if not isinstance(numel, int) or isinstance(numel, bool) or numel < 0:
+            raise ConfigError(f"zero_optimization.offload_param.max_in_cpu: {show(numel)} is not a number of elements")
+        resident_bytes = numel * numel_bytes
+        if resident_bytes:
+            unhonoured.append(
+                f"zero_optimization.offload_param.max_in_cpu ({numel}): with {numel_bytes} bytes an element it is "
+                f"offload_param.resident_bytes, {resident_bytes}, and pool_bytes is larger by as much"
+            )
     if device in ("cpu", "nvme"):
         unhonoured += _note_stage(stage, device)
         unhonoured += _note_section("offload_optimizer", optimizer, _DEEPSPEED_OPTIMIZER_NOTES)
@@ -99,23 +218,23 @@ def translate(document: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
         unhonoured.append(
             f"zero_optimization.offload_param.nvme_path ({show(param_path)}): all goes to offload_optimizer's, {path}"
         )
-    if "sub_group_size" in zero and _take(zero, "sub_group_size") is not None:
-        unhonoured.append("zero_optimization.sub_group_size: bucket_bytes bounds what is stepped at once instead")
-    if _rest(zero):
-        unhonoured.append(f"{_rest(zero, 'zero_optimization.')}: about sharding and communication, not read")
-
-    masters = _translate_precision(document, unhonoured)
+    unhonoured += _note_rest(zero, "zero_optimization.", _ZERO_NOTES)
+    checkpoint = _take_section(document, "checkpoint")
+    unhonoured += _note_rest(checkpoint, "checkpoint.", _CHECKPOINT_NOTES)
     values: dict[str, Any] = {
         "offload_optimizer": {"device": device, "master_weights": masters},
         # Where DeepSpeed's gradients go that have no room: as large as the parameters, they belong to both.
         "offload_gradient": {"device": "nvme" if device == param_device == "nvme" else "none"},
-        "offload_param": {"device": param_device},
-        "aio": _translate_aio(document, unhonoured),
+        "offload_param": {"device": param_device, "resident_bytes": resident_bytes},
+        "aio": aio,
     }
+    if resident_bytes:
+        values["pool_bytes"] = pool_bytes + resident_bytes
     if (steps := _take(document, "gradient_accumulation_steps")) is not None:
         values["gradient_accumulation_steps"] = steps
     if "nvme" in (device, param_device):
         values["nvme_path"] = path if path is not None else param_path
+    unhonoured += _note_rest({key: document.pop(key) for key in _ELSEWHERE if key in document}, "", _ELSEWHERE)
     if _rest(document):
         unhonoured.append(f"{_rest(document)}: not about swapping, not read; your training loop does this")
     return values, unhonoured
@@ -140,9 +259,9 @@ def _note_stage(stage: object, device: str) -> Iterator[str]:
         yield f"zero_optimization.stage ({stage}): no sharding over ranks, each process steps and swaps all it is given"
 
 
-def _translate_precision(document: dict[str, Any], unhonoured: list[str]) -> bool:
-    """Whether DeepSpeed would keep fp32 masters."""
-    masters = False
+def _translate_precision(document: dict[str, Any], unhonoured: list[str]) -> tuple[bool, int]:
+    """Whether DeepSpeed would keep fp32 masters, and how many bytes an element of a parameter has."""
+    masters, numel_bytes = False, 4
     for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
         section = _take_section(document, name)
         enabled = section.pop("enabled", False)
@@ -150,7 +269,7 @@ def _translate_precision(document: dict[str, Any], unhonoured: list[str]) -> boo
             if enabled is not False:
                 raise ConfigError(f"{name}.enabled: {show(enabled)} is not a switch; write true or false")
             continue
-        masters = True
+        masters, numel_bytes = True, 2
         for key in ("bf16_master_weights_and_grads", "fp16_master_weights_and_grads"):
             if _take(section, key) is True:
                 masters = False
@@ -160,19 +279,24 @@ def _translate_precision(document: dict[str, Any], unhonoured: list[str]) -> boo
             unhonoured.append("fp16: the loss is not scaled for you; use torch.amp.GradScaler")
         if _rest(section):
             unhonoured.append(f"{_rest(section, f'{name}.')}: not read")
-    return masters
+    return masters, numel_bytes
 
 
-def _translate_aio(document: dict[str, Any], unhonoured: list[str]) -> dict[str, Any]:
+def _translate_aio(document: dict[str, Any], inner: dict[str, Any], unhonoured: list[str]) -> dict[str, Any]:
+    """The section `aio`, and what is misplaced: `inner`, of `zero_optimization`."""
     aio = _take_section(document, "aio")
+    for key, value in inner.items():
+        if aio.setdefault(key, value) != value:
+            unhonoured.append(f"zero_optimization.aio.{key} ({show(value)}): aio.{key} is given too, and used")
     values: dict[str, Any] = {}
     for key in ("block_size", "queue_depth", "single_submit", "overlap_events", "intra_op_parallelism"):
         value = _take(aio, key)
         if value is not None:
             values[key] = value
-    threads = _take(aio, "thread_count")
-    if threads is not None and values.setdefault("intra_op_parallelism", threads) != threads:
-        unhonoured.append(f"aio.thread_count ({threads}): intra_op_parallelism is given too, and used")
+    for key in ("thread_count", "num_threads"):  # As in the documentation, and as its tuner prints.
+        threads = _take(aio, key)
+        if threads is not None and values.setdefault("intra_op_parallelism", threads) != threads:
+            unhonoured.append(f"aio.{key} ({threads}): another number of threads is given too, and used")
     if _take(aio, "use_gds") is True:
         unhonoured.append("aio.use_gds: bytes go through the pool, not straight to the GPU; not there yet")
     if _rest(aio):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +14,22 @@ from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.gradient_records import can_leave, check_room, gradient_bytes, gradient_pool_bytes
 from swapper.layout import format_bytes
-from swapper.optimizer_plan import OptimizerPlan
-from swapper.parameter_records import ParameterRecord, first_of, least_bytes, plan_parameter_records, where
+from swapper.optimizer_plan import OptimizerPlan, parameters_of
+from swapper.parameter_records import (
+    ParameterRecord,
+    first_of,
+    least_bytes,
+    plan_parameter_records,
+    summary_of_what_stays,
+    where,
+)
 from swapper.runs import check_nvme_paths, file_systems
 from swapper.shared import close_all, open_handles
 from swapper.speed import measure_speeds
 
 __all__ = ["CheckReport", "DriveReport", "dry_run"]
+
+log = logging.getLogger(__name__)
 
 _TYPICAL_ENDURANCE_BYTES = 600 * 10**12
 
@@ -47,7 +58,7 @@ class CheckReport:
     State, traffic and files count each record at its longest; what is written is up to 1.2 % less.
 
     Attributes:
-        parameter_numel: elements of the optimizer's parameters.
+        parameter_numel: elements of the optimizers' parameters.
         model_bytes: parameters, buffers and gradients of the model, as far as they stay in memory.
         state_bytes: optimizer state, as stored.
         gradient_bytes: gradients that do not stay in memory, or on the GPU.
@@ -114,33 +125,56 @@ class CheckReport:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def dry_run(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConfig) -> CheckReport:
-    """See `swapper.check`."""
-    records: list[ParameterRecord] = []
-    if settings.offload_param.device == "nvme":
-        records, _ = plan_parameter_records(model, settings.bucket_bytes)
+def dry_run(
+    model: torch.nn.Module,
+    optimizers: Sequence[Optimizer],
+    settings: OffloadConfig,
+    records: Sequence[ParameterRecord] | None = None,
+) -> CheckReport:
+    """See `swapper.check`.
+
+    Args:
+        records: of the model's parameters, if they are on the drive already.
+    """
+    if settings.offload_param.device != "nvme":
+        records = ()
+    elif records is None:
+        records, stays = plan_parameter_records(model, settings.bucket_bytes)
+        if summary := summary_of_what_stays(model, records, stays):
+            log.warning("%s", summary)
     record_of = where(records)
-    plan = OptimizerPlan(optimizer, settings, 0, record_of)
-    parts = plan.gradient_parts()
+    plans = [OptimizerPlan(optimizer, settings, number, record_of) for number, optimizer in enumerate(optimizers)]
+    remote = any(plan.remote for plan in plans)
     state_stored = settings.offload_optimizer.device == "nvme"
     gradients_stored = settings.offload_gradient.device == "nvme"
-    gradients_move = gradients_stored or (settings.offload_gradient.device == "cpu" and plan.remote)
-    gradient_total = gradient_bytes(parts)[0] if gradients_move else 0
-    scratch_bytes = plan.scratch_bytes * plan.scratch_count
+    gradients_move = gradients_stored or (settings.offload_gradient.device == "cpu" and remote)
+    all_parts = [plan.gradient_parts() for plan in plans]
+    gradient_total = sum(gradient_bytes(parts)[0] for parts in all_parts) if gradients_move else 0
     pool_bytes = settings.pool_bytes if state_stored or gradients_stored or records else 0
-    needed_bytes = own_bytes = read_bytes = written_bytes = stored_bytes = 0
+    held_bytes = own_bytes = read_bytes = written_bytes = stored_bytes = 0
+    moving_bytes = []  # what each optimizer needs of the pool while it steps
+    for plan, parts in zip(plans, all_parts, strict=True):
+        scratch_bytes = plan.scratch_bytes * plan.scratch_count
+        limit_bytes = settings.pool_bytes - held_bytes
+        moving_bytes.append(0)
+        if state_stored:
+            schedule = plan.schedule(limit_bytes)
+            moving_bytes[-1] += schedule.pool_bytes - schedule.held_bytes
+            held_bytes += schedule.held_bytes
+            limit_bytes -= schedule.pool_bytes
+            read_bytes += plan.stored_bytes - (schedule.held_bytes - scratch_bytes)
+        else:
+            own_bytes += plan.stored_bytes + scratch_bytes
+        if gradients_stored or (gradients_move and state_stored):
+            check_room(parts, gradients_stored, limit_bytes, settings.pool_bytes)
+            moving_bytes[-1] += gradient_pool_bytes(parts, gradients_stored)
+        elif gradients_move:
+            own_bytes += gradient_bytes(parts)[0]
+    # Parameters take what no optimizer needs. Without them optimizers, which step one after another, share their part.
+    needed_bytes = held_bytes + (sum(moving_bytes) if records else max(moving_bytes, default=0))
+    state_bytes = sum(plan.stored_bytes for plan in plans)
     if state_stored:
-        schedule = plan.schedule(settings.pool_bytes)
-        needed_bytes = schedule.pool_bytes
-        read_bytes = plan.stored_bytes - (schedule.held_bytes - scratch_bytes)
-        written_bytes = stored_bytes = plan.stored_bytes
-    else:
-        own_bytes = plan.stored_bytes + scratch_bytes
-    if gradients_stored or (gradients_move and state_stored):
-        check_room(parts, gradients_stored, settings.pool_bytes - needed_bytes, settings.pool_bytes)
-        needed_bytes += gradient_pool_bytes(parts, gradients_stored)
-    elif gradients_move:
-        own_bytes += gradient_total
+        written_bytes = stored_bytes = state_bytes
     if gradients_stored:
         # Of the first micro-batch nothing is read to add to it, but then all for the step.
         read_bytes += gradient_total * settings.gradient_accumulation_steps
@@ -164,7 +198,7 @@ def dry_run(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConfi
     drives, free_bytes = _check_drives(settings, stored_bytes) if stored_bytes else ((), -1)
     if pool_bytes:  # A config also asks for three whole buckets, though the largest of this model may be smaller.
         needed_bytes = max(needed_bytes, 3 * settings.bucket_bytes)
-    away = {id(p) for _, p, _, _ in parts if can_leave(p)} if gradients_move else set()
+    away = {id(p) for parts in all_parts for _, p, _, _ in parts if can_leave(p)} if gradients_move else set()
     tensors = [*(p for p in model.parameters() if p not in record_of), *model.buffers()]
     in_memory = [p for p in model.parameters() if p.requires_grad and id(p) not in away]
     model_bytes = sum(t.nbytes for t in tensors) + sum(p.nbytes for p in in_memory)
@@ -172,15 +206,15 @@ def dry_run(model: torch.nn.Module, optimizer: Optimizer, settings: OffloadConfi
     if drives:
         worn_bytes = written_bytes * max(drive.disk_bytes for drive in drives) // max(stored_bytes, 1)
     return CheckReport(
-        parameter_numel=sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
+        parameter_numel=sum(p.numel() for optimizer in optimizers for p in parameters_of(optimizer)),
         model_bytes=model_bytes,
-        state_bytes=plan.stored_bytes,
+        state_bytes=state_bytes,
         gradient_bytes=gradient_total,
         parameter_bytes=parameter_bytes,
-        buckets=len(plan.buckets),
+        buckets=sum(len(plan.buckets) for plan in plans),
         pool_bytes=pool_bytes + own_bytes,
         pool_needed_bytes=needed_bytes + own_bytes,
-        host_bytes=(0 if plan.remote else model_bytes) + pool_bytes + own_bytes + 2 * settings.bucket_bytes,
+        host_bytes=(0 if remote else model_bytes) + pool_bytes + own_bytes + 2 * settings.bucket_bytes,
         disk_bytes=stored_bytes,
         disk_free_bytes=free_bytes,
         step_read_bytes=read_bytes,

@@ -34,9 +34,7 @@ class ForwardHooks:
     @_disable_dynamo
     def before(self, module: torch.nn.Module, args: Any) -> None:
         """A forward pre-hook. torch.compile leaves it as it is, and compiles what is between the hooks."""
-        # In training this class leaves its parameters to the modules that own them.
-        alone = module.training and isinstance(module, torch.nn.TransformerEncoderLayer)
-        self._swapper._enter(module, [] if alone else self.records)
+        self._swapper._enter(module, [] if _leaves_parameters_alone(module) else self.records)
 
     @_disable_dynamo
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
@@ -48,11 +46,16 @@ class ForwardHooks:
 
 
 class Forward:
-    """The `forward` of a module that, when it or one below it has hooks, takes another path with other bits."""
+    """Replaces the `forward` of a module that takes another path, with other bits, if it or one below it has hooks.
+
+    Several can lie over one another, and over a `forward` that the user put on the instance: a model that was built in
+    `swapper.init` has the nursery's until `offload` has its own. They can be removed in any order. One that cannot be
+    taken out, because another or the user's has it now, goes on without its hooks.
+    """
 
     def __init__(self, module: torch.nn.Module, hooks: ForwardHooks) -> None:
         self._module = weakref.ref(module)
-        self._hooks = hooks
+        self._hooks: ForwardHooks | None = hooks
         self._former = vars(module).get("forward")
         vars(module)["forward"] = self
 
@@ -60,20 +63,36 @@ class Forward:
         """The module's own forward, with the hooks around it."""
         module = self._module()
         assert module is not None
-        self._hooks.before(module, args)
+        hooks = self._hooks  # They may be removed while it runs.
+        if hooks is not None:
+            hooks.before(module, args)
         try:
             return self._former(*args, **kwargs) if self._former else type(module).forward(module, *args, **kwargs)
         finally:
-            self._hooks.after(module, args, None)
+            if hooks is not None:
+                hooks.after(module, args, None)
 
     def remove(self) -> None:
         """Undo. Idempotent."""
+        self._hooks = None
         module = self._module()
-        if module is None or vars(module).get("forward") is not self:
+        if module is None:
             return
-        del vars(module)["forward"]
-        if self._former is not None:
-            vars(module)["forward"] = self._former
+        # Those that lie below and were removed while this lay over them go with it.
+        top = vars(module).get("forward")
+        while isinstance(top, Forward) and top._hooks is None:
+            top = top._former
+        if top is not None:
+            vars(module)["forward"] = top
+        else:
+            vars(module).pop("forward", None)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()
+
+
+def _leaves_parameters_alone(module: torch.nn.Module) -> bool:
+    """Whether `module` is one of those in `used_by` that look at parameters of others, but only in evaluation."""
+    if isinstance(module, torch.nn.TransformerEncoder):
+        return all(layer.training for layer in module.layers[:1])
+    return module.training and isinstance(module, torch.nn.TransformerEncoderLayer)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import torch
+
 from swapper.buffers import BufferPool, Lease
 from swapper.layout import PAGE_BYTES, round_up
 
@@ -20,11 +22,11 @@ class GrowingPool:
 
     Args:
         capacity_bytes: of the first pool.
-        cuda: see `BufferPool`.
+        device: see `BufferPool`.
     """
 
-    def __init__(self, capacity_bytes: int, *, cuda: bool = False) -> None:
-        self._cuda = cuda
+    def __init__(self, capacity_bytes: int, *, device: torch.device | None = None) -> None:
+        self._device = device
         self._lock = threading.RLock()
         self._pools: list[BufferPool] = []
         self._grow(capacity_bytes)
@@ -79,6 +81,6 @@ class GrowingPool:
             pool.close()
 
     def _grow(self, length_bytes: int) -> BufferPool:
-        pool = BufferPool(max(round_up(length_bytes, PAGE_BYTES), PAGE_BYTES), cuda=self._cuda)
+        pool = BufferPool(max(round_up(length_bytes, PAGE_BYTES), PAGE_BYTES), device=self._device)
         self._pools.append(pool)
         return pool

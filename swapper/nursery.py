@@ -215,9 +215,17 @@ class Nursery(ParameterSwapper):
         self._store_away(parameter, name)
 
     def _is_orphan(self, held: Held) -> bool:
-        """Whether nobody has the parameter of a record any more: another was made that shares its memory."""
-        # The references are that of the place, that of `_home`, and the argument.
-        return held.pins == 0 and sys.getrefcount(held.plan.places[0].parameter) <= 3
+        """Whether nobody has the parameter of a record any more, as that of a module that was only copied."""
+        # The references are that of the place, that of `_home`, and the argument. Autograd's are in C++.
+        if held.pins or sys.getrefcount(held.plan.places[0].parameter) > 3:
+            return False
+        with torch._C.DisableTorchFunctionSubclass():
+            return held.plan.places[0].parameter._use_count() == 1  # type: ignore[attr-defined, no-any-return]
+
+    def _forget_orphans(self) -> None:
+        """Delete the records of parameters that nobody has any more."""
+        for held in [held for held in self._home.values() if self._is_orphan(held)]:
+            self._part_from(held, held.plan.places[0].parameter)
 
     def _replace(self, former: Held, parameter: torch.nn.Parameter, name: str) -> None:
         """Put a parameter away that lies in the buffer of a record that is not needed any more."""
@@ -272,6 +280,7 @@ class Nursery(ParameterSwapper):
         for root in roots:
             self.put_away(root, scripted)
         self._put_away_waiting(all_of_them=True)
+        self._forget_orphans()
         count = len(self._all)
         self._order = Order(
             [*(Use("forward", i) for i in range(count)), *(Use("backward", i) for i in reversed(range(count)))]
@@ -299,6 +308,10 @@ class Nursery(ParameterSwapper):
     def _surrender(self, held: Held, parameter: torch.nn.Parameter) -> None:
         with self._lock:
             self._part_from(held, parameter, keep_home=True)
+
+    def _end_surrender(self) -> None:
+        with self._lock:
+            self._forget_orphans()
             if not self._home:
                 self.close()
 

@@ -9,6 +9,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
+from swapper.devices import is_accelerator
 from swapper.errors import ConfigError, SwapError
 from swapper.layout import PAGE_BYTES, round_up
 from swapper.schedule import Schedule, plan_schedule
@@ -328,7 +329,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
 
 def is_remote(device: torch.device) -> bool:
     """Whether parameters there must be copied to the host for a step."""
-    return device.type == "cuda"
+    return is_accelerator(device)
 
 
 def _device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
@@ -339,6 +340,6 @@ def _device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
         names = ", ".join(sorted(str(device) for device in devices))
         raise ConfigError(f"the parameters are on several devices ({names}); give each device an optimizer of its own")
     device = devices.pop()
-    if device.type not in ("cpu", "cuda", "meta"):
+    if not is_accelerator(device) and device.type not in ("cpu", "meta"):
         raise ConfigError(f"the parameters are on {device}; swapper knows parameters on cpu and cuda")
     return device

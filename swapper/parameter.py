@@ -30,10 +30,12 @@ from swapper.order import Order, Use
 from swapper.parameter_cache import Held, ParameterCache, State, finalize
 from swapper.parameter_records import (
     ParameterPlace,
+    ParameterRecord,
     first_of,
     least_bytes,
     modules_with_parameters,
     plan_parameter_records,
+    summary_of_what_stays,
     used_by,
     where,
 )
@@ -138,6 +140,9 @@ class ParameterSwapper(ParameterCache):
     temporary = False
     """Whether another swapper may take parameters over; see `swapper.nursery`."""
 
+    stays: dict[str, str]
+    """The parameters that stay in memory, by name, and why."""
+
     def __init__(
         self,
         model: torch.nn.Module,
@@ -171,8 +176,8 @@ class ParameterSwapper(ParameterCache):
         self._home: dict[torch.nn.Parameter, Held] = {}
         self._lasting = LastingCopies(store)
         self._former: dict[torch.nn.Parameter, Home] = {}  # who had them, until all are taken over
-        for name, reason in self.stays.items():
-            log.warning("parameter %s stays in memory: %s", name, reason)
+        if summary := summary_of_what_stays(model, records, self.stays):
+            log.warning("%s\n  model.swapper.stays has the reason for each parameter", summary)
         store.plan({held.key: held.plan.file_bytes for held in self._all})
         _living.add(self)
         try:
@@ -184,8 +189,12 @@ class ParameterSwapper(ParameterCache):
             raise
         self._finalizer = finalizer(self, finalize, self._all, self._dropped, store, release, self._pid)
         formers, self._former = self._former, {}
+        keepers = dict.fromkeys(former.keeper for former in formers.values())
         for parameter, former in formers.items():
             former.surrender(parameter)
+        for keeper in keepers:
+            assert isinstance(keeper, ParameterSwapper)
+            keeper._end_surrender()
 
     def _budget(self, budget_bytes: int, leave_bytes: int, pool: BufferPool) -> int:
         needed, why = self._least
@@ -207,6 +216,11 @@ class ParameterSwapper(ParameterCache):
     def where(self) -> Mapping[torch.Tensor, tuple[int, int]]:
         """See `parameter_records.where`."""
         return where(held.plan for held in self._all)
+
+    @property
+    def records(self) -> list[ParameterRecord]:
+        """What each record holds."""
+        return [held.plan for held in self._all]
 
     @property
     def held_bytes_max(self) -> int:
@@ -409,8 +423,9 @@ class ParameterSwapper(ParameterCache):
     def _install(self, model: torch.nn.Module) -> None:
         wanted = dict.fromkeys(module for _, module in modules_with_parameters(model))
         wanted.setdefault(model, None)
+        encoders = [module for module in model.modules() if isinstance(module, torch.nn.TransformerEncoder)]
         layers = [module for module in model.modules() if isinstance(module, torch.nn.TransformerEncoderLayer)]
-        wanted.update(dict.fromkeys(layers))
+        wanted.update(dict.fromkeys((*encoders, *layers)))
         without_hooks = {module for layer in layers for module in layer.modules()}
         for module in wanted:
             if isinstance(module, torch.jit.ScriptModule):  # Its parameters stay, and it takes no hooks.
@@ -589,6 +604,10 @@ class ParameterSwapper(ParameterCache):
 
     def _surrender(self, held: Held, parameter: torch.nn.Parameter) -> None:
         """Another swapper took over `parameter`."""
+        raise AssertionError("only a nursery gives up parameters")
+
+    def _end_surrender(self) -> None:
+        """Another swapper took over all that it wanted."""
         raise AssertionError("only a nursery gives up parameters")
 
     def _stay(self, held: Held, parameter: torch.nn.Parameter) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from swapper.codec import SAFETENSORS_NAMES
+from swapper.errors import ConfigError
 from swapper.evicted import GradientAwayParameter, home_of
 from swapper.layout import ALIGNMENT_BYTES, PAGE_BYTES, Entry, RecordLayout, format_bytes, plan_whole_tensors, round_up
 from swapper.trial import is_dense
@@ -32,10 +34,30 @@ __all__ = [
     "modules_with_parameters",
     "plan_parameter_records",
     "plan_record_of",
+    "summary_of_what_stays",
     "used_by",
     "where",
     "why_not",
 ]
+
+_NAMES = SAFETENSORS_NAMES | {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+"""How a record's header names the element types that are swapped. The file format has no other float8."""
+
+_ALREADY = "it is swapped already"
+_EMPTY = "it is empty"
+_ADVICE = {
+    "it is lazy": "run the model once before swapper.offload",
+    "its class is": "tensor subclasses, as of quantised tensors, cannot be moved: offload the model before it is "
+    "quantised, or use one whose weights are ordinary parameters",
+    "its dtype is": "convert the model to a floating dtype, as with model.to(torch.bfloat16)",
+    "it shares memory with": "give each memory of its own (clone), or register one parameter under both names",
+    "a tensor that is neither": "delete that tensor, or make it a copy (clone), before swapper.offload",
+    "it belongs to a ScriptModule": "offload the module that was scripted instead",
+    "its elements do not lie densely": "make it contiguous: p.data = p.data.contiguous()",
+    "it is computed from others": "register a leaf as the parameter",
+    "it is not contiguous": "make it contiguous: p.data = p.data.contiguous()",
+}
+"""What to do about a parameter that stays, by how the reason begins."""
 
 GROUP_BYTES = 16 << 20
 """Small modules that follow one another share a record of about this size: one long transfer instead of many short."""
@@ -98,16 +120,18 @@ class ParameterRecord:
 def why_not(parameter: torch.nn.Parameter) -> str:
     """Why `parameter` stays in memory; "" if it can be swapped."""
     if (home := home_of(parameter)) is not None:
-        return "" if home.temporary else "it is swapped already"
+        return "" if home.temporary else _ALREADY
+    if torch.nn.parameter.is_lazy(parameter):
+        return "it is lazy and has no values yet"
     plain = type(parameter) in (torch.nn.Parameter, GradientAwayParameter)
     if not plain or type(parameter.data) is not torch.Tensor:
         return f"its class is {type(parameter).__name__}"
     if parameter.layout is not torch.strided or not is_dense(parameter):
         return "its elements do not lie densely in memory"
-    if not parameter.dtype.is_floating_point or parameter.dtype not in SAFETENSORS_NAMES:
+    if not parameter.dtype.is_floating_point or parameter.dtype not in _NAMES:
         return f"its dtype is {parameter.dtype}"
     if parameter.numel() == 0:
-        return "it is empty"
+        return _EMPTY
     if not parameter.is_leaf:
         return "it is computed from others"
     if not parameter.is_contiguous() and torch.distributed.is_available() and torch.distributed.is_initialized():
@@ -164,7 +188,7 @@ def _names_by_storage(model: torch.nn.Module) -> dict[int, list[str]]:
     """The parameters and buffers, each once, in each storage: what changes one of them may change the others."""
     names: dict[int, list[str]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if home_of(tensor) is not None:  # It shares memory with nothing.
+        if home_of(tensor) is not None or torch.nn.parameter.is_lazy(tensor):  # It shares memory with nothing.
             continue
         if tensor.layout is torch.strided and type(tensor.data) is torch.Tensor:
             names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
@@ -216,6 +240,84 @@ def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[l
     return [plan_record_of(number, group) for number, group in enumerate(groups)], stays
 
 
+def summary_of_what_stays(model: torch.nn.Module, records: Iterable[ParameterRecord], stays: Mapping[str, str]) -> str:
+    """Say which parameters stay in memory, why, and what to do; and the buffers, if most of the model stays.
+
+    Args:
+        model, records, stays: see `plan_parameter_records`.
+
+    Returns:
+        Lines for the log; "" if there is nothing to say.
+
+    Raises:
+        ConfigError: the model has DTensors; or it has parameters, and not one byte of them can be moved.
+    """
+    parameters = dict(model.named_parameters())
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in stays.items():
+        if is_sharded(parameters[name]):
+            raise ConfigError(
+                f"offload_param.device: nvme cannot work for parameter {name}, a DTensor, in this version of swapper: "
+                "offload the model before it is sharded, or use offload_param.device: none"
+            )
+        if reason not in (_ALREADY, _EMPTY):
+            # What it shares its memory with is in `stays`; here parameters of one kind of reason are one line.
+            kind = reason if not reason.startswith("it shares memory with") else "it shares memory with another tensor"
+            names_by_reason.setdefault(kind, []).append(name)
+    moved_bytes = sum(place.length_bytes for record in records for place in record.places)
+    moved_bytes += sum(_length_bytes(parameters[name]) for name, reason in stays.items() if reason == _ALREADY)
+    buffers = dict(model.named_buffers())
+    buffer_bytes = sum(map(_length_bytes, buffers.values()))
+    bytes_of = {
+        reason: sum(_length_bytes(parameters[name]) for name in names) for reason, names in names_by_reason.items()
+    }
+    kept_bytes = sum(bytes_of.values())
+    most = kept_bytes + buffer_bytes > moved_bytes and (names_by_reason or buffer_bytes >= GROUP_BYTES)
+    if not names_by_reason and not most:
+        return ""
+    lines = [
+        f"{format_bytes(length)} in {len(names_by_reason[reason])} of {len(parameters)} parameters "
+        f"({_some(names_by_reason[reason])}): {reason}; "
+        + next(advice for beginning, advice in _ADVICE.items() if reason.startswith(beginning))
+        for reason, length in sorted(bytes_of.items(), key=lambda item: -item[1])
+    ]
+    if most and buffers:
+        lines.append(
+            f"{format_bytes(buffer_bytes)} in {len(buffers)} buffers ({_some(list(buffers))}): buffers are not "
+            "swapped; use a model whose weights are parameters"
+        )
+    total_bytes = moved_bytes + kept_bytes + (buffer_bytes if most else 0)
+    text = f"{format_bytes(total_bytes - moved_bytes)} of the {format_bytes(total_bytes)} of this model stay in memory:"
+    text = "\n  ".join([text, *lines])
+    if names_by_reason and not moved_bytes:
+        raise ConfigError(
+            "offload_param.device: nvme cannot move a byte of this model's parameters; use offload_param.device: none, "
+            f"or change this. {text}"
+        )
+    return text
+
+
+def is_sharded(parameter: torch.nn.Parameter) -> bool:
+    """Whether `parameter` is a DTensor. Imports nothing: if the module was not imported there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(parameter, module.DTensor)
+
+
+def _length_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that `tensor` takes, as far as it says; of a tensor that is made of others, theirs."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(_length_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # As of sparse and lazy ones.
+        return tensor.nbytes
+    return 0
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of `names`, and how many more there are."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
 def plan_record_of(number: int, group: Sequence[tuple[str, torch.nn.Parameter]]) -> ParameterRecord:
     """Lay out a record of `group`, parameters with their names.
 
@@ -230,10 +332,7 @@ def plan_record_of(number: int, group: Sequence[tuple[str, torch.nn.Parameter]])
 
     ordered = sorted(group, key=rank)  # stable
     layout = plan_whole_tensors(
-        [
-            Entry(name, SAFETENSORS_NAMES[p.dtype], (*p.shape, 2) if p.dtype.is_complex else tuple(p.shape))
-            for name, p in ordered
-        ]
+        [Entry(name, _NAMES[p.dtype], (*p.shape, 2) if p.dtype.is_complex else tuple(p.shape)) for name, p in ordered]
     )
     places = []
     cursor = round_up(layout.tail_offset_bytes, ALIGNMENT_BYTES)
@@ -251,6 +350,8 @@ def used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     whole = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
     # These choose another kernel in evaluation if a parameter of a module below them is not an ordinary one.
     yield from module.parameters(recurse=isinstance(module, whole))
+    if isinstance(module, torch.nn.TransformerEncoder) and len(module.layers):
+        yield from module.layers[0].parameters()  # As does this, by those of its first layer alone.
 
 
 def where(records: Iterable[ParameterRecord]) -> Mapping[torch.Tensor, tuple[int, int]]:

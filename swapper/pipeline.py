@@ -17,8 +17,6 @@ import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
-
 from swapper.buffers import BufferPool, Lease
 from swapper.errors import SwapIOError
 from swapper.growing_pool import GrowingPool
@@ -26,7 +24,7 @@ from swapper.metrics import Metrics
 from swapper.store import RecordKey, TensorStore
 from swapper.transfers import AnyTransfer
 
-__all__ = ["DeviceCopies", "Pipeline", "Place"]
+__all__ = ["Pipeline", "Place"]
 
 
 class Place(enum.Enum):
@@ -410,43 +408,3 @@ class Pipeline:
                 return False
             held.lease.transfer, held.writing = None, False
         return True
-
-
-class DeviceCopies:
-    """Copies between an accelerator and the pool on a stream of their own, so that they overlap its other work.
-
-    On a CPU device every call does its work at once, which the tests use.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        self._device = device
-
-    def begin(self) -> None:
-        """Let the copies that follow see what the current stream has computed so far."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        """Start copying. Until it is done neither tensor may be changed, nor the one on the host freed."""
-        if self._stream is None:
-            destination.copy_(source)
-            return
-        with torch.cuda.stream(self._stream):
-            destination.copy_(source, non_blocking=True)
-        for tensor in (destination, source):
-            if tensor.is_cuda:
-                tensor.record_stream(self._stream)  # Its memory must not be used again before the copy is done.
-
-    def mark(self) -> torch.cuda.Event | None:
-        """An event that is reached when the copies so far are done; None if they are done already."""
-        if self._stream is None:
-            return None
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
-
-    def join(self) -> None:
-        """Let the current stream wait for the copies so far."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)

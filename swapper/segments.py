@@ -24,8 +24,8 @@ import torch
 
 from swapper import codec
 from swapper.buffers import Lease
+from swapper.devices import Copy, DeviceCopies
 from swapper.layout import ALIGNMENT_BYTES, CUT_NUMEL, Entry, RecordLayout, plan_record, round_up, segment_cuts
-from swapper.pipeline import DeviceCopies
 from swapper.store import RecordKey
 from swapper.trial import StateSpec, is_dense, same_layout
 
@@ -244,13 +244,14 @@ def flat_view(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 class Scratch:
-    """Hands out aligned pieces of one buffer, front to back."""
+    """Hands out aligned pieces of one buffer, front to back.
+
+    The last copy from or to it is the transfer of its lease, so that the pool gives the memory to nobody else before.
+    """
 
     def __init__(self, lease: Lease | None) -> None:
         self._lease = lease
         self._cursor = 0
-        self.event: torch.cuda.Event | None = None
-        """Reached when the last copy out of this buffer is done."""
 
     def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """The next `numel` elements; undefined content; 1-D; starts at a multiple of 64 bytes."""
@@ -262,11 +263,24 @@ class Scratch:
         self._cursor += round_up(length, ALIGNMENT_BYTES)
         return view
 
+    def note(self, copy: Copy | None) -> None:
+        """`copy`, which is the last that was started, is from or to a piece."""
+        if self._lease is not None and copy is not None:
+            self._lease.transfer = copy
+
+    def wait(self) -> None:
+        """Wait for the copies.
+
+        Raises:
+            SwapIOError: the device failed.
+        """
+        if self._lease is not None and self._lease.transfer is not None:
+            self._lease.transfer.wait()
+            self._lease.transfer = None
+
     def reset(self) -> None:
-        """Take everything back, once the copies out of it are done."""
-        if self.event is not None:
-            self.event.synchronize()
-            self.event = None
+        """Take everything back, once the copies are done. Errors as for `wait`."""
+        self.wait()
         self._cursor = 0
 
 
@@ -358,12 +372,16 @@ class Bucket:
             gradient = p.grad if away is None else None
             assert away is not None or gradient is not None
             if self._remote:
+                # Both before `begin`: of what has other strides they are temporaries, made on the current stream.
+                values = segment.slice_of(p.detach())
+                arrived = None if gradient is None else segment.slice_of(gradient)
+                copies.begin()
                 item.bits = scratch.take(segment.numel, p.dtype)
-                copies.copy(item.bits, segment.slice_of(p.detach()))
+                scratch.note(copies.copy(item.bits, values))
                 item.gradient = away
-                if gradient is not None:
-                    item.gradient = scratch.take(segment.numel, gradient.dtype)
-                    copies.copy(item.gradient, segment.slice_of(gradient))
+                if arrived is not None:
+                    item.gradient = scratch.take(segment.numel, arrived.dtype)
+                    scratch.note(copies.copy(item.gradient, arrived))
             elif segment.master or not segment.whole:
                 item.bits = segment.slice_of(p.detach())
                 item.gradient = segment.slice_of(gradient) if gradient is not None else away
@@ -524,7 +542,7 @@ class Bucket:
         item.master_reset = segment.checksum is not None and not decoded
         return master
 
-    def write_back(self, item: Opened, copies: DeviceCopies) -> None:
+    def write_back(self, item: Opened, copies: DeviceCopies, scratch: Scratch) -> None:
         """Bring the stepped values to the parameter, where the class did not step on its own memory."""
         if item.bits is None:
             return
@@ -532,9 +550,11 @@ class Bucket:
         parameter = segment.parameter.detach()
         flat = flat_view(parameter)
         if flat is None:
-            parameter.copy_(item.bits.view(parameter.shape))
+            whole = parameter.reshape(-1)  # A copy, as it was cut.
+            whole[segment.start : segment.stop].copy_(item.bits)
+            parameter.copy_(whole.view(parameter.shape))
         elif self._remote:
-            copies.copy(flat[segment.start : segment.stop], item.bits)
+            scratch.note(copies.copy(flat[segment.start : segment.stop], item.bits))
 
     def _ties(self, lease: Lease | None) -> dict[Segment, torch.Tensor]:
         """The ties of each segment whose encoded master is in the record."""

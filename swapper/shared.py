@@ -23,7 +23,7 @@ class Shared:
 
     _all: ClassVar[weakref.WeakValueDictionary[int, Shared]] = weakref.WeakValueDictionary()
 
-    def __init__(self, config: OffloadConfig, cuda: bool) -> None:
+    def __init__(self, config: OffloadConfig, device: torch.device | None) -> None:
         self._configs = [config]  # Kept, so that their ids stay their own.
         self._holders = 0
         self.held_bytes = 0
@@ -34,7 +34,7 @@ class Shared:
                 config.nvme_paths, _run_name(), _rank(), self.handles, verify=config.verify == "crc32c"
             )
             try:
-                self.pool = BufferPool(config.pool_bytes, *self.handles, cuda=cuda)
+                self.pool = BufferPool(config.pool_bytes, *self.handles, device=device)
             except BaseException:
                 self.store.close()
                 raise
@@ -43,11 +43,18 @@ class Shared:
             raise
 
     @classmethod
-    def of(cls, config: OffloadConfig, cuda: bool) -> Shared:
-        """The one of this very object; made if there is none."""
+    def of(cls, config: OffloadConfig, device: torch.device | None) -> Shared:
+        """The one of this very object; made if there is none.
+
+        Args:
+            config: the object.
+            device: of tensors that are copied to and from the pool, which is locked for it; None for none.
+        """
         shared = cls._all.get(id(config))
         if shared is None:
-            shared = cls._all[id(config)] = cls(config, cuda)
+            shared = cls._all[id(config)] = cls(config, device)
+        elif device is not None:
+            shared.pool.lock_for(device)  # It may have been made for parameters on the CPU.
         return shared
 
     @classmethod

@@ -17,13 +17,14 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.buffers import BufferPool, Lease
+from swapper.devices import DeviceCopies
 from swapper.errors import SwapError
 from swapper.evicted import gradient_lent, raw_gradient
 from swapper.growing_pool import GrowingPool
 from swapper.heap import return_free_memory
 from swapper.metrics import Metrics
 from swapper.optimizer_plan import OptimizerPlan
-from swapper.pipeline import DeviceCopies, Pipeline
+from swapper.pipeline import Pipeline
 from swapper.progress import ProgressBar
 from swapper.segments import Bucket, Opened, Scratch, Segment, grouped
 from swapper.trial import same_layout
@@ -178,7 +179,6 @@ class Stepper:
             Exception: what went wrong; `entered` and `done` say where. The caller cleans up with `abandon`.
         """
         self.hold_scratch()
-        self._copies.begin()
         present = self._bring(work, 0)
         self._present.close()
         self._present = present
@@ -207,13 +207,13 @@ class Stepper:
         The parameter records that it needs stay until the next call or the end: they are then written once.
         """
         self.hold_scratch()
-        self._copies.begin()
         present = self._bring([item], 0)
         self._present.close()
         self._present = present
         fetched = self._fetch([item], 0)
         assert fetched is not None
         self._step_bucket(optimizer, item[0], *fetched)
+        self._copies.join()  # Whatever uses the parameters next, in this backward or after it, or after it failed.
         self.stepping = False
 
     def finish(self, optimizer: Optimizer) -> None:
@@ -236,14 +236,17 @@ class Stepper:
         self.entered, self.done, self.stepping = [], 0, False
 
     def abandon(self) -> None:
-        """After an exception: give back everything that a step holds. What was entered is for the caller to note."""
-        try:
-            self._present.close()
-            self._following.close()
-        finally:
-            self._changes = {}
-            self._pipeline.recover()
-            self.drop_scratch()
+        """After an exception: give back everything that a step holds. What was entered is for the caller to note.
+
+        Parameters are not written to any more when it returns. Each thing is done, whatever those before it raise.
+        """
+        with ExitStack() as steps:  # The last that is added is the first that is done.
+            steps.callback(self.drop_scratch)
+            steps.callback(self._pipeline.recover)
+            steps.callback(self._changes.clear)
+            steps.callback(self._following.close)
+            steps.callback(self._present.close)
+            steps.callback(self._copies.settle)
 
     def hold_scratch(self) -> None:
         """Lease the scratch buffers, if they are not held."""
@@ -258,9 +261,7 @@ class Stepper:
                 self._scratches.append(Scratch(None))
 
     def drop_scratch(self) -> None:
-        """Give the scratch buffers back."""
-        for scratch in self._scratches:
-            scratch.reset()
+        """Give the scratch buffers back; each is the pool's when the copies from and to it are done."""
         for lease in self._scratch_leases:
             lease.release()
         self._scratches, self._scratch_leases = [], []
@@ -350,7 +351,7 @@ class Stepper:
             for segment in mine:
                 self._gradient_slices[segment] = part[segment.start - start : segment.stop - start]
 
-    def _fetch(self, work: Sequence[Work], i: int) -> tuple[list[Opened], Scratch, torch.cuda.Event | None] | None:
+    def _fetch(self, work: Sequence[Work], i: int) -> tuple[list[Opened], Scratch] | None:
         if i >= len(work):
             return None
         bucket, active = work[i]
@@ -358,13 +359,19 @@ class Stepper:
         scratch.reset()
         for segment in active:
             self._check_gradient(segment)
-        return bucket.fetch(active, self._gradient_slices, scratch, self._copies), scratch, self._copies.mark()
+        return bucket.fetch(active, self._gradient_slices, scratch, self._copies), scratch
 
     def _check_gradient(self, segment: Segment) -> None:
         p, gradient = segment.parameter, raw_gradient(segment.parameter)
         if gradient is None:  # On disk, in the layout of its parameter.
             return
         if gradient.is_sparse:
+            if self._plan.step_in_backward and not segment.whole and not segment.master and not self._plan.remote:
+                raise SwapError(
+                    "a sparse gradient came for a parameter that is cut into segments, and step_in_backward cannot cut "
+                    "it anew in the middle of a backward; make it dense (nn.Embedding(sparse=False)), or use "
+                    "step_in_backward: false"
+                )
             if segment.master or not segment.whole or self._plan.remote:
                 raise SwapError(
                     "a sparse gradient came, which can be stepped only on the CPU and without master weights; make "
@@ -378,24 +385,15 @@ class Stepper:
 
     # --- The step of a bucket --------------------------------------------------------------------------------------
 
-    def _step_bucket(
-        self,
-        optimizer: Optimizer,
-        bucket: Bucket,
-        opened: list[Opened],
-        scratch: Scratch,
-        event: torch.cuda.Event | None,
-    ) -> None:
-        if event is not None:
-            event.synchronize()
+    def _step_bucket(self, optimizer: Optimizer, bucket: Bucket, opened: list[Opened], scratch: Scratch) -> None:
+        scratch.wait()
         lease = self.take(bucket)
         states = bucket.open(opened, lease, scratch)
         self.entered.append(bucket)
         self.stepping = True
         self._call_class(optimizer, opened, states)
-        self._close_bucket(bucket, opened, states, lease)
+        self._close_bucket(bucket, opened, states, lease, scratch)
         self.done += 1
-        scratch.event = self._copies.mark()
 
     def _call_class(
         self,
@@ -460,7 +458,12 @@ class Stepper:
         return narrowed
 
     def _close_bucket(
-        self, bucket: Bucket, opened: Sequence[Opened], states: list[dict[str, Any]], lease: Lease | None
+        self,
+        bucket: Bucket,
+        opened: Sequence[Opened],
+        states: list[dict[str, Any]],
+        lease: Lease | None,
+        scratch: Scratch,
     ) -> None:
         masters: dict[Segment, tuple[torch.Tensor, torch.Tensor]] = {}
         made_state = any(state and not item.segment.has_state for item, state in zip(opened, states, strict=True))
@@ -475,7 +478,7 @@ class Stepper:
         if masters:
             bucket.encode(masters, lease)
         for item in opened:
-            bucket.write_back(item, self._copies)
+            bucket.write_back(item, self._copies, scratch)
         if lease is not None:
             self._pipeline.put(bucket.key, bucket.finish(lease))
             if made_state:

@@ -34,7 +34,7 @@ from swapper.runs import (
 )
 from swapper.spares import Spares, is_unread
 from swapper.speed import measure_speeds
-from swapper.transfers import AnyTransfer, start_all
+from swapper.transfers import RecordTransfer, start_all
 
 if TYPE_CHECKING:
     from swapper.buffers import Lease
@@ -304,7 +304,7 @@ class TensorStore:
         """
         return self._records[key].stored_bytes
 
-    def read(self, key: RecordKey, lease: Lease) -> AnyTransfer:
+    def read(self, key: RecordKey, lease: Lease) -> RecordTransfer:
         """Start reading the record into the start of `lease`. Returns at once.
 
         Raises:
@@ -320,7 +320,7 @@ class TensorStore:
         self.check_written(key)
         return start_all(self._moves("read", record, lease, record.stored_bytes))
 
-    def write(self, key: RecordKey, lease: Lease, length_bytes: int) -> AnyTransfer:
+    def write(self, key: RecordKey, lease: Lease, length_bytes: int) -> RecordTransfer:
         """Start writing the first `length_bytes` of `lease` as the stored copy of `key`. Returns at once.
 
         The previous stored copy is undefined until the transfer completes, unless it was published or is pinned: then

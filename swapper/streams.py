@@ -89,7 +89,8 @@ class _Buffers:
         if length_bytes is not None:
             count = min(count, max(1, -(-length_bytes // self.buffer_bytes)))
         self.handle = handle or stack.enter_context(AsyncIOHandle(block_bytes=min(4 << 20, self.buffer_bytes)))
-        pool = stack.enter_context(BufferPool(count * self.buffer_bytes, self.handle, cuda=cuda))
+        device = torch.device("cuda") if cuda else None
+        pool = stack.enter_context(BufferPool(count * self.buffer_bytes, self.handle, device=device))
         stack.callback(self.free.clear)
         self.free.extend(pool.acquire(self.buffer_bytes) for _ in range(count))
 

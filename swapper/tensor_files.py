@@ -10,29 +10,43 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import itertools
 import json
 import math
 import mmap
 import os
 import stat
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import SwapError, SwapIOError, show, system_errors
 from swapper.evicted import Home
 from swapper.handle import AsyncIOHandle, File
 from swapper.layout import PAGE_BYTES, round_up
 
-__all__ = ["DTYPES", "FromFile", "StoredTensor", "TensorReader", "read_header", "stored_dtype"]
+__all__ = [
+    "DTYPES",
+    "FromFile",
+    "StoredTensor",
+    "TensorReader",
+    "parse_json",
+    "read_header",
+    "read_small",
+    "stored_dtype",
+]
 
 _LONGEST_HEADER_BYTES = 100_000_000
 """As in the reference implementation."""
 
 _OPEN_FILES = 16
+
+_MOST_BYTES = 1 << 63
+_MOST_DIMENSIONS = 64
+"""More than these PyTorch cannot have in a tensor, or cannot copy."""
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
@@ -72,60 +86,113 @@ class StoredTensor:
 def read_header(path: Path) -> list[StoredTensor]:
     """The tensors of a safetensors file, in the order of its header.
 
+    What the header says is not believed: a tensor of the result fits the file, and PyTorch can have its shape.
+
     Raises:
         SwapIOError: the file cannot be read, or is shorter than its header says.
         SwapError: it is no such file; the message says what is wrong.
     """
+    with _opened(path) as (file, size_bytes):
+        length = int.from_bytes(file.read(8), "little")
+        if size_bytes < 8 or length > min(size_bytes - 8, _LONGEST_HEADER_BYTES):
+            raise _malformed(path, f"it has {size_bytes} bytes, and its header would have {length}")
+        text = file.read(length)
     try:
-        # Without waiting for the writer of a pipe.
-        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
-            status = os.fstat(file.fileno())
-            size_bytes = status.st_size if stat.S_ISREG(status.st_mode) else 0
-            length = int.from_bytes(file.read(8), "little")
-            if size_bytes < 8 or length > min(size_bytes - 8, _LONGEST_HEADER_BYTES):
-                raise _malformed(path, f"it has {size_bytes} bytes, and its header would have {length}")
-            text = file.read(length)
-    except OSError as error:
-        raise SwapIOError(error.errno or errno.EIO, "read", path) from error
-    try:
-        table = json.loads(text, object_pairs_hook=_without_repetition)
-    except (ValueError, RecursionError) as error:
+        table = parse_json(text)
+    except ValueError as error:
         raise _malformed(path, f"its header is no valid JSON ({error})") from error
     if not isinstance(table, dict):
         raise _malformed(path, "its header is no table")
     found = [_entry(path, name, entry, 8 + length) for name, entry in table.items() if name != "__metadata__"]
-    for one, other in zip(ordered := sorted(found, key=lambda t: t.start_bytes), ordered[1:], strict=False):
+    ordered = sorted(found, key=lambda t: (t.start_bytes, t.stop_bytes))
+    for one, other in itertools.pairwise(ordered):
         if other.start_bytes < one.stop_bytes:
-            raise _malformed(path, f"tensors {one.name!r} and {other.name!r} overlap")
+            raise _malformed(path, f"tensors {show(one.name)} and {show(other.name)} overlap")
     for tensor in found:
         if tensor.stop_bytes > size_bytes:
             length = tensor.stop_bytes - tensor.start_bytes
-            detail = f"tensor {tensor.name!r} ends beyond the file's {size_bytes} bytes; copy or download it again"
+            detail = f"tensor {show(tensor.name)} ends beyond the file's {size_bytes} bytes; copy or download it again"
             raise SwapIOError(errno.ENODATA, "read", path, tensor.start_bytes, length, detail)
     return found
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """An ordinary file and its length: what is none would be waited for, or never end."""
+    try:
+        # Without waiting for the writer of a pipe.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise _malformed(path, "it is no ordinary file")
+            yield file, status.st_size
+    except OSError as error:
+        raise SwapIOError(error.errno or errno.EIO, "read", path) from error
+    except ValueError as error:  # A null character in the name.
+        raise SwapIOError(errno.EINVAL, "open", str(path).replace("\0", "\\0"), detail=str(error)) from error
+
+
+def read_small(path: Path) -> bytes:
+    """All of an ordinary file that is not too long for a header.
+
+    Raises:
+        SwapError: it is longer, or no ordinary file.
+        SwapIOError: it cannot be read.
+    """
+    with _opened(path) as (file, size_bytes):
+        if size_bytes > _LONGEST_HEADER_BYTES:
+            raise SwapError(f"{path} has {size_bytes} bytes: too many for an index of safetensors files")
+        return file.read(_LONGEST_HEADER_BYTES)
+
+
+def parse_json(text: bytes) -> Any:
+    """The value of a JSON text in UTF-8 that somebody else wrote.
+
+    Raises:
+        ValueError: it is none. So it is if a name comes twice, for numbers that are none, and for text that is no
+            Unicode, all of which Python would take.
+    """
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_without_repetition, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
 
 
 def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         raise ValueError("a name comes twice")
+    for name in table:
+        try:
+            name.encode()
+        except UnicodeEncodeError:  # Half of a pair of surrogates; whatever prints or encodes it would fail.
+            raise ValueError(f"the name {show(name)} is no Unicode text") from None
     return table
 
 
 def _entry(path: Path, name: str, entry: object, payload_bytes: int) -> StoredTensor:
     match entry:
-        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(start), int(stop)]} if all(
-            type(size) is int and 0 <= size < 1 << 63 for size in shape
-        ):
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, stop]} if all(
+            type(number) is int for number in (*shape, start, stop)
+        ) and all(0 <= size < _MOST_BYTES for size in shape):
             if dtype not in DTYPES:
-                raise _malformed(path, f"tensor {name!r} is of dtype {dtype!r}, which PyTorch does not have")
+                raise _malformed(path, f"tensor {show(name)} is of dtype {show(dtype)}, which PyTorch does not have")
+            if len(shape) > _MOST_DIMENSIONS:
+                raise _malformed(path, f"tensor {show(name)} has {len(shape)} dimensions")
+            # PyTorch multiplies all sizes for the strides, those of a tensor without elements too.
+            if math.prod(max(size, 1) for size in shape) * DTYPES[dtype].itemsize >= _MOST_BYTES:
+                raise _malformed(path, f"tensor {show(name)} has the impossible shape {show(shape)}")
             length = math.prod(shape) * DTYPES[dtype].itemsize
             if start >= 0 and stop - start == length:
                 return StoredTensor(
                     path, name, DTYPES[dtype], torch.Size(shape), payload_bytes + start, payload_bytes + stop
                 )
-            raise _malformed(path, f"tensor {name!r} is at bytes {start} to {stop}, but needs {length}")
-    raise _malformed(path, f"what it says of tensor {name!r} is not dtype, shape and data_offsets")
+            raise _malformed(path, f"tensor {show(name)} is at bytes {show(start)} to {show(stop)}, but needs {length}")
+    raise _malformed(path, f"what it says of tensor {show(name)} is not dtype, shape and data_offsets")
 
 
 def _malformed(path: Path, why: str) -> SwapError:
@@ -163,16 +230,20 @@ class TensorReader:
             with contextlib.closing(TensorReader(AsyncIOHandle(), self.done)) as again:
                 return again.read_bytes(path, start_bytes, stop_bytes)
         try:
-            file = self.open(path)
+            with system_errors("open", path):
+                file = self.open(path)
             # From page to page, into memory that starts at one: so it goes past the page cache where it can.
             start = start_bytes // PAGE_BYTES * PAGE_BYTES
-            stop = min(round_up(stop_bytes, PAGE_BYTES), path.stat().st_size)
+            with system_errors("read", path):
+                size_bytes = path.stat().st_size
+            stop = min(round_up(stop_bytes, PAGE_BYTES), size_bytes)
             stop = max(stop, stop_bytes)  # Of a file that was cut off meanwhile the read says so.
             # Not from the heap, where what is allocated later and stays would make holes of what this leaves.
             # Private: a forked child that changes it must not change it here.
-            memory = mmap.mmap(-1, stop - start, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with system_errors("allocate memory to read", path):
+                memory = mmap.mmap(-1, stop - start, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.handle.read(file, torch.frombuffer(memory, dtype=torch.uint8), start).wait()
-        except (SwapError, OSError) as error:
+        except SwapError as error:
             self.failure = self.failure or error
             raise
         return torch.frombuffer(memory, dtype=torch.uint8, offset=start_bytes - start, count=stop_bytes - start_bytes)

@@ -9,11 +9,11 @@ from typing import Protocol
 from swapper.errors import SwapIOError
 from swapper.handle import Transfer, end_all
 
-__all__ = ["AnyTransfer", "JoinedTransfer", "start_all"]
+__all__ = ["AnyTransfer", "JoinedTransfer", "RecordTransfer", "start_all"]
 
 
 class AnyTransfer(Protocol):
-    """What holders of transfers rely on: a `Transfer` or a `JoinedTransfer`. See `Transfer` for the contracts."""
+    """What uses the memory of a lease: a transfer, or a `devices.Copy`. See `Transfer` for the contracts."""
 
     def done(self) -> bool:
         """Whether it is over, well or not."""
@@ -26,6 +26,10 @@ class AnyTransfer(Protocol):
     def settle(self) -> None:
         """Wait until it is over, and leave a failure unobserved."""
         ...
+
+
+class RecordTransfer(AnyTransfer, Protocol):
+    """What reads or writes a record: a `Transfer` or a `JoinedTransfer`."""
 
     def times_s(self) -> tuple[float, float]:
         """When it began to move and when it was over."""

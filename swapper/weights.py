@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import json
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -13,15 +12,16 @@ from pathlib import Path
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from swapper.errors import ConfigError, SwapError, SwapIOError
+from swapper.errors import ConfigError, SwapError, SwapIOError, show, system_errors
 from swapper.evicted import EvictedView
 from swapper.handle import AsyncIOHandle
 from swapper.progress import ProgressBar
-from swapper.tensor_files import FromFile, StoredTensor, TensorReader, read_header
+from swapper.tensor_files import FromFile, StoredTensor, TensorReader, parse_json, read_header, read_small
 
 __all__ = ["find_weights", "load_weights"]
 
 _INDEX = ".safetensors.index.json"
+_LONGEST_PATH = 4096
 
 
 def find_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
@@ -31,14 +31,16 @@ def find_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
         SwapIOError, SwapError: there are none, or one of the files is broken.
     """
     path = Path(path)
-    if path.is_dir():
-        indices = sorted(path.glob(f"*{_INDEX}"))
+    with system_errors("open", path):
+        is_directory = path.is_dir()
+        indices = sorted(path.glob(f"*{_INDEX}")) if is_directory else []
+        files = sorted(path.glob("*.safetensors")) if is_directory else []
+    if is_directory:
         if len(indices) > 1:
             names = ", ".join(index.name for index in indices)
             raise SwapError(f"{path} has several sets of weights: {names}; name one of them")
         if indices:
             return _find_by_index(indices[0])
-        files = sorted(path.glob("*.safetensors"))
         if not files:
             raise SwapIOError(errno.ENOENT, "open", path, detail="there are no .safetensors files in this directory")
         return _without_duplicates([tensor for file in files for tensor in read_header(file)])
@@ -46,10 +48,9 @@ def find_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
 
 
 def _find_by_index(path: Path) -> list[StoredTensor]:
+    text = read_small(path)
     try:
-        index = json.loads(path.read_bytes())
-    except OSError as error:
-        raise SwapIOError(error.errno or errno.EIO, "read", path) from error
+        index = parse_json(text)
     except ValueError as error:
         raise SwapError(f"{path} is not an index of safetensors files: it is no valid JSON ({error})") from error
     match index:
@@ -57,15 +58,33 @@ def _find_by_index(path: Path) -> list[StoredTensor]:
             pass
         case _:
             raise SwapError(f'{path} is not an index of safetensors files: it has no "weight_map" from names to files')
-    tensors = {
-        file: {tensor.name: tensor for tensor in read_header(path.parent / file)} for file in sorted({*places.values()})
-    }
+    files = sorted({*places.values()})
+    for file in files:
+        _check_is_below(path, file)
+    tensors = {file: {tensor.name: tensor for tensor in read_header(path.parent / file)} for file in files}
     for name, file in places.items():
         if name not in tensors[file]:
             raise SwapError(
-                f"{path} says that tensor {name!r} is in {file}, but it is not; copy or download them again"
+                f"{path} says that tensor {show(name)} is in {file}, but it is not; copy or download them again"
             )
     return [tensors[file][name] for name, file in places.items()]
+
+
+def _check_is_below(path: Path, file: str) -> None:
+    """Refuse a file name in the index `path` that leads out of its directory, or is none.
+
+    Links are followed: somebody made them here, as Hugging Face's cache does from its snapshots to its blobs.
+    """
+    try:
+        file.encode()
+    except UnicodeEncodeError:
+        why = "is no Unicode text"
+    else:
+        parts = file.split("/")
+        if len(file) < _LONGEST_PATH and not any(part in ("", ".", "..") or "\0" in part for part in parts):
+            return
+        why = "is not the name of a file in its directory"
+    raise SwapError(f"{path} is not an index of safetensors files: the file name {show(file)} in it {why}")
 
 
 def _without_duplicates(tensors: list[StoredTensor]) -> list[StoredTensor]:
@@ -99,6 +118,7 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
                 "swapper.materialize(model, config, initialiser) first"
             )
     tensors = find_weights(path)
+    _refuse_complex(model, tensors)
     with _reading(tensors) as reader:
         state = {tensor.name: EvictedView(FromFile(reader, tensor)) for tensor in tensors}
         try:
@@ -117,6 +137,17 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
             "or pass strict=False to load what fits"
         )
     return _IncompatibleKeys(missing, unexpected)
+
+
+def _refuse_complex(model: torch.nn.Module, tensors: Sequence[StoredTensor]) -> None:
+    """Refuse complex numbers for real parameters and buffers, before any is loaded: torch drops half and warns once."""
+    own = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    for tensor in tensors:
+        if tensor.dtype.is_complex and tensor.name in own and not own[tensor.name].dtype.is_complex:
+            raise SwapError(
+                f"{tensor.path} has complex numbers for {tensor.name}, which is real in the model "
+                f"({own[tensor.name].dtype}); load weights of this model"
+            )
 
 
 def _without_tied(model: torch.nn.Module, missing: Sequence[str], state: dict[str, EvictedView]) -> list[str]:

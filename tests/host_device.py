@@ -5,10 +5,13 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import ClassVar
 
 import torch
+
+from swapper.errors import SwapError
 
 
 class HostEvent:
@@ -116,3 +119,137 @@ class HostCopies:
 
 
 HostCopies.reset()
+
+
+class LateStream:
+    """Does what is pushed, in order, but not before somebody waits for it."""
+
+    def __init__(self) -> None:
+        self._work: deque[Callable[[], object]] = deque()
+        self._pushed = self._done = 0
+
+    def push(self, work: Callable[[], object]) -> None:
+        self._work.append(work)
+        self._pushed += 1
+
+    def record(self) -> LateEvent:
+        return LateEvent(self, self._pushed)
+
+    def reached(self, position: int) -> bool:
+        return self._done >= position
+
+    def run_to(self, position: int) -> None:
+        while self._done < position:
+            self._done += 1
+            with torch.no_grad():
+                self._work.popleft()()
+
+    def run(self) -> None:
+        self.run_to(self._pushed)
+
+
+class LateEvent:
+    def __init__(self, stream: LateStream, position: int) -> None:
+        self._stream, self._position = stream, position
+
+    def query(self) -> bool:
+        LateCopies.check()
+        return self._stream.reached(self._position)
+
+    def synchronize(self) -> None:
+        LateCopies.check()
+        if not self.query():
+            LateCopies.waits += 1
+            self._stream.run_to(self._position)
+
+
+class LateCopies:
+    """`swapper.devices.Copies` of a device whose memory is the host's. A wait that is missing is a wrong result.
+
+    Its current stream does at once what torch does on the CPU, and `late` what a test pushes.
+    """
+
+    late: ClassVar[LateStream]
+    """What the current stream has yet to do, after what was done at once."""
+    streams: ClassVar[list[LateStream]]
+    waits: ClassVar[int] = 0
+    """How often the host has waited for what was not done yet."""
+    joins_late: ClassVar[bool] = False
+    """The current stream waits in `late`, not at once: for tests that compute nothing after a join."""
+    broken: ClassVar[bool] = False
+    """Everything fails, as after an illegal memory access."""
+    fail_in: ClassVar[int] = 0
+    """The n-th work from now on, counted from 1, is started and cannot be marked."""
+    kept: ClassVar[list[int]] = []
+    """Addresses of the tensors that were kept."""
+    locked: ClassVar[dict[int, int]] = {}
+    refuse_lock: ClassVar[bool] = False
+    when_unlocked: ClassVar[Callable[[int], object] | None] = None
+
+    @classmethod
+    def reset(cls) -> None:
+        cls.late, cls.streams = LateStream(), []
+        cls.waits, cls.joins_late, cls.broken, cls.fail_in = 0, False, False, 0
+        cls.kept, cls.locked, cls.refuse_lock, cls.when_unlocked = [], {}, False, None
+
+    @classmethod
+    def check(cls) -> None:
+        if cls.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    @classmethod
+    def synchronize(cls) -> None:
+        """Let all streams do all that they have to do."""
+        cls.late.run()
+        for stream in cls.streams:
+            stream.run()
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = LateStream()
+        LateCopies.streams.append(self.stream)
+
+    def reached(self) -> LateEvent:
+        return LateCopies.late.record()
+
+    def follow(self, event: LateEvent) -> None:
+        self.stream.push(lambda: event._stream.run_to(event._position))
+
+    def join(self, event: LateEvent) -> None:
+        if LateCopies.joins_late:
+            LateCopies.late.push(lambda: event._stream.run_to(event._position))
+        else:
+            event._stream.run_to(event._position)
+
+    def start(self, destination: torch.Tensor, source: torch.Tensor) -> LateEvent:
+        return self.run(lambda: destination.copy_(source))
+
+    def run(self, work: Callable[[], object]) -> LateEvent:
+        cls = LateCopies
+        cls.check()
+        self.stream.push(work)
+        if cls.fail_in:
+            cls.fail_in -= 1
+            if not cls.fail_in:
+                raise RuntimeError("CUDA error: out of memory")
+        return self.stream.record()
+
+    def keep(self, tensor: torch.Tensor) -> None:
+        LateCopies.kept.append(tensor.data_ptr())
+
+    def settle(self) -> None:
+        LateCopies.check()
+        self.stream.run()
+
+    def page_lock(self, address: int, length_bytes: int) -> None:
+        if LateCopies.refuse_lock:
+            raise SwapError("cudaHostRegister failed: CUDA error 2")
+        assert address not in LateCopies.locked
+        LateCopies.locked[address] = length_bytes
+
+    def page_unlock(self, address: int) -> None:
+        if LateCopies.when_unlocked is not None:
+            LateCopies.when_unlocked(address)
+        del LateCopies.locked[address]
+
+
+LateCopies.reset()

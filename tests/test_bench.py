@@ -22,11 +22,13 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from typer.main import get_command
 from typer.testing import CliRunner, Result
 
 from swapper.cli import app, chart, config_file, tune, witness
 from swapper.cli.config_file import aio_yaml, check_config_file, write_aio
 from swapper.cli.contestants import NewFile, Transfers
+from swapper.cli.deepspeed_flags import BenchCommand, TuneCommand, translated
 from swapper.cli.fio import Fio, FioProgram, find_fio
 from swapper.cli.measure import Contestant, ContestantFailed, Figure, Timing, alternate, drop_from_cache, time_here
 from swapper.cli.site import EngineSettings, Site
@@ -799,6 +801,68 @@ def test_the_output_of_tune_is_a_config(leaves_nothing_on: Path, sweep: Path, tm
     assert aio in load_sweep(sweep)
     assert yaml.safe_load(result.stdout)["aio"].keys() == AioConfig.model_fields.keys()
     assert "chosen" in result.stderr
+
+
+def test_tune_takes_the_flags_of_deepspeed(leaves_nothing_on: Path, tmp_path: Path) -> None:
+    path = tmp_path / "sweep.json"
+    path.write_text('{"block_size": ["1M"], "io_parallel": [1], "sequential_requests": [true, false]}')
+    logs = tmp_path / "logs"
+    arguments = ["--sweep_config", path, "--io_size=8M", "--loops", 1, "--no_read", "--flush_page_cache"]
+    directories = [tempfile.mkdtemp(dir=leaves_nothing_on) for _ in range(2)]
+    swapper("tune", "--nvme_dir", *directories, *arguments, "--log_dir", logs, "--verbose")
+    summary = json.loads((logs / "summary.json").read_text())
+    assert summary["directories"] == directories
+    assert summary["io_size_bytes"] == 8 << 20
+    assert [setting["overlap_events"] for setting in summary["settings"]] == [False, True]
+    assert not list(logs.glob("read-*"))
+    for directory in directories:
+        os.rmdir(directory)
+
+
+DS_IO = {
+    "--folder /a": ["--dir", "/a"],
+    "--folder=/a": ["--dir", "/a"],
+    "--folder_to_device_mapping /a:0 /b:1": ["--dir", "/a", "--dir", "/b"],
+    "--io_size 1G --block_size 512K --queue_depth 8 --io_parallel 2": [
+        *["--size", "1GiB", "--block-size", "512KiB", "--queue-depth", "8", "--threads", "2"]
+    ],
+    "--gpu --use_gds --read": ["--device", "cuda", "--gds", "--read"],
+    "--dir /a /b --loops 3": ["--dir", "/a", "--dir", "/b", "--loops", "3"],
+    "--loops": ["--loops"],
+}
+
+
+@pytest.mark.parametrize("flags", DS_IO)
+def test_bench_takes_the_flags_of_ds_io(flags: str) -> None:
+    assert translated(BenchCommand.flags, flags.split())[0] == DS_IO[flags]
+
+
+def test_every_flag_of_deepspeed_is_taken_or_said() -> None:
+    of_io = (
+        "--folder=x --folder_to_device_mapping=x:1 --io_size=1M --fast_io_size=1M --read --multi_process=2 "
+        "--block_size=1M --queue_depth=2 --single_submit --sequential_requests --validate --engine=aio_handle "
+        "--loops=1 --io_parallel=1 --gpu --use_gds --slow_bounce_buffer --torch_legacy_save "
+        "--use_accelerator_pin_memory --warmup_loops=1 --include_warmup_time --different_file_each_iteration"
+    )
+    of_tune = (
+        "--nvme_dir=x --sweep_config=x --no_read --no_write --io_size=1M --gpu --gds --flush_page_cache --log_dir=x "
+        "--loops=1 --verbose"
+    )
+    for command, flags in ((BenchCommand, of_io), (TuneCommand, of_tune)):
+        name = "bench" if command is BenchCommand else "tune"
+        known = {option for p in get_command(app).commands[name].params for option in (*p.opts, *p.secondary_opts)}
+        for flag in flags.split():
+            ours, said = translated(command.flags, [flag])
+            assert said or ours
+            assert {argument.partition("=")[0] for argument in ours if argument.startswith("--")} <= known
+            if "=" in flag and not ours:  # Its value is not taken for something else when it stands alone.
+                assert translated(command.flags, flag.split("=")) == (ours, said)
+
+
+def test_a_flag_without_meaning_is_said(leaves_nothing_on: Path) -> None:
+    result = swapper("bench", "--folder", leaves_nothing_on, "--validate", "--engine", "torch_io", "--size", 1, code=2)
+    assert "bench: --validate has no effect: every figure comes with a proof" in result.stderr
+    assert "bench: --engine has no effect: " in result.stderr
 
 
 def test_tune_writes_a_new_config(leaves_nothing_on: Path, sweep: Path, tmp_path: Path) -> None:

@@ -427,19 +427,20 @@ def test_cuda_registration_is_checked_and_undone(monkeypatch: pytest.MonkeyPatch
 
     runtime = Runtime(0)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
-    with BufferPool(MIB, cuda=True) as pool:
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    with BufferPool(MIB, device=torch.device("cuda")) as pool:
         assert list(runtime.registered.values()) == [MIB]
         pool.close()
     assert not runtime.registered
     runtime.status = 2
     with pytest.raises(SwapError, match="CUDA error 2"):
-        BufferPool(MIB, cuda=True)
+        BufferPool(MIB, device=torch.device("cuda"))
 
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_pool_for_cuda_is_page_locked_for_the_gpu() -> None:
-    with BufferPool(8 * MIB, cuda=True) as pool, pool.acquire(MIB) as lease:
+    with BufferPool(8 * MIB, device=torch.device("cuda")) as pool, pool.acquire(MIB) as lease:
         assert lease.tensor.is_pinned()
         lease.tensor.fill_(7)
         assert int(lease.tensor.to("cuda", non_blocking=True).sum()) == 7 * MIB

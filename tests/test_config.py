@@ -864,6 +864,7 @@ def test_parameters_are_offloaded(device: str, state: str, nvme_path: Path) -> N
     if "nvme" in (state, device):
         assert config.nvme_path == nvme_path
     assert any(line.startswith("zero_optimization.offload_param.max_in_cpu (5): ") for line in lines)
+    assert config.offload_param.resident_bytes == (20 if device == "nvme" else 0)
     assert not any("nothing will be swapped" in line for line in lines)
 
 
@@ -892,8 +893,9 @@ def test_older_deepspeed_names_are_read() -> None:
     config, _ = converted({"zero_optimization": {"stage": 2, "cpu_offload": True}})
     assert config.offload_optimizer.device == "cpu"
     assert converted({"zero_optimization": True})[0].offload_optimizer.device == "none"
-    config, _ = converted({"zero_optimization": {"stage": 3, "cpu_offload_params": True}})
-    assert config.offload_param.device == "cpu"
+    for name in ("cpu_offload_param", "cpu_offload_params"):
+        config, _ = converted({"zero_optimization": {"stage": 3, name: True}})
+        assert config.offload_param.device == "cpu"
 
 
 def test_partial_offload_is_named() -> None:
@@ -909,6 +911,145 @@ def test_thread_counts_that_differ_are_named() -> None:
     config, lines = converted({**zero(3), "aio": {"thread_count": 2, "intra_op_parallelism": 4}})
     assert config.aio.intra_op_parallelism == 4
     assert any(line.startswith("aio.thread_count (2)") for line in lines)
+
+
+QUOTED = {
+    "zero_optimization": {
+        "stage": "3",
+        "offload_optimizer": {"device": "nvme", "nvme_path": "7", "pipeline_read": "True", "ratio": "1.0"},
+        "offload_param": {"device": "nvme", "nvme_path": "7", "max_in_cpu": "1e3"},
+    },
+    "aio": {
+        "single_submit": "false",
+        "overlap_events": "true",
+        "num_threads": "4",
+        "queue_depth": "16",
+        "block_size": "1048576",
+        "use_gds": "False",
+    },
+    "bf16": {"enabled": "true"},
+    "gradient_accumulation_steps": "2",
+}
+
+
+def test_strings_mean_what_they_mean_without_quotes() -> None:
+    config, lines = converted(QUOTED)
+    assert config == OffloadConfig(
+        nvme_path="7",
+        gradient_accumulation_steps=2,
+        pool_bytes=(1 << 30) + 2000,
+        offload_optimizer={"device": "nvme", "master_weights": True},
+        offload_gradient={"device": "nvme"},
+        offload_param={"device": "nvme", "resident_bytes": 2000},
+        aio={"block_size": 1 << 20, "queue_depth": 16, "intra_op_parallelism": 4},
+    )
+    assert not any("aio" in line or "ratio" in line or "pipeline" in line for line in lines)
+
+
+def test_what_the_tuner_of_deepspeed_prints_is_read() -> None:
+    printed = '{"aio": {"single_submit": "true", "overlap_events": "false", "num_threads": 2, "queue_depth": 32, '
+    document = {**json.loads(printed + '"block_size": 8388608}}'), **zero(3)}
+    wanted = AioConfig(
+        block_size="8MiB", queue_depth=32, single_submit=True, overlap_events=False, intra_op_parallelism=2
+    )
+    assert converted(document)[0].aio == wanted
+
+
+def test_aio_inside_of_zero_optimization_is_read() -> None:
+    config, lines = converted(zero(3, aio={"queue_depth": 4, "single_submit": "true"}))
+    assert (config.aio.queue_depth, config.aio.single_submit) == (4, True)
+    assert not any("aio" in line for line in lines)
+    config, lines = converted({**zero(3, aio={"queue_depth": 4, "block_size": 8192}), "aio": {"queue_depth": 8}})
+    assert (config.aio.queue_depth, config.aio.block_size) == (8, 8192)
+    assert "zero_optimization.aio.queue_depth (4): aio.queue_depth is given too, and used" in lines
+
+
+@pytest.mark.parametrize(
+    ("precision", "numel_bytes"),
+    [({}, 4), ({"bf16": {"enabled": True}}, 2), ({"fp16": {"enabled": "auto"}}, 2), ({"bf16": {"enabled": False}}, 4)],
+)
+def test_max_in_cpu_is_elements_that_stay(precision: dict[str, Any], numel_bytes: int) -> None:
+    document = {**zero(3, offload_param={"device": "nvme", "max_in_cpu": 1e9}), **precision}
+    config, lines = converted(document)
+    assert config.offload_param.resident_bytes == numel_bytes * 10**9
+    assert config.pool_bytes == OffloadConfig().pool_bytes + numel_bytes * 10**9
+    assert sum("max_in_cpu (1000000000)" in line for line in lines) == 1
+    for absent in (None, "auto", 0):
+        document = {**zero(3, offload_param={"device": "nvme", "max_in_cpu": absent}), **precision}
+        config, lines = converted(document)
+        assert (config.offload_param.resident_bytes, config.pool_bytes) == (0, OffloadConfig().pool_bytes)
+        assert not any("max_in_cpu" in line for line in lines)
+
+
+SHARDING = [
+    "allgather_partitions",
+    "allgather_bucket_size",
+    "overlap_comm",
+    "reduce_scatter",
+    "reduce_bucket_size",
+    "grad_hooks",
+    "round_robin_gradients",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "zeropp_loco_param",
+    "stage3_allgather_sequential",
+    "stage3_use_all_reduce_for_fetch_params",
+    "use_multi_rank_bucket_allreduce",
+    "legacy_stage1",
+    "mics_shard_size",
+    "mics_hierarchical_params_gather",
+]
+OF_OTHER_THINGS = {
+    "stage3_max_live_parameters": "pool_bytes has no room",
+    "stage3_max_reuse_distance": "pool_bytes has no room",
+    "stage3_prefetch_bucket_size": "read ahead",
+    "stage3_param_persistence_threshold": "small parameters are swapped too",
+    "stage3_model_persistence_threshold": "small parameters are swapped too",
+    "stage3_module_granularity_threshold": "share a record",
+    "stage3_gather_16bit_weights_on_model_save": "save_checkpoint",
+    "stage3_gather_fp16_weights_on_model_save": "save_checkpoint",
+    "sub_group_size": "bucket_bytes",
+    "contiguous_gradients": "gradients are tensors of their own",
+    "load_from_fp32_weights": "master weights are saved",
+    "elastic_checkpoint": "save_checkpoint",
+    "pipeline_loading_checkpoint": "save_checkpoint",
+    "ignore_unused_parameters": "left out of the step",
+    "log_trace_cache_warnings": "diagnostics",
+    "enable_sanity_checks": "diagnostics",
+    "zero_quantized_nontrainable_weights": "keep their dtype",
+    "memory_efficient_linear": "stay as they are",
+    "override_module_apply": "stay as they are",
+    "save_muon_momentum_buffer_in_memory": "resident_bytes",
+    "leaf_module": "each module",
+    "zenflow": "step_in_backward",
+    "novelty": "swapper has no such setting",
+}
+
+
+def test_the_reason_of_each_key_of_zero_is_its_own() -> None:
+    given = {**dict.fromkeys(SHARDING, 1), **dict.fromkeys(OF_OTHER_THINGS, 1)}
+    of_key = {}
+    for line in converted(zero(3, **given))[1]:
+        keys, _, why = line.partition(": ")
+        of_key.update(dict.fromkeys(keys.split(", "), why))
+    for key in given:
+        assert OF_OTHER_THINGS.get(key, "about sharding and communication") in of_key[f"zero_optimization.{key}"]
+
+
+def test_the_reason_of_each_key_of_checkpoint_is_its_own() -> None:
+    section = {"writer": {"type": "FAST"}, "tag_validation": "Warn", "load_universal": False, "novelty": 1}
+    section |= {"use_node_local_storage": False, "parallel_write": {"pipeline_stage": False}}
+    document = {**zero(3), "checkpoint": {**section, "checkpoint_serialization": True}, "scheduler": {}}
+    document["activation_checkpointing"] = {"cpu_checkpointing": True}
+    text = "\n".join(converted(document)[1])
+    assert "checkpoint.writer: swapper.save_checkpoint writes with the engine" in text
+    assert "checkpoint.tag_validation: a checkpoint is a path" in text
+    assert "checkpoint.novelty: swapper has no such setting" in text
+    assert "activation_checkpointing: activations are not swapped" in text
+    assert "scheduler: not about swapping" in text
+    for key in document["checkpoint"]:
+        assert text.count(f"checkpoint.{key}: ") == 1
 
 
 def test_path_may_come_from_outside_the_deepspeed_config() -> None:
@@ -927,6 +1068,13 @@ def test_path_may_come_from_outside_the_deepspeed_config() -> None:
         ({**zero(3), "aio": {"block_size": 1000}}, "aio.block_size: 1000 bytes"),
         ({**zero(3), "aio": {"queue_depth": "deep"}}, "aio.queue_depth: 'deep' is not allowed"),
         ({**zero(3), "aio": 3}, "aio: 3 is not a mapping"),
+        ({**zero(3), "aio": {"single_submit": "no"}}, "aio.single_submit: 'no' is not"),
+        (zero(3, aio=[]), "zero_optimization.aio: [] is not a mapping"),
+        ({**zero(3), "checkpoint": "x"}, "checkpoint: 'x' is not a mapping"),
+        (
+            zero(3, offload_param={"device": "nvme", "max_in_cpu": "all"}),
+            "zero_optimization.offload_param.max_in_cpu: 'all' is not a number",
+        ),
         ({**zero(3), "bf16": {"enabled": "maybe"}}, "bf16.enabled: 'maybe' is not a switch"),
         ({**zero(3), "gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not allowed"),
     ],

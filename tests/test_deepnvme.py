@@ -31,6 +31,7 @@ from swapper import deepnvme
 from swapper.deepnvme import (
     AsyncIOBuilder,
     GDSBuilder,
+    PinMemoryBuilder,
     UtilsBuilder,
     aio_handle,
     cast_from_byte_tensor,
@@ -1139,6 +1140,104 @@ def test_a_locked_tensor_of_one_handle_is_pinned_for_another(tmp_path: Path) -> 
     assert b.free_cpu_locked_tensor(t) and not a.is_pinned(t)
     assert not a.is_pinned(torch.zeros(1)) and not a.is_pinned(torch.zeros(1, device="meta"))
     assert not a.is_pinned(torch.zeros(3).to_sparse())
+
+
+PIN_INTERFACE = {
+    "__init__": [],
+    "new_cpu_locked_tensor": ["num_elem", "example_tensor"],
+    "free_cpu_locked_tensor": ["locked_tensor"],
+    "free_cpu_locked_tensor_by_ptr": ["address"],
+    "is_pinned": ["buffer"],
+}
+
+
+def test_a_pin_handle_has_the_names_of_deepspeed() -> None:
+    assert PinMemoryBuilder.NAME == "pin_memory" and PinMemoryBuilder().is_compatible()
+    found = PinMemoryBuilder().load(verbose=False).pin_handle
+    for method, names in PIN_INTERFACE.items():
+        parameters = inspect.signature(getattr(found, method)).parameters
+        assert [name for name in parameters if name not in ("self", "args", "kwargs")] == names
+
+
+@NEEDS_LOCK
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.complex128])
+def test_a_pin_handle_allocates_and_frees(dtype: torch.dtype) -> None:
+    before = len(deepnvme._locked)
+    h = PinMemoryBuilder().load().pin_handle()
+    t = h.new_cpu_locked_tensor(num_elem=4096, example_tensor=torch.empty(0, dtype=dtype))
+    assert (t.dtype, tuple(t.shape), t.requires_grad, t.data_ptr() % 4096) == (dtype, (4096,), False, 0)
+    assert not t.any()
+    assert h.is_pinned(t) and h.is_pinned(t.narrow(0, 16, 16)) and h.is_pinned(buffer=t.view(64, 64)[3])
+    assert not h.is_pinned(torch.empty(4096, dtype=dtype)) and not h.is_pinned(torch.empty(3, device="meta"))
+    assert h.free_cpu_locked_tensor(locked_tensor=t[1:]) is False
+    assert h.free_cpu_locked_tensor(locked_tensor=t) is True
+    assert h.free_cpu_locked_tensor(t) is False and not h.is_pinned(t)
+    t.fill_(1)  # The memory is still there.
+    empty = h.new_cpu_locked_tensor(0, t)
+    assert empty.numel() == 0 and h.free_cpu_locked_tensor(empty)
+    with pytest.raises(ValueError, match="num_elem: -1 is negative"):
+        h.new_cpu_locked_tensor(-1, t)
+    assert len(deepnvme._locked) == before
+
+
+@NEEDS_LOCK
+def test_a_pin_handle_frees_by_address_what_has_other_memory_now() -> None:
+    h = PinMemoryBuilder().load().pin_handle()
+    t = h.new_cpu_locked_tensor(100, torch.zeros(1))
+    base, address = t.view(100), t.data_ptr()
+    t.data = torch.zeros(100)
+    assert h.free_cpu_locked_tensor(t) is False and h.is_pinned(base)
+    assert h.free_cpu_locked_tensor_by_ptr(address + 4) is False
+    assert h.free_cpu_locked_tensor_by_ptr(address=address) is True
+    assert h.free_cpu_locked_tensor_by_ptr(address) is False and not h.is_pinned(base)
+
+
+@NEEDS_LOCK
+@pytest.mark.unsanitized("it turns mlock into nothing")
+def test_memory_of_a_pin_handle_is_locked_until_its_last_view_is_gone() -> None:
+    before = locked_bytes()
+    t = PinMemoryBuilder().load().pin_handle().new_cpu_locked_tensor(1 << 20, torch.zeros(1))
+    view = t[5:10]
+    del t
+    gc.collect()
+    assert locked_bytes() - before == 4 << 20 and deepnvme.pin_handle().is_pinned(view)
+    del view
+    gc.collect()
+    assert locked_bytes() == before
+
+
+@NEEDS_LOCK
+def test_memory_of_a_pin_handle_is_for_every_io_handle(make: type[aio_handle], tmp_path: Path) -> None:
+    pin, h, path = deepnvme.pin_handle(), make(), str(tmp_path / "file")
+    source, target = (pin.new_cpu_locked_tensor(100_001, torch.zeros(1)) for _ in range(2))
+    source.copy_(torch.arange(100_001))
+    assert h.is_pinned(source)
+    assert h.async_pwrite(source, path) == 0 and h.async_pread(target, path) == 0 and h.wait() == 2
+    assert torch.equal(source, target)
+    assert h.free_cpu_locked_tensor(source) and not pin.is_pinned(source)
+    other = h.new_cpu_locked_tensor(10, torch.zeros(1))
+    assert pin.is_pinned(other) and pin.free_cpu_locked_tensor(other) and not h.is_pinned(other)
+
+
+@NEEDS_LOCK
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_has_locked_memory_of_its_own() -> None:
+    h = deepnvme.pin_handle()
+    locked = h.new_cpu_locked_tensor(10, torch.zeros(1))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            assert not h.is_pinned(locked) and not h.free_cpu_locked_tensor(locked)
+            own = [h.new_cpu_locked_tensor(10, torch.zeros(1)) for _ in range(3)]
+            del locked
+            gc.collect()
+            assert all(h.is_pinned(t) for t in own) and all(h.free_cpu_locked_tensor(t) for t in own)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert h.is_pinned(locked) and h.free_cpu_locked_tensor(locked)
 
 
 @pytest.mark.cuda

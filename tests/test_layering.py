@@ -12,7 +12,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 
 BASE = {"endings", "errors", "layout", "metrics"}
-HANDLE = BASE | {"bounce", "handle"}
+HANDLE = BASE | {"bounce", "devices", "handle"}
 STORE = {"transfers", "runs", "record_files", "spares", "speed", "codec", "store"}
 PIPELINE = HANDLE | STORE | {"buffers", "growing_pool", "schedule", "pipeline"}
 OPTIMIZER = PIPELINE | {
@@ -25,7 +25,7 @@ OPTIMIZER = PIPELINE | {
     "evicted",
     "stepper",
 }
-STEPS = {"stepper", "backward_step"}
+STEPS = {"stepper", "loss_scaling", "backward_step"}
 PARAMETERS = PIPELINE | {"config"}
 PARAMETER_PARTS = {
     "evicted",
@@ -61,7 +61,8 @@ MAY_IMPORT: dict[str, set[str]] = {
     "heap": set(),
     "progress": set(),
     "end_of_backward": set(),
-    "bounce": {"errors"},
+    "devices": {"errors"},
+    "bounce": {"devices", "errors"},
     "handle": BASE | {"_native", "bounce"},
     "gds": HANDLE | {"_native"},
     "transfers": HANDLE,
@@ -81,19 +82,20 @@ MAY_IMPORT: dict[str, set[str]] = {
     "config": {"errors", "deepspeed"},
     "deepspeed": {"errors"},
     "trial": {"errors", "layout"},
-    "segments": {"trial", "pipeline", "store", "buffers", "codec", "layout"},
+    "segments": {"trial", "store", "buffers", "devices", "codec", "layout"},
     "failure": {"errors", "evicted"},
     "optimizer_state": OPTIMIZER | {"heap", "stepper"},
-    "optimizer_plan": {"config", "segments", "schedule", "trial", "layout", "errors"},
+    "optimizer_plan": {"config", "devices", "segments", "schedule", "trial", "layout", "errors"},
     "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "progress", "segments", "trial"},
-    "backward_step": {"errors", "evicted", "optimizer_plan", "segments", "stepper"},
+    "loss_scaling": set(),
+    "backward_step": {"errors", "evicted", "loss_scaling", "optimizer_plan", "segments", "stepper"},
     "stats": {"metrics"},
     "optimizer": OPTIMIZER | STEPS | {"stats"},
     "unswapped": {"metrics", "optimizer", "stats", "stepper"},
     "evicted": {"errors"},
     "lasting": {"store", "parameter_records"},
     "order": set(),
-    "parameter_records": {"layout", "codec", "trial", "evicted"},
+    "parameter_records": {"layout", "codec", "trial", "errors", "evicted"},
     "gradient_records": {"store", "layout", "errors", "evicted", "trial"},
     "gradient": PARAMETERS | {"evicted", "gradient_records", "heap", "end_of_backward"},
     "parameter_cache": PIPELINE | {"order", "parameter_records"},

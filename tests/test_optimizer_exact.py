@@ -246,6 +246,31 @@ def test_a_gradient_with_other_strides_than_its_parameter(nvme_path: Path) -> No
     assert same_bits(run(False), run(True))
 
 
+@pytest.mark.parametrize("precision", ["fp32", "bf16-masters"])
+def test_a_parameter_with_gaps_in_memory_is_cut_too(nvme_path: Path, precision: str) -> None:
+    """There is no view of its segments: they are stepped as copies, and put back."""
+    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
+
+    def run(swap: bool) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        p = nn.Parameter(torch.randn(300, 800, generator=generator).to(dtype)[:, :400])
+        optimizer: Optimizer | MasterWeights
+        if swap:
+            optimizer = torch.optim.AdamW([p], lr=1e-2)
+            swapper.wrap_optimizer(optimizer, make_config(nvme_path, master_weights=dtype == torch.bfloat16))
+            assert len(swapper.of(optimizer)._plan.segments_of(p)) > 1
+        elif dtype == torch.bfloat16:
+            optimizer = MasterWeights([p], lambda p: torch.optim.AdamW(p, lr=1e-2))
+        else:
+            optimizer = torch.optim.AdamW([p], lr=1e-2)
+        for _ in range(3):
+            p.grad = torch.randn(300, 400, generator=generator).to(dtype)
+            optimizer.step()
+        return p
+
+    assert same_bits(run(False), run(True))
+
+
 def test_strides_of_dimensions_of_one_do_not_matter(nvme_path: Path) -> None:
     def run(swap: bool) -> torch.Tensor:
         generator = torch.Generator().manual_seed(0)

@@ -223,3 +223,241 @@ def test_sequences_of_changes_are_equal_to_plain(nvme_path: Path, tmp_path: Path
     config = config_for(nvme_path, placement, buckets)
     for number, sequence in enumerate(chosen(placement, buckets)):
         run(sequence, config, tmp_path / str(number))
+
+
+# --- What no sequence shows ------------------------------------------------------------------------------------------
+
+
+def layers(count: int, width: int = WIDTH, dtype: torch.dtype = torch.float32) -> nn.Sequential:
+    torch.manual_seed(5)
+    return nn.Sequential(*(nn.Linear(width, width, dtype=dtype) for _ in range(count)))
+
+
+def train(model: nn.Module, optimizer: Optimizer, seed: int = 0) -> None:
+    torch.manual_seed(seed)
+    p = next(model.parameters())
+    model(torch.randn(3, p.shape[1], dtype=p.dtype)).float().square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def twins(make: Callable[[], tuple[nn.Module, Optimizer]], config: OffloadConfig) -> list[tuple[nn.Module, Optimizer]]:
+    plain, swapped = make(), make()
+    swapper.wrap_optimizer(swapped[1], config)
+    return [plain, swapped]
+
+
+@pytest.mark.parametrize("placement", ["optimizer", "gradients", "memory", "backward"])
+def test_replaced_parameters_go_with_their_state(nvme_path: Path, placement: str) -> None:
+    model = layers(3)
+    config = config_for(nvme_path, placement, "one")
+    optimizer = swapper.wrap_optimizer(AdamW(model.parameters()), config)
+    train(model, optimizer)
+    swapped = optimizer.swapper
+    former: list[weakref.ref[nn.Parameter]] = []
+    stored, pools = [], []
+    for round in range(12):
+        layer = model[round % 3]
+        assert isinstance(layer, nn.Linear)
+        fresh = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        group = optimizer.param_groups[0]
+        group["params"] = [fresh if p is layer.weight else p for p in group["params"]]
+        former.append(weakref.ref(layer.weight))
+        layer.weight = fresh
+        train(model, optimizer, round)
+        gc.collect()
+        assert former[-1]() is None, "the replaced parameter is still referenced"
+        stored.append(swapped._plan.stored_bytes)
+        pools.append(swapped.stats().pool_bytes)
+    # What is left of them is never more than what is there.
+    assert max(stored[3:]) <= 2 * stored[0] + (64 << 10)
+    assert max(pools[3:]) <= 2 * pools[0] + (64 << 10)
+    assert len(swapped._plan.planned()) == 6
+    swapped.close()
+
+
+def test_state_of_a_parameter_outside_comes_and_goes_with_the_optimizer(nvme_path: Path) -> None:
+    def make() -> tuple[nn.Module, Optimizer]:
+        model = layers(2)
+        optimizer = AdamW(model.parameters(), lr=1e-2)
+        train(model, optimizer)
+        optimizer.param_groups[0]["params"] = list(model[0].parameters())
+        return model, optimizer
+
+    config = config_for(nvme_path, "optimizer", "one")
+    (plain, plainly), (model, optimizer) = twins(make, config)
+    for twin, each in ((plain, plainly), (model, optimizer)):
+        train(twin, each, 1)
+    outside = model[1].weight
+    assert isinstance(outside, nn.Parameter)
+    assert bits(optimizer.swapper.state(outside)) == bits(dict(plainly.state[plain[1].weight]))
+    swapper.unwrap_optimizer(optimizer)
+    assert bits(list(optimizer.state.values())) == bits(list(plainly.state.values()))
+    swapper.wrap_optimizer(optimizer, config)
+    for twin, each in ((plain, plainly), (model, optimizer)):
+        each.param_groups[0]["params"] += list(twin[1].parameters())
+        train(twin, each, 2)
+    assert bits(list(model.parameters())) == bits(list(plain.parameters()))
+    optimizer.swapper.close()
+
+
+@pytest.mark.parametrize("device", ["nvme", "cpu", "none"])
+def test_masters_behind_a_hole_in_a_record_are_saved_and_loaded(nvme_path: Path, tmp_path: Path, device: str) -> None:
+    def config() -> OffloadConfig:
+        return OffloadConfig(
+            nvme_path=nvme_path,
+            pool_bytes="64MiB",
+            bucket_bytes="16MiB",
+            offload_optimizer={"device": device, "master_weights": True},
+        )
+
+    def parameters(model: nn.Module) -> list[nn.Parameter]:
+        return [p for name, p in model.named_parameters() if not name.startswith("0")]
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(9)
+        return nn.Sequential(*(nn.Linear(512, 512, dtype=torch.bfloat16) for _ in range(3)))
+
+    model = make()
+    optimizer = swapper.wrap_optimizer(AdamW(model.parameters(), lr=1e-3), config())
+    for seed in range(3):
+        train(model, optimizer, seed)
+    ties = [segment.tie_bits for bucket in optimizer.swapper._plan.buckets for segment in bucket.segments]
+    assert sum(ties[:1]) and sum(ties[1:]), "the sizes are such that there are ties before and behind the hole"
+    optimizer.param_groups[0]["params"] = parameters(model)
+    model[0] = nn.Linear(512, 512, dtype=torch.bfloat16)  # Nobody holds the first layer now.
+    gc.collect()
+    train(model, optimizer, 3)
+    expected = {id(p): optimizer.swapper.state(p) for p in parameters(model)}
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer).wait()
+    for fresh, each in (
+        (other := make(), swapper.wrap_optimizer(AdamW(parameters(other)), config())),
+        (model, optimizer),
+    ):
+        swapper.load_checkpoint(tmp_path / "saved", fresh, each)
+        for mine, theirs in zip(parameters(fresh), parameters(model), strict=True):
+            assert bits(each.swapper.state(mine)) == bits(expected[id(theirs)])
+    optimizer.swapper.close()
+
+
+def test_a_parameter_taken_out_between_backward_and_step_is_refused(nvme_path: Path) -> None:
+    model = layers(2)
+    optimizer = swapper.wrap_optimizer(AdamW(model.parameters()), config_for(nvme_path, "backward", "two"))
+    train(model, optimizer)
+    model(torch.randn(3, WIDTH)).sum().backward()
+    kept = optimizer.param_groups[0]["params"]
+    optimizer.param_groups[0]["params"] = list(model[0].parameters())
+    with pytest.raises(swapper.SwapError, match="taken out of its group between backward"):
+        optimizer.step()
+    optimizer.param_groups[0]["params"] = kept
+    optimizer.step()
+    optimizer.zero_grad()
+    train(model, optimizer)
+    optimizer.swapper.close()
+
+
+def test_a_group_added_between_backward_and_step_is_stepped(nvme_path: Path) -> None:
+    results = []
+    for config in (None, config_for(nvme_path, "backward", "two")):
+        model = layers(2)
+        optimizer: Optimizer = AdamW(model[0].parameters(), lr=1e-2)
+        if config is not None:
+            swapper.wrap_optimizer(optimizer, config)
+        for seed in range(3):
+            torch.manual_seed(seed)
+            model(torch.randn(3, WIDTH)).square().mean().backward()
+            if seed == 1:
+                optimizer.add_param_group({"params": list(model[1].parameters())})
+            optimizer.step()
+            optimizer.zero_grad()
+            model.zero_grad()
+        results.append(bits(list(model.parameters())))
+        if config is not None:
+            optimizer.swapper.close()
+    assert results[0] == results[1]
+
+
+CHANGES: dict[str, Callable[[nn.Module, Optimizer, list[Any]], None]] = {
+    "add": lambda model, optimizer, kept: optimizer.add_param_group({"params": model[2].parameters()}),
+    "load": lambda model, optimizer, kept: optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict())),
+    "freeze": lambda model, optimizer, kept: model[1].requires_grad_(False) and None,
+    "unfreeze": lambda model, optimizer, kept: model[1].requires_grad_(True) and None,
+    "train": lambda model, optimizer, kept: train(model, optimizer, len(kept)),
+    "wrap": lambda model, optimizer, kept: None,
+    "reset": lambda model, optimizer, kept: None,
+}
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adagrad", "SGD"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("add", "train"),
+        ("add", "load", "train"),
+        ("train", "add", "load", "train"),
+        ("train", "freeze", "wrap", "train", "unfreeze", "train"),
+        ("freeze", "train", "wrap", "add", "train"),
+        ("train", "reset", "train"),
+        ("train", "add", "reset", "train"),
+        ("freeze", "load", "add", "unfreeze", "train"),
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("masters", [False, True])
+def test_records_in_memory_have_room_whatever_comes_later(
+    nvme_path: Path, kind: str, changes: tuple[str, ...], masters: bool
+) -> None:
+    """With `device: cpu`, and `device: none` with masters, every record that was ever planned has a place."""
+    torch.set_num_threads(1)
+    results = []
+    for device in ("nvme", "none" if masters else "cpu"):
+        config = OffloadConfig(
+            nvme_path=nvme_path,
+            pool_bytes="4MiB",
+            bucket_bytes="40KiB",
+            offload_optimizer={"device": device, "master_weights": masters},
+        )
+        model = layers(3, dtype=torch.bfloat16 if masters else torch.float32)
+        optimizer: Optimizer = getattr(torch.optim, kind)([*model[0].parameters(), *model[1].parameters()], lr=1e-2)
+        swapper.wrap_optimizer(optimizer, config)
+        done: list[Any] = []
+        for change in changes:
+            if change == "wrap":
+                swapper.unwrap_optimizer(optimizer, drop_masters=masters)
+                swapper.wrap_optimizer(optimizer, config)
+            elif change == "reset":
+                optimizer.swapper.reset()
+            else:
+                CHANGES[change](model, optimizer, done)
+            done.append(change)
+        results.append(bits([optimizer.state_dict()["state"], list(model.parameters())]))
+        optimizer.swapper.close()
+    assert results[0] == results[1]
+
+
+def test_what_could_not_be_loaded_is_not_saved(
+    nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from swapper import checkpoint
+
+    model = layers(2)
+    optimizer = swapper.wrap_optimizer(AdamW(model.parameters()), config_for(nvme_path, "optimizer", "one"))
+    train(model, optimizer)
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+    before = sorted((path.name, path.stat().st_ino) for path in (tmp_path / "saved").iterdir())
+    right = checkpoint.save_state
+
+    def wrong(*args: Any) -> Any:
+        fields, step = right(*args)
+        fields["buckets"][0]["segments"].append(fields["buckets"][0]["segments"][0])
+        return fields, step
+
+    monkeypatch.setattr(checkpoint, "save_state", wrong)
+    with pytest.raises(swapper.SwapError, match="not saved, because it could not be loaded"):
+        swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+    assert sorted((path.name, path.stat().st_ino) for path in (tmp_path / "saved").iterdir()) == before
+    assert [path.name for path in tmp_path.iterdir() if path != nvme_path] == ["saved"]
+    monkeypatch.undo()
+    train(model, optimizer)
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+    optimizer.swapper.close()

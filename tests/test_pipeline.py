@@ -25,7 +25,7 @@ from swapper.buffers import BufferPool, Lease, PoolExhausted
 from swapper.errors import SwapIOError
 from swapper.handle import AsyncIOHandle, FaultPlan
 from swapper.metrics import Metrics, Timeline
-from swapper.pipeline import DeviceCopies, Pipeline, Place
+from swapper.pipeline import Pipeline, Place
 from swapper.store import RecordKey, TensorStore
 
 pytestmark = pytest.mark.timeout(60)
@@ -965,36 +965,3 @@ def test_an_interrupt_at_any_line_mixes_up_no_buffers(nvme_path: Path, resident:
                 break
         assert 50 < line < 5000, line
         pipeline.keep([])
-
-
-# --- Copies -----------------------------------------------------------------------------------------------------------
-
-
-def test_copies_on_the_cpu_are_done_at_once() -> None:
-    copies = DeviceCopies(torch.device("cpu"))
-    target = torch.zeros(5)
-    copies.begin()
-    copies.copy(target, torch.arange(5.0))
-    assert torch.equal(target, torch.arange(5.0))
-    assert copies.mark() is None
-    copies.join()
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_copies_on_a_gpu_are_ordered_by_begin_and_join() -> None:
-    copies = DeviceCopies(torch.device("cuda"))
-    host = torch.zeros(1 << 22, pin_memory=True)
-    for turn in range(20):
-        source = torch.full((1 << 22,), float(turn), device="cuda")
-        copies.begin()
-        copies.copy(host, source)
-        event = copies.mark()
-        assert event is not None
-        event.synchronize()
-        assert torch.equal(host, torch.full_like(host, float(turn)))
-        target = torch.empty(1 << 22, device="cuda")
-        copies.begin()
-        copies.copy(target, host)
-        copies.join()
-        assert torch.equal(target.cpu(), host)

@@ -12,6 +12,7 @@ import typer
 from typer.core import TyperGroup
 
 from swapper.cli import bench, checkpoint, machine, report, runs, tune
+from swapper.cli.deepspeed_flags import BenchCommand, TuneCommand
 from swapper.cli.output import complain
 from swapper.errors import SwapError
 
@@ -68,8 +69,8 @@ def _root(
 app.command("report")(report.report)
 app.command("ls")(runs.ls)
 app.command("clean")(runs.clean)
-app.command("bench")(bench.bench)
-app.command("tune")(tune.tune)
+app.command("bench", cls=BenchCommand)(bench.bench)
+app.command("tune", cls=TuneCommand)(tune.tune)
 app.add_typer(checkpoint.app, name="checkpoint")
 
 

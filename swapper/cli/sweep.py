@@ -12,10 +12,15 @@ from typing import Any
 from swapper.config import AioConfig, format_size, read_mapping
 from swapper.errors import ConfigError, show
 
-__all__ = ["default_sweep", "demand", "load_sweep", "setting_name"]
+__all__ = ["binary_size", "default_sweep", "demand", "load_sweep", "setting_name"]
 
-_ALIASES = {"io_parallel": "intra_op_parallelism", "thread_count": "intra_op_parallelism"}
-"""DeepSpeed's names."""
+_ALIASES = {
+    "io_parallel": "intra_op_parallelism",
+    "num_threads": "intra_op_parallelism",
+    "thread_count": "intra_op_parallelism",
+    "sequential_requests": "overlap_events",
+}
+"""DeepSpeed's names. `sequential_requests` is the opposite of `overlap_events`."""
 
 
 def default_sweep() -> list[AioConfig]:
@@ -35,7 +40,8 @@ def load_sweep(path: Path) -> list[AioConfig]:
 
     Args:
         path: JSON or YAML: a mapping from names of the `aio` section to lists of values. A file for DeepSpeed's tuner
-            is one: `io_parallel` is `intra_op_parallelism`, and "1M" means 2**20 bytes there.
+            is one: `io_parallel` is `intra_op_parallelism`, `sequential_requests` the opposite of `overlap_events`, and
+            "1M" means 2**20 bytes there.
 
     Raises:
         ConfigError: the file cannot be read, or holds a setting that a config would refuse. Each line starts with the
@@ -53,7 +59,9 @@ def load_sweep(path: Path) -> list[AioConfig]:
             lines.append(f"{key}: {show(value)} is not a list of values to try")
         else:
             values = value if isinstance(value, list) else [value]
-            lists[name] = [_binary(each) if name == "block_size" else each for each in values]
+            if key == "sequential_requests":
+                values = [not each if isinstance(each, bool) else each for each in values]
+            lists[name] = [binary_size(each) if name == "block_size" else each for each in values]
             lines += [line for each in lists[name] for line in _refusal(key, name, each)]
     if not lists and not lines:
         lines.append(f"there is nothing to try; write lists for {', '.join(AioConfig.model_fields)}")
@@ -62,7 +70,7 @@ def load_sweep(path: Path) -> list[AioConfig]:
     return _product(lists)
 
 
-def _binary(value: object) -> object:
+def binary_size(value: object) -> object:
     """ "1M" as DeepSpeed means it."""
     match = re.fullmatch(r"\s*(\d+)\s*([KMG])\s*", value, re.IGNORECASE) if isinstance(value, str) else None
     return f"{match[1]}{match[2].upper()}iB" if match else value

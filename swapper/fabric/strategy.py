@@ -9,6 +9,7 @@ import os
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -144,7 +145,7 @@ class Swapping(Strategy):
 
     def save_checkpoint(
         self,
-        path: str | os.PathLike[str],
+        path: str | Path,
         state: State,
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
@@ -159,7 +160,7 @@ class Swapping(Strategy):
         """
         self._settle()
         if self.checkpoint_format == "full":
-            super().save_checkpoint(str(path), state, storage_options, filter)
+            super().save_checkpoint(path, state, storage_options, filter)
             return
         why = (
             "a filter leaves out parts of it"
@@ -192,7 +193,7 @@ class Swapping(Strategy):
 
     def load_checkpoint(
         self,
-        path: str | os.PathLike[str],
+        path: str | Path,
         state: torch.nn.Module | Optimizer | State | None = None,
         strict: bool = True,
         weights_only: bool | None = None,
@@ -209,7 +210,7 @@ class Swapping(Strategy):
         """
         self._settle()
         if not is_checkpoint(path):
-            return super().load_checkpoint(str(path), state, strict, weights_only)
+            return super().load_checkpoint(path, state, strict, weights_only)
         opened = OpenCheckpoint(path)
         try:
             return self._load_directory(opened, state, strict)

@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -232,9 +233,7 @@ class Swapping(Strategy):
             return super().optimizer_state(optimizer)
         return placeholder(optimizer)
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Save what Lightning has made, on rank 0.
 
         Raises:
@@ -244,7 +243,7 @@ class Swapping(Strategy):
         if self.checkpoint_format == "full":
             if self.is_global_zero and self.checkpoint_io is not self._own_io:
                 self._removed(filepath)  # Those of others write into a directory.
-            super().save_checkpoint(checkpoint, str(filepath), storage_options)
+            super().save_checkpoint(checkpoint, filepath, storage_options)
         elif storage_options is not None:
             raise TypeError("storage_options has no meaning for checkpoint_format='directory'")
         elif self.is_global_zero:
@@ -253,14 +252,12 @@ class Swapping(Strategy):
             if self.lightning_module.trainer.state.status.value != "running":
                 self._directories.settle()  # Nothing goes on meanwhile, and the caller may look for it.
 
-    def load_checkpoint(
-        self, checkpoint_path: str | os.PathLike[str], weights_only: bool | None = None
-    ) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """What was saved, in either format."""
         self._directories.settle()
         if is_checkpoint(checkpoint_path):
             return self._directories.load(checkpoint_path)
-        return super().load_checkpoint(str(checkpoint_path), weights_only)
+        return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the model."""
@@ -275,12 +272,12 @@ class Swapping(Strategy):
             super().load_optimizer_state_dict(checkpoint)
         self._directories.close()
 
-    def remove_checkpoint(self, filepath: str | os.PathLike[str]) -> None:
+    def remove_checkpoint(self, filepath: str | Path) -> None:
         """Remove a checkpoint of either format, on rank 0."""
         if self.is_global_zero and not self._removed(filepath):
-            super().remove_checkpoint(str(filepath))
+            super().remove_checkpoint(filepath)
 
-    def _removed(self, filepath: str | os.PathLike[str]) -> bool:
+    def _removed(self, filepath: str | Path) -> bool:
         return self._directories.remove(filepath, self.lightning_module, self.optimizers)
 
     # --- The end ---------------------------------------------------------------------------------------------------
@@ -496,9 +493,7 @@ class OnDDP(Swapping, DDPStrategy):
         with _attribute(self, "_ddp_kwargs", ready_for_ddp(model, self._ddp_kwargs)):
             return super()._setup_model(model)
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | os.PathLike[str], storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """As of `SwapStrategy`, but nothing of it goes on in the background: other ranks may load it at once."""
         super().save_checkpoint(checkpoint, filepath, storage_options)
         self._directories.dumped({})  # What is not rank 0 has not used it.
