@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import bits, difference
 
 import swapper
-from swapper import gradient_records, parameter_records, saved_state, segments, state_writer
+from swapper import gradient_records, nursery, parameter_records, saved_state, segments, state_writer
 from swapper.errors import ConfigError, SwapError
 from swapper.parameter import ParameterSwapper
 from swapper.trial import unhooked_step
@@ -77,6 +77,8 @@ class Placement:
     resident_bytes: int = 0
     checked: bool = False
     drives: int = 1
+    built_on_disk: bool = False
+    """The model is made within `swapper.init`."""
     moves_all: bool = False
     """Small state and gradients move as well; else they stay in memory, where most of a small model's would."""
 
@@ -375,11 +377,7 @@ class Twin:
         self.program, self.swapped, self.path = program, swapped, path
         self.placement = program.placement
         self.dtype = DTYPES[program.dtype]
-        make, self.inputs = MODELS[program.model]
-        torch.default_generator.manual_seed(0)
-        self.model = make().to(self.dtype)
-        self.held_out: list[nn.Parameter] = []
-        self.optimizers = self._make_optimizers()
+        self.make, self.inputs = MODELS[program.model]
         self.saves: dict[int, Saved] = {}
         self.removed: list[tuple[Optimizer, int, nn.Parameter]] = []
         self.schedulers: list[Any] = []
@@ -391,10 +389,27 @@ class Twin:
         self.adapters: list[nn.Parameter] = []
         self.checkpoints = 0
         self.replaced = False
-        if swapped:
-            self._offload()
+        self._begin()
 
     # --- Making and ending ---
+
+    def _begin(self) -> None:
+        """Make the model and its optimizers, and swap them."""
+        if not self.swapped:
+            self._build()
+        elif self.placement.built_on_disk:
+            self._offload(built_on_disk=True)
+        else:
+            self._build()
+            self._offload()
+        self.first_signature = self.signature()
+
+    def _build(self, config: swapper.OffloadConfig | None = None) -> None:
+        torch.default_generator.manual_seed(0)
+        with contextlib.nullcontext() if config is None else swapper.init(config):
+            self.model = self.make().to(self.dtype)
+        self.held_out: list[nn.Parameter] = []
+        self.optimizers = self._make_optimizers()
 
     def _make_optimizers(self) -> list[Optimizer]:
         program = self.program
@@ -432,13 +447,13 @@ class Twin:
                 group["lr"] = torch.tensor(group["lr"])
         return cls(groups, lr=rate, **options)  # type: ignore[call-arg]
 
-    def _offload(self) -> None:
+    def _offload(self, built_on_disk: bool = False) -> None:
         """With the smallest pool that is accepted, and `spare_bytes` more."""
         place = self.placement
         paths = [self.path / f"drive-{number}" for number in range(place.drives)]
         for path in paths:
             path.mkdir(exist_ok=True)
-        pool_bytes = 3 * place.bucket_bytes + place.resident_bytes
+        pool_bytes = 3 * place.bucket_bytes + 2 * place.resident_bytes
         spare_bytes = place.spare_bytes
         while True:
             config = swapper.OffloadConfig(
@@ -454,9 +469,14 @@ class Twin:
                     "resident_bytes": place.resident_bytes if place.optimizer == "nvme" else 0,
                 },
                 offload_gradient={"device": place.gradient},
-                offload_param={"device": place.parameter},
+                offload_param={
+                    "device": place.parameter,
+                    "resident_bytes": place.resident_bytes if place.parameter == "nvme" else 0,
+                },
             )
             try:
+                if built_on_disk:
+                    self._build(config)
                 swapper.offload(self.model, self.optimizers, config)
             except ConfigError as error:
                 found = re.search(r"[Ss]et pool_bytes to at least '?(\d+)", str(error))
@@ -468,7 +488,7 @@ class Twin:
             if not spare_bytes:
                 return
             self._end()
-            pool_bytes, spare_bytes = pool_bytes + spare_bytes, 0
+            pool_bytes, spare_bytes, built_on_disk = pool_bytes + spare_bytes, 0, False
 
     @property
     def parameters_swapped(self) -> bool:
@@ -1083,6 +1103,19 @@ class Twin:
             self._end()
             self._offload()
 
+    def restart(self, _: int, how: int = 0) -> None:
+        """Save, end, and go on in what would be another process: with a new model and new optimizers."""
+        if self.signature() != self.first_signature:
+            raise Skip
+        for p in self.model.parameters():
+            p.grad = None
+        self.save(0, 97, how)
+        self.close()
+        self.handles, self.schedulers, self.removed = [], [], []
+        self.scaler = self.averaged = None
+        self._begin()
+        self.load(0, 97, how // 3)
+
     def threads(self, _: int, number: int = 0) -> None:
         torch.set_num_threads(1 + number % 2)
 
@@ -1108,9 +1141,10 @@ FILES = (
 REFUSALS = (
     r"pool_bytes: .* too small",
     r"are left for (gradients|parameters), and",
-    r"a sparse gradient came, which can be stepped only on the CPU and without master weights",
+    r"a sparse gradient came for a parameter that is cut into segments, and step_in_backward",
     r"leaves torch\.(bfloat16|float16) parameters on the CPU unchanged",
     r"Assign gradients in the parameter's layout",
+    r"step_in_backward: true cannot be combined with (tensors in the same memory|views of one tensor)",
 )
 """What the swapped twin may refuse, as the documentation says. The program then ends, and is counted as refused."""
 
@@ -1118,7 +1152,7 @@ REFUSALS = (
 @contextlib.contextmanager
 def limits(moves_all: bool) -> Iterator[None]:
     """Records of parameters are short; and if `moves_all`, small state and gradients move as well."""
-    changed: list[tuple[Any, str, int]] = [(parameter_records, "GROUP_BYTES", 8192)]
+    changed: list[tuple[Any, str, int]] = [(parameter_records, "GROUP_BYTES", 8192), (nursery, "SMALL_BYTES", 1)]
     if moves_all:
         changed += [(m, "SMALL_BYTES", 256) for m in (segments, gradient_records, saved_state, state_writer)]
     before = [getattr(module, name) for module, name, _ in changed]
@@ -1281,6 +1315,7 @@ ACTIONS: dict[str, tuple[int, int]] = {
     "load": (8, 3),
     "exported": (2, 1),
     "rewrap": (4, 1),
+    "restart": (4, 2),
     "threads": (2, 2),
     "reset": (1, 1),
 }
@@ -1315,6 +1350,8 @@ HABITS: tuple[tuple[str, ...], ...] = (
     ("hook", "train", "unhook", "train"),
     ("schedule", "train", "rewrap", "train"),
     ("reset", "train", "save", "reset", "load"),
+    ("train", "restart", "train", "restart"),
+    ("freeze", "train", "restart", "train"),
 )
 
 
@@ -1346,17 +1383,19 @@ def generate(seed: int, without: Sequence[str] = ()) -> Program:
     if low and not masters and optimizer in NOT_IN_LOW_PRECISION:
         optimizer = "adamw"
     store = choose(["nvme", "cpu", "none"], [6, 2, 2])
+    parameter = choose(["none", "nvme"])
     placement = Placement(
         optimizer=store,
         gradient=choose(["none", "nvme"], [3, 2]),
-        parameter=choose(["none", "nvme"], [1, 1]),
+        parameter=parameter,
         masters=masters,
         in_backward=in_backward,
         bucket_bytes=choose([16384, 32768, 1 << 20], [3, 1, 1]),
         spare_bytes=choose([0, 8192, 1 << 22], [1, 1, 1]),
-        resident_bytes=choose([0, 20480], [4, 1]) if store == "nvme" else 0,
+        resident_bytes=choose([0, 20480], [4, 1]),
         checked=rng.random() < 0.2,
         drives=choose([1, 2], [8, 1]),
+        built_on_disk=parameter == "nvme" and rng.random() < 0.3,
         moves_all=rng.random() < 0.7,
     )
     if store == "none" and placement.parameter == "nvme":
