@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 from programs import Difference, Program, generate, minimised, perform
 
-COUNT = int(os.environ.get("SWAPPER_PROGRAMS") or 120)
+COUNT = int(os.environ.get("SWAPPER_PROGRAMS") or 100)
 SEED = int(os.environ.get("SWAPPER_PROGRAMS_SEED") or 0)
 WITHOUT = [name for name in os.environ.get("SWAPPER_PROGRAMS_WITHOUT", "").split(",") if name]
 
