@@ -376,7 +376,9 @@ def materialize(
         model: of which some or all parameters and buffers are on the meta device. The others stay as they are.
         config: as for `init`.
         initialiser: called for each module that has tensors on the meta device itself, in order of registration, once
-            they have memory, with undefined content. None: the module's own `reset_parameters()`.
+            they have memory, with undefined content. None: the module's own `reset_parameters()`. What it leaves alone
+            can be filled later, by `load_safetensors`, `load_state_dict` or in place; until then any use of it is a
+            `SwapError` with its name.
 
     Returns:
         `model`. After an exception it is of no use.
@@ -403,14 +405,15 @@ def load_safetensors(model: torch.nn.Module, path: str | os.PathLike[str], *, st
         model: with memory, or on the drive: see `materialize`.
         path: a .safetensors file; an index (`model.safetensors.index.json`) of several; or a directory with either.
         strict: all of the model's names must be in the files, and no others. A parameter that has several names needs
-            to be there under one of them.
+            to be there under one of them. A buffer that is not persistent is in no file: one that `materialize` gave
+            memory must have been filled before, unless the model fills it in its forward and this is False.
 
     Returns:
         What `load_state_dict` returns: `missing_keys` and `unexpected_keys`.
 
     Raises:
-        SwapError: the files do not fit the model, or one is no safetensors file. The message names file and tensor.
-            What did fit is loaded.
+        SwapError: the files do not fit the model; or one is no safetensors file, or an index that names files outside
+            of its directory. The message names file and tensor. What did fit is loaded.
         SwapIOError: a file could not be read, or is cut off; or the model's drive failed.
         ConfigError: the model is on the meta device.
     """

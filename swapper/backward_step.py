@@ -39,16 +39,14 @@ from swapper.evicted import (
     set_raw_gradient,
 )
 from swapper.loss_scaling import may_be_scaled
+from swapper.modes import modes_kept, set_grad_mode
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.segments import Bucket, OptimizerParameter, grouped
-from swapper.stepper import Stepper
+from swapper.stepper import READ_AHEAD, ReadAhead, Stepper
 
 __all__ = ["CANNOT_GO_WITH", "BackwardSteps", "check_memory"]
 
 CANNOT_GO_WITH = "offload_optimizer.step_in_backward: true cannot be combined with"
-
-_LOOK_AHEAD = 64
-"""Buckets that are looked at for what to read next."""
 
 
 class BackwardSteps:
@@ -197,7 +195,7 @@ class BackwardSteps:
 
     def expected(self) -> list[Bucket]:
         """The next buckets that are not stepped yet, in the order in which they probably will be."""
-        return list(itertools.islice(self._expected, _LOOK_AHEAD))
+        return list(itertools.islice(self._expected, READ_AHEAD))
 
     # --- `GradientHome`, of gradients that are gone ------------------------------------------------------------------
 
@@ -279,7 +277,8 @@ class BackwardSteps:
         if not work:
             return
         try:
-            with torch.no_grad():
+            with modes_kept():
+                set_grad_mode(False)
                 self._stepper.run_one(optimizer, work[0])
         except BaseException as error:
             self._failed(error)
@@ -293,7 +292,7 @@ class BackwardSteps:
                 set_raw_gradient(known.parameter, None)
                 known.stepped = True
                 set_gradient_home(known.parameter, self)
-        self._stepper.stage_ahead([(following, []) for following in self.expected()], 0)
+        ReadAhead(self._stepper, [(following, []) for following in self.expected()]).look(0)
 
     def _is_another_pass(self) -> bool:
         """Whether this is a later backward pass than the one in which buckets of the window were stepped.

@@ -24,6 +24,9 @@ __all__ = ["BufferPool", "Lease", "PoolExhausted"]
 PAGE_BYTES = 4096
 """Leases start at multiples of this and are a multiple of it long, so that their transfers go direct in whole."""
 
+_LOOKS = 32
+"""Buffers that one call looks at, the oldest first, of those that were given back with a transfer in flight."""
+
 
 class PoolExhausted(SwapError):
     """No free extent of the pool is long enough, and nothing in it can be reclaimed."""
@@ -53,9 +56,13 @@ class _FreePieces:
     """The free parts of a range of addresses, in order, never touching each other. Not thread-safe.
 
     First fit: long-lived leases settle at the low end, and the high end stays in one piece for the large ones.
+
+    Attributes:
+        total_bytes: length of all free pieces.
     """
 
     def __init__(self, length_bytes: int) -> None:
+        self.total_bytes = length_bytes
         self._pieces = [(0, length_bytes)]
 
     def take(self, extent: _Extent, length_bytes: int) -> bool:
@@ -67,6 +74,7 @@ class _FreePieces:
             rest = [(middle, stop)] if middle < stop else []
             extent.start, extent.stop, extent.taken = start, middle, True
             self._pieces[i : i + 1] = rest
+            self.total_bytes -= length_bytes
             return True
         return False
 
@@ -85,10 +93,7 @@ class _FreePieces:
         joined = [(start, stop)]
         extent.taken = False
         self._pieces[i:j] = joined
-
-    def total_bytes(self) -> int:
-        """Length of all free pieces."""
-        return sum(stop - start for start, stop in self._pieces)
+        self.total_bytes += extent.stop - extent.start
 
     def largest_bytes(self) -> int:
         """Length of the longest free piece."""
@@ -103,15 +108,18 @@ class Lease:
 
     Attributes:
         length_bytes: as asked for.
+        address: of its first byte.
     """
 
-    __slots__ = ("__weakref__", "_extent", "_pool", "_tensor", "length_bytes")
+    __slots__ = ("__weakref__", "_extent", "_pool", "_tensor", "_typed", "address", "length_bytes")
 
     def __init__(self, pool: BufferPool, length_bytes: int) -> None:
         self.length_bytes = length_bytes
         self._pool: BufferPool | None = pool
         self._extent = _Extent(self, pool._given_back.append)  # See [Note: giving back].
         self._tensor = pool._memory[:0]  # Until `try_acquire` knows which.
+        self._typed: dict[torch.dtype, torch.Tensor] = {}  # views of all of it, which go with the lease
+        self.address = 0
 
     def __repr__(self) -> str:
         return f"Lease({self.length_bytes} bytes at {self._extent.start}{', released' if self.released else ''})"
@@ -156,12 +164,29 @@ class Lease:
         Raises:
             ValueError: misaligned, or beyond the lease.
         """
-        stop = offset_bytes + numel * dtype.itemsize
-        if offset_bytes % dtype.itemsize or not 0 <= offset_bytes <= stop <= self.length_bytes:
+        return self.strided_view(offset_bytes, numel, dtype, (numel,), (1,))
+
+    def strided_view(
+        self, offset_bytes: int, numel: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        """As `view`, with a shape and strides in which `numel` elements fill one block of memory."""
+        itemsize = dtype.itemsize
+        if offset_bytes % itemsize or numel < 0 or not 0 <= offset_bytes <= self.length_bytes - numel * itemsize:
             raise ValueError(
                 f"{numel} elements of {dtype} at byte {offset_bytes} do not fit a lease of {self.length_bytes} bytes"
             )
-        return self.tensor[offset_bytes:stop].view(dtype)
+        whole = self.tensor
+        typed = self._typed.get(dtype)
+        if typed is None:
+            typed = self._typed[dtype] = whole[: self.length_bytes // itemsize * itemsize].view(dtype)
+        return typed.as_strided(shape, stride, (self._extent.start + offset_bytes) // itemsize)
+
+    def pool_has(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`, which is strided, may be in the memory of the lease's pool. An empty one may."""
+        pool = self._pool
+        if pool is None:
+            raise SwapError("this lease was given back: its memory may have another owner")
+        return tensor.numel() == 0 or 0 <= tensor.data_ptr() - pool._slab.address < pool.capacity_bytes
 
     def own_view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """As `view`, with a storage of its own: how many tensors share it says whether any use is left."""
@@ -174,7 +199,7 @@ class Lease:
         """Give the memory back, at once or when `transfer` is over. Idempotent; never waits."""
         pool, self._pool = self._pool, None
         if pool is not None:
-            del self._tensor
+            del self._tensor, self._typed
             pool._given_back.append(self._extent)
 
     def abandon(self) -> None:
@@ -219,13 +244,16 @@ class BufferPool:
         self._free = _FreePieces(self.capacity_bytes)
         # Not for `close`, which a finalizer may call at any allocation, in a thread that holds it.
         self._lock = threading.Lock()
-        self._given_back: deque[_Extent] = deque()  # to be freed; some still with a transfer in flight
+        self._given_back: deque[_Extent] = deque()  # to be freed, or to be put with those that are busy
+        self._busy: deque[_Extent] = deque()  # given back with a transfer in flight
         self.abandoned_bytes = 0
         self._abandoned: list[Lease] = []
         self._reclaimers: list[Callable[[], Callable[[], bool] | None]] = []
         self._closed = False
         self._locks: dict[str, Copies] = {}  # by type of device, what unlocks the memory
-        self._finalizer = finalizer(self, _unregister, self._slab, handles, self._locks, self._given_back, self._pid)
+        self._finalizer = finalizer(
+            self, _unregister, self._slab, handles, self._locks, (self._given_back, self._busy), self._pid
+        )
         if device is not None:
             self.lock_for(device)
         for handle in handles:
@@ -305,6 +333,7 @@ class BufferPool:
             self.peak_used_bytes = max(self.peak_used_bytes, self._used_bytes())
         start = lease._extent.start
         lease._tensor = self._memory[start : start + length_bytes]
+        lease.address = self._slab.address + start
         return lease
 
     def acquire(self, length_bytes: int) -> Lease:
@@ -347,14 +376,30 @@ class BufferPool:
         self.close()
 
     def _collect(self) -> None:
-        """Free what was given back and is at rest. Under the lock."""
-        for extent in list(self._given_back):
+        """Free what was given back and is at rest. Under the lock.
+
+        Whatever was given back is looked at once; and if it was busy then, again when it is among the oldest. An extent
+        that is in both lists after Ctrl-C, or twice in one because its lease was released and then collected, is freed
+        once: `put` does nothing the second time.
+        """
+        while self._given_back:
+            extent = self._given_back[0]
             if extent.is_over():
-                self._free.put(extent)  # A lease that is released and then collected is there twice.
-                self._given_back.remove(extent)
+                self._free.put(extent)
+            else:
+                self._busy.append(extent)
+            self._given_back.popleft()
+        position = 0
+        while position < min(len(self._busy), _LOOKS):
+            extent = self._busy[position]
+            if extent.is_over():
+                self._free.put(extent)
+                del self._busy[position]
+            else:
+                position += 1
 
     def _used_bytes(self) -> int:
-        return self.capacity_bytes - self._free.total_bytes()
+        return self.capacity_bytes - self._free.total_bytes
 
     def reclaim(self) -> bool:
         """Ask the reclaimers for one buffer. False if none of them has any to give."""
@@ -371,8 +416,7 @@ class BufferPool:
         """Wait for the transfer in what was given back first. False if there is none."""
         with self._lock:
             self._collect()
-            given_back = list(self._given_back)  # Other threads append.
-        transfer = next((extent.transfer for extent in given_back if extent.transfer is not None), None)
+            transfer = self._busy[0].transfer if self._busy else None
         if transfer is None:
             return False
         # Waits without observing: a failure belongs to whoever waits for the transfer, or to the handle's `close`.
@@ -391,7 +435,11 @@ def _round_up(length_bytes: int) -> int:
 
 
 def _unregister(
-    slab: Slab, handles: tuple[AsyncIOHandle, ...], locks: dict[str, Copies], given_back: deque[_Extent], pid: int
+    slab: Slab,
+    handles: tuple[AsyncIOHandle, ...],
+    locks: dict[str, Copies],
+    given_back: tuple[deque[_Extent], ...],
+    pid: int,
 ) -> None:
     """Wait for what uses the memory, then take it from the kernel and the devices. The memory goes after that."""
     if os.getpid() != pid:
@@ -402,6 +450,6 @@ def _unregister(
         for handle in handles:
             if not handle.closed:
                 steps.callback(handle.unregister, slab)
-        for extent in list(given_back):
+        for extent in [extent for extents in given_back for extent in list(extents)]:
             if extent.transfer is not None:
                 steps.callback(extent.transfer.settle)

@@ -18,7 +18,7 @@ made from fp16 weights one in eight, the worst case is all: 2.125 bytes for each
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import combinations
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -261,7 +261,8 @@ def _require(
 
 def _require_disjoint(**tensors: Tensor) -> None:
     """Raise ValueError if two of the tensors, all contiguous, have a byte in common."""
-    ranges = [(name, tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes) for name, tensor in tensors.items()]
-    for (name, begin, end), (other_name, other_begin, other_end) in combinations(ranges, 2):
-        if begin < other_end and other_begin < end:
-            raise ValueError(f"{name} and {other_name} overlap in memory")
+    ranges = sorted((tensor.data_ptr(), tensor.nbytes, name) for name, tensor in tensors.items() if tensor.nbytes)
+    for (begin, length, name), (other_begin, _, other_name) in pairwise(ranges):
+        if other_begin < begin + length:
+            first, second = (known for known in tensors if known in (name, other_name))
+            raise ValueError(f"{first} and {second} overlap in memory")

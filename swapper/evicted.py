@@ -18,8 +18,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from swapper.errors import SwapError
+from swapper.modes import outside_of_inference
 
 __all__ = [
+    "LAYOUT",
+    "METADATA",
+    "UNFILLED",
     "AwayGradient",
     "EvictedParameter",
     "EvictedView",
@@ -38,10 +42,14 @@ __all__ = [
     "gathered",
     "gradient_lent",
     "home_of",
+    "is_ordinary",
     "let_viewed_stay",
     "make_ordinary",
+    "name_of",
     "raw_gradient",
     "restore",
+    "restored_class",
+    "run",
     "set_gradient_home",
     "set_raw_gradient",
     "settle",
@@ -53,11 +61,17 @@ _ATTRIBUTE = "_swapper_home"
 _ADDRESS = "_swapper_address"
 """Name of the attribute of a parameter that keeps the copy whose address it gave."""
 
+UNFILLED = "_swapper_unfilled"
+"""Name of the attribute of a tensor that has no values yet; see `swapper.unfilled`."""
+
 _GRADIENT = "_swapper_gradient_home"
 """Name of the attribute of a parameter that says where its gradient is, while that is away."""
 
 
 _TensorT = TypeVar("_TensorT", bound=torch.Tensor)
+
+_GRAD = vars(torch._C.TensorBase)["grad"]
+"""The attribute as autograd has it, whatever the class of a parameter makes of it."""
 
 _MAKES_PARAMETERS = torch.nn.Parameter.__new__.__code__
 _MAKES_STATE_DICTS = torch.nn.Module._save_to_state_dict.__code__
@@ -125,7 +139,7 @@ class GradientHome(Protocol):
         """Let the gradient be zeros; what it was is not needed."""
 
 
-_METADATA = frozenset(
+METADATA = frozenset(
     {
         "__get__ shape", "__get__ dtype", "__get__ device", "__get__ layout", "__get__ ndim", "__get__ names",
         "__get__ requires_grad", "__set__ requires_grad", "__get__ is_leaf", "__get__ grad", "__set__ grad",
@@ -143,11 +157,12 @@ _METADATA = frozenset(
 )  # fmt: skip
 """What is answered without the values: functions and attributes (getter, setter, deleter) of a tensor."""
 
-_LAYOUT = frozenset({"stride", "is_contiguous", "dim_order"})
+LAYOUT = frozenset({"stride", "is_contiguous", "dim_order"})
 """What is answered for the strides that the parameter has when its values are there."""
 
 
-def _name_of(func: Callable[..., Any]) -> str:
+def name_of(func: Callable[..., Any]) -> str:
+    """How the tables above name what `__torch_function__` was called for."""
     name: str = getattr(func, "__name__", "")
     if name in ("__get__", "__set__", "__delete__"):  # of an attribute
         return f"{name} {getattr(getattr(func, '__self__', None), '__name__', '')}"
@@ -214,11 +229,11 @@ class EvictedParameter(GradientAwayParameter):
     ) -> Any:
         """Run `func`, with the values there unless it only asks for metadata."""
         kwargs = kwargs or {}
-        name = _name_of(func)
-        if name in _METADATA:
+        name = name_of(func)
+        if name in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name in _LAYOUT and (home := home_of(args[0])) is not None:
+        if name in LAYOUT and (home := home_of(args[0])) is not None:
             like = args[0]
             with torch._C.DisableTorchFunctionSubclass():
                 like = torch.empty_strided(like.shape, home.stride, dtype=like.dtype, device="meta")
@@ -237,7 +252,7 @@ class EvictedParameter(GradientAwayParameter):
                 return cls._in_memory(args[0])
             if caller is _MAKES_STATE_DICTS and (home := home_of(args[0])) is not None:
                 return EvictedView(ViewOfParameter(args[0], home))
-        return _run(func, args, kwargs)
+        return run(func, args, kwargs)
 
     @classmethod
     def _in_memory(cls, parameter: torch.Tensor) -> torch.Tensor:
@@ -360,7 +375,7 @@ class EvictedView(torch.Tensor):
     ) -> Any:
         """Run `func`, with the values there unless it only asks for metadata."""
         kwargs = kwargs or {}
-        name = _name_of(func)
+        name = name_of(func)
         first = args[0] if args else None
         if isinstance(first, EvictedView):
             if name in _STATEFUL:
@@ -383,12 +398,12 @@ class EvictedView(torch.Tensor):
                 lasting = first._swapper_source.lasting()
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(lasting, *args[1:], **kwargs)
-            if name in _METADATA or name in _LAYOUT:
+            if name in METADATA or name in LAYOUT:
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(*args, **kwargs)
             if not kwargs and _makes_part(name, args[1:]):
                 return EvictedView(PartOfView(first._swapper_source, func, args[1:]))
-        return _run(func, args, kwargs)
+        return run(func, args, kwargs)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -399,7 +414,7 @@ class EvictedView(torch.Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run `func`, called by C++ code, with the values there."""
-        return _run(func, args, kwargs or {})
+        return run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> torch.Tensor:
         source = self._swapper_source
@@ -436,19 +451,28 @@ _ADDRESSES = frozenset(
 """What gives away where the values are, for use at any later time."""
 
 
-def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Run `func` with all values there that are away."""
+def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, bare: bool = False) -> Any:
+    """Run `func` with all values there that are away.
+
+    Args:
+        bare: let it have tensors without values too, which else see to it themselves that nothing reads them.
+    """
     homes: list[Home] = []
+    unfilled = False
     views: dict[int, EvictedView] = {}
     for item in tree_iter((args, kwargs)):
         if isinstance(item, EvictedView):
             views[id(item)] = item
             homes += item._swapper_source.homes()
+            parameter = _parameter_of(item._swapper_source)
+            unfilled = unfilled or (parameter is not None and UNFILLED in vars(parameter))
         elif (home := home_of(item)) is not None:
             homes.append(home)
+            unfilled = unfilled or UNFILLED in vars(item)
         elif isinstance(item, AwayGradient):
             item.bring_back()
-    with _present(homes), torch._C.DisableTorchFunctionSubclass():
+    plainly = nullcontext() if unfilled and not bare else torch._C.DisableTorchFunctionSubclass()
+    with _present(homes), plainly:
         if not views:
             return func(*args, **kwargs)
         real = {key: view._swapper_source.real() for key, view in views.items()}
@@ -458,6 +482,13 @@ def _run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, A
         if type(result) in (list, tuple):
             return type(result)(view_of.get(id(item), item) for item in result)
         return view_of.get(id(result), result)
+
+
+def _parameter_of(source: Source) -> torch.nn.Parameter | None:
+    """The parameter that has the values of `source`, if one has."""
+    while isinstance(source, PartOfView):
+        source = source.whole
+    return source.parameter if isinstance(source, ViewOfParameter) else None
 
 
 def _present(homes: Sequence[Home]) -> AbstractContextManager[object]:
@@ -508,12 +539,12 @@ class AwayGradient(torch.Tensor):
     ) -> Any:
         """Run `func`, with the values there unless it only asks for metadata or overwrites them with zeros."""
         kwargs = kwargs or {}
-        name = _name_of(func)
+        name = name_of(func)
         like = args[0] if args else None
-        if name in _METADATA and isinstance(like, cls) and _leaves_alone(name, args):
+        if name in METADATA and isinstance(like, cls) and _leaves_alone(name, args):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if name in _LAYOUT and isinstance(like, cls):
+        if name in LAYOUT and isinstance(like, cls):
             with torch._C.DisableTorchFunctionSubclass():
                 meta = torch.empty_strided(like.shape, like.away_stride, dtype=like.dtype, device="meta")
                 return func(meta, *args[1:], **kwargs)
@@ -551,7 +582,7 @@ def _leaves_alone(name: str, args: tuple[Any, ...]) -> bool:
 
 def away_gradient(parameter: torch.nn.Parameter, home: GradientHome | None, stride: tuple[int, ...]) -> AwayGradient:
     """What stands for the gradient of `parameter` that is in `home`, or gone, until its values are used."""
-    with torch.no_grad(), torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+    with outside_of_inference(), torch._C.DisableTorchFunctionSubclass():
         hollow = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         gradient: AwayGradient = torch.Tensor._make_subclass(AwayGradient, hollow)
         gradient.parameter, gradient.home = parameter, home
@@ -609,9 +640,9 @@ def home_of(item: object) -> Home | None:
 def evict(parameter: torch.nn.Parameter, home: Home) -> None:
     """Take the values away from `parameter`. It keeps its shape, dtype, version, gradient and hooks."""
     parameter.__dict__[_ATTRIBUTE] = home
-    with torch.inference_mode(False):  # Else the parameter would be one of that mode, and be of no use after it.
+    with outside_of_inference():  # Else the parameter would be one of that mode, and be of no use after it.
         hollow = torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
-    if type(parameter) is EvictedParameter:  # From another home: this is no use of its values.
+    if type(parameter) is EvictedParameter or UNFILLED in vars(parameter):  # This is no use of its values.
         _set_class(parameter, torch.nn.Parameter)
     parameter.data = hollow
     parameter.__class__ = EvictedParameter
@@ -619,8 +650,21 @@ def evict(parameter: torch.nn.Parameter, home: Home) -> None:
 
 def restore(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
     """Let `values`, of the parameter's shape and dtype, be its values, without a copy."""
-    _set_class(parameter, GradientAwayParameter if _GRADIENT in parameter.__dict__ else torch.nn.Parameter)
+    _set_class(parameter, restored_class(parameter))
     parameter.data = values
+    if (mark := vars(parameter).get(UNFILLED)) is not None:
+        _set_class(parameter, mark.parameter_class)
+
+
+def restored_class(parameter: torch.nn.Parameter) -> type[torch.nn.Parameter]:
+    """The class of `parameter` while its values are there."""
+    return GradientAwayParameter if _GRADIENT in parameter.__dict__ else torch.nn.Parameter
+
+
+def is_ordinary(parameter: torch.nn.Parameter) -> bool:
+    """Whether its class is that of all parameters, as far as swapper did not change it."""
+    mark = vars(parameter).get(UNFILLED)
+    return type(parameter) in (torch.nn.Parameter, GradientAwayParameter, mark and mark.parameter_class)
 
 
 def settle(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
@@ -650,12 +694,12 @@ def make_ordinary(parameter: torch.nn.Parameter) -> None:
 
 def can_have_gradient_away(parameter: torch.Tensor) -> bool:
     """Whether `set_gradient_home` works: the class must be that of all parameters."""
-    return type(parameter) in (torch.nn.Parameter, GradientAwayParameter, EvictedParameter)
+    return isinstance(parameter, torch.nn.Parameter) and (type(parameter) is EvictedParameter or is_ordinary(parameter))
 
 
 def raw_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """The gradient that autograd knows of."""
-    gradient: torch.Tensor | None = vars(torch._C.TensorBase)["grad"].__get__(parameter)
+    gradient: torch.Tensor | None = _GRAD.__get__(parameter)
     if isinstance(gradient, AwayGradient):  # Another parameter's, assigned to this one.
         gradient.bring_back()
     return gradient
@@ -663,7 +707,7 @@ def raw_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
 
 def set_raw_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
     """Change the gradient that autograd knows of."""
-    vars(torch._C.TensorBase)["grad"].__set__(parameter, gradient)
+    _GRAD.__set__(parameter, gradient)
 
 
 def set_gradient_home(parameter: torch.nn.Parameter, home: GradientHome) -> None:

@@ -57,6 +57,7 @@ from swapper.gradient_records import (
 )
 from swapper.heap import return_free_memory
 from swapper.metrics import Metrics
+from swapper.modes import modes_kept, outside_of_inference, set_grad_mode
 from swapper.pipeline import Pipeline
 from swapper.store import RecordKey, TensorStore
 
@@ -140,6 +141,11 @@ class GradientSwapper:
         GradientSwapper._open.add(self)
 
     @property
+    def drops(self) -> int:
+        """How often a part that was read ahead was given up."""
+        return self._pipeline.drops
+
+    @property
     def reserved_bytes(self) -> int:
         """What of the pool others must leave for gradients."""
         return self._reserved_bytes
@@ -153,7 +159,8 @@ class GradientSwapper:
         come back. New parameters whose gradients the pool has no room for keep them in memory, said in a log line.
         """
         self._check_process()
-        with self._lock, torch.no_grad():
+        with self._lock, modes_kept():
+            set_grad_mode(False)
             wanted: dict[int, tuple[torch.nn.Parameter, list[tuple[int, int]]]] = {}
             given = list(parts)
             known_ids = {id(p) for gradient in self._gradients.values() if (p := gradient.parameter()) is not None}
@@ -255,7 +262,8 @@ class GradientSwapper:
         """
         self._check_process()
         self.check()
-        with self._lock, torch.no_grad():
+        with self._lock, modes_kept():
+            set_grad_mode(False)
             norm_type = float(norm_type)
             self._norm_type, self._clipped = norm_type, True
             present = [p for p in parameters if self.has(p)]
@@ -278,7 +286,8 @@ class GradientSwapper:
         self._check_process()
         self.check()
         change = clamped_to(float(clip_value))
-        with self._lock, torch.no_grad():
+        with self._lock, modes_kept():
+            set_grad_mode(False)
             present = [p for p in parameters if self.has(p)]
             for dtype in {p.dtype for p in present}:
                 change(torch.empty(0, dtype=dtype))  # What has no order raises now.
@@ -373,7 +382,8 @@ class GradientSwapper:
         if self._closed:
             return None
         self._check_process()
-        with self._lock, torch.no_grad(), torch.inference_mode(False):
+        with self._lock, outside_of_inference():
+            set_grad_mode(False)
             gradient = self._of(parameter)
             if gradient is None or gradient.place is Place.HERE:
                 return raw_gradient(parameter)
@@ -490,7 +500,8 @@ class GradientSwapper:
             self._stepping = self._clipped = False
         if gradient.arrived % self._accumulation_steps:
             norm_type = None
-        with torch.no_grad():
+        with modes_kept():
+            set_grad_mode(False)
             flat = fresh.as_strided((fresh.numel(),), (1,))
             try:
                 for part in gradient.parts:
@@ -525,7 +536,8 @@ class GradientSwapper:
         flat = fresh.as_strided((fresh.numel(),), (1,))
         try:
             for part in gradient.parts:
-                with self._opened(gradient, part) as view, torch.no_grad():
+                with self._opened(gradient, part) as view, modes_kept():
+                    set_grad_mode(False)
                     piece = flat[part.start : part.stop]
                     torch.add(view.to(piece.device), piece, out=piece)
             self._forget(gradient)
@@ -599,7 +611,8 @@ class GradientSwapper:
             lease, there = self._pipeline.take(part.key, part.length_bytes)
             assert there or gradient.place is Place.ZERO, part.key
             view = lease.view(0, part.numel, gradient.dtype)
-            with torch.no_grad():
+            with modes_kept():
+                set_grad_mode(False)
                 self._complete(gradient, view)
             yield view
         finally:
@@ -670,7 +683,8 @@ class GradientSwapper:
             self._check_process()
             if self._closed:
                 raise SwapError("closed")
-            with torch.no_grad(), torch.inference_mode(False):
+            with outside_of_inference():
+                set_grad_mode(False)
                 fill_gradient(handed, self._whole(gradient))
         except SwapError:
             handed.home = None  # Using it raises.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import copy
 import enum
 import logging
@@ -99,6 +100,10 @@ class Part:
         return self.stop - self.start
 
 
+def _start_of(part: Part) -> int:
+    return part.start
+
+
 @dataclass(eq=False, slots=True)
 class TakenNorm:
     """The norm of a whole gradient, taken as `foreach=None` takes it, and what its bits depend on besides."""
@@ -166,7 +171,9 @@ class Gradient:
 
     def part_at(self, start: int) -> Part:
         """The part that element `start` is in."""
-        return next(part for part in self.parts if part.start <= start < part.stop)
+        part = self.parts[bisect.bisect_right(self.parts, start, key=_start_of) - 1]
+        assert part.start <= start < part.stop, start
+        return part
 
     def somebody_has_it(self) -> AwayGradient | None:
         """The tensor that stands for it, if somebody has that."""

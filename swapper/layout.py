@@ -38,6 +38,7 @@ The second rule holds for the thread count at the time of the step: after `torch
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
 import math
@@ -291,34 +292,46 @@ class RecordLayout:
         With it, the first `exact_bytes(tail_bytes)` bytes of the record are a valid safetensors file. One that is not
         `padded` says that it is PyTorch's, without which Hugging Face's loaders refuse it.
         """
-        table: dict[str, object] = {} if self.padded else {"__metadata__": {"format": "pt"}}
-        cursor = self.payload_bytes
-        pads = 0
-
-        def put(name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int) -> None:
-            offsets = [start - self.payload_bytes, stop - self.payload_bytes]
-            table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
-
-        def pad_to(offset: int) -> None:
-            nonlocal pads
-            if offset > cursor:
-                put(f"__pad__{pads}", "U8", (offset - cursor,), cursor, offset)
-                pads += 1
-
-        for entry, offset in zip(self.entries, self.offsets_bytes, strict=True):
-            pad_to(offset)
-            cursor = offset + entry.length_bytes
-            put(entry.name, entry.dtype, entry.shape, offset, cursor)
-        pad_to(self.tail_offset_bytes)
-        cursor = max(cursor, self.tail_offset_bytes)
+        fixed, pads, cursor = self._fixed_table
+        table: dict[str, object] = {}
         if tail_bytes:
             cursor = self.tail_offset_bytes + tail_bytes
-            put("ties", "U8", (tail_bytes,), self.tail_offset_bytes, cursor)
-        pad_to(self.exact_bytes(tail_bytes))
-        text = json.dumps(table, separators=(",", ":")).encode()
+            self._put(table, "ties", "U8", (tail_bytes,), self.tail_offset_bytes, cursor)
+        self._pad(table, pads, cursor, self.exact_bytes(tail_bytes))
+        rest = _json_of(table)
+        text = b"{" + fixed + (b"," if fixed and rest else b"") + rest + b"}"
         room = self.payload_bytes - 8
         assert len(text) <= room, "the header outgrew the room planned for it"
         return room.to_bytes(8, "little") + text.ljust(room)
+
+    @functools.cached_property
+    def _fixed_table(self) -> tuple[bytes, int, int]:
+        """What is the same in every header, as JSON without its braces; the pads in it; and where they end."""
+        table: dict[str, object] = {} if self.padded else {"__metadata__": {"format": "pt"}}
+        cursor = self.payload_bytes
+        pads = 0
+        for entry, offset in zip(self.entries, self.offsets_bytes, strict=True):
+            pads += self._pad(table, pads, cursor, offset)
+            cursor = offset + entry.length_bytes
+            self._put(table, entry.name, entry.dtype, entry.shape, offset, cursor)
+        pads += self._pad(table, pads, cursor, self.tail_offset_bytes)
+        return _json_of(table), pads, max(cursor, self.tail_offset_bytes)
+
+    def _put(
+        self, table: dict[str, object], name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int
+    ) -> None:
+        offsets = [start - self.payload_bytes, stop - self.payload_bytes]
+        table[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": offsets}
+
+    def _pad(self, table: dict[str, object], number: int, start: int, stop: int) -> bool:
+        """Fill from `start` to `stop` if that is anything. Returns whether it is."""
+        if stop > start:
+            self._put(table, f"__pad__{number}", "U8", (stop - start,), start, stop)
+        return stop > start
+
+
+def _json_of(table: dict[str, object]) -> bytes:
+    return json.dumps(table, separators=(",", ":")).encode()[1:-1]
 
 
 def plan_record(entries: Sequence[Entry], tail_bytes_max: int = 0) -> RecordLayout:

@@ -37,6 +37,7 @@ from swapper.parameter import ParameterSwapper
 from swapper.parameter_cache import BY_ADDRESS, Held, State
 from swapper.parameter_records import OtherTensors, plan_record_of, why_not
 from swapper.store import RecordKey, TensorStore
+from swapper.unfilled import fill_with_nothing, has_nothing, mark_unfilled
 
 __all__ = ["Nursery"]
 
@@ -171,18 +172,25 @@ class Nursery(ParameterSwapper):
         """
         self._seen.add(model)
         made: dict[torch.Tensor, torch.Tensor] = {}
+        names = {module: name for name, module in model.named_modules()}
         for module, initialise in initialisers:
+            new: dict[torch.Tensor, str] = {}
             own: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
             for tensors in own:
                 for name, old in tensors.items():
                     if old is not None and _is_hollow(old):
                         if old not in made:
                             made[old] = _with_memory(old)
+                            new[made[old]] = f"{names[module]}.{name}".lstrip(".")
                         tensors[name] = made[old]
+            versions = {tensor: tensor._version for tensor in new}
             initialise()
+            unfilled = [tensor for tensor, version in versions.items() if _was_left_alone(tensor, version)]
             others = OtherTensors()
             for name, parameter in module.named_parameters(recurse=False):
                 self._put_away(parameter, f"{type(module).__name__}.{name}", others)
+            for tensor in unfilled:
+                mark_unfilled(tensor, new[tensor])
 
     def _wait(self, parameter: torch.nn.Parameter, name: str) -> None:
         if home_of(parameter) is None and parameter.device.type == "cpu":
@@ -410,6 +418,13 @@ def _is_hollow(tensor: torch.Tensor | None) -> bool:
     return tensor is not None and tensor.device.type == "meta" and not torch.nn.parameter.is_lazy(tensor)
 
 
+def _was_left_alone(tensor: torch.Tensor, version: int) -> bool:
+    """Whether nothing has written to `tensor` since it was made and had this version."""
+    if home_of(tensor) is not None or tensor._version != version or tensor.numel() == 0:
+        return False
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_nothing(tensor)
+
+
 def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
     """As `tensor`, on the CPU, with undefined content."""
     made: torch.Tensor
@@ -417,6 +432,8 @@ def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     else:
         made = torch.empty_like(tensor, device="cpu")
+    if type(made) is torch.Tensor:
+        fill_with_nothing(made)
     if isinstance(tensor, torch.nn.Parameter):
         made = torch.nn.Parameter(made, tensor.requires_grad)
     made.__dict__.update(tensor.__dict__)

@@ -26,6 +26,7 @@ from swapper.evicted import bring_back_gradients, raw_gradient
 from swapper.failure import Failure, versions
 from swapper.growing_pool import GrowingPool
 from swapper.metrics import Metrics
+from swapper.modes import modes_kept, set_grad_mode
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.optimizer_state import (
     SHOW_PROGRESS_BYTES,
@@ -37,7 +38,7 @@ from swapper.optimizer_state import (
 from swapper.pipeline import Pipeline
 from swapper.segments import MASTER, Bucket, OptimizerParameter
 from swapper.stats import Moves, Stats, moves_of
-from swapper.stepper import Stepper, SwappedGradients, SwappedParameters
+from swapper.stepper import ReadAhead, Stepper, SwappedGradients, SwappedParameters
 from swapper.store import TensorStore
 from swapper.trial import unhooked_step
 
@@ -298,7 +299,8 @@ class OptimizerSwapper:
         optimizer = self._optimizer()
         self._reconcile(optimizer)
         self._extend(optimizer, parameters)
-        with self._replacing("loading a checkpoint"), torch.no_grad():
+        with self._replacing("loading a checkpoint"), modes_kept():
+            set_grad_mode(False)
             fill(self._records, optimizer)
         self._made_anew()
 
@@ -429,7 +431,8 @@ class OptimizerSwapper:
         self._check_usable("step")
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            with modes_kept():
+                set_grad_mode(True)
                 loss = closure()
         if self._backward is not None:
             self._backward.check_options(optimizer)
@@ -442,7 +445,8 @@ class OptimizerSwapper:
         show = self.metrics.steps == 0 and self._plan.stored_bytes >= SHOW_PROGRESS_BYTES
         waited_s = self.metrics.wait_read_s + self.metrics.wait_write_s
         before_s = self.metrics.step_s
-        with torch.no_grad(), self.metrics.span("swapper.step", "step_s"):
+        with modes_kept(), self.metrics.span("swapper.step", "step_s"):
+            set_grad_mode(False)
             try:
                 self._stepper.run(optimizer, work, show)
             except BaseException as error:
@@ -673,7 +677,7 @@ class OptimizerSwapper:
         try:
             if scratch:
                 self._stepper.hold_scratch()
-            self._stepper.stage_ahead([(bucket, []) for bucket in buckets], 0)
+            ReadAhead(self._stepper, [(bucket, []) for bucket in buckets]).look(0)
         except SwapError:
             # Read-ahead is a wish. What is wrong with it (a full pool, a failed write) comes up again in `step`.
             log.debug("no read-ahead", exc_info=True)
@@ -733,7 +737,8 @@ class OptimizerSwapper:
             assert known is not None
             check_loadable(p, known.segments, entries)
             entries_of[known] = entries
-        with self._replacing("loading optimizer state"), torch.no_grad():
+        with self._replacing("loading optimizer state"), modes_kept():
+            set_grad_mode(False)
             self._records.replace(optimizer, entries_of, lambda segment: entries_of[segment.of], as_it_is)
 
     # --- The end ---------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from swapper.errors import ConfigError, SwapError
 from swapper.layout import PAGE_BYTES, round_up
 from swapper.schedule import Schedule, plan_schedule
 from swapper.segments import Bucket, OptimizerParameter, Segment, grouped, plan_buckets, plan_segments
-from swapper.trial import StateSpec, is_elementwise, keeps_bits, learn_state
+from swapper.trial import StateSpec, is_elementwise, is_plain, keeps_bits, learn_state
 
 __all__ = ["OptimizerPlan"]
 
@@ -261,7 +261,7 @@ class OptimizerPlan:
         p: torch.nn.Parameter,
         known: OptimizerParameter,
     ) -> list[Segment]:
-        if type(p.data) is not torch.Tensor or p.layout is not torch.strided:
+        if not is_plain(p) or p.layout is not torch.strided:
             raise ConfigError(
                 f"a parameter holds a {type(p.data).__name__} of layout {p.layout}; only plain strided tensors can be "
                 "swapped in this version of swapper (DTensor is not there yet)"

@@ -14,10 +14,11 @@ from swapper.buffers import Lease
 from swapper.errors import ConfigError
 from swapper.heap import return_free_memory
 from swapper.layout import ALIGNMENT_BYTES, round_up
+from swapper.modes import modes_kept, set_grad_mode
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.pipeline import Pipeline
 from swapper.segments import MASTER, Bucket, OptimizerParameter, Segment
-from swapper.stepper import Stepper, progress
+from swapper.stepper import ReadAhead, Stepper, progress
 from swapper.store import TensorStore
 from swapper.trial import is_dense
 
@@ -81,13 +82,16 @@ class StateRecords:
                 buckets.append((bucket, chosen))
         show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
         try:
-            with torch.no_grad():
+            with modes_kept():
+                set_grad_mode(False)
+                ahead = ReadAhead(self.stepper, [(bucket, []) for bucket, _ in buckets])
                 for i, (bucket, chosen) in enumerate(progress(buckets, "reading optimizer state", show)):
-                    self.stepper.stage_ahead([(b, []) for b, _ in buckets[i : i + 64]], 0)
+                    ahead.look(i)
                     lease = self.stepper.take(bucket)
+                    tie_offsets = bucket.tie_offsets()
                     for segment in chosen:
                         entries = gathered.setdefault(id(segment.parameter), {})
-                        if not read_segment(bucket, segment, lease, entries, flat):
+                        if not read_segment(bucket, segment, lease, entries, flat, tie_offsets.get(segment, 0)):
                             self.stepper.count_reset()
                     if lease is not None:
                         self.pipeline.give_back(bucket.key)
@@ -149,11 +153,14 @@ class StateRecords:
             if lease is not None and (length_bytes := take_whole(bucket, lease)):
                 self.pipeline.put(bucket.key, length_bytes)
                 continue
+            masters: dict[Segment, tuple[torch.Tensor, torch.Tensor]] = {}
             for segment in chosen:
                 number = segment.of.group
                 group = optimizer.defaults if number is None else optimizer.param_groups[number]
-                for key in write_segment(bucket, segment, lease, entries_of(segment), group, as_it_is):
+                for key in write_segment(bucket, segment, lease, entries_of(segment), group, as_it_is, masters):
                     self.stepper.say_unplanned(key)
+            if masters:  # At once: encoding one walks the ties of all.
+                bucket.encode(masters, lease)
             passed_bytes += bucket.length_bytes
             if passed_bytes >= _TRIM_BYTES:
                 passed_bytes = 0
@@ -168,12 +175,14 @@ def read_segment(
     lease: Lease | None,
     entries: dict[str, Any],
     flat: Callable[[torch.nn.Parameter, str, int, torch.dtype], torch.Tensor],
+    tie_offset_bytes: int,
 ) -> bool:
     """Copy the state of `segment` into `entries`, which collects that of its parameter in the class's own format.
 
     Args:
         lease: the record; None if nothing of it moves.
         flat: gives the 1-D tensor for a parameter's whole `key`: the same for each of its segments.
+        tie_offset_bytes: see `Bucket.decode_master`.
 
     Returns:
         False if the parameter was changed since its master was encoded, so that the master is `float(parameter)`.
@@ -194,7 +203,7 @@ def read_segment(
         master = flat(p, MASTER, p.numel(), torch.float32)
         bits = segment.slice_of(p.detach()).cpu().contiguous()
         entries[MASTER] = master.as_strided(p.shape, p.stride()) if is_dense(p) else master.view(p.shape)
-        return bucket.decode_master(segment, bits, lease, master[segment.start : segment.stop])
+        return bucket.decode_master(segment, bits, lease, master[segment.start : segment.stop], tie_offset_bytes)
     return True
 
 
@@ -205,6 +214,7 @@ def write_segment(
     entries: dict[str, Any],
     group: dict[str, Any],
     as_it_is: bool,
+    masters: dict[Segment, tuple[torch.Tensor, torch.Tensor]],
 ) -> list[str]:
     """Make `entries`, the state of a parameter in the class's own format, the state of `segment`.
 
@@ -213,6 +223,7 @@ def write_segment(
         lease: the record; None if nothing of it moves.
         group: the parameter's.
         as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does, where they are not the planned ones.
+        masters: gets the segment's master, for `Bucket.encode`.
 
     Returns:
         Keys of large state that was not planned for and stays in memory.
@@ -240,7 +251,7 @@ def write_segment(
         master = segment.slice_of(master) if master.shape == p.shape else master
         master = master.to(device="cpu", dtype=torch.float32).contiguous()
         # Encoded against the parameter that it rounds to, since the model may be loaded after the optimizer.
-        bucket.encode({segment: (master, torch.empty(segment.numel, dtype=p.dtype))}, lease)
+        masters[segment] = master, torch.empty(segment.numel, dtype=p.dtype)
     return unplanned
 
 

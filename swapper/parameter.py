@@ -26,6 +26,7 @@ from swapper.evicted import Home, evict, home_of, refuse_copy, restore, settle
 from swapper.forward_hooks import Forward, ForwardHooks
 from swapper.lasting import LastingCopies
 from swapper.layout import format_bytes
+from swapper.modes import modes_kept, set_grad_mode
 from swapper.order import Order, Use
 from swapper.parameter_cache import Held, ParameterCache, State, finalize
 from swapper.parameter_records import (
@@ -385,7 +386,10 @@ class ParameterSwapper(ParameterCache):
         held.pins += 1
         try:
             for place, values in zip(held.plan.places, held.values, strict=True):
-                values.as_strided(place.shape, place.stride).copy_(place.parameter.detach())
+                source = place.parameter.detach()
+                with torch._C.DisableTorchFunctionSubclass():  # Of one that nothing has filled yet, nothing is copied.
+                    values.as_strided(place.shape, place.stride).copy_(source)
+                del source  # The buffer that it lies in may be needed for the next.
         except BaseException:
             self._release(held)
             raise
@@ -590,7 +594,8 @@ class ParameterSwapper(ParameterCache):
         index = held.plan.places.index(place)
 
         def fill(copy: torch.Tensor) -> None:
-            with self.present([held]), torch.no_grad():
+            with self.present([held]), modes_kept():
+                set_grad_mode(False)
                 copy.copy_(held.values[index].as_strided(place.shape, place.stride))
 
         self._check_open()

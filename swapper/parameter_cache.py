@@ -24,6 +24,7 @@ from swapper.buffers import BufferPool, Lease, PoolExhausted
 from swapper.errors import SwapError, SwapIOError
 from swapper.layout import format_bytes
 from swapper.metrics import Metrics
+from swapper.modes import outside_of_inference
 from swapper.order import Order, Use
 from swapper.parameter_records import ParameterPlace, ParameterRecord
 from swapper.store import RecordKey, TensorStore
@@ -151,7 +152,7 @@ class ParameterCache:
         assert lease is not None
         held.values = []
         for index, place in enumerate(held.plan.places):
-            with torch.inference_mode(False):  # They outlive that mode.
+            with outside_of_inference():  # They outlive that mode.
                 values = lease.own_view(place.offset_bytes, place.numel, place.dtype)
             held.values.append(values)
             BY_ADDRESS[values.data_ptr()] = (weakref.ref(self), held, index)

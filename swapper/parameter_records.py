@@ -20,9 +20,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from swapper.codec import SAFETENSORS_NAMES
 from swapper.errors import ConfigError
-from swapper.evicted import GradientAwayParameter, home_of
+from swapper.evicted import home_of, is_ordinary
 from swapper.layout import ALIGNMENT_BYTES, PAGE_BYTES, Entry, RecordLayout, format_bytes, plan_whole_tensors, round_up
-from swapper.trial import is_dense
+from swapper.trial import is_dense, is_plain
 
 __all__ = [
     "GROUP_BYTES",
@@ -123,8 +123,7 @@ def why_not(parameter: torch.nn.Parameter) -> str:
         return "" if home.temporary else _ALREADY
     if torch.nn.parameter.is_lazy(parameter):
         return "it is lazy and has no values yet"
-    plain = type(parameter) in (torch.nn.Parameter, GradientAwayParameter)
-    if not plain or type(parameter.data) is not torch.Tensor:
+    if not is_ordinary(parameter) or not is_plain(parameter):
         return f"its class is {type(parameter).__name__}"
     if parameter.layout is not torch.strided or not is_dense(parameter):
         return "its elements do not lie densely in memory"
@@ -190,7 +189,7 @@ def _names_by_storage(model: torch.nn.Module) -> dict[int, list[str]]:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if home_of(tensor) is not None or torch.nn.parameter.is_lazy(tensor):  # It shares memory with nothing.
             continue
-        if tensor.layout is torch.strided and type(tensor.data) is torch.Tensor:
+        if tensor.layout is torch.strided and is_plain(tensor):
             names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
     return names
 

@@ -1,53 +1,35 @@
 """Runs a schedule over the pool and the store: read ahead, use, write behind.
 
-[Note: who owns a buffer] Each record that is in memory has one `_Held`: its lease, and its place in the life cycle. The
+[Note: who owns a buffer] Each record that is in memory has one `Held`: its lease, and its place in the life cycle. The
 transfer in flight travels in the lease. A lease that is released while its transfer is in flight is given back by the
 pool only when the transfer is done, so no exception, wherever it strikes, can let two owners have one buffer. (But for
 Ctrl-C in the microseconds in which a transfer was started and is not yet in the lease: it then ends unwatched.)
 
-[Note: failed writes] A write that failed keeps its place, its buffer and its transfer, so that every later call raises
-it again, until `discard` or `forget`: the record on disk is neither the old nor the new one and must not be read.
+[Note: failed writes] A record whose write failed keeps its buffer and its transfer, in a place of its own. Every later
+call raises the error again, until `discard` or `forget`: the record on disk is neither the old nor the new one.
 """
 
 from __future__ import annotations
 
 import contextlib
-import enum
+import itertools
 import threading
+from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from swapper.buffers import BufferPool, Lease
 from swapper.errors import SwapIOError
 from swapper.growing_pool import GrowingPool
+from swapper.held_records import Held, HeldRecords, Place
 from swapper.metrics import Metrics
 from swapper.store import RecordKey, TensorStore
 from swapper.transfers import AnyTransfer
 
 __all__ = ["Pipeline", "Place"]
 
-
-class Place(enum.Enum):
-    """Where a record is that is not only on disk. Each holds one pool buffer."""
-
-    ARRIVING = enum.auto()
-    """Being read (or still being written by the step before, and wanted again). Clean."""
-    LIVE = enum.auto()
-    """In use between `take` and `put`; the only place where the buffer may be changed."""
-    LEAVING = enum.auto()
-    """Being written. The buffer goes back to the pool when that is done."""
-    KEPT = enum.auto()
-    """Resident: written through, or never stored at all. The buffer stays."""
-
-
-@dataclass(slots=True)
-class _Held:
-    lease: Lease
-    place: Place
-    writing: bool = False
-    """The lease's transfer is a write: its failure means lost data, not only a read to repeat."""
-    empty: bool = False
-    """A new buffer of undefined content, as nothing is stored yet."""
+_LOOKS = 32
+"""Writes that one call looks at, the oldest first, to see whether they are over. Each call starts at most one, so the
+list does not grow; and a drive finishes them in about the order in which they were started."""
 
 
 class Pipeline:
@@ -62,6 +44,7 @@ class Pipeline:
         limit_bytes: the most of the pool to hold at once, unless what is in use alone is more; None for no limit.
         read_ahead_bytes: the most that `stage` keeps of the pool, beside what is in use; None where nobody else needs
             the rest.
+        drops: how often a record that was read ahead was given up before anybody took it.
 
     Thread safety: `stage` may be called by an autograd thread while the owner's thread waits in backward.
     """
@@ -72,9 +55,10 @@ class Pipeline:
         self._metrics = metrics
         self.limit_bytes: int | None = None
         self.read_ahead_bytes: int | None = None
-        self._held: dict[RecordKey, _Held] = {}
+        self.drops = 0
+        self._held = HeldRecords()
         self._resident: frozenset[RecordKey] = frozenset()
-        self._dropped: list[AnyTransfer] = []  # reads that are not wanted any more
+        self._dropped: deque[AnyTransfer] = deque()  # reads that are not wanted any more
         self._lock = threading.RLock()
         pool.add_reclaimer(self._reclaim)
 
@@ -82,9 +66,9 @@ class Pipeline:
         """From now on these records stay in the pool once they are there."""
         with self._lock:
             self._resident = frozenset(keys)
-            for key, held in list(self._held.items()):
-                if held.place is Place.KEPT and self._store is not None and key not in self._resident:
-                    self._evict(key, held)
+            for held in self._held.of_place(Place.KEPT):
+                if self._store is not None and held.key not in self._resident:
+                    self._evict(held)
 
     def stage(self, key: RecordKey, length_bytes: int) -> bool:
         """Start bringing `key` in, if there is a buffer for it now.
@@ -96,16 +80,19 @@ class Pipeline:
         Returns:
             False if there is no room: nothing was done.
         """
+        if self._store is None:  # What there is is in the pool.
+            return True
         with self._lock:
             self._collect()
             held = self._held.get(key)
             if held is not None:
-                if held.place is Place.LEAVING:
-                    held.place = Place.ARRIVING  # Still in memory: no need to read what is just being written.
+                if held.place is Place.LEAVING:  # Still in memory: no need to read what is just being written.
+                    self._held.move(held, Place.ARRIVING, writing=True)
                 return True
-            if self._store is None or self._store.stored_bytes(key) == 0:
+            if self._store.stored_bytes(key) == 0:
                 return True
-            if self.read_ahead_bytes is not None and self._staged_bytes() + length_bytes > self.read_ahead_bytes:
+            staged_bytes = self._held.bytes_of(Place.ARRIVING)
+            if self.read_ahead_bytes is not None and staged_bytes + length_bytes > self.read_ahead_bytes:
                 return False
             lease = self._try_acquire(length_bytes)
             if lease is None:
@@ -130,7 +117,7 @@ class Pipeline:
             if held is None:
                 lease = self._acquire(length_bytes)
                 if self._store is None or self._store.stored_bytes(key) == 0:
-                    self._held[key] = _Held(lease, Place.LIVE, empty=True)
+                    self._held.add(Held(key, lease, Place.LIVE, empty=True))
                     self._metrics.begin_use(key)
                     return lease, False
                 held = self._read(key, lease)
@@ -145,12 +132,13 @@ class Pipeline:
                     if self._store is not None and not held.writing:
                         self._store.check_written(key)  # While it was read it may have been lost.
                 except SwapIOError:
-                    if not held.writing:  # The next call reads it again.
-                        del self._held[key]
-                        held.lease.release()
+                    if held.writing:
+                        self._held.move(held, Place.FAILED, writing=False)
+                    else:  # The next call reads it again.
+                        self._give_up(held)
                     raise
-                held.lease.transfer = None
-            held.place, held.writing = Place.LIVE, False
+            self._held.move(held, Place.LIVE, writing=False)
+            held.lease.transfer = None
             self._metrics.begin_use(key)
             return held.lease, True
 
@@ -161,30 +149,26 @@ class Pipeline:
             SwapIOError: an earlier write failed, or there is no room for a fresh file beside one that must stay.
         """
         with self._lock:
-            held = self._held[key]
-            assert held.place is Place.LIVE, f"{key} is not in use"
+            held = self._live(key)
             held.empty = False
             self._metrics.end_use(key)
             if self._store is None:
-                held.place = Place.KEPT
+                self._held.move(held, Place.KEPT, writing=False)
                 return
             held.lease.transfer = self._store.write(key, held.lease, length_bytes)
-            held.writing = True
-            held.place = Place.KEPT if key in self._resident else Place.LEAVING
+            self._held.move(held, Place.KEPT if key in self._resident else Place.LEAVING, writing=True)
             self._metrics.count_write(key, length_bytes, held.lease.transfer)
             self._collect()
 
     def give_back(self, key: RecordKey) -> None:
         """Let go of the buffer taken for `key`; it was not changed. If nothing is stored, nothing is kept either."""
         with self._lock:
-            held = self._held[key]
-            assert held.place is Place.LIVE, f"{key} is not in use"
+            held = self._live(key)
             self._metrics.end_use(key)
             if not held.empty and (self._store is None or key in self._resident):
-                held.place = Place.KEPT
+                self._held.move(held, Place.KEPT, writing=False)
             else:
-                del self._held[key]
-                held.lease.release()
+                self._give_up(held)
 
     def let_go(self, key: RecordKey) -> None:
         """As `give_back`; nothing if it is not in use, as after a `take` that was cut off."""
@@ -198,14 +182,8 @@ class Pipeline:
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            dropped = False
-            for key, held in list(self._held.items()):
-                if held.place is Place.ARRIVING and held.writing:
-                    held.place = Place.LEAVING
-                elif held.place is Place.ARRIVING:
-                    self._drop(key, held)
-                    dropped = True
-            return dropped
+            dropped = [self._drop(held) for held in self._held.of_place(Place.ARRIVING)]
+            return any(dropped)
         finally:
             self._lock.release()
 
@@ -218,11 +196,14 @@ class Pipeline:
         """
         with self._lock, self._metrics.span("swapper.drain", "wait_write_s"):
             self.drop_staged()
-            for held in list(self._held.values()):
-                if held.lease.transfer is not None:
-                    held.lease.transfer.settle()
+            writes = list(self._held.writes())
+            for held in writes:
+                assert held.lease.transfer is not None
+                held.lease.transfer.settle()
             for transfer in self._dropped:
                 transfer.settle()
+            for held in writes:
+                self._see_written(held)
             self._collect()
             if self._store is not None:
                 self._store.check_written()
@@ -243,15 +224,12 @@ class Pipeline:
         """
         with self._lock:
             self.drop_staged()
-            for key, held in list(self._held.items()):
-                if held.place is not Place.LIVE:
-                    continue
-                self._metrics.end_use(key)
+            for held in self._held.of_place(Place.LIVE):
+                self._metrics.end_use(held.key)
                 if self._store is None and not held.empty:
-                    held.place = Place.KEPT
+                    self._held.move(held, Place.KEPT, writing=False)
                 else:
-                    del self._held[key]
-                    held.lease.release()
+                    self._give_up(held)
 
     def discard(self, key: RecordKey) -> None:
         """Give back the record's buffer, if it has one, and forget what is stored of it, failed writes included."""
@@ -261,8 +239,7 @@ class Pipeline:
                 with contextlib.suppress(SwapIOError):  # The data that it failed to move are not wanted any more.
                     if held.lease.transfer is not None:
                         held.lease.transfer.wait()
-                del self._held[key]
-                held.lease.release()
+                self._give_up(held)
                 self._metrics.end_use(key)
             if self._store is not None:
                 self._store.discard(key)
@@ -274,81 +251,93 @@ class Pipeline:
             if self._store is not None:
                 self._store.forget(key)
 
-    def _read(self, key: RecordKey, lease: Lease) -> _Held:
-        assert self._store is not None
-        held = _Held(lease, Place.ARRIVING)
-        lease.transfer = self._store.read(key, lease)
-        self._metrics.count_read(key, self._store.stored_bytes(key), lease.transfer)
-        self._held[key] = held
+    def _live(self, key: RecordKey) -> Held:
+        held = self._held.get(key)
+        assert held is not None, f"{key} is not in use"
+        assert held.place is Place.LIVE, f"{key} is not in use"
         return held
 
-    def _collect(self) -> None:
-        """Give back the buffers whose write is done.
+    def _read(self, key: RecordKey, lease: Lease) -> Held:
+        assert self._store is not None
+        held = Held(key, lease, Place.ARRIVING)
+        lease.transfer = self._store.read(key, lease)
+        self._metrics.count_read(key, self._store.stored_bytes(key), lease.transfer)
+        self._held.add(held)
+        return held
 
-        Raises:
-            SwapIOError: the first write that failed. See [Note: failed writes].
-        """
-        failure: SwapIOError | None = None
-        for key, held in list(self._held.items()):
-            transfer = held.lease.transfer
-            if not held.writing or transfer is None or not transfer.done():
-                continue
-            try:
-                transfer.wait()
-            except SwapIOError as error:
-                failure = failure or error
-                continue
-            held.lease.transfer, held.writing = None, False
-            if held.place is Place.LEAVING:
-                del self._held[key]
-                held.lease.release()
-        self._observe_dropped()
-        if failure is not None:
-            raise failure
-
-    def _drop(self, key: RecordKey, held: _Held) -> None:
-        """Give back a buffer that is being read into."""
-        del self._held[key]
-        if held.lease.transfer is not None:
-            self._dropped.append(held.lease.transfer)
+    def _give_up(self, held: Held) -> None:
+        """Give the buffer back. The memory goes to nobody else before the transfer in it is over."""
+        self._held.remove(held)
         held.lease.release()
 
-    def _drop_last_staged(self) -> bool:
-        """Give back one buffer that was only read ahead: the one staged last, which is needed last. False if none is.
+    def _collect(self) -> None:
+        """Give back the buffers of the oldest writes if they are done.
 
-        One that is still being written as well stays: it leaves when that is done.
+        Raises:
+            SwapIOError: a write failed. See [Note: failed writes].
         """
-        for key, held in reversed(self._held.items()):
-            if held.place is Place.ARRIVING:
-                if held.writing:
-                    held.place = Place.LEAVING
-                else:
-                    self._drop(key, held)
-                return True
-        return False
+        for held in list(itertools.islice(self._held.writes(), _LOOKS)):
+            assert held.lease.transfer is not None
+            if held.lease.transfer.done():
+                self._see_written(held)
+        self._observe_dropped()
+        failed = self._held.first(Place.FAILED)
+        if failed is not None:
+            assert failed.lease.transfer is not None
+            failed.lease.transfer.wait()
 
-    def _staged_bytes(self) -> int:
-        return sum(held.lease.length_bytes for held in self._held.values() if held.place is Place.ARRIVING)
+    def _see_written(self, held: Held) -> bool:
+        """Wait for the write of `held`, and let the record leave if it was leaving. False if the write failed."""
+        assert held.lease.transfer is not None
+        try:
+            held.lease.transfer.wait()
+        except SwapIOError:
+            self._held.move(held, Place.FAILED, writing=False)
+            return False
+        if held.place is Place.LEAVING:
+            self._give_up(held)
+        else:
+            self._held.end_write(held)
+            held.lease.transfer = None
+        return True
+
+    def _drop(self, held: Held) -> bool:
+        """Give up a record that was only read ahead. False if it leaves later, as it is still being written."""
+        self.drops += 1
+        if held.writing:
+            self._held.move(held, Place.LEAVING, writing=True)
+            return False
+        if held.lease.transfer is not None:
+            self._dropped.append(held.lease.transfer)
+        self._give_up(held)
+        return True
+
+    def _drop_last_staged(self) -> bool:
+        """Give up one record that was only read ahead: the one staged last, which is needed last. False if none is."""
+        held = self._held.last(Place.ARRIVING)
+        if held is None:
+            return False
+        self._drop(held)
+        return True
 
     def _observe_dropped(self) -> None:
         # Waited for, so that the handle does not report the failure of a read that nobody wanted.
-        for transfer in [transfer for transfer in self._dropped if transfer.done()]:
-            self._dropped.remove(transfer)
+        while self._dropped and self._dropped[0].done():
             with contextlib.suppress(SwapIOError):
-                transfer.wait()
+                self._dropped[0].wait()
+            self._dropped.popleft()
 
-    def _evict(self, key: RecordKey, held: _Held) -> None:
+    def _evict(self, held: Held) -> None:
         """Let a record that is kept leave; what is kept beside a store is stored too."""
         if held.writing:
-            held.place = Place.LEAVING
+            self._held.move(held, Place.LEAVING, writing=True)
         else:
-            del self._held[key]
-            held.lease.release()
+            self._give_up(held)
 
     def _is_beyond_limit(self, length_bytes: int) -> bool:
         if self.limit_bytes is None:
             return False
-        return sum(held.lease.length_bytes for held in self._held.values()) + length_bytes > self.limit_bytes
+        return self._held.length_bytes + length_bytes > self.limit_bytes
 
     def _try_acquire(self, length_bytes: int) -> Lease | None:
         return None if self._is_beyond_limit(length_bytes) else self._pool.try_acquire(length_bytes)
@@ -367,12 +356,13 @@ class Pipeline:
 
     def _wait_for_write(self) -> bool:
         """Wait until a record has left, or failed to. False if none is leaving."""
-        leaving = next((held for held in self._held.values() if held.place is Place.LEAVING), None)
+        leaving = self._held.first(Place.LEAVING)
         if leaving is None:
             return False
         assert leaving.lease.transfer is not None
         with self._metrics.span("swapper.wait_write", "wait_write_s"):
             leaving.lease.transfer.settle()
+        self._see_written(leaving)
         return True
 
     def _reclaim(self) -> bool:
@@ -388,23 +378,17 @@ class Pipeline:
         try:
             if self._drop_last_staged():
                 return True
+            if self._store is None:
+                return False
+            # One whose write fails goes to another place, so that the next is the first.
+            while (held := self._held.first(Place.LEAVING)) is not None:
+                if self._see_written(held):
+                    return True
             # What is kept goes too if it must: buffers that stay can leave no piece of the pool that is long enough.
-            for place in (Place.LEAVING, Place.KEPT):
-                for key, held in list(self._held.items()):
-                    if held.place is place and self._store is not None and self._is_written(held):
-                        del self._held[key]
-                        held.lease.release()
-                        return True
+            while (held := self._held.first(Place.KEPT)) is not None:
+                if not held.writing or self._see_written(held):
+                    self._give_up(held)
+                    return True
             return False
         finally:
             self._lock.release()
-
-    def _is_written(self, held: _Held) -> bool:
-        """Wait for the write that is in flight, if any. False if it failed."""
-        if held.lease.transfer is not None:
-            try:
-                held.lease.transfer.wait()
-            except SwapIOError:
-                return False
-            held.lease.transfer, held.writing = None, False
-        return True

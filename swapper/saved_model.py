@@ -21,6 +21,7 @@ from swapper.parameter import ParameterSwapper
 from swapper.parameter_cache import Held
 from swapper.store import RecordKey
 from swapper.tensor_files import FromFile, StoredTensor, stored_dtype
+from swapper.unfilled import refuse_unfilled
 from swapper.values import decode, encode
 
 __all__ = ["differences", "plain_model", "ready_to_load", "save_model", "save_state_dict", "stored_state_dict"]
@@ -116,6 +117,7 @@ def _write_memory(memory: Mapping[str, torch.Tensor], new: NewCheckpoint) -> dic
 
 
 def _check_can_be_saved(name: str, value: torch.Tensor) -> None:
+    refuse_unfilled(value)
     if type(value) not in _KINDS or (type(value) is torch.nn.Parameter and type(value.data) is not torch.Tensor):
         raise SwapError(
             f"{name} is a {type(value).__name__}, of which more than values would have to be saved; save it with "

@@ -67,7 +67,7 @@ class _Slot:
         return self.numel * self.dtype.itemsize
 
     def view(self, lease: Lease) -> torch.Tensor:
-        return lease.view(self.offset_bytes, self.numel, self.dtype).as_strided(self.shape, self.stride)
+        return lease.strided_view(self.offset_bytes, self.numel, self.dtype, self.shape, self.stride)
 
 
 class OptimizerParameter:
@@ -220,7 +220,7 @@ class Segment:
         if not self.whole:
             return flat
         p = self.parameter
-        return flat.as_strided(p.shape, p.stride()) if is_dense(p) else flat.view(p.shape)
+        return flat.as_strided(p.shape, p.stride()) if p.is_contiguous() or is_dense(p) else flat.view(p.shape)
 
     def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
         """This segment's elements of `tensor`, which has the parameter's shape, in memory order of the parameter.
@@ -228,6 +228,8 @@ class Segment:
         A view, except where strides differ: then one temporary of the tensor's size is made.
         """
         p, tensor = self.parameter, tensor.detach()
+        if tensor.is_contiguous() and p.is_contiguous():
+            return tensor.as_strided((self.stop - self.start,), (1,), tensor.storage_offset() + self.start)
         if not is_dense(p):
             return tensor.reshape(-1)[self.start : self.stop]
         if not same_layout(tensor, p):
@@ -400,6 +402,7 @@ class Bucket:
             The state of each.
         """
         states = []
+        tie_offsets = self.tie_offsets() if any(item.segment.tie_bits for item in opened) else {}
         for item in opened:
             segment = item.segment
             if item.bits is None:
@@ -408,7 +411,7 @@ class Bucket:
                 assert item.gradient is not None
                 values, gradient = item.bits, item.gradient
                 if segment.master:
-                    values = item.master = self._open_master(item, lease, scratch)
+                    values = item.master = self._open_master(item, lease, scratch, tie_offsets.get(segment, 0))
                     gradient = scratch.take(segment.numel, torch.float32).copy_(gradient)
                 item.tensor = torch.nn.Parameter(segment.shaped(values))
                 item.tensor.grad = segment.shaped(gradient)
@@ -426,8 +429,13 @@ class Bucket:
                 state[key] = segment.small[key]
         return state
 
-    def decode_master(self, segment: Segment, bits: torch.Tensor, lease: Lease | None, out: torch.Tensor) -> bool:
+    def decode_master(
+        self, segment: Segment, bits: torch.Tensor, lease: Lease | None, out: torch.Tensor, tie_offset_bytes: int
+    ) -> bool:
         """Write the master of `segment` to `out` (fp32, 1-D). `bits` are the parameter's.
+
+        Args:
+            tie_offset_bytes: of the segment, from `tie_offsets`; any number if it has no ties.
 
         Returns:
             False if there is none, or the parameter is not the one it was encoded with: `out` is `float(bits)` then.
@@ -437,7 +445,7 @@ class Bucket:
             return False
         if segment.master_moves and segment.master == "split":
             assert lease is not None
-            ties = self._ties(lease)[segment]
+            ties = lease.view(tie_offset_bytes, _tie_bytes(segment), torch.uint8)
             codec.join_master(bits, segment.slots[MASTER].view(lease), ties, segment.tie_bits, out)
             return True
         kept = segment.kept_master
@@ -456,9 +464,12 @@ class Bucket:
             masters: for each segment that changed: its master (fp32, 1-D) and where the rounded bits go (1-D).
             lease: the record, which also holds the ties of segments that did not change.
         """
-        old = self._ties(lease)
-        if any(segment not in masters and segment.tie_bits for segment in old):
-            old = {segment: ties.clone() for segment, ties in old.items()}
+        old: dict[Segment, torch.Tensor] = {}  # ties of segments that do not change; they may move
+        if any(segment.tie_bits and segment not in masters for segment in self.segments):
+            assert lease is not None
+            for segment, offset in self.tie_offsets().items():
+                if segment not in masters:
+                    old[segment] = lease.view(offset, _tie_bytes(segment), torch.uint8).clone()
         cursor = self.layout.tail_offset_bytes
         for segment in self.segments:
             master, bits = masters.get(segment, (None, None))
@@ -502,18 +513,14 @@ class Bucket:
             slot = segment.slots.get(key)
             if isinstance(value, torch.Tensor) and slot is not None and _fits(value, slot):
                 assert lease is not None
-                view = slot.view(lease)
-                if value.data_ptr() != view.data_ptr() or value.stride() != view.stride():
-                    view.copy_(value)
+                if value.data_ptr() != lease.address + slot.offset_bytes or value.stride() != slot.stride:
+                    slot.view(lease).copy_(value)
                 segment.present.add(key)
                 continue
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 if value.nbytes >= SMALL_BYTES:
                     unplanned.append(key)
-                if (
-                    lease is not None
-                    and value.untyped_storage().data_ptr() == lease.tensor.untyped_storage().data_ptr()
-                ):
+                if lease is not None and lease.pool_has(value):
                     value = value.clone()
             segment.small[key] = value
         return unplanned
@@ -525,7 +532,7 @@ class Bucket:
         lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         return self.layout.used_bytes(tail_bytes)
 
-    def _open_master(self, item: Opened, lease: Lease | None, scratch: Scratch) -> torch.Tensor:
+    def _open_master(self, item: Opened, lease: Lease | None, scratch: Scratch, tie_offset_bytes: int) -> torch.Tensor:
         segment, bits = item.segment, item.bits
         assert bits is not None
         if segment.master_moves:
@@ -538,7 +545,7 @@ class Bucket:
             if segment.kept_master is None:
                 segment.kept_master = torch.empty(segment.numel, dtype=torch.float32)
             master = segment.kept_master
-        decoded = self.decode_master(segment, bits, lease, master)
+        decoded = self.decode_master(segment, bits, lease, master, tie_offset_bytes)
         item.master_reset = segment.checksum is not None and not decoded
         return master
 
@@ -547,6 +554,8 @@ class Bucket:
         if item.bits is None:
             return
         segment = item.segment
+        if not self._remote and segment.parameter.is_contiguous():
+            return  # `bits` are a view of it.
         parameter = segment.parameter.detach()
         flat = flat_view(parameter)
         if flat is None:
@@ -556,16 +565,15 @@ class Bucket:
         elif self._remote:
             scratch.note(copies.copy(flat[segment.start : segment.stop], item.bits))
 
-    def _ties(self, lease: Lease | None) -> dict[Segment, torch.Tensor]:
-        """The ties of each segment whose encoded master is in the record."""
-        ties: dict[Segment, torch.Tensor] = {}
+    def tie_offsets(self) -> dict[Segment, int]:
+        """Where in the record the ties begin of each segment that has any, in bytes; until a master is encoded."""
+        offsets: dict[Segment, int] = {}
         cursor = self.layout.tail_offset_bytes
         for segment in self.segments:
-            if segment.master == "split" and segment.master_moves:
-                assert lease is not None
-                ties[segment] = lease.view(cursor, _tie_bytes(segment), torch.uint8)
+            if segment.tie_bits:
+                offsets[segment] = cursor
                 cursor += _tie_bytes(segment)
-        return ties
+        return offsets
 
 
 def _tie_bytes(segment: Segment) -> int:
@@ -573,8 +581,9 @@ def _tie_bytes(segment: Segment) -> int:
 
 
 def _fits(tensor: torch.Tensor, slot: _Slot) -> bool:
-    same = tensor.dtype == slot.dtype and tuple(tensor.shape) == slot.shape
-    return same and tensor.device.type == "cpu" and tensor.layout is torch.strided
+    return (
+        tensor.dtype is slot.dtype and tensor.shape == slot.shape and tensor.is_cpu and tensor.layout is torch.strided
+    )
 
 
 def grouped(segments: Iterable[Segment]) -> dict[OptimizerParameter, list[Segment]]:

@@ -9,6 +9,7 @@ or the file system has none, the file is not used again.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import fcntl
 import itertools
@@ -61,6 +62,10 @@ class _Spare(NamedTuple):
     size_bytes: int
 
 
+def _size_of(spare: _Spare) -> int:
+    return spare.size_bytes
+
+
 class Spares:
     """The spare files in one directory. Thread-safe.
 
@@ -72,13 +77,14 @@ class Spares:
         self._directory = directory
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._all: list[_Spare] = []
+        self._all: list[_Spare] = []  # the shortest first
+        self._total_bytes = 0
 
     @property
     def total_bytes(self) -> int:
         """Of all files."""
         with self._lock:
-            return sum(spare.size_bytes for spare in self._all)
+            return self._total_bytes
 
     def adopt(self, path: Path, room_bytes: int) -> bool:
         """Move a file here, if nobody reads it and it has no other name.
@@ -105,7 +111,8 @@ class Spares:
         except OSError:
             return False
         with self._lock:
-            self._all.append(_Spare(place, status.st_size))
+            bisect.insort(self._all, _Spare(place, status.st_size), key=_size_of)
+            self._total_bytes += status.st_size
         return True
 
     def take(self, length_bytes: int, path: Path) -> bool:
@@ -114,8 +121,10 @@ class Spares:
             with self._lock:
                 if not self._all:
                     return False
-                spare = min(self._all, key=lambda spare: abs(spare.size_bytes - length_bytes))
-                self._all.remove(spare)
+                at = bisect.bisect_left(self._all, length_bytes, key=_size_of)
+                near = range(max(at - 1, 0), min(at + 1, len(self._all)))
+                spare = self._all.pop(min(near, key=lambda i: abs(self._all[i].size_bytes - length_bytes)))
+                self._total_bytes -= spare.size_bytes
             try:
                 if is_unread(spare.path):
                     os.rename(spare.path, path)
@@ -127,7 +136,7 @@ class Spares:
     def drop(self) -> None:
         """Remove all of them."""
         with self._lock:
-            spares, self._all = self._all, []
+            spares, self._all, self._total_bytes = self._all, [], 0
         for spare in spares:
             with contextlib.suppress(OSError):
                 spare.path.unlink()

@@ -29,7 +29,7 @@ from swapper.progress import ProgressBar
 from swapper.segments import Bucket, Opened, Scratch, Segment, grouped
 from swapper.trial import same_layout
 
-__all__ = ["Stepper", "SwappedGradients", "SwappedParameters", "Work", "progress"]
+__all__ = ["ReadAhead", "Stepper", "SwappedGradients", "SwappedParameters", "Work", "progress"]
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 Work = tuple[Bucket, list[Segment]]
 """A bucket, and those of its segments that have a gradient."""
 
-_READ_AHEAD = 64
+READ_AHEAD = 64
 """Buckets that are looked at for what to read next."""
 
 
@@ -62,6 +62,10 @@ class SwappedGradients(Protocol):
     @property
     def metrics(self) -> Metrics:
         """Counts what moves."""
+
+    @property
+    def drops(self) -> int:
+        """How often a part that was read ahead was given up."""
 
     def plan(self, parts: Iterable[tuple[int, torch.nn.Parameter, int, int]]) -> None:
         """The buckets have changed: see `OptimizerPlan.gradient_parts`."""
@@ -111,6 +115,34 @@ class SwappedGradients(Protocol):
 
     def clip_grad_value_(self, parameters: Iterable[torch.nn.Parameter], clip_value: float) -> None:
         """As `torch.nn.utils.clip_grad_value_`."""
+
+
+class ReadAhead:
+    """Stages what a scan over buckets needs, in order, as far as there is room.
+
+    Goes on where there was no room the last time, so that a bucket is staged once and not at each of the 64 looks that
+    come by it. When something that was staged has been given up since, it begins anew at the bucket that is next.
+
+    Args:
+        stepper: stages.
+        work: what the scan steps or reads, in order.
+    """
+
+    def __init__(self, stepper: Stepper, work: Sequence[Work]) -> None:
+        self._stepper = stepper
+        self._work = work
+        self._next = 0
+        self._drops = stepper.drops
+
+    def look(self, start: int) -> None:
+        """Stage from position `start`, the next that is needed, up to `READ_AHEAD` buckets."""
+        drops = self._stepper.drops
+        if drops != self._drops:
+            self._next, self._drops = start, drops
+        self._next = max(self._next, start)
+        stop = min(len(self._work), start + READ_AHEAD)
+        while self._next < stop and self._stepper.stage(*self._work[self._next]):
+            self._next += 1
 
 
 class Stepper:
@@ -183,13 +215,14 @@ class Stepper:
         self._present.close()
         self._present = present
         pending = self._fetch(work, 0)
+        ahead = ReadAhead(self, work)
         for i, (bucket, _) in enumerate(progress(work, "writing optimizer state", show)):
             assert pending is not None
             fetched = pending
             if self._plan.remote:
                 self._following = self._bring(work, i + 1)
                 pending = self._fetch(work, i + 1)
-            self.stage_ahead(work, i)
+            ahead.look(i)
             self._step_bucket(optimizer, bucket, *fetched)
             if self._plan.remote:
                 self._present.close()
@@ -273,16 +306,19 @@ class Stepper:
         lease, _ = self._pipeline.take(bucket.key, bucket.length_bytes)
         return lease
 
-    def stage_ahead(self, work: Sequence[Work], start: int) -> None:
-        """Start reading what `work` needs from position `start` on, as far as there is room."""
-        for bucket, active in work[start : start + _READ_AHEAD]:
-            # Gradients first: they are short, are asked for before the record, and would else queue behind it.
-            if self.gradients is not None:
-                for segment in active:
-                    if not self.gradients.stage(segment.parameter, segment.start):
-                        return
-            if bucket.length_bytes and not self._pipeline.stage(bucket.key, bucket.length_bytes):
-                return
+    def stage(self, bucket: Bucket, active: Sequence[Segment]) -> bool:
+        """Start reading a bucket, and the gradients of `active`. False if there is no room for all of it."""
+        # Gradients first: they are short, are asked for before the record, and would else queue behind it.
+        if self.gradients is not None:
+            for segment in active:
+                if not self.gradients.stage(segment.parameter, segment.start):
+                    return False
+        return not bucket.length_bytes or self._pipeline.stage(bucket.key, bucket.length_bytes)
+
+    @property
+    def drops(self) -> int:
+        """How often something that was read ahead was given up before it was used."""
+        return self._pipeline.drops + (0 if self.gradients is None else self.gradients.drops)
 
     def widen(self, optimizer: Optimizer) -> None:
         """Show the optimizer its own groups and hooks again, and no state. Idempotent."""

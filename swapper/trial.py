@@ -24,6 +24,7 @@ __all__ = [
     "StateSpec",
     "is_dense",
     "is_elementwise",
+    "is_plain",
     "keeps_bits",
     "learn_state",
     "refuse_unsupported",
@@ -364,6 +365,12 @@ def _equal(a: object, b: object) -> bool:
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
     return type(a) is type(b) and bool(a == b)
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether torch itself has the data of `tensor`, and no class of somebody's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return type(tensor.data) is torch.Tensor
 
 
 def is_dense(tensor: torch.Tensor) -> bool:

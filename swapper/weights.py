@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import sys
 from collections.abc import Iterator, Sequence
@@ -17,8 +18,11 @@ from swapper.evicted import EvictedView
 from swapper.handle import AsyncIOHandle
 from swapper.progress import ProgressBar
 from swapper.tensor_files import FromFile, StoredTensor, TensorReader, parse_json, read_header, read_small
+from swapper.unfilled import is_unfilled
 
 __all__ = ["find_weights", "load_weights"]
+
+log = logging.getLogger(__name__)
 
 _INDEX = ".safetensors.index.json"
 _LONGEST_PATH = 4096
@@ -129,6 +133,18 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
             fix = "; build the model with the shapes that the file has" if "size mismatch" in str(error) else ""
             raise SwapError(f"{path} could not be loaded: {error}{fix}") from error
     missing = _without_tied(model, missing, state)
+    unfilled = [name for name, buffer in model.named_buffers() if is_unfilled(buffer) and name not in missing]
+    if unfilled:
+        text = (
+            f"{path} does not have {', '.join(unfilled)}, which are not persistent, and nothing has filled them since "
+            "swapper.materialize gave them memory"
+        )
+        if strict and not missing and not unexpected:
+            raise SwapError(
+                f"{text}; fill them in the initialiser, or before this call, or pass strict=False if the model fills "
+                "them itself before it uses them"
+            )
+        log.warning("%s; using them before they are filled raises", text)
     if strict and (missing or unexpected):
         lacks = f"it lacks {', '.join(missing)}" if missing else ""
         has = f"the model does not have {', '.join(unexpected)}" if unexpected else ""

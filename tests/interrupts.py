@@ -15,20 +15,24 @@ def _names(code: CodeType) -> dict[int, str]:
     return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
 
 
-def interrupted_at(n: int, function: Callable[[], object], file_name: str) -> bool:
-    """Call `function` with a KeyboardInterrupt at the n-th place, from 0, in the code of `swapper/file_name`.
+def interrupted_at(n: int, function: Callable[[], object], *files: str) -> bool:
+    """Call `function` with a KeyboardInterrupt at the n-th place, from 0, in the code of `files`.
 
     The interpreter raises it on entry to a function, after a call, and where a loop goes back.
+
+    Args:
+        files: each the name of a file in `swapper`, or a part of the path of files anywhere that begins with "/".
 
     Returns:
         False if there are fewer places: `function` has returned.
     """
     left = n
+    parts = tuple(name if name.startswith("/") else f"swapper/{name}" for name in files)
     before: dict[FrameType, str] = {}
 
     def trace(frame: FrameType, event: str, argument: object) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.endswith(f"swapper/{file_name}"):
+        if not any(part in frame.f_code.co_filename for part in parts):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         if event != "opcode":

@@ -11,10 +11,10 @@ import pytest
 
 PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
 
-BASE = {"endings", "errors", "layout", "metrics"}
+BASE = {"endings", "errors", "layout", "metrics", "modes"}
 HANDLE = BASE | {"bounce", "devices", "handle"}
 STORE = {"transfers", "runs", "record_files", "spares", "speed", "codec", "store"}
-PIPELINE = HANDLE | STORE | {"buffers", "growing_pool", "schedule", "pipeline"}
+PIPELINE = HANDLE | STORE | {"buffers", "growing_pool", "schedule", "held_records", "pipeline"}
 OPTIMIZER = PIPELINE | {
     "config",
     "trial",
@@ -37,7 +37,7 @@ PARAMETER_PARTS = {
     "saved_places",
 }
 SWAPPERS = {"optimizer", "gradient", "parameter"}
-BUILDING = {"heap", "lasting", "nursery", "tensor_files", "weights"}
+BUILDING = {"heap", "lasting", "nursery", "tensor_files", "unfilled", "weights"}
 CHECKPOINT_FILES = {"checkpoint_index", "checkpoint_directories", "checkpoint_files", "checkpoint_reader"}
 CHECKPOINT = HANDLE | CHECKPOINT_FILES | {"codec", "record_files", "store", "tensor_files", "values"}
 API = (
@@ -55,6 +55,7 @@ API = (
 
 MAY_IMPORT: dict[str, set[str]] = {
     "endings": set(),
+    "modes": set(),
     "errors": set(),
     "layout": {"errors"},
     "metrics": {"errors"},
@@ -78,6 +79,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "value_tensors": {"codec"},
     "values": {"errors", "value_advice", "value_tensors"},
     "schedule": {"errors", "layout"},
+    "held_records": {"buffers", "store"},
     "pipeline": PIPELINE - {"pipeline"},
     "config": {"errors", "deepspeed"},
     "deepspeed": {"errors"},
@@ -88,11 +90,11 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer_plan": {"config", "devices", "segments", "schedule", "trial", "layout", "errors"},
     "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "progress", "segments", "trial"},
     "loss_scaling": set(),
-    "backward_step": {"errors", "evicted", "loss_scaling", "optimizer_plan", "segments", "stepper"},
+    "backward_step": {"errors", "evicted", "loss_scaling", "modes", "optimizer_plan", "segments", "stepper"},
     "stats": {"metrics"},
     "optimizer": OPTIMIZER | STEPS | {"stats"},
     "unswapped": {"metrics", "optimizer", "stats", "stepper"},
-    "evicted": {"errors"},
+    "evicted": {"errors", "modes"},
     "lasting": {"store", "parameter_records"},
     "order": set(),
     "parameter_records": {"layout", "codec", "trial", "errors", "evicted"},
@@ -102,15 +104,16 @@ MAY_IMPORT: dict[str, set[str]] = {
     "saved_places": {"errors", "evicted", "parameter_cache"},
     "forward_hooks": {"evicted", "parameter_cache"},
     "parameter": PARAMETERS | PARAMETER_PARTS,
-    "nursery": PARAMETERS | PARAMETER_PARTS | {"heap", "parameter"},
+    "nursery": PARAMETERS | PARAMETER_PARTS | {"heap", "parameter", "unfilled"},
     "tensor_files": HANDLE | {"evicted"},
-    "weights": HANDLE | {"evicted", "progress", "tensor_files"},
+    "unfilled": {"errors", "evicted"},
+    "weights": HANDLE | {"evicted", "progress", "tensor_files", "unfilled"},
     "checkpoint_index": {"codec"},
     "checkpoint_directories": {"checkpoint_index", "errors"},
     "checkpoint_files": HANDLE
     | {"checkpoint_directories", "checkpoint_index", "codec", "progress", "record_files", "store", "streams"},
     "checkpoint_reader": HANDLE | {"checkpoint_files", "checkpoint_index", "codec", "tensor_files"},
-    "saved_model": CHECKPOINT | {"evicted", "parameter", "parameter_cache"},
+    "saved_model": CHECKPOINT | {"evicted", "parameter", "parameter_cache", "unfilled"},
     "state_writer": CHECKPOINT | OPTIMIZER | {"optimizer", "unswapped"},
     "saved_state": CHECKPOINT | OPTIMIZER | {"optimizer", "state_writer"},
     "checkpoint": CHECKPOINT | {"fastsave", "saved_model", "saved_state", "state_writer"},
@@ -158,7 +161,18 @@ OTHER_PACKAGES = {
 PURE = {"errors", "layout", "schedule"}
 """Arithmetic: neither torch nor input and output."""
 
-PURE_MODULES = {"__future__", "collections", "dataclasses", "enum", "errno", "itertools", "json", "math", "typing"}
+PURE_MODULES = {
+    "__future__",
+    "collections",
+    "dataclasses",
+    "enum",
+    "errno",
+    "functools",
+    "itertools",
+    "json",
+    "math",
+    "typing",
+}
 
 
 def modules() -> dict[str, list[Path]]:

@@ -19,6 +19,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from interrupts import interrupted_at
 
 from swapper import pipeline as pipeline_module
 from swapper.buffers import BufferPool, Lease, PoolExhausted
@@ -95,6 +96,26 @@ def read(pipeline: Pipeline, number: int, owner: int = 0) -> int:
     value = value_of(lease)
     pipeline.give_back(key(number, owner))
     return value
+
+
+def check_books(pipeline: Pipeline) -> None:
+    """What `HeldRecords` keeps count of is what a walk over all records finds."""
+    books = pipeline._held
+    by_place = {place: books.of_place(place) for place in Place}
+    held = [record for records in by_place.values() for record in records]
+    assert len(held) == len({record.key for record in held}) == len(books)
+    for place, records in by_place.items():
+        assert all(record.place is place and books.get(record.key) is record for record in records)
+        assert books.bytes_of(place) == sum(record.lease.length_bytes for record in records)
+        assert books.first(place) is (records[0] if records else None)
+        assert books.last(place) is (records[-1] if records else None)
+    assert books.length_bytes == sum(record.lease.length_bytes for record in held)
+    writes = list(books.writes())
+    assert set(map(id, writes)) == {id(record) for record in held if record.writing}
+    assert all(record.lease.transfer is not None for record in writes)
+    assert all(record.writing for record in by_place[Place.LEAVING])
+    assert not any(record.writing for record in by_place[Place.LIVE] + by_place[Place.FAILED])
+    assert not any(record.lease.released for record in held)
 
 
 def end(pipeline: Pipeline, records: int = 4, owner: int = 0) -> None:
@@ -601,11 +622,11 @@ def test_kept_records_that_split_the_pool_give_way(nvme_path: Path) -> None:
     with world(nvme_path, buffers=6, records=6) as w:
         pipeline = w.pipeline()
         pipeline.keep([key(1), key(3), key(5)])
-        for i in range(6):
-            pipeline.take(key(i), SIZE)
-        for i in range(6):
-            fill(pipeline._held[key(i)].lease, i)
+        leases = [pipeline.take(key(i), SIZE)[0] for i in range(6)]
+        for i, lease in enumerate(leases):
+            fill(lease, i)
             pipeline.put(key(i), SIZE)
+        del leases
         pipeline.drain()
         assert w.pool.used_bytes == 3 * SIZE
         w.store.plan({key(9): 2 * SIZE})
@@ -767,6 +788,7 @@ def test_content_is_right_in_any_order_of_calls(nvme_path: Path, seed: int, resi
                 lease, _ = pipeline.take(wanted, SIZE)
                 lease.tensor.fill_(255)
                 pipeline.recover()
+            check_books(pipeline)
         for owner, pipeline in enumerate(pipelines):
             pipeline.keep([])
             pipeline.drain()
@@ -870,7 +892,8 @@ class PipelineMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "pool"))
     @invariant()
     def nothing_is_lost(self) -> None:
-        assert not any(held.place is Place.LIVE for held in self.pipeline._held.values())
+        assert not self.pipeline._held.of_place(Place.LIVE)
+        check_books(self.pipeline)
         assert self.pool.used_bytes <= self.pool.capacity_bytes
 
     def teardown(self) -> None:
@@ -954,6 +977,7 @@ def test_an_interrupt_at_any_line_mixes_up_no_buffers(nvme_path: Path, resident:
                 pipeline.drain()
 
             came = interrupted_at_line(line, work)
+            check_books(pipeline)
             pipeline.recover()
             pipeline.drain()
             for i in range(4):
@@ -964,4 +988,39 @@ def test_an_interrupt_at_any_line_mixes_up_no_buffers(nvme_path: Path, resident:
             if not came:
                 break
         assert 50 < line < 5000, line
+        pipeline.keep([])
+
+
+@pytest.mark.parametrize(("place", "stride"), [("pipeline.py", 5), ("held_records.py", 1)], ids=["pipeline", "books"])
+def test_ctrl_c_anywhere_leaves_the_books_right(nvme_path: Path, place: str, stride: int) -> None:
+    with world(nvme_path, buffers=3) as w:
+        pipeline = w.pipeline()
+        pipeline.keep([key(3)])
+        for n in range(0, 5000, stride):
+            for i in range(4):
+                write(pipeline, i, i)
+
+            def work() -> None:
+                for i in range(4):
+                    for ahead in range(i, 4):
+                        pipeline.stage(key(ahead), SIZE)
+                    pipeline.take(key(i), SIZE)
+                    pipeline.put(key(i), SIZE) if i % 2 else pipeline.give_back(key(i))
+                pipeline.drop_staged()
+                w.pool.reclaim()
+                pipeline.drain()
+
+            interrupted = interrupted_at(n, work, place)
+            check_books(pipeline)
+            pipeline.recover()
+            pipeline.drain()
+            check_books(pipeline)
+            assert [read(pipeline, i) for i in range(4)] == [0, 1, 2, 3]
+            while w.handle.in_flight:
+                time.sleep(0.0005)
+            assert w.pool.used_bytes <= SIZE
+            if not interrupted:
+                break
+        assert n > 10
+        assert not interrupted
         pipeline.keep([])
