@@ -1377,6 +1377,8 @@ def generate(seed: int, without: Sequence[str] = ()) -> Program:
     low = DTYPES[dtype] in LOW_PRECISION
     sparse = model.startswith("sparse")
     optimizer = choose(FOR_SPARSE) if sparse else choose([*OPTIMIZERS, "adamw", "adamw", "momentum"])
+    if model == "shared storage" and OPTIMIZERS[optimizer][1].get("foreach"):
+        optimizer = "adamw"  # torch then reads both parameters that share memory before it steps either.
     in_backward = rng.random() < 0.2 and "in_backward" not in left_out
     # bf16 models are swapped with masters, as a rule.
     masters = low and not sparse and "masters" not in left_out and rng.random() < 0.6

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from programs import Difference, Program, generate, minimised, perform
+from programs import Action, Difference, Placement, Program, generate, minimised, perform
 
 COUNT = int(os.environ.get("SWAPPER_PROGRAMS") or 100)
 SEED = int(os.environ.get("SWAPPER_PROGRAMS_SEED") or 0)
@@ -24,7 +24,53 @@ WITHOUT = [name for name in os.environ.get("SWAPPER_PROGRAMS_WITHOUT", "").split
 
 pytestmark = pytest.mark.timeout(180)  # One that hangs; and minimising takes 40 s at most.
 
-PRINTED: dict[str, Program] = {}
+PRINTED: dict[str, Program] = {
+    "a parameter that was put back was stepped twice": Program(
+        actions=(
+            Action("remove", (1, 0, 0)),
+            Action("train", (2, 0, 0, 0)),
+            Action("put_back", (3, 0, 1)),
+            Action("train", (4, 0, 0, 0)),
+        ),
+    ),
+    "the state of a parameter was lost while it was in no group": Program(
+        actions=(
+            Action("train", (1, 0, 0, 0)),
+            Action("remove", (2, 1, 0)),
+            Action("train", (3, 0, 0, 1)),
+            Action("put_back", (4, 0, 0)),
+        ),
+    ),
+    "a step in backward after a parameter was taken out": Program(
+        placement=Placement(parameter="nvme", in_backward=True, bucket_bytes=16384, spare_bytes=0, moves_all=True),
+        actions=(Action("train", (1, 0, 0, 0)), Action("remove", (2, 47, 57)), Action("train", (3, 0, 0, 0))),
+    ),
+    "a checkpoint after a parameter was taken out": Program(
+        actions=(Action("train", (1, 0, 0, 0)), Action("remove", (2, 0, 0)), Action("save", (3, 0, 2)))
+    ),
+    "a checkpoint after a parameter was replaced": Program(
+        optimizer="adagrad", actions=(Action("replace", (1, 0, 0)), Action("save", (2, 0, 2)))
+    ),
+    "device: cpu, and a group that came before the first step": Program(
+        placement=Placement(optimizer="cpu", moves_all=True),
+        actions=(Action("add_group", (1, 0)), Action("train", (2, 0, 0, 0))),
+    ),
+    "device: cpu, wrapped again with a frozen layer that has state": Program(
+        model="layers",
+        placement=Placement(optimizer="cpu", moves_all=True),
+        actions=(Action("train", (1, 0, 0, 0)), Action("freeze", (2, 71)), Action("rewrap", (3,))),
+    ),
+    "device: none, and the gradient of a group that came later": Program(
+        placement=Placement(optimizer="none", gradient="nvme", moves_all=True),
+        actions=(Action("add_group", (1, 0)), Action("train", (2, 0, 0, 0))),
+    ),
+    "a parameter with holes in memory that is cut": Program(
+        model="strided",
+        optimizer="rmsprop",
+        placement=Placement(bucket_bytes=16384, spare_bytes=0, moves_all=True),
+        actions=(Action("train", (1, 0, 0, 0)),),
+    ),
+}
 """Programs that failed once, by what was wrong."""
 
 
@@ -68,6 +114,7 @@ def test_the_program_of_this_seed(seed: int, nvme_path: Path) -> None:
     run(generate(seed, WITHOUT), nvme_path, seed)
 
 
+@pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize("name", PRINTED)
 def test_programs_that_failed_once(name: str, nvme_path: Path) -> None:
     run(PRINTED[name], nvme_path, name)
