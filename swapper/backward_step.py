@@ -12,11 +12,9 @@ order of backward, step, zero_grad, is told so, before it can do anything else t
 
 from __future__ import annotations
 
-import itertools
 import sys
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from types import FrameType
 from typing import Any
@@ -42,7 +40,7 @@ from swapper.loss_scaling import may_be_scaled
 from swapper.modes import modes_kept, set_grad_mode
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.segments import Bucket, OptimizerParameter, grouped
-from swapper.stepper import READ_AHEAD, ReadAhead, Stepper
+from swapper.stepper import ReadAhead, Stepper
 
 __all__ = ["CANNOT_GO_WITH", "BackwardSteps", "check_memory"]
 
@@ -80,13 +78,13 @@ class BackwardSteps:
         self._lock = threading.RLock()
         self._stepped: dict[Bucket, None] = {}  # of the window, in order
         self._missing: dict[Bucket, int] = {}  # of buckets for which gradients have arrived: parameters that lack some
-        self._expected: OrderedDict[Bucket, None] = OrderedDict()  # not stepped yet, in the order of the last window
+        self._order: list[Bucket] = []  # of the last window: what to expect in the next
+        self._ahead: ReadAhead | None = None  # of the window, from its first step on
         self._groups_of: dict[OptimizerParameter, int | None] = {}  # of what was stepped, and in which group
         self._pass = -1  # autograd's number of the backward pass in which the first of them was stepped
         self._groups: list[dict[str, Any]] = []  # the options that the window is stepped with
         self._checked: list[Bucket] = []  # those whose parameters are known to lie each in memory of its own
         self._refuse(optimizer)
-        self.follow_plan()
         check_memory(_names(optimizer), parameters_of(optimizer))
 
     @property
@@ -153,10 +151,7 @@ class BackwardSteps:
         """The buckets, or which parameters are stepped, have changed."""
         with self._lock:
             self._missing.clear()
-            # What was stepped last comes first in a backward, so what is new is expected at the end, in reverse order.
-            order = [*self._expected, *reversed(self._plan.buckets)]
-            present = set(self._plan.buckets)
-            self._expected = OrderedDict.fromkeys(b for b in order if b in present and b not in self._stepped)
+            self._ahead = None
 
     def check_options(self, optimizer: Optimizer) -> None:
         """Raise if an option was changed since the first bucket of the window was stepped with it."""
@@ -179,8 +174,8 @@ class BackwardSteps:
         """The window is over; what was stepped in it is expected in the next one."""
         with self._lock:
             if self._stepped:
-                self._expected = OrderedDict.fromkeys([*self._stepped, *self._expected])
-            self._stepped = {}
+                self._order = list(self._stepped)
+            self._stepped, self._ahead = {}, None
             self._missing.clear()
             self._groups_of.clear()
             for known in self._plan.planned():
@@ -194,8 +189,11 @@ class BackwardSteps:
                 self._clear(p)
 
     def expected(self) -> list[Bucket]:
-        """The next buckets that are not stepped yet, in the order in which they probably will be."""
-        return list(itertools.islice(self._expected, READ_AHEAD))
+        """The buckets that are not stepped yet, in the order in which they probably will be."""
+        # What was stepped last comes first in a backward, so what is new is expected at the end, in reverse order.
+        present = dict.fromkeys(self._plan.buckets)
+        known = dict.fromkeys([*(bucket for bucket in self._order if bucket in present), *reversed(present)])
+        return [bucket for bucket in known if bucket not in self._stepped]
 
     # --- `GradientHome`, of gradients that are gone ------------------------------------------------------------------
 
@@ -285,14 +283,15 @@ class BackwardSteps:
             self.finish()
             raise
         self._stepped[bucket] = None
-        self._expected.pop(bucket, None)
         for known in members:
             self._groups_of[known] = known.group
             if all(other in self._stepped for other in known.buckets):
                 set_raw_gradient(known.parameter, None)
                 known.stepped = True
                 set_gradient_home(known.parameter, self)
-        ReadAhead(self._stepper, [(following, []) for following in self.expected()]).look(0)
+        if self._ahead is None:  # Buckets stay as they are from here to the end of the window.
+            self._ahead = ReadAhead(self._stepper, [(other, []) for other in self.expected()], self._stepped)
+        self._ahead.look()
 
     def _is_another_pass(self) -> bool:
         """Whether this is a later backward pass than the one in which buckets of the window were stepped.

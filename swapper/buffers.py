@@ -118,7 +118,9 @@ class Lease:
         self._pool: BufferPool | None = pool
         self._extent = _Extent(self, pool._given_back.append)  # See [Note: giving back].
         self._tensor = pool._memory[:0]  # Until `try_acquire` knows which.
-        self._typed: dict[torch.dtype, torch.Tensor] = {}  # views of all of it, which go with the lease
+        # One view of all of it for each dtype. They go in `release`, and nobody else gets them: what is made of them is
+        # as short-lived as what `tensor` gives, and a lease that was given back refuses to make more.
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
         self.address = 0
 
     def __repr__(self) -> str:

@@ -8,6 +8,10 @@ without a store, kept in the pool), and its own memory is freed. What is smaller
 ever, and whoever holds it sees that. It was assigned, or it was away and its values were used. It is taken again when
 it has been None since.
 
+[Note: gradients of an accelerator] They are copied, and added up, on a stream of their own, while the backward goes on:
+nothing waits but the drive, which writes a part when it was copied. What follows the backward on the current stream
+comes after the copies, so that who still has the tensor of a gradient may change it.
+
 [Note: distributed] Where `torch.distributed` is initialized, a gradient may still be local when autograd has
 accumulated it: `DistributedDataParallel` reduces it later. So gradients that are away come back before the first one
 arrives, and all are taken after the last callback of a backward, when they are reduced.
@@ -19,6 +23,7 @@ import logging
 import os
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import ClassVar, Protocol
@@ -28,6 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from swapper.buffers import BufferPool
+from swapper.devices import Copy, DeviceCopies
 from swapper.end_of_backward import call_at_the_end, is_distributed, is_nested
 from swapper.errors import SwapError
 from swapper.evicted import (
@@ -68,6 +74,9 @@ log = logging.getLogger(__name__)
 _FREED_BYTES = 32 << 20
 """Bytes of gradients that left memory, after which the heap is told to let go of them."""
 
+_COPYING_BYTES = 256 << 20
+"""Most bytes of gradients that were let go of while an accelerator still copies them: its memory, until it has."""
+
 _AHEAD = 32
 """Gradients looked ahead at in the order of arrival."""
 
@@ -80,6 +89,31 @@ class Window(Protocol):
 
     def complete(self, p: torch.nn.Parameter) -> None:
         """The whole gradient of `p` is final, and in memory."""
+
+
+def _add(copies: DeviceCopies, away: torch.Tensor, fresh: torch.Tensor, *, both: bool) -> Copy | None:
+    """Start adding `fresh` to `away`, which is on the host; `fresh` becomes the sum as well if `both`.
+
+    On an accelerator, as autograd does, with a temporary of that size.
+    """
+
+    def work() -> None:
+        if fresh.device == away.device:
+            summed = away.add_(fresh)
+        else:
+            summed = away.to(fresh.device, non_blocking=True).add_(fresh)
+            away.copy_(summed, non_blocking=True)
+        if both:
+            fresh.copy_(summed)
+
+    return copies.run(work, fresh)
+
+
+def _norm_after(copies: DeviceCopies, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+    """Start taking the norm of `gradient`, which they keep, after the copies so far. Is there after `copies.join()`."""
+    norm = torch.empty((), dtype=gradient.dtype.to_real(), device=gradient.device)
+    copies.run(lambda: norm.copy_(norm_of(gradient, norm_type, None)), norm)
+    return norm
 
 
 class GradientSwapper:
@@ -132,6 +166,9 @@ class GradientSwapper:
         self._stepping = False
         self._collecting = False  # [Note: distributed]
         self._tasks: set[int] = set()
+        self._copies: dict[torch.device, DeviceCopies] = {}
+        self._copying: deque[tuple[Copy, int]] = deque()  # of gradients, the last copy, and their bytes
+        self._joined_after = -1  # number of the backward pass at whose end copies are waited for
         self._window: Window | None = None
         self._closed = False
         wanted = list(parts)
@@ -269,6 +306,7 @@ class GradientSwapper:
             present = [p for p in parameters if self.has(p)]
             if not any(self.is_away(p) for p in present):
                 return torch.nn.utils.clip_grad_norm_(present, max_norm, norm_type, error_if_nonfinite, foreach)
+            self._join_copies()  # Norms were taken after them.
             norms = [self._norm_of(p, norm_type, foreach) for p in in_order_of_clipping(present)]
             first = present[0].device
             total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), norm_type)
@@ -500,36 +538,67 @@ class GradientSwapper:
             self._stepping = self._clipped = False
         if gradient.arrived % self._accumulation_steps:
             norm_type = None
+        copies = self._copies_of(gradient.device)
         with modes_kept():
             set_grad_mode(False)
             flat = fresh.as_strided((fresh.numel(),), (1,))
             try:
+                copies.begin()
+                copy = None
                 for part in gradient.parts:
                     piece = flat[part.start : part.stop]
                     lease, there = self._pipeline.take(part.key, part.length_bytes)
                     assert there or before is not Place.AWAY, part.key
                     view = lease.view(0, part.numel, gradient.dtype)
                     if before is Place.HERE:
-                        view.copy_(piece)
+                        copy = lease.transfer = copies.copy(view, piece)
                     else:
                         self._complete(gradient, view)
-                        view.add_(piece if piece.device == view.device else piece.to(view.device))
-                        if norm_type is not None:
-                            piece.copy_(view)
+                        copy = lease.transfer = _add(copies, view, piece, both=norm_type is not None)
                     self._pipeline.put(part.key, part.length_bytes)
                 if before is Place.HERE:
                     gradient.stride = fresh.stride()
                 gradient.changes = []
                 gradient.norm = None
                 if norm_type is not None:
-                    gradient.norm = TakenNorm(norm_of(fresh, norm_type, None), norm_type, torch.get_num_threads())
+                    value = _norm_after(copies, fresh, norm_type)
+                    gradient.norm = TakenNorm(value, norm_type, torch.get_num_threads())
+                if copy is not None:
+                    self._wait_later(copies, copy, fresh.nbytes)
                 gradient.place = Place.AWAY
                 set_gradient_home(p, self)
                 set_raw_gradient(p, None)
             except BaseException as error:
-                self._pipeline.recover()
-                self._undo(gradient, p, before, error)
+                try:
+                    copies.settle()  # Then what is given back, and what stays in memory, is used by nobody else.
+                finally:
+                    self._pipeline.recover()
+                    self._undo(gradient, p, before, error)
                 raise
+
+    def _copies_of(self, device: torch.device) -> DeviceCopies:
+        if device not in self._copies:
+            self._copies[device] = DeviceCopies(device)
+        return self._copies[device]
+
+    def _wait_later(self, copies: DeviceCopies, copy: Copy, length_bytes: int) -> None:
+        """A gradient of `length_bytes` is let go of before `copy`. See [Note: gradients of an accelerator]."""
+        self._copying.append((copy, length_bytes))
+        while len(self._copying) > 1 and (
+            self._copying[0][0].done() or sum(length for _, length in self._copying) > _COPYING_BYTES
+        ):
+            self._copying.popleft()[0].settle()
+        task = torch._C._current_graph_task_id()
+        if task < 0:
+            copies.join()
+        elif task != self._joined_after:
+            self._joined_after = task
+            call_at_the_end(self._join_copies, rounds=1)
+
+    def _join_copies(self) -> None:
+        """Let the current stream wait for the copies so far."""
+        for copies in self._copies.values():
+            copies.join()
 
     def _add_in_memory(self, gradient: Gradient, p: torch.nn.Parameter, fresh: torch.Tensor) -> None:
         """Add what is away to `fresh`."""

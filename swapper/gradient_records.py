@@ -9,6 +9,7 @@ import logging
 import weakref
 from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import NoReturn
 
 import torch
@@ -100,10 +101,6 @@ class Part:
         return self.stop - self.start
 
 
-def _start_of(part: Part) -> int:
-    return part.start
-
-
 @dataclass(eq=False, slots=True)
 class TakenNorm:
     """The norm of a whole gradient, taken as `foreach=None` takes it, and what its bits depend on besides."""
@@ -171,7 +168,7 @@ class Gradient:
 
     def part_at(self, start: int) -> Part:
         """The part that element `start` is in."""
-        part = self.parts[bisect.bisect_right(self.parts, start, key=_start_of) - 1]
+        part = self.parts[bisect.bisect_right(self.parts, start, key=attrgetter("start")) - 1]
         assert part.start <= start < part.stop, start
         return part
 

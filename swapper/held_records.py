@@ -48,7 +48,9 @@ class Held:
     Attributes:
         key, lease: whose buffer, and the buffer. The transfer in flight is in the lease.
         place: see `Place`.
-        writing: the lease's transfer is a write: its failure means lost data, not only a read to repeat.
+        writing: the lease's transfer is a write, or the copy before it: its failure means lost data, not a read to
+            repeat.
+        copied_bytes: how much is to be written when a device has copied it, which is the lease's transfer; else 0.
         empty: a new buffer of undefined content, as nothing is stored yet.
     """
 
@@ -56,6 +58,7 @@ class Held:
     lease: Lease
     place: Place
     writing: bool = False
+    copied_bytes: int = 0
     empty: bool = False
 
 

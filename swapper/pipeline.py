@@ -5,8 +5,13 @@ transfer in flight travels in the lease. A lease that is released while its tran
 pool only when the transfer is done, so no exception, wherever it strikes, can let two owners have one buffer. (But for
 Ctrl-C in the microseconds in which a transfer was started and is not yet in the lease: it then ends unwatched.)
 
-[Note: failed writes] A record whose write failed keeps its buffer and its transfer, in a place of its own. Every later
-call raises the error again, until `discard` or `forget`: the record on disk is neither the old nor the new one.
+[Note: copies from a device] A buffer that is put while a device still copies into it (the copy is the transfer of its
+lease) is written when the copy is over: whoever calls next then starts the write, or waits for the copy if it needs the
+record, or its buffer, before.
+
+[Note: failed writes] A record whose write failed, or the copy before it, keeps its buffer and its transfer, in a place
+of its own. Every later call raises the error again, until `discard` or `forget`: the record on disk is neither the old
+nor the new one.
 """
 
 from __future__ import annotations
@@ -122,6 +127,7 @@ class Pipeline:
                     return lease, False
                 held = self._read(key, lease)
             assert held.place is not Place.LIVE, f"{key} is in use already"
+            self._start_write(held)
             transfer = held.lease.transfer
             if transfer is None or transfer.done():
                 self._metrics.hits += 1
@@ -145,6 +151,8 @@ class Pipeline:
     def put(self, key: RecordKey, length_bytes: int) -> None:
         """Start writing the first `length_bytes` of the buffer taken for `key`, and let go of it. Returns at once.
 
+        If its lease has a transfer, that is waited for before it is written: see [Note: copies from a device].
+
         Raises:
             SwapIOError: an earlier write failed, or there is no room for a fresh file beside one that must stay.
         """
@@ -153,11 +161,13 @@ class Pipeline:
             held.empty = False
             self._metrics.end_use(key)
             if self._store is None:
-                self._held.move(held, Place.KEPT, writing=False)
+                self._held.move(held, Place.KEPT, writing=held.lease.transfer is not None)
                 return
-            held.lease.transfer = self._store.write(key, held.lease, length_bytes)
+            if held.lease.transfer is not None:  # See [Note: copies from a device].
+                held.copied_bytes = length_bytes
+            else:
+                self._write(held, length_bytes)
             self._held.move(held, Place.KEPT if key in self._resident else Place.LEAVING, writing=True)
-            self._metrics.count_write(key, length_bytes, held.lease.transfer)
             self._collect()
 
     def give_back(self, key: RecordKey) -> None:
@@ -198,12 +208,16 @@ class Pipeline:
             self.drop_staged()
             writes = list(self._held.writes())
             for held in writes:
+                with contextlib.suppress(SwapIOError):  # Raised again by `_collect`.
+                    self._start_write(held)
+            for held in writes:
                 assert held.lease.transfer is not None
                 held.lease.transfer.settle()
             for transfer in self._dropped:
                 transfer.settle()
             for held in writes:
-                self._see_written(held)
+                if held.writing and not held.copied_bytes:
+                    self._see_written(held)
             self._collect()
             if self._store is not None:
                 self._store.check_written()
@@ -265,34 +279,73 @@ class Pipeline:
         self._held.add(held)
         return held
 
+    def _write(self, held: Held, length_bytes: int) -> None:
+        assert self._store is not None
+        held.lease.transfer = self._store.write(held.key, held.lease, length_bytes)
+        self._metrics.count_write(held.key, length_bytes, held.lease.transfer)
+
+    def _start_write(self, held: Held) -> None:
+        """If a device copies the record, wait until it has, and start writing it. See [Note: copies from a device].
+
+        Raises:
+            SwapIOError: the copy failed; or the write could not be started, which the next call tries again.
+        """
+        if not held.copied_bytes:
+            return
+        assert held.lease.transfer is not None
+        try:
+            held.lease.transfer.wait()
+        except SwapIOError:
+            held.copied_bytes = 0
+            self._held.move(held, Place.FAILED, writing=False)
+            raise
+        self._write(held, held.copied_bytes)
+        held.copied_bytes = 0
+
     def _give_up(self, held: Held) -> None:
         """Give the buffer back. The memory goes to nobody else before the transfer in it is over."""
         self._held.remove(held)
         held.lease.release()
 
     def _collect(self) -> None:
-        """Give back the buffers of the oldest writes if they are done.
+        """Start the oldest writes whose copy is done; give back the buffers of the oldest that are done.
 
         Raises:
             SwapIOError: a write failed. See [Note: failed writes].
         """
+        failure: SwapIOError | None = None
         for held in list(itertools.islice(self._held.writes(), _LOOKS)):
             assert held.lease.transfer is not None
-            if held.lease.transfer.done():
+            if not held.lease.transfer.done():
+                continue
+            if not held.copied_bytes:
                 self._see_written(held)
+                continue
+            try:
+                self._start_write(held)
+            except SwapIOError as error:
+                failure = failure or error
         self._observe_dropped()
+        if failure is not None:
+            raise failure
         failed = self._held.first(Place.FAILED)
         if failed is not None:
             assert failed.lease.transfer is not None
             failed.lease.transfer.wait()
 
     def _see_written(self, held: Held) -> bool:
-        """Wait for the write of `held`, and let the record leave if it was leaving. False if the write failed."""
-        assert held.lease.transfer is not None
+        """Wait for the write of `held`, and let the record leave if it was leaving.
+
+        Returns:
+            False if the write failed, so that its place is FAILED; or if it could not be started.
+        """
         try:
+            self._start_write(held)
+            assert held.lease.transfer is not None
             held.lease.transfer.wait()
         except SwapIOError:
-            self._held.move(held, Place.FAILED, writing=False)
+            if held.writing and not held.copied_bytes:
+                self._held.move(held, Place.FAILED, writing=False)
             return False
         if held.place is Place.LEAVING:
             self._give_up(held)
@@ -361,6 +414,7 @@ class Pipeline:
             return False
         assert leaving.lease.transfer is not None
         with self._metrics.span("swapper.wait_write", "wait_write_s"):
+            self._start_write(leaving)
             leaving.lease.transfer.settle()
         self._see_written(leaving)
         return True
@@ -384,11 +438,15 @@ class Pipeline:
             while (held := self._held.first(Place.LEAVING)) is not None:
                 if self._see_written(held):
                     return True
+                if held.place is Place.LEAVING:  # Its write cannot be started, which its own pipeline will raise.
+                    break
             # What is kept goes too if it must: buffers that stay can leave no piece of the pool that is long enough.
             while (held := self._held.first(Place.KEPT)) is not None:
                 if not held.writing or self._see_written(held):
                     self._give_up(held)
                     return True
+                if held.place is Place.KEPT:
+                    break
             return False
         finally:
             self._lock.release()

@@ -281,8 +281,7 @@ class Scratch:
             self._lease.transfer = None
 
     def reset(self) -> None:
-        """Take everything back, once the copies are done. Errors as for `wait`."""
-        self.wait()
+        """Take everything back. Copies to it that follow come after those from it; before the host writes: `wait`."""
         self._cursor = 0
 
 

@@ -19,6 +19,7 @@ import signal
 import stat
 import threading
 from collections.abc import Iterator
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,10 +61,6 @@ def is_unread(path: Path) -> bool:
 class _Spare(NamedTuple):
     path: Path
     size_bytes: int
-
-
-def _size_of(spare: _Spare) -> int:
-    return spare.size_bytes
 
 
 class Spares:
@@ -111,7 +108,7 @@ class Spares:
         except OSError:
             return False
         with self._lock:
-            bisect.insort(self._all, _Spare(place, status.st_size), key=_size_of)
+            bisect.insort(self._all, _Spare(place, status.st_size), key=attrgetter("size_bytes"))
             self._total_bytes += status.st_size
         return True
 
@@ -121,7 +118,7 @@ class Spares:
             with self._lock:
                 if not self._all:
                     return False
-                at = bisect.bisect_left(self._all, length_bytes, key=_size_of)
+                at = bisect.bisect_left(self._all, length_bytes, key=attrgetter("size_bytes"))
                 near = range(max(at - 1, 0), min(at + 1, len(self._all)))
                 spare = self._all.pop(min(near, key=lambda i: abs(self._all[i].size_bytes - length_bytes)))
                 self._total_bytes -= spare.size_bytes

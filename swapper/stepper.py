@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -37,7 +37,7 @@ _T = TypeVar("_T")
 Work = tuple[Bucket, list[Segment]]
 """A bucket, and those of its segments that have a gradient."""
 
-READ_AHEAD = 64
+_READ_AHEAD = 64
 """Buckets that are looked at for what to read next."""
 
 
@@ -126,22 +126,31 @@ class ReadAhead:
     Args:
         stepper: stages.
         work: what the scan steps or reads, in order.
+        done: buckets that are not needed any more; grows while the scan goes on.
     """
 
-    def __init__(self, stepper: Stepper, work: Sequence[Work]) -> None:
+    def __init__(self, stepper: Stepper, work: Sequence[Work], done: Container[Bucket] = ()) -> None:
         self._stepper = stepper
         self._work = work
+        self._done = done
+        self._start = 0
         self._next = 0
         self._drops = stepper.drops
 
-    def look(self, start: int) -> None:
-        """Stage from position `start`, the next that is needed, up to `READ_AHEAD` buckets."""
+    def look(self, start: int = 0) -> None:
+        """Stage up to `READ_AHEAD` buckets, from the first on that is not done and not before position `start`."""
+        self._start = max(self._start, start)
+        while self._start < len(self._work) and self._work[self._start][0] in self._done:
+            self._start += 1
         drops = self._stepper.drops
         if drops != self._drops:
-            self._next, self._drops = start, drops
-        self._next = max(self._next, start)
-        stop = min(len(self._work), start + READ_AHEAD)
-        while self._next < stop and self._stepper.stage(*self._work[self._next]):
+            self._next, self._drops = self._start, drops
+        self._next = max(self._next, self._start)
+        stop = min(len(self._work), self._start + _READ_AHEAD)
+        while self._next < stop:
+            bucket, active = self._work[self._next]
+            if bucket not in self._done and not self._stepper.stage(bucket, active):
+                return
             self._next += 1
 
 

@@ -22,6 +22,7 @@ from swapper.errors import SwapIOError
 from swapper.evicted import raw_gradient
 from swapper.gds import GDSHandle, probe_cufile
 from swapper.handle import AsyncIOHandle, FaultPlan
+from swapper.pipeline import Pipeline
 
 pytestmark = [
     pytest.mark.cuda,
@@ -144,6 +145,121 @@ def test_a_pool_that_cannot_hold_all_gradients_is_refused(nvme_path: Path) -> No
     )
     with pytest.raises(swapper.ConfigError, match="all of them, which device: cpu keeps in the pool"):
         swapper.wrap_optimizer(optimizer, config)
+
+
+def late_model(layers: int = 4) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(512, 512) for _ in range(layers)]).cuda()
+
+
+def small_config(path: Path, **settings: object) -> swapper.OffloadConfig:
+    kinds = {"pool_bytes": "32MiB", "bucket_bytes": "1MiB", "offload_optimizer": {"device": "nvme"}, **settings}
+    return swapper.OffloadConfig(nvme_path=path, **kinds)
+
+
+@pytest.mark.parametrize("what", ["gradient", "parameter"])
+def test_temporaries_are_copied_when_they_are_made(nvme_path: Path, what: str) -> None:
+    results = []
+    for swap in (False, True):
+        torch.manual_seed(0)
+        base, gradient = torch.randn(1000, 2000), torch.randn(1000, 1000)
+        base, gradient = (base.cuda(), gradient.cuda()) if swap else (base, gradient)
+        p = nn.Parameter(base[:, :1000] if what == "parameter" else base[:, :1000].clone())
+        optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+        if swap:
+            swapper.wrap_optimizer(optimizer, small_config(nvme_path))
+            torch.cuda._sleep(100_000_000)
+        p.grad = gradient.t() if what == "gradient" else gradient
+        optimizer.step()
+        results.append(p.detach().cpu())
+        if swap:
+            swapper.of(optimizer).close()
+    assert same_bits(*results)
+
+
+def test_what_comes_after_a_step_that_failed_is_not_overwritten(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = late_model(8)
+    optimizer = swapper.wrap_optimizer(torch.optim.AdamW(model.parameters()), small_config(nvme_path))
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    calls = 0
+    put = Pipeline.put
+
+    def failing(self: Pipeline, *args: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            raise SwapIOError(errno.ENOSPC, "write", "it fails")
+        put(self, *args)  # type: ignore[arg-type]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Pipeline, "put", failing)
+        with pytest.raises(SwapIOError, match="it fails"):
+            optimizer.step()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(7.0)
+    pool = swapper.of(optimizer)._pool
+    leases = []
+    while (lease := pool.try_acquire(64 << 10)) is not None:
+        lease.tensor.fill_(7)
+        leases.append(lease)
+    torch.cuda.synchronize()
+    assert all(bool((p == 7.0).all()) for p in model.parameters())
+    assert all(bool((lease.tensor == 7).all()) for lease in leases)
+    for lease in leases:
+        lease.release()
+    swapper.of(optimizer).close()
+
+
+def test_a_parameter_that_is_read_after_backward_is_whole(nvme_path: Path) -> None:
+    model = late_model()
+    settings = small_config(nvme_path, offload_optimizer={"device": "nvme", "step_in_backward": True})
+    optimizer = swapper.wrap_optimizer(torch.optim.AdamW(model.parameters()), settings)
+    for _ in range(3):
+        model(torch.ones(2, 512, device="cuda")).square().sum().backward()
+        between = [p.detach().clone() for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+        torch.cuda.synchronize()
+        assert all(same_bits(p.detach().cpu(), q.cpu()) for p, q in zip(model.parameters(), between, strict=True))
+    swapper.of(optimizer).close()
+
+
+@pytest.mark.parametrize("where", ["nvme", "cpu"])
+def test_gradients_leave_while_the_device_is_busy(nvme_path: Path, where: str) -> None:
+    """The host is back from backward before the device has begun with it, so nothing in it has waited for a copy."""
+    model = late_model()
+    optimizer = swapper.wrap_optimizer(
+        torch.optim.AdamW(model.parameters()), small_config(nvme_path, offload_gradient={"device": where})
+    )
+    for _ in range(2):  # Everything is made and loaded.
+        model(torch.ones(2, 512, device="cuda")).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    loss = model(torch.ones(2, 512, device="cuda")).square().sum()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000_000)  # Cycles: a second or so.
+    busy = torch.cuda.Event()
+    busy.record()
+    loss.backward()
+    assert not busy.query()
+    assert all(raw_gradient(p) is None for p in model.parameters() if p.nbytes >= 16 << 10)
+    optimizer.step()
+    swapper.of(optimizer).close()
+
+
+def test_a_pool_that_a_cpu_optimizer_made_is_locked_for_the_gpu(nvme_path: Path) -> None:
+    settings = small_config(nvme_path)
+    first = swapper.wrap_optimizer(torch.optim.AdamW(nn.Linear(300, 300).parameters()), settings)
+    pool = swapper.of(first)._pool
+    assert not pool._memory.is_pinned()
+    second = swapper.wrap_optimizer(torch.optim.AdamW(late_model().parameters()), settings)
+    assert swapper.of(second)._pool is pool and pool._memory.is_pinned()
+    swapper.of(second).close()
+    swapper.of(first).close()
 
 
 def test_state_never_visits_the_device(nvme_path: Path) -> None:

@@ -26,11 +26,15 @@ from swapper.bounce import Bounce
 from swapper.buffers import BufferPool
 from swapper.devices import Copy, DeviceCopies
 from swapper.errors import SwapError, SwapIOError
+from swapper.evicted import raw_gradient, set_raw_gradient
+from swapper.gradient import GradientSwapper
 from swapper.growing_pool import GrowingPool
-from swapper.handle import AsyncIOHandle
+from swapper.handle import AsyncIOHandle, FaultPlan
+from swapper.metrics import Metrics
 from swapper.pipeline import Pipeline
 from swapper.segments import Scratch, Segment
 from swapper.shared import Shared
+from swapper.store import RecordKey, TensorStore
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -169,13 +173,15 @@ class Fails(torch.optim.AdamW):
         return super().step(closure)
 
 
-def failing(function: Callable[..., Any], at: int) -> Callable[..., Any]:
+def failing(function: Callable[..., Any], at: int, *, after: bool = False) -> Callable[..., Any]:
     calls = 0
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls == at:
+            if after:
+                function(*args, **kwargs)
             raise SwapIOError(28, "write", "it fails")
         return function(*args, **kwargs)
 
@@ -193,10 +199,12 @@ def failure(kind: str, at: int) -> Iterator[None]:
             patch.setattr(Segment, "slice_of", failing(Segment.slice_of, at))
         if kind == "copy":
             LateCopies.fail_in = at
+        if kind == "started":  # As Ctrl-C may, when a copy was started and is not in its lease yet.
+            patch.setattr(DeviceCopies, "copy", failing(DeviceCopies.copy, at, after=True))
         yield
 
 
-FAILURES = list(itertools.product(["class", "put", "fetch", "copy"], [1, 2, 5]))
+FAILURES = list(itertools.product(["class", "put", "fetch", "copy", "started"], [1, 2, 5]))
 
 
 @pytest.mark.parametrize("state", ["nvme", "cpu"])
@@ -328,6 +336,358 @@ def test_a_parameter_that_is_read_after_backward_is_whole(nvme_path: Path, fails
     assert equal(values(model), between)
     assert not torch.equal(between[-2], values(make_model())[-2])
     swapper.of(optimizer).close()
+
+
+# --- Gradients --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["nvme", "cpu"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_leave_the_device_without_a_wait(nvme_path: Path, where: str, micro_batches: int) -> None:
+    """A backward is not held up by copies; what is read back for the next micro-batch is the only thing to wait for."""
+    model = make_model(layers=8)
+    optimizer = swapper.wrap_optimizer(
+        torch.optim.AdamW(model.parameters()),
+        make_config(
+            nvme_path, gradient_accumulation_steps=micro_batches, offload_gradient={"device": where}, pool_bytes="32MiB"
+        ),
+    )
+    LateCopies.joins_late = True
+    backward(model)
+    assert LateCopies.waits == 0
+    assert all(raw_gradient(p) is None for p in model.parameters() if p.nbytes >= 16 << 10)
+    gradients = swapper.of(optimizer).gradients
+    assert gradients is not None and gradients.metrics.writes == 0, "written before it was copied"
+    LateCopies.synchronize()
+    if micro_batches > 1:
+        LateCopies.waits = 0
+        backward(model, 1)
+        assert LateCopies.waits == 0
+        LateCopies.synchronize()
+    gradients.check()  # Whoever comes next has the drive write them.
+    assert (gradients.metrics.writes > 0) == (where == "nvme")
+    LateCopies.joins_late = False
+    optimizer.step()
+    swapper.of(optimizer).close()
+
+
+@pytest.mark.parametrize("where", ["nvme", "cpu"])
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_gradients_are_copied_when_they_are_computed(nvme_path: Path, where: str, micro_batches: int) -> None:
+    """The current stream, which computes them, is late itself."""
+
+    def late(p: torch.Tensor) -> None:
+        assert isinstance(p, nn.Parameter)
+        fresh = raw_gradient(p)
+        assert fresh is not None
+        computed, gradient = fresh.clone(), fresh.detach()
+        gradient.fill_(float("nan"))
+        LateCopies.late.push(lambda: gradient.copy_(computed))
+        addresses.add(gradient.data_ptr())
+
+    def swapper_norm(optimizer: Optimizer, p: nn.Parameter) -> torch.Tensor:
+        gradients = swapper.of(optimizer).gradients
+        assert isinstance(gradients, GradientSwapper)
+        norm = gradients._gradients[id(p)].norm
+        assert norm is not None
+        return norm.value
+
+    addresses: set[int] = set()
+    results = []
+    for swap in (False, True):
+        model = nn.Sequential(*[nn.Linear(128, 128, bias=False) for _ in range(4)])
+        model.load_state_dict({name: p for name, p in make_model().state_dict().items() if p.dim() == 2})
+        if swap:
+            for p in model.parameters():
+                p.register_post_accumulate_grad_hook(late)  # type: ignore[no-untyped-call]
+        optimizer = torch.optim.AdamW(model.parameters())
+        if swap:
+            settings = make_config(
+                nvme_path, gradient_accumulation_steps=micro_batches, offload_gradient={"device": where}
+            )
+            swapper.wrap_optimizer(optimizer, settings)
+        for step in range(2):
+            for part in range(micro_batches):
+                LateCopies.kept.clear()
+                backward(model, 10 * step + part)
+                if swap:
+                    assert addresses and addresses <= set(LateCopies.kept)
+                addresses.clear()
+            if swap and step == 0:  # Later ones are not taken, as nobody clips.
+                assert {swapper_norm(optimizer, p).data_ptr() for p in model.parameters()} <= set(LateCopies.kept)
+            optimizer.step()
+            optimizer.zero_grad()
+        results.append(values(model))
+        if swap:
+            swapper.of(optimizer).close()
+    assert equal(*results)
+
+
+@pytest.mark.parametrize("where", ["nvme", "cpu"])
+def test_memory_of_gradients_in_flight_is_bounded(nvme_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
+    monkeypatch.setattr("swapper.gradient._COPYING_BYTES", 2 * 128 * 128 * 4)
+    model = make_model(layers=8)
+    optimizer = swapper.wrap_optimizer(
+        torch.optim.AdamW(model.parameters()), make_config(nvme_path, offload_gradient={"device": where})
+    )
+    LateCopies.joins_late = True
+    backward(model)
+    assert LateCopies.waits == 6
+    gradients = swapper.of(optimizer).gradients
+    assert gradients is not None
+    swapper.of(optimizer).close()
+
+
+@pytest.mark.parametrize("where", ["nvme", "cpu"])
+@pytest.mark.parametrize("second", [False, True])
+@pytest.mark.parametrize("kind", ["put", "copy", "started"])
+def test_an_arrival_that_is_cut_off_overwrites_nothing(nvme_path: Path, where: str, kind: str, second: bool) -> None:
+    """The first of a window stays whole in memory; with a later one the gradient is lost, which is said."""
+    model = make_model(layers=8)
+    settings = make_config(nvme_path, gradient_accumulation_steps=2, offload_gradient={"device": where})
+    optimizer = swapper.wrap_optimizer(torch.optim.AdamW(model.parameters()), settings)
+    plain = make_model(layers=8)
+    if second:
+        backward(model)
+        LateCopies.synchronize()
+    backward(plain)
+    if kind == "started" and second:
+        kind = "put"
+    with failure(kind, 2):
+        backward(model, 1 if second else 0)
+    pool = swapper.of(optimizer)._pool
+    leases = []
+    while (lease := pool.try_acquire(64 << 10)) is not None:
+        lease.tensor.fill_(7)
+        leases.append(lease)
+    LateCopies.synchronize()
+    assert all(bool((lease.tensor == 7).all()) for lease in leases)
+    for lease in leases:
+        lease.release()
+    if second:
+        with pytest.raises(SwapError, match="was lost"):
+            optimizer.step()
+    else:
+        there = [
+            (p.grad, q.grad) for p, q in zip(model.parameters(), plain.parameters(), strict=True) if p.grad is not None
+        ]
+        assert len(there) >= 2 and all(q is not None and same_bits(p, q) for p, q in there)
+    optimizer.zero_grad()
+    backward(model)
+    backward(model, 1)
+    optimizer.step()
+    swapper.of(optimizer).close()
+
+
+@pytest.mark.parametrize("where", ["nvme", "cpu"])
+def test_norms_are_taken_after_the_copies(nvme_path: Path, where: str) -> None:
+    """Also of what arrived in a backward that failed, at the end of which nothing is called."""
+
+    class Boom(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            raise ValueError("boom")
+
+    norms = []
+    for swap in (False, True):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if swap:
+            swapper.wrap_optimizer(optimizer, make_config(nvme_path, offload_gradient={"device": where}))
+        with pytest.raises(ValueError, match="boom"):
+            model[1:](Boom.apply(model[0](torch.ones(4, 128)))).square().sum().backward()  # type: ignore[no-untyped-call]
+        parameters = list(model.parameters())
+        norms.append(
+            swapper.of(optimizer).clip_grad_norm_(0.1) if swap else torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        )
+        if swap:
+            swapper.of(optimizer).close()
+    assert same_bits(norms[0], norms[1])
+
+
+def test_who_still_has_a_gradient_may_change_it_after_backward(nvme_path: Path) -> None:
+    model = make_model()
+    held: list[torch.Tensor] = []
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: held.append(p.grad.detach()))  # type: ignore[no-untyped-call]
+    optimizer = swapper.wrap_optimizer(
+        torch.optim.AdamW(model.parameters()), make_config(nvme_path, offload_gradient={"device": "nvme"})
+    )
+    backward(model)
+    expected = [gradient.clone() for gradient in reversed(held)]
+    for gradient in held:
+        gradient.fill_(float("nan"))
+    large = [p.grad for p in model.parameters() if p.nbytes >= 16 << 10 and p.grad is not None]
+    assert large and equal(large, [gradient for gradient in expected if gradient.dim() == 2])
+    swapper.of(optimizer).close()
+
+
+def test_who_still_has_a_gradient_may_change_it_when_it_was_taken_outside_of_backward(nvme_path: Path) -> None:
+    model = make_model()
+    optimizer = swapper.wrap_optimizer(
+        torch.optim.AdamW(model.parameters()),
+        make_config(nvme_path, gradient_accumulation_steps=2, offload_gradient={"device": "nvme"}),
+    )
+    backward(model)
+    p = model[0].weight
+    left = torch.ones_like(p)
+    set_raw_gradient(p, left)  # As an arrival that was cut off before it began leaves it.
+    gradients = swapper.of(optimizer).gradients
+    assert gradients is not None
+    gradients.check()
+    assert raw_gradient(p) is None
+    left.fill_(float("nan"))
+    plain = make_model()
+    backward(plain)
+    assert plain[0].weight.grad is not None and p.grad is not None
+    assert same_bits(p.grad.clone(), plain[0].weight.grad + 1)
+    swapper.of(optimizer).close()
+
+
+# --- Records that a device copies to ----------------------------------------------------------------------------------
+
+SIZE = 64 << 10
+KEY = RecordKey(0, "grad", 0)
+
+
+@contextlib.contextmanager
+def records(path: Path, stored: bool = True) -> Iterator[tuple[Pipeline, BufferPool, Metrics]]:
+    metrics = Metrics()
+    faults = FaultPlan(seed=0, delay_us=20_000)
+    with AsyncIOHandle(faults=faults) as handle, BufferPool(4 * SIZE, handle) as pool:
+        store = TensorStore([path], "run", 0, [handle]) if stored else None
+        if store is not None:
+            store.plan({RecordKey(0, "grad", number): SIZE for number in range(8)})
+        yield Pipeline(pool, store, metrics), pool, metrics
+        if store is not None:
+            store.close()
+
+
+def put(pipeline: Pipeline, copies: DeviceCopies, number: int, value: int) -> None:
+    key = RecordKey(0, "grad", number)
+    lease, _ = pipeline.take(key, SIZE)
+    source = torch.full((SIZE,), value, dtype=torch.uint8)
+    lease.transfer = copies.copy(lease.tensor, source)
+    pipeline.put(key, SIZE)
+
+
+def value_of(pipeline: Pipeline, number: int) -> int:
+    key = RecordKey(0, "grad", number)
+    lease, there = pipeline.take(key, SIZE)
+    assert there and bool(lease.tensor.eq(lease.tensor[0]).all())
+    value = int(lease.tensor[0])
+    pipeline.give_back(key)
+    return value
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("how", ["take", "stage", "drain", "later"])
+def test_a_record_is_written_when_it_was_copied(nvme_path: Path, how: str, stored: bool) -> None:
+    with records(nvme_path, stored) as (pipeline, pool, metrics):
+        copies = DeviceCopies(CPU)
+        for number in range(3):
+            put(pipeline, copies, number, number + 1)
+        pipeline.check()
+        assert metrics.writes == 0 and LateCopies.waits == 0
+        if how == "stage":
+            assert all(pipeline.stage(RecordKey(0, "grad", number), SIZE) for number in range(3))
+            assert pipeline.drop_staged() is False
+        if how == "drain":
+            pipeline.drain()
+            assert pool.used_bytes == 0 or not stored
+        if how == "later":
+            LateCopies.synchronize()
+            pipeline.check()
+        if how in ("drain", "later"):
+            assert metrics.writes == (3 if stored else 0)
+        for _ in range(2):
+            assert [value_of(pipeline, number) for number in (1, 0, 2)] == [2, 1, 3]
+        assert metrics.writes == (3 if stored else 0)
+
+
+def test_a_pool_that_is_short_waits_for_copies(nvme_path: Path) -> None:
+    with records(nvme_path) as (pipeline, pool, _):
+        copies = DeviceCopies(CPU)
+        for number in range(8):
+            put(pipeline, copies, number, number + 1)
+        leases = [pool.acquire(SIZE) for _ in range(4)]  # Another's: what is leaving gives way.
+        for lease in leases:
+            lease.tensor.fill_(99)
+            lease.release()
+        assert [value_of(pipeline, number) for number in range(8)] == list(range(1, 9))
+
+
+def test_a_copy_that_ends_between_two_looks_is_no_write(nvme_path: Path) -> None:
+    class EndsNow(Copy):
+        looks = 0
+
+        def done(self) -> bool:
+            EndsNow.looks += 1
+            return EndsNow.looks > 1
+
+    with records(nvme_path) as (pipeline, _, metrics):
+        lease, _ = pipeline.take(KEY, SIZE)
+        lease.tensor.fill_(5)
+        lease.transfer = EndsNow(LateCopies.late.record())
+        pipeline.put(KEY, SIZE)
+        pipeline.check()
+        assert metrics.writes == 1 and value_of(pipeline, 0) == 5
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_record_that_is_discarded_is_not_written(nvme_path: Path, stored: bool) -> None:
+    with records(nvme_path, stored) as (pipeline, pool, metrics):
+        put(pipeline, DeviceCopies(CPU), 0, 5)
+        pipeline.discard(KEY)
+        LateCopies.synchronize()
+        pipeline.drain()
+        assert metrics.writes == 0 and pool.used_bytes == 0
+        lease, there = pipeline.take(KEY, SIZE)
+        assert not there
+        pipeline.give_back(KEY)
+        lease.release()
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_copy_that_failed_is_raised_until_the_record_is_discarded(nvme_path: Path, stored: bool) -> None:
+    with records(nvme_path, stored) as (pipeline, pool, metrics):
+        put(pipeline, DeviceCopies(CPU), 0, 5)
+        LateCopies.broken = True
+        for call in (pipeline.check, pipeline.drain, lambda: pipeline.take(KEY, SIZE), pipeline.check):
+            with pytest.raises(SwapIOError, match="illegal memory access"):
+                call()
+        assert pipeline._reclaim() is False
+        pipeline.discard(KEY)
+        pipeline.check()
+        assert metrics.writes == 0 and pool.used_bytes == 0
+
+
+def test_a_write_that_cannot_be_started_is_tried_again(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with records(nvme_path) as (pipeline, _, metrics):
+        copies = DeviceCopies(CPU)
+        put(pipeline, copies, 0, 5)
+        put(pipeline, copies, 1, 6)
+        LateCopies.synchronize()
+        with monkeypatch.context() as patch:
+            patch.setattr(TensorStore, "write", failing(TensorStore.write, 1))
+            with pytest.raises(SwapIOError, match="it fails"):
+                pipeline.check()
+        assert metrics.writes == 1
+        assert [value_of(pipeline, number) for number in range(2)] == [5, 6]
+
+
+def test_what_is_taken_and_not_put_is_the_pools_after_the_copy(nvme_path: Path) -> None:
+    with records(nvme_path) as (pipeline, pool, _):
+        lease, _ = pipeline.take(KEY, SIZE)
+        lease.transfer = DeviceCopies(CPU).copy(lease.tensor, torch.ones(SIZE, dtype=torch.uint8))
+        pipeline.recover()
+        assert pool.used_bytes == SIZE
+        LateCopies.synchronize()
+        assert pool.used_bytes == 0
 
 
 # --- The copies themselves --------------------------------------------------------------------------------------------
