@@ -113,6 +113,11 @@ def _changed(item: Any, *without: str) -> str:
     return ", ".join(f"{f.name}={getattr(item, f.name)!r}" for f in fields) + end
 
 
+def _kind_of(error: BaseException) -> str:
+    """Its class, and how its message begins, without what is different each time."""
+    return f"{type(error).__name__}: {re.sub('[0-9]+', '', str(error))[:40]}"
+
+
 class Difference(AssertionError):
     """The twins differ: `kind` says how in a word or two, for telling one defect from another."""
 
@@ -397,7 +402,7 @@ class Twin:
         """Make the model and its optimizers, and swap them."""
         if not self.swapped:
             self._build()
-        elif self.placement.built_on_disk:
+        elif self.placement.built_on_disk and self.placement.parameter == "nvme":
             self._offload(built_on_disk=True)
         else:
             self._build()
@@ -555,12 +560,12 @@ class Twin:
 
     # --- What actions share ---
 
-    def _loss(self, factor: float = 1.0) -> torch.Tensor:
-        """Of a random batch; noted."""
+    def _loss(self) -> torch.Tensor:
+        """Of a random batch; noted. Never multiplied by a number: to `step_in_backward` that is what a scaler does."""
         inputs = self.inputs(torch.default_generator)
         out = self.model(*(x.to(self.dtype) if x.is_floating_point() else x for x in inputs))
         out = out if out.dtype is torch.float64 else out.float()
-        loss = out.square().mean() * factor
+        loss = out.square().mean()
         for adapter in self.adapters:
             loss = loss + adapter.float().square().mean().to(loss.dtype)
         self.log.append(bits(loss))
@@ -1238,7 +1243,7 @@ def _act(action: Action, swapped: Twin, plain: Twin, where: str, outcome: Outcom
             assert isinstance(error, BaseException)
             which = "swapped" if error is mine else "plain"
             text = f"{where}: {which} raised {error!r}, the other one {'nothing' if error is mine else repr(mine)}"
-            raise Difference(f"{which} raised {type(error).__name__}", text) from error
+            raise Difference(f"{which} raised {_kind_of(error)}", text) from error
         outcome.raised.append(f"{action.name}: {mine!r}")
         if not isinstance(mine, UserError):
             raise Ended  # In the middle of a step, perhaps: of that plain PyTorch takes no notice, and swapper does.
@@ -1263,7 +1268,7 @@ def _performed(twin: Twin, action: Action) -> Any:
 
 def _check_refusal(error: SwapError, where: str) -> None:
     if not any(re.search(pattern, str(error)) for pattern in REFUSALS):
-        raise Difference(f"swapped raised {type(error).__name__}", f"{where}: swapped raised {error!r}") from error
+        raise Difference(f"swapped raised {_kind_of(error)}", f"{where}: swapped raised {error!r}") from error
 
 
 def _look(swapped: Twin, plain: Twin, look: int, where: str) -> None:
@@ -1275,7 +1280,7 @@ def _look(swapped: Twin, plain: Twin, look: int, where: str) -> None:
     except Difference:
         raise
     except Exception as error:
-        raise Difference(f"looking raised {type(error).__name__}", f"{where}: looking raised {error!r}") from error
+        raise Difference(f"looking raised {_kind_of(error)}", f"{where}: looking raised {error!r}") from error
 
 
 # --- Making programs --------------------------------------------------------------------------------------------------
