@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from swapper import codec
+from swapper.checkpoint_index import SavedSegment
 from swapper.checkpoint_reader import Checkpoint
 from swapper.errors import SwapError
 from swapper.heap import return_free_memory
@@ -233,7 +234,6 @@ class StreamedState(SavedState):
         super().__init__(checkpoint, saved, parameters, number)
         self._bits: tuple[torch.nn.Parameter, Read] | None = None
         self._ties: tuple[SavedPiece, dict[int, int]] | None = None
-        self._unchanged: tuple[SavedPiece, bool] | None = None
         self._decoded_masters: tuple[SavedPiece, int, torch.Tensor] | None = None
 
     def tensors(self, place: int) -> dict[str, Any]:
@@ -309,7 +309,7 @@ class StreamedState(SavedState):
         if (kept := self._decoded_masters) is not None and kept[0] is piece and kept[1] == start:
             return kept[2]
         bits = self._bits_of(p, segment.start + start, segment.start + stop)
-        if not self._is_unchanged(piece, p):
+        if self._is_edited(segment.parameter):
             masters = bits.float()
         elif segment.master == "split":
             low = self._read(self._stored(piece, MASTER), torch.int16, start, stop)
@@ -322,16 +322,18 @@ class StreamedState(SavedState):
         self._decoded_masters = piece, start, masters
         return masters
 
-    def _is_unchanged(self, piece: SavedPiece, p: torch.nn.Parameter) -> bool:
-        """Whether the parameter is still what the master was rounded to."""
-        if self._unchanged is None or self._unchanged[0] is not piece:
-            segment = piece.segment
-            parts = []
-            for start in range(segment.start, segment.stop, _MASTERS_NUMEL):
-                bits = self._bits_of(p, start, min(start + _MASTERS_NUMEL, segment.stop))
-                parts.append((codec.checksum(bits.contiguous()), bits.nbytes))
-            self._unchanged = piece, codec.join_checksums(parts) == segment.parameter_crc32c
-        return self._unchanged[1]
+    def _is_edited(self, place: int) -> bool:
+        if place not in self._edited:
+            self._edited[place] = not all(self._is_unchanged(piece.segment) for piece in self._pieces[place])
+        return self._edited[place]
+
+    def _is_unchanged(self, segment: SavedSegment) -> bool:
+        p = self._parameters[segment.parameter]
+        parts = []
+        for start in range(segment.start, segment.stop, _MASTERS_NUMEL):
+            bits = self._bits_of(p, start, min(start + _MASTERS_NUMEL, segment.stop))
+            parts.append((codec.checksum(bits.contiguous()), bits.nbytes))
+        return bool(codec.join_checksums(parts) == segment.parameter_crc32c)
 
     def _ties_before(self, piece: SavedPiece, position: int) -> int:
         """How many ties there are in the first elements of a piece; `position` is a multiple of `_MASTERS_NUMEL`."""

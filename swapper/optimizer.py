@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, ClassVar, NoReturn, TypeVar, cast
 
@@ -25,6 +25,7 @@ from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.evicted import bring_back_gradients, raw_gradient
 from swapper.failure import Failure, versions
 from swapper.growing_pool import GrowingPool
+from swapper.guarded_state import GuardedState
 from swapper.metrics import Metrics
 from swapper.modes import modes_kept, set_grad_mode
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
@@ -40,7 +41,7 @@ from swapper.segments import MASTER, Bucket, OptimizerParameter
 from swapper.stats import Moves, Stats, moves_of
 from swapper.stepper import ReadAhead, Stepper, SwappedGradients, SwappedParameters
 from swapper.store import TensorStore
-from swapper.trial import unhooked_step
+from swapper.trial import class_step
 
 __all__ = ["OptimizerSwapper"]
 
@@ -96,7 +97,7 @@ class OptimizerSwapper:
         self._released = False
         self.metrics = Metrics()
         self._pipeline = Pipeline(pool, store, self.metrics)
-        self._stepper = Stepper(unhooked_step(type(optimizer)), plan, pool, pool_bytes, self._pipeline, self.metrics)
+        self._stepper = Stepper(class_step(type(optimizer)), plan, pool, pool_bytes, self._pipeline, self.metrics)
         self._records = StateRecords(plan, self._stepper, self._pipeline, store)
         self._window_lock = threading.Lock()
         self._read_ahead = False
@@ -106,6 +107,8 @@ class OptimizerSwapper:
         self._loading: dict[int, dict[str, Any]] | None = None
         self._advised = False
         self._backward: BackwardSteps | None = None
+        self._state = GuardedState(self)
+        self._own_state = optimizer.state  # Empty while the state is in records; `unwrap` fills it again.
         kept: dict[Any, Any] = {}
         try:
             if plan.step_in_backward:
@@ -116,15 +119,14 @@ class OptimizerSwapper:
             if existing:
                 self._import(optimizer, existing, as_it_is=True)
                 self._pipeline.drain()  # The copy in memory must stay until the one on the drive is good.
-            kept.update(optimizer.state)
-            optimizer.state.clear()
-            self._state = optimizer.state
+            kept.update(self._own_state)
+            self._own_state.clear()
             self._install(optimizer)
             self._finalizer = finalizer(optimizer, _finalize, self)
             self._take_over(optimizer)
         except BaseException:
             self._uninstall(optimizer)
-            optimizer.state.update(kept)
+            self._own_state.update(kept)
             with suppress(SwapIOError):  # The error that is on its way already is the one to see.
                 self.close()
             raise
@@ -245,8 +247,7 @@ class OptimizerSwapper:
         self._note_cut_off(optimizer)
         with self._replacing("forgetting optimizer state"):
             self._records.forget()
-        optimizer.state.clear()
-        self._state = optimizer.state
+        optimizer.state = self._state
         self._made_anew()
 
     def unwrap(self) -> None:
@@ -254,6 +255,7 @@ class OptimizerSwapper:
         self._check_usable("unwrap")
         optimizer = self._optimizer()
         parameters = self._parameters_with_state()
+        self._check_state(optimizer)
         gathered = self._records.gather(parameters, allocate_in_memory)
         state: dict[Any, dict[str, Any]] = {}
         for p in parameters:
@@ -267,10 +269,10 @@ class OptimizerSwapper:
         if self.gradients is not None:
             self.gradients.bring_back_all()
         try:
-            optimizer.state.update(state)
+            self._own_state.update(state)
             self._uninstall(optimizer)
         except KeyboardInterrupt:  # Half of it would be an optimizer without its state.
-            optimizer.state.update(state)
+            self._own_state.update(state)
             self._uninstall(optimizer)
             raise
         finally:
@@ -367,7 +369,7 @@ class OptimizerSwapper:
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
         self._former_step = vars(optimizer).get("step")
-        vars(optimizer).update(step=step, swapper=self, __getstate__=refuse_copy)
+        vars(optimizer).update(step=step, swapper=self, __getstate__=refuse_copy, state=self._state)
         self._hooks.append(optimizer.register_state_dict_post_hook(self._on_state_dict, prepend=True))
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(self._on_load_state_dict))
         self._hooks.append(optimizer.register_load_state_dict_post_hook(self._on_loaded, prepend=True))
@@ -391,6 +393,8 @@ class OptimizerSwapper:
         """Undo `_install`, or as much of it as was done. Idempotent."""
         for hook in self._hooks:
             hook.remove()
+        if optimizer.state is self._state:
+            optimizer.state = self._own_state
         if vars(optimizer).get("swapper") is not self:
             return
         for name in ("step", "__getstate__"):
@@ -459,16 +463,12 @@ class OptimizerSwapper:
         return loss
 
     def _check_state(self, optimizer: Optimizer) -> None:
-        # An empty entry is what reading `optimizer.state[p]` leaves: whoever did that was misled.
-        if optimizer.state is not self._state or optimizer.state:
-            what = "optimizer.state was read or written" if optimizer.state else "optimizer.state was replaced"
+        if optimizer.state is not self._state:
             raise SwapError(
-                f"{what} since the last step, but the state of a swapped optimizer is on disk. Read it with "
-                "optimizer.swapper.state(parameter) and load it with optimizer.load_state_dict(...); clear "
-                "optimizer.state to go on as if nothing had happened, or call optimizer.swapper.reset() to start from "
-                "no state"
+                "optimizer.state was replaced since the last step, but the state of a swapped optimizer is on disk. "
+                "Assign what single parameters are to have (optimizer.state[parameter] = {...}) or load all of it with "
+                "optimizer.load_state_dict(...), or call optimizer.swapper.reset() to start from no state"
             )
-        optimizer.state.clear()
 
     def _reconcile(self, optimizer: Optimizer) -> None:
         """Follow what happened to `param_groups` since the last call. See [Note: parameters come and go]."""
@@ -542,7 +542,7 @@ class OptimizerSwapper:
 
     def _parameters_with_state(self) -> list[torch.nn.Parameter]:
         """Those that have state, in a group or not."""
-        return [known.parameter for known in self._plan.planned() if any(s.has_state for s in known.segments)]
+        return [known.parameter for known in self._plan.planned() if known.has_state]
 
     def _plan_again(self, optimizer: Optimizer, why: str) -> None:
         """Cut anew; the state goes through a scratch file."""
@@ -682,6 +682,66 @@ class OptimizerSwapper:
             # Read-ahead is a wish. What is wrong with it (a full pool, a failed write) comes up again in `step`.
             log.debug("no read-ahead", exc_info=True)
 
+    # --- `StateOwner`, of what `optimizer.state` shows ---------------------------------------------------------------
+
+    def parameters_with_state(self) -> list[torch.nn.Parameter]:
+        """The parameters in groups that have state, in the order in which they were planned.
+
+        What is asked of a parameter outside of them is answered too, but it is not among these: torch's `state_dict`
+        goes through all, and fails at one that is in no group.
+        """
+        if (optimizer := self._optimizer_ref()) is None:
+            return []
+        members = {id(p) for p in parameters_of(optimizer)}
+        found = (known.parameter for known in self._plan.planned() if known.has_state)
+        return [p for p in found if id(p) in members]
+
+    def state_keys(self, parameter: torch.nn.Parameter) -> list[str]:
+        """Names of the state of a parameter, as `state` has them; none if it has no state."""
+        segments = self._plan.segments_of(parameter)
+        keys = list(segments[0].keys) if segments else []
+        return keys + [MASTER] * any(segment.checksum is not None for segment in segments)
+
+    def take_state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
+        """Forget the state of a parameter, and return it, as the class would have it on the parameter's device.
+
+        Errors as for `assign_state`.
+        """
+        self._check_usable("popping optimizer.state")
+        entries = self._records.gather([parameter], allocate_in_memory).get(id(parameter), {})
+        self.assign_state(parameter, {})
+        return {
+            key: as_plain_state(key, value, parameter, False) if isinstance(value, torch.Tensor) else value
+            for key, value in entries.items()
+        }
+
+    def assign_state(self, parameter: torch.nn.Parameter, entries: Mapping[str, Any]) -> None:
+        """Replace the state of a parameter by a copy of `entries`, with the dtypes they have; without any, forget it.
+
+        Raises:
+            SwapError: the optimizer does not have `parameter`; or a step was cut off, or is under way in backward.
+            ConfigError, ValueError: the entries cannot be those of the parameter. Nothing was changed.
+            SwapIOError: the drive failed.
+        """
+        self._check_usable("assigning to optimizer.state")
+        optimizer = self._optimizer()
+        self._check_state(optimizer)
+        self._reconcile(optimizer)
+        if not self._plan.is_planned(parameter):
+            if not any(p is parameter for p in parameters_of(optimizer)):
+                raise SwapError(
+                    "state was assigned for a parameter that the optimizer does not have; add the parameter to "
+                    "optimizer.param_groups first"
+                )
+            if not entries:
+                return
+            self._extend(optimizer, [parameter])
+        entries = dict(entries)
+        check_loadable(parameter, self._plan.segments_of(parameter), entries)
+        with self._replacing("assigning to optimizer.state"), modes_kept():
+            set_grad_mode(False)
+            self._records.replace_one(optimizer, parameter, entries)
+
     # --- State in and out ------------------------------------------------------------------------------------------
 
     def _on_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
@@ -709,10 +769,10 @@ class OptimizerSwapper:
             given = [(p, state[i]) for i, p in enumerate(parameters_of(optimizer)) if i in state]
             self._import(optimizer, given, as_it_is=False)
         except Exception:
-            self._state = optimizer.state
+            optimizer.state = self._state
             raise
         # Only now: until then `optimizer.state`, which torch has replaced, says that the state does not belong to it.
-        self._state = optimizer.state
+        optimizer.state = self._state
         self._made_anew()
 
     def _made_anew(self) -> None:
@@ -728,7 +788,7 @@ class OptimizerSwapper:
 
         Args:
             state: of each parameter that has some, in the class's own format.
-            as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does, where they are not the planned ones.
+            as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does.
         """
         self._extend(optimizer, [p for p, _ in state])
         entries_of: dict[OptimizerParameter, dict[str, Any]] = {}

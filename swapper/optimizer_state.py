@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import mmap
+from collections import deque
 from collections.abc import Callable, Container, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from swapper.layout import ALIGNMENT_BYTES, round_up
 from swapper.modes import modes_kept, set_grad_mode
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.pipeline import Pipeline
-from swapper.segments import MASTER, Bucket, OptimizerParameter, Segment
+from swapper.segments import MASTER, Bucket, OptimizerParameter, Segment, is_edited
 from swapper.stepper import ReadAhead, Stepper, progress
 from swapper.store import TensorStore
 from swapper.trial import is_dense
@@ -66,7 +67,8 @@ class StateRecords:
         Args:
             allocate: makes a 1-D tensor on the CPU, of so many elements and that dtype.
         """
-        wanted = {self.plan.of(p) for p in parameters}
+        known = filter(None, map(self.plan.of, parameters))
+        wanted = {of for of in known if of.has_state}
         gathered: dict[int, dict[str, Any]] = {}
         flats: dict[tuple[int, str], torch.Tensor] = {}
 
@@ -75,11 +77,13 @@ class StateRecords:
                 flats[id(p), key] = allocate(numel, dtype)
             return flats[id(p), key]
 
-        buckets = []
-        for bucket in self.plan.buckets:
-            chosen = [segment for segment in bucket.segments if segment.of in wanted and segment.has_state]
-            if chosen:
-                buckets.append((bucket, chosen))
+        edited: dict[OptimizerParameter, bool] = {}
+        found = {bucket for of in wanted for bucket in of.buckets}
+        buckets = [
+            (bucket, [segment for segment in bucket.segments if segment.of in wanted])
+            for bucket in self.plan.buckets
+            if bucket in found
+        ]
         show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
         try:
             with modes_kept():
@@ -90,9 +94,14 @@ class StateRecords:
                     lease = self.stepper.take(bucket)
                     tie_offsets = bucket.tie_offsets()
                     for segment in chosen:
-                        entries = gathered.setdefault(id(segment.parameter), {})
-                        if not read_segment(bucket, segment, lease, entries, flat, tie_offsets.get(segment, 0)):
-                            self.stepper.count_reset()
+                        of = segment.of
+                        if segment.master and of not in edited:
+                            edited[of] = is_edited(of.segments)
+                            if edited[of]:
+                                self.stepper.count_reset()
+                        entries = gathered.setdefault(id(of.parameter), {})
+                        offset = tie_offsets.get(segment, 0)
+                        read_segment(bucket, segment, lease, entries, flat, edited.get(of, False), offset)
                     if lease is not None:
                         self.pipeline.give_back(bucket.key)
         except BaseException:
@@ -138,7 +147,7 @@ class StateRecords:
             wanted: the parameters that get state.
             entries_of: the state of a segment's parameter in the class's own format, tensors whole or cut to the
                 segment.
-            as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does, where they are not the planned ones.
+            as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does.
             take_whole: fills a buffer with a bucket's record, tells its segments what they keep of it in memory, and
                 returns its length; 0 if it cannot.
         """
@@ -168,6 +177,35 @@ class StateRecords:
             if lease is not None:
                 self.pipeline.put(bucket.key, bucket.finish(lease))
 
+    def replace_one(self, optimizer: Optimizer, parameter: torch.nn.Parameter, entries: dict[str, Any]) -> None:
+        """Replace the state of one parameter by `entries`, which keep their dtypes; without any, forget it.
+
+        Args:
+            optimizer: for the options of groups.
+            entries: in the class's own format.
+        """
+        of = self.plan.of(parameter)
+        assert of is not None
+        group = optimizer.defaults if of.group is None else optimizer.param_groups[of.group]
+        for bucket in of.buckets:
+            mine = [segment for segment in bucket.segments if segment.of is of]
+            if not entries and not any(segment.tie_bits for segment in mine):
+                for segment in mine:
+                    segment.forget()
+                if bucket.length_bytes and not any(segment.has_state for segment in bucket.segments):
+                    self.pipeline.discard(bucket.key)
+                continue
+            lease = self.stepper.take(bucket)
+            bucket.forget(mine, lease)
+            masters: dict[Segment, tuple[torch.Tensor, torch.Tensor]] = {}
+            for segment in mine if entries else ():
+                for key in write_segment(bucket, segment, lease, entries, group, True, masters):
+                    self.stepper.say_unplanned(key)
+            if masters:
+                bucket.encode(masters, lease)
+            if lease is not None:
+                self.pipeline.put(bucket.key, bucket.finish(lease))
+
 
 def read_segment(
     bucket: Bucket,
@@ -175,17 +213,16 @@ def read_segment(
     lease: Lease | None,
     entries: dict[str, Any],
     flat: Callable[[torch.nn.Parameter, str, int, torch.dtype], torch.Tensor],
+    edited: bool,
     tie_offset_bytes: int,
-) -> bool:
+) -> None:
     """Copy the state of `segment` into `entries`, which collects that of its parameter in the class's own format.
 
     Args:
         lease: the record; None if nothing of it moves.
         flat: gives the 1-D tensor for a parameter's whole `key`: the same for each of its segments.
+        edited: the parameter was changed since its master was encoded, so that the master is `float(parameter)`.
         tie_offset_bytes: see `Bucket.decode_master`.
-
-    Returns:
-        False if the parameter was changed since its master was encoded, so that the master is `float(parameter)`.
     """
     p = segment.parameter
     for key, value in bucket.state_of(segment, lease).items():
@@ -199,12 +236,15 @@ def read_segment(
             entries[key] = target.copy_(value)
         elif key not in entries:
             entries[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
-    if segment.checksum is not None:
+    if edited or segment.checksum is not None:
         master = flat(p, MASTER, p.numel(), torch.float32)
         bits = segment.slice_of(p.detach()).cpu().contiguous()
         entries[MASTER] = master.as_strided(p.shape, p.stride()) if is_dense(p) else master.view(p.shape)
-        return bucket.decode_master(segment, bits, lease, master[segment.start : segment.stop], tie_offset_bytes)
-    return True
+        out = master[segment.start : segment.stop]
+        if edited:
+            out.copy_(bits)
+        else:
+            bucket.decode_master(segment, bits, lease, out, tie_offset_bytes)
 
 
 def write_segment(
@@ -222,7 +262,7 @@ def write_segment(
         entries: its tensors that go along with the parameter are of its shape, or the 1-D slice that the segment is.
         lease: the record; None if nothing of it moves.
         group: the parameter's.
-        as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does, where they are not the planned ones.
+        as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does.
         masters: gets the segment's master, for `Bucket.encode`.
 
     Returns:
@@ -234,12 +274,12 @@ def write_segment(
         if key == MASTER:
             continue
         if not isinstance(value, torch.Tensor):
-            state[key] = copy.deepcopy(value)
+            state[key] = copy.deepcopy(value) if as_it_is else _as_loaded(key, value, segment, group)
             continue
         value = value.detach()
         if not segment.whole and value.shape == p.shape:
             value = segment.slice_of(value)
-        dtype = value.dtype if as_it_is and not segment.master else _loaded_dtype(key, value, segment, group)
+        dtype = (_kept_dtype if as_it_is else _loaded_dtype)(key, value, segment, group)
         if key in segment.slots and value.shape == segment.slots[key].shape and dtype == segment.slots[key].dtype:
             assert lease is not None
             state[key] = segment.slots[key].view(lease).copy_(value)
@@ -284,15 +324,30 @@ def check_loadable(p: torch.nn.Parameter, segments: Sequence[Segment], entries: 
             )
 
 
-def _loaded_dtype(key: str, value: torch.Tensor, segment: Segment, group: dict[str, Any]) -> torch.dtype:
-    """The dtype that loaded state gets: the one that the class makes; else as `Optimizer.load_state_dict` decides."""
-    if value.dtype == segment.dtypes.get(key):
+def _kept_dtype(key: Any, value: torch.Tensor, segment: Segment, group: dict[str, Any]) -> torch.dtype:
+    """The dtype of state that is taken as it is. With a master, state made for the parameter itself becomes fp32."""
+    if not segment.master or key == "step" or value.dtype == segment.dtypes.get(key):
         return value.dtype
+    return torch.float32 if value.dtype.is_floating_point else value.dtype
+
+
+def _loaded_dtype(key: Any, value: torch.Tensor, segment: Segment, group: dict[str, Any]) -> torch.dtype:
+    """The dtype that `Optimizer.load_state_dict` gives to state, of the tensor that the class steps on."""
     if key == "step":
         return torch.float32 if group.get("capturable") or group.get("fused") else value.dtype
-    if segment.master:
-        return torch.float32 if value.dtype.is_floating_point else value.dtype
-    return segment.parameter.dtype if segment.parameter.is_floating_point() else value.dtype
+    dtype = torch.float32 if segment.master else segment.parameter.dtype
+    return dtype if dtype.is_floating_point else value.dtype
+
+
+def _as_loaded(key: Any, value: Any, segment: Segment, group: dict[str, Any]) -> Any:
+    """A copy of `value`, with tensors within it in the dtypes that `Optimizer.load_state_dict` gives to them."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to(device="cpu", dtype=_loaded_dtype(key, value, segment, group), copy=True)
+    if isinstance(value, dict):
+        return {name: _as_loaded(name, item, segment, group) for name, item in value.items()}
+    if isinstance(value, (list, tuple, set, deque)):
+        return type(value)(_as_loaded(None, item, segment, group) for item in value)
+    return copy.deepcopy(value)
 
 
 def as_plain_state(key: str, value: torch.Tensor, p: torch.nn.Parameter, cast: bool) -> torch.Tensor:

@@ -159,6 +159,7 @@ class SavedState:
         self._bucket_at: dict[tuple[int, int], SavedBucket] = {}
         self._small: tuple[int, dict[str, Any]] | None = None
         self._master: tuple[SavedPiece, torch.Tensor] | None = None
+        self._edited: dict[int, bool] = {}
         for bucket in saved.buckets:
             tie_bytes = 0
             for i, segment in enumerate(bucket.segments):
@@ -252,6 +253,12 @@ class SavedState:
         known = ((records.plan.of(p), place) for place, p in enumerate(self._parameters))
         wanted = {of for of, place in known if of is not None and self.has_state(place)}
         records.replace(optimizer, wanted, self.entries, True, self._take_whole)
+        for place, edited in self._edited.items():
+            segments = records.plan.segments_of(self._parameters[place])
+            if edited and len(segments) > 1 and segments[0].checksum is not None:
+                # Others of its segments may have been taken as they are, with masters that go with other bits: the
+                # next step is to make all of them anew. See [Note: edited parameters].
+                segments[0].checksum ^= 0xFFFFFFFF
 
     def has_state(self, place: int) -> bool:
         """Whether there is state of a parameter."""
@@ -360,6 +367,16 @@ class SavedState:
         """Elements `start` to `stop` of `p`, in the order in which the checkpoint counts them."""
         return _bits(p, self._saved.parameters[self._place_of[id(p)]].stride)[start:stop]
 
+    def _is_edited(self, place: int) -> bool:
+        """Whether the parameter is not what its masters were rounded to. See [Note: edited parameters]."""
+        if place not in self._edited:
+            bits = self._bits_of(self._parameters[place], 0, self._parameters[place].numel())
+            self._edited[place] = any(
+                codec.checksum(bits[piece.segment.start : piece.segment.stop]) != piece.segment.parameter_crc32c
+                for piece in self._pieces[place]
+            )
+        return self._edited[place]
+
     def _master_of(self, piece: SavedPiece, p: torch.nn.Parameter) -> torch.Tensor:
         """The master of a slice, decoded: fp32, 1-D."""
         if self._master is not None and self._master[0] is piece:
@@ -367,8 +384,8 @@ class SavedState:
         segment = piece.segment
         bits = self._bits_of(p, segment.start, segment.stop)
         kept = self._decoded(segment.small, segment.parameter).get(MASTER)
-        if segment.parameter_crc32c != codec.checksum(bits):
-            master = bits.float()  # The user had changed the parameter since: see `Bucket.decode_master`.
+        if self._is_edited(segment.parameter):
+            master = bits.float()
         elif kept is not None:
             master = kept
         elif segment.master == "split":

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +37,7 @@ __all__ = [
     "Scratch",
     "Segment",
     "grouped",
+    "is_edited",
     "plan_buckets",
     "plan_segments",
 ]
@@ -126,6 +127,11 @@ class OptimizerParameter:
         """Whether nobody holds the parameter any more."""
         return self._reference() is None
 
+    @property
+    def has_state(self) -> bool:
+        """Whether it was stepped, or given state, before."""
+        return any(segment.has_state for segment in self.segments)
+
     def refers_to(self, parameter: torch.Tensor) -> bool:
         """Whether this is of `parameter` itself, and not of a former one that had its `id`."""
         return self._reference() is parameter
@@ -135,6 +141,16 @@ class OptimizerParameter:
         hook, self.hook = self.hook, None
         if hook is not None:
             hook.remove()
+
+
+# [Note: edited parameters] The user may change a bf16 or fp16 parameter between steps: a clamp, an EMA swap,
+# `Embedding(max_norm=...)` in forward. The low halves of its masters then say nothing any more. Which elements were
+# changed is not known, as the old bits are gone, so one rule must do: if any element was changed, all masters of the
+# parameter are made anew, `float(parameter)`. That rule does not depend on how the parameter is cut, which
+# `bucket_bytes` decides, and a plain program can follow it in a line. It costs one more pass over the bits of
+# parameters that are cut, before the first of their segments is stepped; no traffic, since a parameter is always in
+# memory as a whole when a segment of it is stepped. Each segment keeps the checksum of the bits that its masters were
+# rounded to; the parameter was edited if any differs.
 
 
 @dataclass(eq=False, slots=True)
@@ -237,6 +253,24 @@ class Segment:
         return tensor.as_strided((tensor.numel(),), (1,))[self.start : self.stop]
 
 
+def is_edited(segments: Sequence[Segment]) -> bool:
+    """Whether a parameter was changed since its masters were encoded. See [Note: edited parameters].
+
+    Args:
+        segments: all of the parameter's.
+
+    Returns:
+        False if there are no masters yet.
+    """
+    known = [segment.checksum for segment in segments]
+    if all(checksum is None for checksum in known):
+        return False
+    return None in known or any(
+        codec.checksum(segment.slice_of(segment.parameter.detach()).cpu().contiguous()) != segment.checksum
+        for segment in segments
+    )
+
+
 def flat_view(tensor: torch.Tensor) -> torch.Tensor | None:
     """The elements in memory order as a 1-D view without history; None where there is no such view."""
     tensor = tensor.detach()
@@ -294,7 +328,8 @@ class Opened:
         gradient: the same of its gradient; None where the class is given the user's own parameter.
         master: decoded, fp32, 1-D; None without one.
         tensor: what the class steps on.
-        master_reset: the user had changed the parameter, so the master was made anew from it.
+        edited: the user has changed the parameter, so the master is made anew from it. Set before it is opened where
+            other segments say so, and by opening it where its own bits do.
     """
 
     segment: Segment
@@ -302,7 +337,7 @@ class Opened:
     gradient: torch.Tensor | None = None
     master: torch.Tensor | None = None
     tensor: torch.nn.Parameter | None = None
-    master_reset: bool = False
+    edited: bool = False
 
 
 class Bucket:
@@ -463,12 +498,7 @@ class Bucket:
             masters: for each segment that changed: its master (fp32, 1-D) and where the rounded bits go (1-D).
             lease: the record, which also holds the ties of segments that did not change.
         """
-        old: dict[Segment, torch.Tensor] = {}  # ties of segments that do not change; they may move
-        if any(segment.tie_bits and segment not in masters for segment in self.segments):
-            assert lease is not None
-            for segment, offset in self.tie_offsets().items():
-                if segment not in masters:
-                    old[segment] = lease.view(offset, _tie_bytes(segment), torch.uint8).clone()
+        old = self._kept_ties(lease, masters)
         cursor = self.layout.tail_offset_bytes
         for segment in self.segments:
             master, bits = masters.get(segment, (None, None))
@@ -486,6 +516,34 @@ class Bucket:
                 assert lease is not None
                 lease.view(cursor, len(old[segment]), torch.uint8).copy_(old[segment])
             cursor += _tie_bytes(segment)
+
+    def forget(self, segments: Sequence[Segment], lease: Lease | None) -> None:
+        """Have `segments` as they were before the first step. The state of the others stays.
+
+        Args:
+            segments: some of the bucket's.
+            lease: the record, which also holds the ties of the others.
+        """
+        old = self._kept_ties(lease, segments)
+        for segment in segments:
+            segment.forget()
+        cursor = self.layout.tail_offset_bytes
+        for segment, ties in old.items():
+            if segment.tie_bits:
+                assert lease is not None
+                lease.view(cursor, len(ties), torch.uint8).copy_(ties)
+                cursor += len(ties)
+
+    def _kept_ties(self, lease: Lease | None, without: Container[Segment]) -> dict[Segment, torch.Tensor]:
+        """Copies of the ties in the record, except those of `without`; for they may move within it."""
+        if not any(segment.tie_bits and segment not in without for segment in self.segments):
+            return {}
+        assert lease is not None
+        return {
+            segment: lease.view(offset, _tie_bytes(segment), torch.uint8).clone()
+            for segment, offset in self.tie_offsets().items()
+            if segment not in without
+        }
 
     def _keep_whole(self, segment: Segment, master: torch.Tensor, lease: Lease | None) -> None:
         if segment.master_moves:
@@ -544,8 +602,10 @@ class Bucket:
             if segment.kept_master is None:
                 segment.kept_master = torch.empty(segment.numel, dtype=torch.float32)
             master = segment.kept_master
-        decoded = self.decode_master(segment, bits, lease, master, tie_offset_bytes)
-        item.master_reset = segment.checksum is not None and not decoded
+        if item.edited:
+            master.copy_(bits)
+        elif not self.decode_master(segment, bits, lease, master, tie_offset_bytes):
+            item.edited = segment.checksum is not None
         return master
 
     def write_back(self, item: Opened, copies: DeviceCopies, scratch: Scratch) -> None:

@@ -43,7 +43,7 @@ class Stats:
         step_s: time inside `step()`, waits included, closures not.
         state_bytes: length of all records now.
         pool_bytes, pool_used_bytes, pool_peak_bytes: size of the pool; what is leased now; the most ever leased.
-        masters_reset: segments whose master weights were made anew because the user had changed the parameter.
+        masters_reset: how often the master weights of a parameter were made anew because the user had changed it.
         late_failures: writes whose failure only a finalizer saw.
         first_writes: transfers of any record in the run directory, be it of state, gradients or parameters, to places
             on the drive that had never been written, which is slower than to write them again.

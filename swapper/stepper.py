@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol, TypeVar
@@ -26,7 +26,7 @@ from swapper.metrics import Metrics
 from swapper.optimizer_plan import OptimizerPlan
 from swapper.pipeline import Pipeline
 from swapper.progress import ProgressBar
-from swapper.segments import Bucket, Opened, Scratch, Segment, grouped
+from swapper.segments import Bucket, Opened, OptimizerParameter, Scratch, Segment, grouped, is_edited
 from swapper.trial import same_layout
 
 __all__ = ["ReadAhead", "Stepper", "SwappedGradients", "SwappedParameters", "Work", "progress"]
@@ -201,6 +201,7 @@ class Stepper:
         self._present = ExitStack()
         self._following = ExitStack()  # with an accelerator: of the bucket that is being copied
         self._unplanned: set[str] = set()
+        self._edited: dict[OptimizerParameter, bool] = {}  # of this step
 
     # --- A whole step ----------------------------------------------------------------------------------------------
 
@@ -275,6 +276,7 @@ class Stepper:
                 else:
                     group[key] = value
         self._changes = {}
+        self._edited.clear()
         self.entered, self.done, self.stepping = [], 0, False
 
     def abandon(self) -> None:
@@ -286,6 +288,7 @@ class Stepper:
             steps.callback(self.drop_scratch)
             steps.callback(self._pipeline.recover)
             steps.callback(self._changes.clear)
+            steps.callback(self._edited.clear)
             steps.callback(self._following.close)
             steps.callback(self._present.close)
             steps.callback(self._copies.settle)
@@ -330,13 +333,12 @@ class Stepper:
         return self._pipeline.drops + (0 if self.gradients is None else self.gradients.drops)
 
     def widen(self, optimizer: Optimizer) -> None:
-        """Show the optimizer its own groups and hooks again, and no state. Idempotent."""
-        optimizer.state.clear()
+        """Show the optimizer its own groups, hooks and state again. Idempotent."""
         vars(optimizer).update(self._former)
         self._former = {}
 
     def count_reset(self) -> None:
-        """A master was made anew because the user had changed the parameter."""
+        """The masters of a parameter are made anew because the user has changed it."""
         if self._metrics.masters_reset == 0:
             log.warning(
                 "a parameter was changed outside of the optimizer since its last step, so its master weights are made "
@@ -432,13 +434,39 @@ class Stepper:
 
     def _step_bucket(self, optimizer: Optimizer, bucket: Bucket, opened: list[Opened], scratch: Scratch) -> None:
         scratch.wait()
+        for item in opened:
+            item.edited = self._is_edited(item.segment)
         lease = self.take(bucket)
         states = bucket.open(opened, lease, scratch)
+        for item in opened:
+            if item.edited:
+                self._note_edited(item.segment)
         self.entered.append(bucket)
         self.stepping = True
         self._call_class(optimizer, opened, states)
         self._close_bucket(bucket, opened, states, lease, scratch)
         self.done += 1
+
+    def _is_edited(self, segment: Segment) -> bool:
+        """Whether another segment, of this step or before it, shows that the user has changed the parameter.
+
+        All are compared before the first is stepped. What is not cut is compared when it is opened.
+        """
+        if not segment.master:
+            return False
+        of = segment.of
+        if len(of.segments) < 2:
+            return False
+        if of not in self._edited:
+            self._edited[of] = False
+            if is_edited(of.segments):
+                self._note_edited(segment)
+        return self._edited[of]
+
+    def _note_edited(self, segment: Segment) -> None:
+        if not self._edited.get(segment.of):
+            self._edited[segment.of] = True
+            self.count_reset()
 
     def _call_class(
         self,
@@ -448,6 +476,7 @@ class Stepper:
     ) -> None:
         """Step the tensors of `opened` with the class's own code. `states` is updated to what it left behind."""
         groups: dict[int, dict[str, Any]] = {}
+        shown: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         for item, state in zip(opened, states, strict=True):
             number = item.segment.of.group
             assert number is not None
@@ -456,8 +485,8 @@ class Stepper:
             groups[number]["params"].append(item.tensor)
             if state:
                 assert item.tensor is not None
-                optimizer.state[item.tensor] = state
-        self._narrow(optimizer, list(groups.values()))
+                shown[item.tensor] = state
+        self._narrow(optimizer, list(groups.values()), shown)
         self._class_step(optimizer)
         for i, item in enumerate(opened):
             assert item.tensor is not None
@@ -476,10 +505,13 @@ class Stepper:
                 if changed:
                     self._changes.setdefault(number, {})[key] = value
 
-    def _narrow(self, optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-        """Show the class only `groups`, no hooks, and no tensor on an accelerator, until `widen`."""
+    def _narrow(
+        self, optimizer: Optimizer, groups: list[dict[str, Any]], state: defaultdict[torch.Tensor, Any]
+    ) -> None:
+        """Show the class only `groups` and `state`, no hooks, and no tensor on an accelerator, until `widen`."""
         attributes: dict[str, Any] = {
             "param_groups": groups,
+            "state": state,
             "_optimizer_step_pre_hooks": OrderedDict(),
             "_optimizer_step_post_hooks": OrderedDict(),
         }
@@ -518,8 +550,6 @@ class Stepper:
             if item.master is not None:
                 assert item.bits is not None
                 masters[item.segment] = (item.master, item.bits)
-            if item.master_reset:
-                self.count_reset()
         if masters:
             bucket.encode(masters, lease)
         for item in opened:

@@ -7,11 +7,13 @@ parameters nor the global random state.
 from __future__ import annotations
 
 import copy
+import inspect
 import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from types import FunctionType
+from typing import Any, cast
 
 import torch
 from torch.optim import Optimizer
@@ -22,6 +24,7 @@ from swapper.layout import segment_cuts
 __all__ = [
     "OWN_ATTRIBUTES",
     "StateSpec",
+    "class_step",
     "is_dense",
     "is_elementwise",
     "is_plain",
@@ -61,6 +64,8 @@ _whole: set[type[Optimizer]] = {torch.optim.Adafactor, torch.optim.SparseAdam}
 if hasattr(torch.optim, "Muon"):  # Since torch 2.9.
     _whole.add(torch.optim.Muon)
 _early: dict[type[Optimizer], bool] = {}
+_HOOKING_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__
+"""Of the function that torch puts around a class's step."""
 
 
 @dataclass(frozen=True)
@@ -81,9 +86,45 @@ class StateSpec:
 
 
 def unhooked_step(cls: type[Optimizer]) -> Callable[..., Any]:
-    """`cls.step` without the wrapper that runs hooks, which torch puts around it when the class is first made."""
-    step = cls.step
-    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+    """`cls.step` without the wrapper that runs hooks, which torch puts around it when the class is first made.
+
+    Raises:
+        ConfigError: it is no function, as when `unittest.mock` has replaced it.
+    """
+    step: Any = cls.step
+    if getattr(step, "__code__", None) is _HOOKING_CODE:
+        return cast("Callable[..., Any]", step.__wrapped__)
+    if not isinstance(step, FunctionType):
+        raise ConfigError(
+            f"{cls.__name__}.step is a {type(step).__name__} and not a function, so it cannot be called for a part of "
+            "the parameters; mock the step of the wrapped optimizer (mock.patch.object(optimizer, 'step')), or use "
+            "autospec=True"
+        )
+    return step
+
+
+def class_step(cls: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """`unhooked_step`, to be called with an optimizer alone: a closure that it requires is None.
+
+    The swapper runs the user's closure itself, before the first bucket.
+
+    Raises:
+        ConfigError: it requires other arguments, or is no function.
+    """
+    step = unhooked_step(cls)
+    _, *parameters = inspect.signature(step).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    if not required:
+        return step
+    if required != ["closure"]:
+        raise ConfigError(
+            f"{cls.__name__}.step requires {', '.join(required)}, and swapper can pass nothing but a closure; use an "
+            "optimizer whose step() works without arguments"
+        )
+    if parameters[0].name == "closure" and parameters[0].kind is not inspect.Parameter.KEYWORD_ONLY:
+        return lambda optimizer: step(optimizer, None)
+    return lambda optimizer: step(optimizer, closure=None)
 
 
 def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
@@ -188,6 +229,12 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
         raise ConfigError(
             f"{name}: differentiable=True keeps the graph of the step, which swapping would cut; set it to False"
         )
+    own_step = vars(optimizer).get("step")  # A scheduler puts a wrapper there, which calls the class's.
+    if own_step is not None and getattr(own_step, "__wrapped__", None) is not type(optimizer).step:
+        raise ConfigError(
+            f"{name}: step was replaced on the object by a {type(own_step).__name__}, which swapping would pass by; "
+            "wrap the optimizer first and replace step then, or write a subclass with a step of its own"
+        )
     if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
         raise ConfigError(f"{name} wraps another optimizer, which does the work; wrap_optimizer the inner one")
     if stray := [key for key, value in optimizer.state.items() if value and not isinstance(key, torch.Tensor)]:
@@ -266,7 +313,7 @@ class _Trial:
         state_to_start_with: bool | None = None,
     ) -> None:
         cls = type(optimizer)
-        self._step = unhooked_step(cls)
+        self._step = class_step(cls)
         self._name = cls.__name__
         self.parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
         self.group = {
@@ -293,7 +340,7 @@ class _Trial:
     def _give_initial_state(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         dim = self.parameters[0].dim()
         for known in sorted(group["params"], key=lambda p: p.dim() != dim):
-            state = optimizer.state.get(known)
+            state = _state_in_memory(optimizer).get(known)
             if not state or not known.numel():
                 continue
             for parameter in self.parameters:
@@ -323,7 +370,7 @@ class _Trial:
 def _makes_state_early(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     """Whether the class, like Adagrad, makes its state when it is constructed and expects it in the first step."""
     cls = type(optimizer)
-    if not any(optimizer.state.values()):
+    if not any(_state_in_memory(optimizer).values()):
         return _early.get(cls, False)
     if cls not in _early:
         p = group["params"][0]
@@ -335,6 +382,11 @@ def _makes_state_early(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         except ConfigError:
             _early[cls] = True
     return _early[cls]
+
+
+def _state_in_memory(optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
+    """The state, unless it is swapped."""
+    return {} if "swapper" in vars(optimizer) else optimizer.state
 
 
 def _initial(value: torch.Tensor, known: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ API = (
     | SWAPPERS
     | BUILDING
     | PARAMETER_PARTS
-    | {"gradient_records", "progress", "stats", "unswapped", "shared", "dry_run"}
+    | {"gradient_records", "guarded_state", "progress", "stats", "unswapped", "shared", "dry_run"}
     | CHECKPOINT
     | {"checkpoint", "saved_model", "saved_state", "checkpoint_streams", "plain_import", "references", "export"}
     | {"state_writer"}
@@ -86,13 +86,14 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trial": {"errors", "layout"},
     "segments": {"trial", "store", "buffers", "devices", "codec", "layout"},
     "failure": {"errors", "evicted"},
+    "guarded_state": {"errors"},
     "optimizer_state": OPTIMIZER | {"heap", "stepper"},
     "optimizer_plan": {"config", "devices", "segments", "schedule", "trial", "layout", "errors"},
     "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "progress", "segments", "trial"},
     "loss_scaling": set(),
     "backward_step": {"errors", "evicted", "loss_scaling", "modes", "optimizer_plan", "segments", "stepper"},
     "stats": {"metrics"},
-    "optimizer": OPTIMIZER | STEPS | {"stats"},
+    "optimizer": OPTIMIZER | STEPS | {"guarded_state", "stats"},
     "unswapped": {"metrics", "optimizer", "stats", "stepper"},
     "evicted": {"errors", "modes"},
     "lasting": {"store", "parameter_records"},

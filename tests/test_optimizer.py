@@ -226,7 +226,7 @@ def test_the_object_stays_what_it_was(nvme_path: Path) -> None:
         assert optimizer.param_groups is groups and optimizer.defaults is defaults
         run(model, optimizer)
         assert optimizer.param_groups is groups
-        assert not optimizer.state, "the state is empty between steps"
+        assert list(optimizer.state) == list(model.parameters()) and isinstance(optimizer.state, defaultdict)
         assert "AdamW" in repr(optimizer)
         assert all(p is q for p, q in zip(groups[0]["params"], model.parameters(), strict=True))
 
@@ -472,7 +472,8 @@ def test_state_that_exists_already_moves_out(nvme_path: Path) -> None:
     optimizer = adamw(model)
     run(model, optimizer, range(3))
     with wrapped(optimizer, nvme_path) as swapped:
-        assert not optimizer.state
+        with pytest.raises(swapper.SwapError, match=r"swapper\.state"):
+            optimizer.state[model[0].weight]["exp_avg"]
         assert swapped.stats().bytes_written > 0
         run(model, optimizer, range(3, 6))
         assert_same(reference, model)
@@ -553,24 +554,21 @@ def test_copying_is_refused(nvme_path: Path, duplicate: Callable[[object], objec
         duplicate(optimizer)
 
 
-def test_state_put_in_or_replaced_is_an_error_that_names_reset(nvme_path: Path) -> None:
+def test_state_that_is_replaced_is_an_error_that_names_reset(nvme_path: Path) -> None:
     model = make_model()
     optimizer = adamw(model)
     with wrapped(optimizer, nvme_path) as swapped:
         run(model, optimizer, range(1))
-        assert optimizer.state[model[0].weight] == {}  # Who looks here would believe that there is no state.
         with pytest.raises(swapper.SwapError, match=r"swapper\.state"):
-            optimizer.step()
-        optimizer.state.clear()
-        run(model, optimizer, range(1, 2))
-        optimizer.state[model[0].weight]["exp_avg"] = torch.zeros(3)
-        with pytest.raises(swapper.SwapError, match="reset"):
-            optimizer.step()
-        optimizer.state.clear()
-        run(model, optimizer, range(2, 3))
+            assert optimizer.state[model[0].weight] == {}  # Who looks here would believe that there is no state.
+        with pytest.raises(swapper.SwapError, match="assign the whole state"):
+            optimizer.state[model[0].weight]["exp_avg"] = torch.zeros(3)
+        run(model, optimizer, range(1, 3))
         optimizer.state = defaultdict(dict)
         with pytest.raises(swapper.SwapError, match="reset"):
             optimizer.step()
+        with pytest.raises(swapper.SwapError, match="reset"):
+            swapper.unwrap_optimizer(optimizer)
         swapped.reset()
         assert swapped.state(model[0].weight) == {}
         run(model, optimizer, range(3, 4))
@@ -603,7 +601,7 @@ def test_a_changed_parameter_makes_its_master_anew(nvme_path: Path, caplog: pyte
         with torch.no_grad():
             model[0].weight.clamp_(-0.05, 0.05)
         run(model, optimizer, range(3, 6))
-        assert swapped.stats().masters_reset == len(swapped._plan.segments_of(model[0].weight))
+        assert swapped.stats().masters_reset == 1
         assert_same(plain, model)
     assert sum("changed outside" in record.message for record in caplog.records) == 1
 

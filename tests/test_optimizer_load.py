@@ -1,0 +1,161 @@
+"""`load_state_dict` gives state the dtypes and bits that it has in a plain run: every class, dtype and kernel."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_optimizer_exact import MasterWeights
+from torch import nn
+from torch.optim import Optimizer
+from twins import bits
+
+import swapper
+
+CLASSES: dict[str, dict[str, Any]] = {
+    "Adadelta": {},
+    "Adafactor": {},
+    "Adagrad": {},
+    "Adam": {"amsgrad": True},
+    "AdamW": {},
+    "Adamax": {},
+    "ASGD": {"lambd": 1e-2, "t0": 1},
+    "NAdam": {"momentum_decay": 0.1},
+    "RAdam": {},
+    "RMSprop": {"centered": True, "momentum": 0.9},
+    "Rprop": {},
+    "SGD": {"momentum": 0.9},
+}
+KERNELS = {"loop": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+
+
+def make(name: str, dtype: torch.dtype, options: dict[str, Any]) -> tuple[list[nn.Parameter], Optimizer]:
+    generator = torch.Generator().manual_seed(0)
+    parameters = [nn.Parameter(torch.randn(size, generator=generator).to(dtype)) for size in ((300, 40), (7,))]
+    cls = getattr(torch.optim, name)
+    return parameters, cls(parameters, lr=1e-2, **CLASSES[name], **options)
+
+
+def step(parameters: list[nn.Parameter], optimizer: Any, seeds: range) -> None:
+    for seed in seeds:
+        generator = torch.Generator().manual_seed(seed)
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=generator).to(p.dtype)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def wrap(optimizer: Optimizer, nvme_path: Path, **settings: Any) -> Optimizer:
+    return swapper.wrap_optimizer(
+        optimizer,
+        swapper.OffloadConfig(
+            nvme_path=nvme_path,
+            pool_bytes="4MiB",
+            bucket_bytes="64KiB",
+            offload_optimizer={"device": "nvme", **settings},
+        ),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("name", CLASSES)
+def test_state_that_is_loaded_has_the_bits_of_a_plain_run(
+    nvme_path: Path, name: str, kernel: str, dtype: torch.dtype
+) -> None:
+    def program(swap: bool) -> list[Any]:
+        log = []
+        parameters, optimizer = make(name, dtype, KERNELS[kernel])
+        wrap(optimizer, nvme_path) if swap else None
+        step(parameters, optimizer, range(2))
+        saved = copy.deepcopy(optimizer.state_dict())
+        log.append(bits(saved["state"]))
+        later, its = make(name, dtype, KERNELS[kernel])
+        wrap(its, nvme_path) if swap else None
+        for p, q in zip(later, parameters, strict=True):
+            p.data.copy_(q.data)
+        its.load_state_dict(saved)
+        log.append(bits(its.state_dict()["state"]))
+        step(later, its, range(2, 4))
+        log += [bits(its.state_dict()["state"]), [bits(p) for p in later]]
+        if swap:
+            swapper.of(optimizer).close()
+            swapper.of(its).close()
+        return log
+
+    try:
+        plain = program(False)
+    except (RuntimeError, TypeError, ValueError) as error:
+        pytest.skip(f"torch: {error}")
+    if name == "SGD" and kernel == "fused" and dtype in (torch.float16, torch.bfloat16):
+        pytest.skip("refused: torch leaves the parameters unchanged")
+    assert program(True) == plain
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_with_masters_state_is_loaded_as_for_fp32_parameters(nvme_path: Path, name: str) -> None:
+    parameters, _ = make(name, torch.bfloat16, {})
+    cls = getattr(torch.optim, name)
+    reference = MasterWeights(parameters, lambda p: cls(p, lr=1e-2, **CLASSES[name]))
+    step(parameters, reference, range(2))
+    saved = copy.deepcopy(reference.optimizer.state_dict())
+    reference.optimizer.load_state_dict(copy.deepcopy(saved))
+    later, optimizer = make(name, torch.bfloat16, {})
+    for p, q in zip(later, parameters, strict=True):
+        p.data.copy_(q.data)
+    wrap(optimizer, nvme_path, master_weights=True)
+    for i, master in enumerate(reference.masters):
+        saved["state"].setdefault(i, {})["master_param"] = master.detach().clone()
+    optimizer.load_state_dict(saved)
+    step(parameters, reference, range(2, 4))
+    step(later, optimizer, range(2, 4))
+    for p, q, master in zip(later, parameters, reference.masters, strict=True):
+        assert bits(p) == bits(q)
+        entries = swapper.of(optimizer).state(p)
+        assert bits(entries.pop("master_param")) == bits(master)
+        assert bits(entries) == bits(dict(reference.optimizer.state[master]))
+    swapper.of(optimizer).close()
+
+
+class Collecting(Optimizer):
+    """Keeps tensors within dictionaries and lists, integers among them."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["seen"] = torch.zeros((), dtype=torch.int64)
+                    state["nested"] = {"scale": torch.ones(()), "step": torch.zeros(())}
+                    state["last"] = deque([torch.zeros(3)])
+                state["seen"] += 1
+                state["nested"]["scale"] *= 0.7
+                state["last"].append(p.grad.flatten()[:3].float() * state["nested"]["scale"])
+                p.sub_(p.grad, alpha=group["lr"] * float(state["nested"]["scale"] + state["last"][-1].sum()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_tensors_within_other_values_are_loaded_as_in_a_plain_run(nvme_path: Path, dtype: torch.dtype) -> None:
+    def program(swap: bool) -> list[Any]:
+        parameters, _ = make("SGD", dtype, {})
+        optimizer = Collecting(parameters, lr=1e-2)
+        wrap(optimizer, nvme_path) if swap else None
+        step(parameters, optimizer, range(2))
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        loaded = optimizer.state_dict()["state"][0]
+        nested = [bits(loaded["seen"]), bits(loaded["nested"]), bits(list(loaded["last"]))]
+        step(parameters, optimizer, range(2, 4))
+        if swap:
+            swapper.of(optimizer).close()
+        return [nested, [bits(p) for p in parameters]]
+
+    assert program(True) == program(False)
