@@ -70,6 +70,23 @@ PRINTED: dict[str, Program] = {
         placement=Placement(bucket_bytes=16384, spare_bytes=0, moves_all=True),
         actions=(Action("train", (1, 0, 0, 0)),),
     ),
+    "the dtype of a product after loading": Program(
+        dtype="float16",
+        optimizer="nadam",
+        actions=(Action("train", (1, 0, 0, 0)), Action("save", (2, 0, 0)), Action("load", (3, 0, 0))),
+    ),
+    "masters of a table that its forward changes in part": Program(
+        model="bounded embeddings",
+        dtype="float16",
+        placement=Placement(masters=True, bucket_bytes=16384),
+        actions=(Action("train", (1, 0, 0, 0)), Action("train", (1, 0, 0, 0))),
+    ),
+    "masters of a parameter that is edited in part": Program(
+        model="multi-head attention",
+        dtype="float16",
+        placement=Placement(masters=True, bucket_bytes=16384, moves_all=True),
+        actions=(Action("train", (1, 0, 0, 0)), Action("edit", (2, 5, 8)), Action("train", (3, 0, 0, 0))),
+    ),
 }
 """Programs that failed once, by what was wrong."""
 
