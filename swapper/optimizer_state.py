@@ -230,7 +230,7 @@ def read_segment(
         if slice_of_parameter:
             target = flat(p, key, p.numel(), value.dtype)
             target[segment.start : segment.stop].copy_(value)
-            entries[key] = target.as_strided(p.shape, p.stride())
+            entries[key] = target.as_strided(p.shape, p.stride()) if is_dense(p) else target.view(p.shape)
         elif key in segment.present:
             target = flat(p, key, value.numel(), value.dtype).as_strided(value.shape, value.stride())
             entries[key] = target.copy_(value)

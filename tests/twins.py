@@ -18,7 +18,18 @@ from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.parameter import ParameterSwapper
 
-__all__ = ["Run", "adamw", "bits", "close", "facts_of", "offloaded", "run_twice", "small_records", "swapper_of"]
+__all__ = [
+    "Run",
+    "adamw",
+    "bits",
+    "close",
+    "difference",
+    "facts_of",
+    "offloaded",
+    "run_twice",
+    "small_records",
+    "swapper_of",
+]
 
 BUCKET_BYTES = 16384
 GROUP_BYTES = 8192
@@ -244,13 +255,22 @@ def run_twice(
     for mine, theirs in zip(swapped.log, plain.log, strict=True):
         assert mine[0] == theirs[0]
         if mine[1] != theirs[1]:
-            raise AssertionError(f"{mine[0]}: {_difference(mine[1], theirs[1])}")
+            raise AssertionError(f"{mine[0]}: {difference(mine[1], theirs[1])}")
     return swapper
 
 
-def _difference(mine: Any, theirs: Any) -> str:
+def difference(mine: Any, theirs: Any) -> str:
+    """Says where two results of `bits` differ first."""
+    if isinstance(mine, dict) and isinstance(theirs, dict):
+        if mine.keys() != theirs.keys():
+            return f"keys {list(mine)} instead of {list(theirs)}"
+        key = next(key for key in mine if mine[key] != theirs[key])
+        return f"{key}: {difference(mine[key], theirs[key])}"
+    if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
+        at = next(i for i, item in enumerate(mine) if item != theirs[i])
+        return f"[{at}]: {difference(mine[at], theirs[at])}"
     if not isinstance(mine, tuple) or not isinstance(theirs, tuple) or len(mine) != 4 or len(theirs) != 4:
-        return f"{mine} instead of {theirs}"
+        return f"{str(mine)[:200]} instead of {str(theirs)[:200]}"
     if mine[:3] != theirs[:3]:
         return f"{mine[:3]} instead of {theirs[:3]}"
     dtype = mine[0]
