@@ -14,7 +14,6 @@ from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
 from swapper import evicted
-from swapper.backward_step import check_memory
 from swapper.buffers import BufferPool
 from swapper.config import OffloadConfig
 from swapper.devices import is_accelerator
@@ -24,6 +23,7 @@ from swapper.gradient import GradientSwapper
 from swapper.gradient_records import gradient_bytes
 from swapper.growing_pool import GrowingPool
 from swapper.layout import PAGE_BYTES
+from swapper.memory_overlap import check_memory, refuse_foreach_on_one_memory
 from swapper.nursery import Nursery, initialisers_of
 from swapper.optimizer import OptimizerSwapper
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
@@ -117,6 +117,7 @@ def _wrap(
     if device == "none" and not asks_more:
         UnswappedOptimizer(optimizer)
         return optimizer
+    refuse_foreach_on_one_memory(optimizer)
     plan = OptimizerPlan(optimizer, settings, next(_owners), records)
     if plan.device.type == "meta":
         raise ConfigError("the parameters are on the meta device and have no values; give the model memory first")

@@ -15,16 +15,13 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.autograd.grad_mode import _unsafe_preserve_version_counter
-from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import CheckpointFunction
 
 from swapper.errors import ConfigError, SwapError
@@ -32,19 +29,17 @@ from swapper.evicted import (
     away_gradient,
     bring_back_gradients,
     clear_gradient_home,
-    home_of,
     set_gradient_home,
     set_raw_gradient,
 )
 from swapper.loss_scaling import may_be_scaled
+from swapper.memory_overlap import CANNOT_GO_WITH, check_memory, names_of
 from swapper.modes import modes_kept, set_grad_mode
 from swapper.optimizer_plan import OptimizerPlan, parameters_of
 from swapper.segments import Bucket, OptimizerParameter, grouped
 from swapper.stepper import ReadAhead, Stepper
 
-__all__ = ["CANNOT_GO_WITH", "BackwardSteps", "check_memory"]
-
-CANNOT_GO_WITH = "offload_optimizer.step_in_backward: true cannot be combined with"
+__all__ = ["CANNOT_GO_WITH", "BackwardSteps"]
 
 
 class BackwardSteps:
@@ -85,7 +80,7 @@ class BackwardSteps:
         self._groups: list[dict[str, Any]] = []  # the options that the window is stepped with
         self._checked: list[Bucket] = []  # those whose parameters are known to lie each in memory of its own
         self._refuse(optimizer)
-        check_memory(_names(optimizer), parameters_of(optimizer))
+        check_memory(names_of(optimizer), parameters_of(optimizer))
 
     @property
     def under_way(self) -> bool:
@@ -136,7 +131,7 @@ class BackwardSteps:
                 self._refuse_scaler()
                 self._prepare()
                 if self._checked != self._plan.buckets:
-                    check_memory(_names(optimizer), parameters_of(optimizer))
+                    check_memory(names_of(optimizer), parameters_of(optimizer))
                     self._checked = list(self._plan.buckets)
             known = self._plan.of(p)
             for bucket in () if known is None else known.buckets:
@@ -343,74 +338,6 @@ class BackwardSteps:
             "backward passes before a step. (Reentrant activation checkpointing of modules that share parameters "
             "counts as several: use use_reentrant=False.)"
         )
-
-
-def check_memory(tensors: Mapping[str, torch.Tensor], stepped: Iterable[torch.Tensor]) -> None:
-    """Raise unless a step of one tensor in backward leaves alone what autograd has saved of the others.
-
-    Args:
-        tensors: by the names that an error has. Those whose values are on the drive have records of their own.
-        stepped: those that may be stepped in backward.
-
-    Raises:
-        ConfigError: two of them, of which one is stepped, overlap in memory; or share the counter by which torch sees
-            that a saved tensor was changed, as two views of one tensor do.
-    """
-    wanted = {id(p) for p in stepped if p.requires_grad}
-    spans = {name: span for name, tensor in tensors.items() if (span := _span(tensor)) is not None}
-    furthest: dict[torch.device, tuple[str, int]] = {}  # what was seen to reach the furthest
-    for name, (device, start, stop) in sorted(spans.items(), key=lambda item: item[1][1]):
-        before, reaches = furthest.get(device, ("", 0))
-        if start < reaches and not wanted.isdisjoint((id(tensors[name]), id(tensors[before]))):
-            raise ConfigError(
-                f"{CANNOT_GO_WITH} tensors in the same memory: a step of {before} in backward would change {name}, or "
-                "the other way round, before the gradients are complete; let them be one parameter object, give each "
-                "memory of its own, or use step_in_backward: false"
-            )
-        furthest[device] = max((before, reaches), (name, stop), key=lambda item: item[1])
-    by_storage: dict[int, list[str]] = {}
-    for name in spans:
-        by_storage.setdefault(tensors[name].untyped_storage()._cdata, []).append(name)
-    for names in by_storage.values():
-        for name in names if len(names) > 1 else ():
-            if id(tensors[name]) in wanted and (other := _counted_with(name, names, tensors)):
-                raise ConfigError(
-                    f"{CANNOT_GO_WITH} views of one tensor: torch takes a step of {name} in backward for a change of "
-                    f"{other}, and refuses to go on; give each memory of its own (clone), or use step_in_backward: "
-                    "false"
-                )
-
-
-def _span(tensor: torch.Tensor) -> tuple[torch.device, int, int] | None:
-    """Device and addresses of the memory between the first and the last element; None if it has none."""
-    if home_of(tensor) is not None or tensor.layout != torch.strided or is_traceable_wrapper_subclass(tensor):
-        return None
-    if tensor.device.type == "meta" or not tensor.numel():
-        return None
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.device, tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
-
-
-def _counted_with(name: str, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Which of `names` shares the version counter of tensor `name`."""
-    tensor = tensors[name]
-    others = {other: tensors[other] for other in names if tensors[other] is not tensor}
-    if tensor.is_inference() or any(other.is_inference() for other in others.values()):
-        return None
-    before = {other: value._version for other, value in others.items()}
-    with _unsafe_preserve_version_counter(tensor):
-        increment_version(tensor)
-        return next((other for other, value in others.items() if value._version != before[other]), None)
-
-
-def _names(optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """The parameters of an optimizer, by what an error calls them."""
-    names = {}
-    for number, group in enumerate(optimizer.param_groups):
-        known = group.get("param_names") or [f"{i} of group {number}" for i in range(len(group["params"]))]
-        for name, p in zip(known, group["params"], strict=True):
-            names[f"parameter {name}, of shape {tuple(p.shape)},"] = p
-    return names
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:

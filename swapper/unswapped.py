@@ -51,6 +51,8 @@ class UnswappedOptimizer(OptimizerSwapper):
         """Nothing to wait for."""
         self._check_open()
 
+    rest = flush
+
     def state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
         """A copy of the state of one parameter."""
         self._check_open()

@@ -25,7 +25,7 @@ OPTIMIZER = PIPELINE | {
     "evicted",
     "stepper",
 }
-STEPS = {"stepper", "loss_scaling", "backward_step"}
+STEPS = {"stepper", "loss_scaling", "memory_overlap", "backward_step"}
 PARAMETERS = PIPELINE | {"config"}
 PARAMETER_PARTS = {
     "evicted",
@@ -91,7 +91,17 @@ MAY_IMPORT: dict[str, set[str]] = {
     "optimizer_plan": {"config", "devices", "segments", "schedule", "trial", "layout", "errors"},
     "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "progress", "segments", "trial"},
     "loss_scaling": set(),
-    "backward_step": {"errors", "evicted", "loss_scaling", "modes", "optimizer_plan", "segments", "stepper"},
+    "memory_overlap": {"errors", "evicted"},
+    "backward_step": {
+        "memory_overlap",
+        "errors",
+        "evicted",
+        "loss_scaling",
+        "modes",
+        "optimizer_plan",
+        "segments",
+        "stepper",
+    },
     "stats": {"metrics"},
     "optimizer": OPTIMIZER | STEPS | {"guarded_state", "stats"},
     "unswapped": {"metrics", "optimizer", "stats", "stepper"},
