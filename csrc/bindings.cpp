@@ -6,6 +6,7 @@
 #include <chrono>
 #include <cmath>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <utility>
@@ -168,8 +169,14 @@ void bind_cufile(py::module_& module) {
 
 void bind_engine(py::module_& module) {
     py::class_<Slab, std::shared_ptr<Slab>>(module, "Slab", py::buffer_protocol())
-        .def(py::init<uint64_t>(), "length_bytes"_a, NoGil())
+        .def(py::init([](uint64_t length, std::optional<uint64_t> ready) {
+                 return std::make_shared<Slab>(length, ready.value_or(length));
+             }),
+             "length_bytes"_a, "ready_bytes"_a = py::none(), NoGil())
         .def_property_readonly("length_bytes", &Slab::length)
+        .def_property_readonly("ready_bytes", &Slab::ready)
+        .def("extend", &Slab::extend, "ready_bytes"_a, NoGil())
+        .def("shrink", &Slab::shrink, "ready_bytes"_a, NoGil())
         .def_property_readonly("address",
                                [](const Slab& slab) { return reinterpret_cast<uintptr_t>(slab.data()); })
         .def_property_readonly("locked", &Slab::locked)
@@ -301,6 +308,7 @@ void bind_engine(py::module_& module) {
         .def("start_on_device", &start_on_device, "operation"_a, "file"_a, "address"_a, "length_bytes"_a,
              "offset_bytes"_a, "base"_a, "device"_a)
         .def("take_finished", &Engine::take_finished)
+        .def_property_readonly("broken", &Engine::broken)
         .def("register_slab", &Engine::register_slab, "slab"_a, NoGil())
         .def(
             "unregister_slab",

@@ -706,10 +706,21 @@ std::vector<std::shared_ptr<Transfer>> Engine::take_finished() {
     return taken;
 }
 
+namespace {
+
+std::vector<Piece> pieces_without(const std::vector<Piece>& pieces, const Slab& slab) {
+    std::vector<Piece> others;
+    for (const Piece& piece : pieces) {
+        if (piece.data < slab.data() || piece.data >= slab.data() + slab.length()) others.push_back(piece);
+    }
+    return others;
+}
+
+}  // namespace
+
 std::string Engine::register_slab(std::shared_ptr<Slab> slab) {
     Impl& impl = checked();
     const std::lock_guard<std::mutex> control(impl.control_mutex);
-    if (std::find(impl.slabs.begin(), impl.slabs.end(), slab) != impl.slabs.end()) return "";
     impl.slabs.reserve(impl.slabs.size() + 1);  // what is registered must be kept: adding it may not fail
     std::vector<Piece> before;
     {
@@ -718,17 +729,23 @@ std::string Engine::register_slab(std::shared_ptr<Slab> slab) {
         if (impl.broken) throw IoError(*impl.broken);
         before = impl.pieces;
     }
-    std::vector<Piece> wanted = before;
-    for (uint64_t at = 0; at < slab->length(); at += kPieceBytes) {
-        wanted.push_back({slab->data() + at, std::min(kPieceBytes, slab->length() - at)});
+    // Pieces of the slab from when less of it was ready are made anew: no two of them meet within a buffer.
+    std::vector<Piece> wanted = pieces_without(before, *slab);
+    uint64_t there = 0;
+    for (const Piece& piece : before) there += piece.length;
+    for (const Piece& piece : wanted) there -= piece.length;
+    const bool known = std::find(impl.slabs.begin(), impl.slabs.end(), slab) != impl.slabs.end();
+    if (known && there == slab->ready()) return "";
+    for (uint64_t at = 0; at < slab->ready(); at += kPieceBytes) {
+        wanted.push_back({slab->data() + at, std::min(kPieceBytes, slab->ready() - at)});
     }
     const int error = impl.set_pieces(wanted);
     if (error == 0) {
-        impl.slabs.push_back(std::move(slab));
+        if (!known) impl.slabs.push_back(std::move(slab));
         return "";
     }
     if (impl.set_pieces(before) != 0) impl.set_pieces({});
-    std::string reason = std::string("registering ") + std::to_string(slab->length()) + " bytes: ";
+    std::string reason = std::string("registering ") + std::to_string(slab->ready()) + " bytes: ";
     if (error == EOPNOTSUPP && impl.options.backend != BackendKind::kUring) {
         return reason + "only io_uring registers memory";
     }
@@ -746,13 +763,16 @@ void Engine::unregister_slab(const Slab* slab) {
     std::vector<Piece> wanted;
     {
         const std::lock_guard<std::mutex> lock(impl.mutex);
-        for (const Piece& piece : impl.pieces) {
-            if (piece.data < slab->data() || piece.data >= slab->data() + slab->length())
-                wanted.push_back(piece);
-        }
+        wanted = pieces_without(impl.pieces, *slab);
     }
     if (impl.set_pieces(wanted) != 0) impl.set_pieces({});
     impl.slabs.erase(at);
+}
+
+bool Engine::broken() const {
+    Impl& impl = checked();
+    const std::lock_guard<std::mutex> lock(impl.mutex);
+    return impl.broken.has_value();
 }
 
 void Engine::close() {

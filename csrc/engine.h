@@ -118,11 +118,14 @@ class Engine {
     // Transfers with a key that are done, each returned once.
     std::vector<std::shared_ptr<Transfer>> take_finished();
 
-    // Registers the slab with the kernel, in pieces, so that it need not map pages at each request. Waits for
-    // what is in flight. Keeps the slab alive until `unregister_slab` or `close`. Returns "" or the reason
+    // Registers what is ready of the slab with the kernel, in pieces, so that it need not map pages at each
+    // request; to be called again when more of it is ready. Waits for what is in flight. Keeps the slab alive until `unregister_slab` or `close`. Returns "" or the reason
     // why this could not be done; transfers work all the same.
     std::string register_slab(std::shared_ptr<Slab> slab);
     void unregister_slab(const Slab* slab);
+
+    // Whether a backend has failed, so that every `start` throws.
+    bool broken() const;
 
     // Drains what is in flight and ends the threads. Idempotent. Later `start` throws StateError.
     void close();

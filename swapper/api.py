@@ -125,7 +125,8 @@ def _wrap(
         plan.schedule(settings.pool_bytes)  # Refuses what cannot work before anything is made.
         shared = Shared.of(settings, plan.device)
         pool_bytes = settings.pool_bytes - shared.held_bytes
-        release = shared.hold(plan.schedule(pool_bytes).held_bytes)
+        wanted_bytes = plan.stored_bytes + plan.scratch_bytes * plan.scratch_count
+        release = shared.hold(plan.schedule(pool_bytes).held_bytes, wanted_bytes)
         pool, store = shared.pool, shared.store
     else:
         if device == "none" and plan.remote:
@@ -173,7 +174,7 @@ def _swap_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> GradientSwa
     if state_stored:
         schedule = plan.schedule(settings.pool_bytes)
         limit_bytes -= schedule.pool_bytes - schedule.held_bytes
-    release = shared.hold(0 if stored else total_bytes)
+    release = shared.hold(0 if stored else total_bytes, total_bytes)
     try:
         return GradientSwapper(parts, owner, steps, shared.pool, limit_bytes, shared.store if stored else None, release)
     except BaseException:
@@ -274,7 +275,7 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
         if parameters is not None:
             parameters.share_pool(free_bytes, leave_bytes)
         else:
-            release = shared.hold(0)
+            release = shared.hold(0, 0)
             try:
                 parameters = ParameterSwapper(
                     model,
@@ -451,7 +452,7 @@ def _nursery(settings: OffloadConfig) -> Nursery:
             "build the model without swapper"
         )
     shared = Shared.of(settings, None)
-    release = shared.hold(0)
+    release = shared.hold(0, 0)
     try:
         return Nursery(next(_owners), settings.bucket_bytes, settings.pool_bytes, shared.pool, shared.store, release)
     except BaseException:

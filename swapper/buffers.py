@@ -1,4 +1,4 @@
-"""Page-locked memory for transfers: allocated once, leased out in pieces, given back by itself."""
+"""Page-locked memory for transfers: addresses reserved once, leased out in pieces, given back by itself."""
 
 from __future__ import annotations
 
@@ -94,6 +94,10 @@ class _FreePieces:
         extent.taken = False
         self._pieces[i:j] = joined
         self.total_bytes += extent.stop - extent.start
+
+    def last_taken(self, length_bytes: int) -> int:
+        """Where the last part that is taken stops, of a range that is `length_bytes` long."""
+        return self._pieces[-1][0] if self._pieces and self._pieces[-1][1] == length_bytes else length_bytes
 
     def largest_bytes(self) -> int:
         """Length of the longest free piece."""
@@ -219,15 +223,22 @@ class Lease:
 
 
 class BufferPool:
-    """`pool_bytes` of page-locked memory, allocated here and never again. Thread-safe; a context manager that closes.
+    """At most `pool_bytes` of page-locked memory, in one piece. Thread-safe; a context manager that closes.
 
-    The memory lives until the pool is closed or collected, and the last tensor that views it is gone. In a forked child
-    it does not exist: every use raises `SwapError`.
+    [Note: ready memory] The addresses are reserved here, once. What is ready of them is in memory, page-locked, and
+    registered with the engines and the GPU; it is always the first part. Leases take the lowest addresses that fit, and
+    one that reaches beyond what is ready makes more ready: half as much again at least, so that it rarely happens.
+    `trim` gives back what lies beyond the last lease. So a lease never sees that the pool was smaller, and `pool_bytes`
+    is the limit whatever is ready.
+
+    The memory lives until the pool is closed or collected, and the last lease, and the last tensor that views it, is
+    gone. In a forked child it does not exist: every use raises `SwapError`.
 
     Args:
         pool_bytes: rounded up to 4096.
         handles: each registers the memory with the kernel where its backend can.
         device: of tensors that are copied to and from it; see `lock_for`.
+        ready_bytes: how much to make ready now; None: all of it.
 
     Raises:
         ValueError: `pool_bytes` is not positive.
@@ -235,13 +246,20 @@ class BufferPool:
         SwapError: the device refused to lock it, or a handle insists on registration and cannot have it.
     """
 
-    def __init__(self, pool_bytes: int, *handles: AsyncIOHandle, device: torch.device | None = None) -> None:
+    def __init__(
+        self,
+        pool_bytes: int,
+        *handles: AsyncIOHandle,
+        device: torch.device | None = None,
+        ready_bytes: int | None = None,
+    ) -> None:
         if pool_bytes <= 0:
             raise ValueError(f"pool_bytes: {pool_bytes} is not positive")
         self.capacity_bytes = _round_up(pool_bytes)
         self.peak_used_bytes = 0
         self._pid = os.getpid()
-        self._slab = Slab(self.capacity_bytes)
+        self._handles = handles
+        self._slab = Slab(self.capacity_bytes, 0)
         self._memory = torch.frombuffer(self._slab, dtype=torch.uint8)
         self._free = _FreePieces(self.capacity_bytes)
         # Not for `close`, which a finalizer may call at any allocation, in a thread that holds it.
@@ -252,14 +270,14 @@ class BufferPool:
         self._abandoned: list[Lease] = []
         self._reclaimers: list[Callable[[], Callable[[], bool] | None]] = []
         self._closed = False
-        self._locks: dict[str, Copies] = {}  # by type of device, what unlocks the memory
+        self._devices: dict[str, Copies] = {}  # types of devices that the memory is to be locked for
+        self._locks: dict[str, Copies] = {}  # those that it is locked for, and what unlocks it
         self._finalizer = finalizer(
             self, _unregister, self._slab, handles, self._locks, (self._given_back, self._busy), self._pid
         )
+        self.make_ready(self.capacity_bytes if ready_bytes is None else ready_bytes)
         if device is not None:
             self.lock_for(device)
-        for handle in handles:
-            handle.register(self._slab)
 
     def __repr__(self) -> str:
         return f"BufferPool({self._used_bytes()} of {self.capacity_bytes} bytes used)"
@@ -284,10 +302,48 @@ class BufferPool:
         """
         self._check_process()
         with self._lock:
-            if is_accelerator(device) and device.type not in self._locks:
+            if is_accelerator(device) and device.type not in self._devices:
                 copies = DEVICES[device.type](device)
-                copies.page_lock(self._slab.address, self._slab.length_bytes)
-                self._locks[device.type] = copies
+                if self._slab.ready_bytes:
+                    copies.page_lock(self._slab.address, self._slab.ready_bytes)
+                    self._locks[device.type] = copies
+                self._devices[device.type] = copies
+
+    @property
+    def ready_bytes(self) -> int:
+        """How much of the memory is there now. See [Note: ready memory]."""
+        return self._slab.ready_bytes
+
+    def make_ready(self, ready_bytes: int) -> None:
+        """Have the first `ready_bytes` in memory, or all, if that is less: leases will need them.
+
+        Raises:
+            SwapIOError: there is not so much memory.
+            SwapError: closed, or a forked child; or as from the constructor.
+        """
+        self._check_process()
+        with self._lock:
+            if self._closed:
+                raise SwapError("the buffer pool is closed")
+            self._make_ready(min(_round_up(ready_bytes), self.capacity_bytes))
+
+    def trim(self) -> None:
+        """Give the memory beyond the last lease back to the system until leases need it again."""
+        self._check_process()
+        with self._lock:
+            if self._closed:
+                return
+            self._collect()
+            stop = self._free.last_taken(self.capacity_bytes)
+            if stop >= self._slab.ready_bytes:
+                return
+            for handle in self._handles:
+                handle.unregister(self._slab)
+            self._unlock_for_devices()
+            try:
+                self._slab.shrink(stop)
+            finally:
+                self._register()
 
     @property
     def used_bytes(self) -> int:
@@ -312,7 +368,9 @@ class BufferPool:
             self._reclaimers.append(weakref.ref(callback))
 
     def try_acquire(self, length_bytes: int) -> Lease | None:
-        """Lease memory if some is free now, or was given back and its transfer is over. Asks no reclaimer, never waits.
+        """Lease memory if some is free now, or was given back and its transfer is over. Asks no reclaimer.
+
+        Never waits for a buffer. Where more memory is made ready, engines that register it complete what is in flight.
 
         Args:
             length_bytes: at least 1; rounded up to 4096 in the pool.
@@ -320,6 +378,7 @@ class BufferPool:
         Raises:
             ValueError: not positive.
             SwapError: closed, or a forked child.
+            SwapIOError: there is not so much memory as the pool may have.
         """
         self._check_process()
         if length_bytes <= 0:
@@ -332,6 +391,9 @@ class BufferPool:
             lease = Lease(self, length_bytes)
             if not self._free.take(lease._extent, extent_bytes):
                 return None
+            ready_bytes = self._slab.ready_bytes
+            if lease._extent.stop > ready_bytes:
+                self._make_ready(min(max(lease._extent.stop, ready_bytes * 3 // 2), self.capacity_bytes))
             self.peak_used_bytes = max(self.peak_used_bytes, self._used_bytes())
         start = lease._extent.start
         lease._tensor = self._memory[start : start + length_bytes]
@@ -364,18 +426,53 @@ class BufferPool:
     def close(self) -> None:
         """Wait for transfers of returned leases, unregister the memory, refuse further leases. Idempotent.
 
-        Leases that are still held stay usable. Does nothing in a forked child.
+        Leases that are still held stay usable; the memory beyond the last of them is given back to the system. Does
+        nothing in a forked child.
         """
         if os.getpid() != self._pid:
             return
         self._closed = True
         self._finalizer()
+        # Whoever holds the lock may be this thread, cut off by the finalizer that called this. Then the memory stays
+        # until the pool is collected.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+                self._slab.shrink(self._free.last_taken(self.capacity_bytes))
+            finally:
+                self._lock.release()
 
     def __enter__(self) -> BufferPool:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.close()
+
+    def _make_ready(self, ready_bytes: int) -> None:
+        """Under the lock. Ctrl-C in between leaves memory that is not registered, where transfers cost more."""
+        if ready_bytes <= self._slab.ready_bytes:
+            return
+        self._unlock_for_devices()
+        try:
+            self._slab.extend(ready_bytes)
+        finally:
+            self._register()
+
+    def _unlock_for_devices(self) -> None:
+        # All is locked anew when the size changes: a copy must not go across two ranges that were locked by themselves.
+        while self._locks:
+            _, copies = self._locks.popitem()
+            copies.settle_all()
+            copies.page_unlock(self._slab.address)
+
+    def _register(self) -> None:
+        if not self._slab.ready_bytes:
+            return
+        for name, copies in self._devices.items():
+            copies.page_lock(self._slab.address, self._slab.ready_bytes)
+            self._locks[name] = copies
+        for handle in self._handles:
+            handle.register(self._slab)
 
     def _collect(self) -> None:
         """Free what was given back and is at rest. Under the lock.

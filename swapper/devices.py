@@ -59,6 +59,9 @@ class Copies(Protocol):
     def settle(self) -> None:
         """Wait for all copies."""
 
+    def settle_all(self) -> None:
+        """Wait for all that devices of this type have to do, copies from and to the host among it."""
+
     def page_lock(self, address: int, length_bytes: int) -> None:
         """Let the device copy from and to this memory of the host without help."""
 
@@ -105,6 +108,11 @@ class CudaCopies:
 
     def settle(self) -> None:  # noqa: D102
         self._stream.synchronize()
+
+    def settle_all(self) -> None:  # noqa: D102
+        for number in range(torch.cuda.device_count()):
+            if torch._C._cuda_hasPrimaryContext(number):  # type: ignore[attr-defined]
+                torch.cuda.synchronize(number)
 
     def page_lock(self, address: int, length_bytes: int) -> None:  # noqa: D102
         portable = 1  # For all devices.

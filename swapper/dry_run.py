@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ from swapper.parameter_records import (
     where,
 )
 from swapper.runs import check_nvme_paths, file_systems
-from swapper.shared import close_all, open_handles
+from swapper.shared import Engines
 from swapper.speed import measure_speeds
 
 __all__ = ["CheckReport", "DriveReport", "dry_run"]
@@ -64,7 +65,7 @@ class CheckReport:
         gradient_bytes: gradients that do not stay in memory, or on the GPU.
         parameter_bytes: parameters that do not stay in memory.
         buckets: how many records it is cut into.
-        pool_bytes: size of the pool that would be allocated.
+        pool_bytes: the most that the pool would take. It takes what records and scratch need, if that is less.
         pool_needed_bytes: the least that would do.
         host_bytes: the model, the pool, and torch's scratch in a step: the peak, without
             activations and the 100 MB that the process itself may take.
@@ -230,11 +231,8 @@ def _check_drives(settings: OffloadConfig, stored_bytes: int) -> tuple[tuple[Dri
     check_nvme_paths(paths)
     speeds = [1]
     if len(paths) > 1:
-        handles = open_handles(settings)
-        try:
-            speeds = [speed.bps for speed in measure_speeds(paths, handles)]
-        finally:
-            close_all(handles)
+        with contextlib.closing(Engines(settings)) as engines:
+            speeds = [speed.bps for speed in measure_speeds(paths, engines.handles)]
     found = file_systems(paths)
     free = {i: file_system.free_bytes for file_system in found for i in file_system.members}
     total = sum(speeds)

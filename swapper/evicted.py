@@ -650,7 +650,8 @@ def evict(parameter: torch.nn.Parameter, home: Home) -> None:
 
 def restore(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
     """Let `values`, of the parameter's shape and dtype, be its values, without a copy."""
-    _set_class(parameter, restored_class(parameter))
+    # There is no call in between, so Ctrl-C cannot leave a parameter of an ordinary class without values.
+    parameter.__class__ = GradientAwayParameter if _GRADIENT in parameter.__dict__ else torch.nn.Parameter
     parameter.data = values
     if (mark := vars(parameter).get(UNFILLED)) is not None:
         _set_class(parameter, mark.parameter_class)

@@ -17,7 +17,7 @@ __all__ = ["Forward", "ForwardHooks"]
 class Owner(Protocol):
     """What brings parameters and lets them go."""
 
-    def _enter(self, module: torch.nn.Module, records: list[Held]) -> None:
+    def _enter(self, module: torch.nn.Module, parts: list[tuple[Held, tuple[int, ...]]]) -> None:
         """`module` begins its forward."""
 
     def _leave(self, module: torch.nn.Module) -> None:
@@ -25,16 +25,21 @@ class Owner(Protocol):
 
 
 class ForwardHooks:
-    """What is hooked to one module. The swapper lives as long as a module that has these hooks."""
+    """What is hooked to one module. The swapper lives as long as a module that has these hooks.
 
-    def __init__(self, swapper: Owner, records: list[Held]) -> None:
+    Args:
+        swapper: brings parameters and lets them go.
+        parts: the records that the module uses, and the places in each of the parameters that it uses.
+    """
+
+    def __init__(self, swapper: Owner, parts: list[tuple[Held, tuple[int, ...]]]) -> None:
         self._swapper = swapper
-        self.records = records
+        self.parts = parts
 
     @_disable_dynamo
     def before(self, module: torch.nn.Module, args: Any) -> None:
         """A forward pre-hook. torch.compile leaves it as it is, and compiles what is between the hooks."""
-        self._swapper._enter(module, [] if _leaves_parameters_alone(module) else self.records)
+        self._swapper._enter(module, [] if _leaves_parameters_alone(module) else self.parts)
 
     @_disable_dynamo
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:

@@ -169,7 +169,7 @@ class GradientSwapper:
         self._copies: dict[torch.device, DeviceCopies] = {}
         self._copying: deque[tuple[Copy, int]] = deque()  # of gradients, the last copy, and their bytes
         self._joined_after = -1  # number of the backward pass at whose end copies are waited for
-        self._window: Window | None = None
+        self._window_ref: weakref.ref[Window] | None = None  # Weak, as it has what has this.
         self._closed = False
         wanted = list(parts)
         check_room(wanted, store is not None, limit_bytes, pool.capacity_bytes)
@@ -181,6 +181,10 @@ class GradientSwapper:
     def drops(self) -> int:
         """How often a part that was read ahead was given up."""
         return self._pipeline.drops
+
+    @property
+    def _window(self) -> Window | None:
+        return None if self._window_ref is None else self._window_ref()
 
     @property
     def reserved_bytes(self) -> int:
@@ -227,7 +231,7 @@ class GradientSwapper:
 
     def deliver_to(self, window: Window) -> None:
         """From now on the last gradient of a window stays in memory, whole, and `window` is told of it."""
-        self._window = window
+        self._window_ref = weakref.ref(window)
 
     def watches(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the gradients of `parameter` are looked at when they arrive."""

@@ -455,6 +455,12 @@ class AsyncIOHandle:
         return self._closed
 
     @property
+    def broken(self) -> bool:
+        """Whether the backend has failed, so that every transfer raises what has happened to it."""
+        self._check_process()
+        return self._ledger.engine.broken
+
+    @property
     def in_flight(self) -> int:
         """Transfers that were started and are not over."""
         self._check_process()

@@ -32,7 +32,7 @@ from swapper.errors import ConfigError, SwapError
 from swapper.evicted import home_of, make_ordinary, settle
 from swapper.heap import return_free_memory
 from swapper.layout import format_bytes
-from swapper.order import Order, Use
+from swapper.order import Use
 from swapper.parameter import ParameterSwapper
 from swapper.parameter_cache import BY_ADDRESS, Held, State
 from swapper.parameter_records import OtherTensors, plan_record_of, why_not
@@ -225,7 +225,7 @@ class Nursery(ParameterSwapper):
     def _is_orphan(self, held: Held) -> bool:
         """Whether nobody has the parameter of a record any more, as that of a module that was only copied."""
         # The references are that of the place, that of `_home`, and the argument. Autograd's are in C++.
-        if held.pins or sys.getrefcount(held.plan.places[0].parameter) > 3:
+        if held.holds or sys.getrefcount(held.plan.places[0].parameter) > 3:
             return False
         with torch._C.DisableTorchFunctionSubclass():
             return held.plan.places[0].parameter._use_count() == 1  # type: ignore[attr-defined, no-any-return]
@@ -290,7 +290,7 @@ class Nursery(ParameterSwapper):
         self._put_away_waiting(all_of_them=True)
         self._forget_orphans()
         count = len(self._all)
-        self._order = Order(
+        self._order.expect(
             [*(Use("forward", i) for i in range(count)), *(Use("backward", i) for i in reversed(range(count)))]
         )
         for root in roots:
@@ -356,8 +356,7 @@ class Nursery(ParameterSwapper):
     def _drop(self, held: Held, parameter: torch.nn.Parameter) -> None:
         del self._home[parameter]
         for hooks in self._forward_hooks:
-            if held in hooks.records:
-                hooks.records.remove(held)
+            hooks.parts = [part for part in hooks.parts if part[0] is not held]
 
     def _deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
         """A parameter of its own, as modules are copied in construction."""

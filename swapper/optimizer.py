@@ -112,7 +112,8 @@ class OptimizerSwapper:
         kept: dict[Any, Any] = {}
         try:
             if plan.step_in_backward:
-                self._backward = BackwardSteps(optimizer, plan, self._stepper, self._prepare_step, self._fail)
+                prepare, fail = _called_weakly(self._prepare_step), _called_weakly(self._fail)
+                self._backward = BackwardSteps(optimizer, plan, self._stepper, prepare, fail)
             self._add_buckets(plan.buckets)
             self._reconcile(optimizer)
             existing = [(cast(torch.nn.Parameter, p), entries) for p, entries in optimizer.state.items() if entries]
@@ -169,6 +170,23 @@ class OptimizerSwapper:
         self._pipeline.drain()
         if self.gradients is not None:
             self.gradients.drain()
+
+    def rest(self) -> None:
+        """As `flush`, when no step is to be expected soon: gives the buffers back that were leased for the next one.
+
+        Raises:
+            SwapIOError: a write failed.
+        """
+        try:
+            self.flush()
+        finally:
+            if not self._closed and not self._stepper.stepping:
+                self._drop_window()
+
+    @property
+    def closed(self) -> bool:
+        """Whether it has been closed: the state is gone."""
+        return self._closed
 
     def close(self) -> None:
         """Wait for writes, delete the files, give the memory back. The state is gone; `step()` raises from now on.
@@ -830,6 +848,18 @@ class OptimizerSwapper:
                 self._released = True
                 raise
             self._released = True
+
+
+def _called_weakly(method: Callable[..., None]) -> Callable[..., None]:
+    """`method`, for parts of its object that must not keep that alive: it goes when its optimizer goes, at once."""
+    reference = weakref.WeakMethod(method)
+
+    def call(*args: Any) -> None:
+        bound = reference()
+        assert bound is not None
+        bound(*args)
+
+    return call
 
 
 def _install_scheduler_wrapper(optimizer: Optimizer) -> None:

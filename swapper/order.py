@@ -1,72 +1,223 @@
-"""The order in which records are used: learnt in one round, expected in the next."""
+"""The order in which records are used: what happened before is expected again."""
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right, insort
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["Order", "Use"]
+__all__ = ["NEVER", "Order", "Use"]
 
-_LONGEST_ROUND = 100_000
-"""Uses after which a round is over even if nobody says so."""
+_LONGEST_LOG = 200_000
+"""Uses after which the first half of the log is condensed."""
+
+NEVER = 1 << 62
+"""The distance of a record that no use is expected of."""
 
 
 class Use(NamedTuple):
-    """One use of a record: in which phase ("forward", "backward", "step"), and its number."""
+    """One use of a record: in which phase ("forward", "evaluation", "backward", "step"), and its number."""
 
     phase: str
     number: int
 
 
 class Order:
-    """Follows a program that does about the same in each round.
+    """Predicts uses from a log of all uses, and knows which of the records that are in memory is needed last.
+
+    The program is at a place in the log, after the last occurrence of what it does now. What followed there is expected
+    to follow again, up to the end of the log: one period. While the program does what is expected, the place moves on
+    with it, and the period stays as it is. After what was never done before nothing is expected.
+
+    So nobody has to say where a round begins or ends: a training step, a pass of evaluation and a token are periods,
+    and what was done before an interlude is found again after it.
+
+    All methods take constant time, but for bisection, while the program repeats itself.
 
     Args:
-        guess: what to expect in the first round.
+        guess: a log to begin with.
+        start: the place in it where the program is.
     """
 
-    def __init__(self, guess: Iterable[Use]) -> None:
-        self._current: list[Use] = []
+    def __init__(self, guess: Iterable[Use] = (), start: int = 0) -> None:
+        self._last: Use | None = None
         self._next = 0
-        self._expect(guess)
+        self._ahead = 0  # All records that are expected from `_next` to here are held.
+        self._due: dict[int, int] = {}  # of each record that is held: the place of its next use
+        self._movable: list[tuple[int, int]] = []  # those of them that may go: due and -number, sorted
+        self._stale = False  # what is above and below is to be computed anew
+        self._depth = 0
+        self._between: deque[tuple[int, int]] = deque()  # see `worth`
+        self._between_stop = 0
+        self._fixed: set[int] = set()
+        self._expect(list(guess), start)
 
     def note(self, use: Use) -> None:
-        """`use` happens now. What was expected before it is not expected any more, until the round starts again."""
-        if self._current and self._current[-1] == use:
+        """`use` happens now."""
+        if self._last == use:
             return
-        self._current.append(use)
-        places = self._places.get(use, ())
-        at = next((at for at in places if at >= self._next), places[0] if places else None)
-        if at is not None:
+        self._last = use
+        if places := self._places.get(use):
+            i = bisect_left(places, self._next)
+            at = places[i] if i < len(places) else places[-1]
+            if at < self._next:
+                self._stale = True  # Places before `_next` are expected again.
             self._next = at + 1
-        if len(self._current) > _LONGEST_ROUND:
-            self.end_round()
+        else:
+            self._next = len(self._log) + 1  # What comes after it is not known.
+        self._places.setdefault(use, []).append(len(self._log))
+        self._by_number.setdefault(use.number, []).append(len(self._log))
+        self._log.append(use)
+        if use.number in self._due:
+            self._update(use.number)
+        if len(self._log) > _LONGEST_LOG:
+            self._condense()
 
-    def end_round(self) -> None:
-        """What was noted since the last call is one round."""
-        if self._current:
-            self._expect(self._current)
-            self._current = []
+    def expect(self, uses: Iterable[Use]) -> None:
+        """Forget what was learnt, and expect `uses`."""
+        self._expect(list(uses), 0)
 
     def upcoming(self) -> Iterator[int]:
-        """Numbers of the records that will be used next, in order, for one round; some come more than once."""
-        count = len(self._round)
-        for i in range(count):
-            yield self._round[(self._next + i) % count].number
+        """Numbers of the records that will be used next, in order, for one period; some come more than once."""
+        for at in range(self._next, len(self._log)):
+            yield self._log[at].number
 
     def distance(self, number: int) -> int:
-        """How many uses come before the next one of record `number`; more than a round if none is expected."""
-        count = len(self._round)
-        places = self._by_number.get(number)
-        if not places:
-            return 2 * count + 1
-        return min((at - self._next) % count for at in places)
+        """How many uses come before the next one of record `number`; `NEVER` if none is expected."""
+        due = self._due_of(number)
+        return NEVER if due == NEVER else due - self._next
 
-    def _expect(self, uses: Iterable[Use]) -> None:
-        self._round = tuple(uses)
-        self._next = 0
+    # --- What is held ----------------------------------------------------------------------------------------------
+
+    def hold(self, number: int, *, fixed: bool = False) -> None:
+        """Record `number` is in memory, or on its way there.
+
+        Args:
+            number: of the record.
+            fixed: it will stay: `last_needed` is not to yield it.
+        """
+        self.drop(number)
+        if fixed:
+            self._fixed.add(number)
+        due = self._due[number] = self._due_of(number)
+        if not fixed:
+            insort(self._movable, (due, -number))
+
+    def drop(self, number: int) -> None:
+        """Record `number` is not in memory any more. Idempotent."""
+        due = self._due.get(number)
+        if due is None:
+            return
+        if number in self._fixed:
+            self._fixed.discard(number)
+        else:
+            self._remove(due, number)
+        del self._due[number]
+        self._ahead = min(self._ahead, self._due_of(number))
+
+    def missing(self) -> int | None:
+        """The number of the first record that is expected and not held."""
+        self._refresh()
+        log, held = self._log, self._due
+        stop = min(len(log), self._next + 4 * len(self._by_number))  # A period may be many steps long.
+        while self._ahead < stop:
+            number = log[self._ahead].number
+            if number not in held:
+                return number
+            self._ahead += 1
+        return None
+
+    def worth(self) -> int:
+        """The distance beyond which a record must be needed to go for the one that is `missing`.
+
+        That one is needed sooner, of course. Besides, a record that is used before the missing one, and is then needed
+        later than what could go now, is what should go: so it is waited for. (That is what Belady's rule drops when it
+        reads nothing ahead, and so as little as possible is read.) But what is used just before the missing one comes
+        too late, or it could not be read meanwhile: of that, a quarter of what is held, nothing is expected.
+        """
+        self._refresh()
+        self._depth = max(self._depth, 2, len(self._movable) // 4)
+        stop = max(self._ahead - self._depth, self._next)
+        between = self._between
+        if stop < self._between_stop:
+            between.clear()
+            self._between_stop = self._next
+        for at in range(max(self._between_stop, self._next), stop):
+            due = self._due_after(at)
+            while between and between[-1][1] <= due:
+                between.pop()
+            between.append((at, due))
+        self._between_stop = stop
+        while between and between[0][0] < self._next:
+            between.popleft()
+        return max(self._ahead, between[0][1] if between else 0) - self._next
+
+    def last_needed(self) -> Iterator[int]:
+        """The numbers of the records that are held and not fixed, those that are needed last, or never, first.
+
+        What is held may change only after the last one that is taken from it.
+        """
+        self._refresh()
+        for at in range(len(self._movable) - 1, -1, -1):
+            yield -self._movable[at][1]
+
+    # --- Inside ----------------------------------------------------------------------------------------------------
+
+    def _expect(self, log: list[Use], start: int) -> None:
+        self._log = log
+        self._next = start
         self._places: dict[Use, list[int]] = {}
         self._by_number: dict[int, list[int]] = {}
-        for at, use in enumerate(self._round):
+        for at, use in enumerate(log):
             self._places.setdefault(use, []).append(at)
             self._by_number.setdefault(use.number, []).append(at)
+        self._stale = True
+
+    def _due_of(self, number: int) -> int:
+        places = self._by_number.get(number, ())
+        i = bisect_left(places, self._next)
+        return places[i] if i < len(places) else NEVER
+
+    def _due_after(self, at: int) -> int:
+        """The place of the next use of the record that is used at `at`, which is expected; perhaps in a period more."""
+        places = self._by_number[self._log[at].number]
+        i = bisect_right(places, at)
+        if i < len(places):
+            return places[i]
+        return places[bisect_left(places, self._next)] + len(self._log) - self._next
+
+    def _update(self, number: int) -> None:
+        before, due = self._due[number], self._due_of(number)
+        if before == due:
+            return
+        if number not in self._fixed:
+            self._remove(before, number)
+            insort(self._movable, (due, -number))
+        self._due[number] = due
+
+    def _remove(self, due: int, number: int) -> None:
+        i = bisect_left(self._movable, (due, -number))
+        if i < len(self._movable) and self._movable[i] == (due, -number):
+            del self._movable[i]
+
+    def _refresh(self) -> None:
+        """Bring what is known of held records up to date with `_next`."""
+        if self._stale:
+            self._due = {number: self._due_of(number) for number in self._due}
+            self._movable = sorted((due, -number) for number, due in self._due.items() if number not in self._fixed)
+            self._ahead = self._next
+            self._depth = self._between_stop = 0
+            self._between.clear()
+            self._stale = False
+        self._ahead = max(self._ahead, self._next)
+        while self._movable and self._movable[0][0] < self._next:  # Passed over.
+            self._update(-self._movable[0][1])
+
+    def _condense(self) -> None:
+        """Keep the second half of the log; of what is only in the first the last occurrence of each use."""
+        middle = len(self._log) // 2
+        tail = self._log[middle:]
+        kept = sorted(places[-1] for places in self._places.values() if places[-1] < middle)
+        start = self._next - middle + len(kept) if self._next >= middle else bisect_left(kept, self._next)
+        self._expect([*(self._log[at] for at in kept), *tail], start)

@@ -3,6 +3,10 @@
 [Note: three ways to the values] A module's own forward is hooked: its parameters are attached before it and let go
 after it. What autograd saved is packed as a place in a record and looked up in backward. Any other use of a parameter
 that is away goes through `EvictedParameter`. So what the hooks did not foresee is slower, and never wrong.
+
+[Note: letting go] A use is one `_Hold`. It adds itself to its records and to the parameters that it attaches, and to
+`_over` when it is over. To do so again changes nothing, and so does letting go of what was never attached. So whatever
+an exception or Ctrl-C cut off is done by whoever comes next.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +27,7 @@ from swapper import codec
 from swapper.buffers import BufferPool, PoolExhausted
 from swapper.endings import finalizer
 from swapper.errors import ConfigError, SwapError
-from swapper.evicted import Home, evict, home_of, refuse_copy, restore, settle
+from swapper.evicted import EvictedParameter, Home, evict, home_of, refuse_copy, restore, settle
 from swapper.forward_hooks import Forward, ForwardHooks
 from swapper.lasting import LastingCopies
 from swapper.layout import format_bytes
@@ -40,7 +45,7 @@ from swapper.parameter_records import (
     used_by,
     where,
 )
-from swapper.saved_places import in_transform, refuse_in_transform, saving_places
+from swapper.saved_places import in_transform, refuse_in_transform, saves_places, saving_places
 from swapper.store import RecordKey, TensorStore
 
 __all__ = ["ParameterSwapper"]
@@ -51,19 +56,50 @@ _living: weakref.WeakSet[ParameterSwapper] = weakref.WeakSet()
 """Those whose parameters a forked child must find evicted."""
 
 
+_Parts = Iterable[tuple[Held, tuple[int, ...]]]
+"""Records, and the places in them of some of their parameters."""
+
+
+class _Hold:
+    """One use of parameters. See [Note: letting go]."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: _Parts) -> None:
+        self.parts = tuple(parts)
+
+
+class _Running:
+    """A forward that is running."""
+
+    __slots__ = ("hold", "hooks", "module")
+
+    def __init__(self, module: torch.nn.Module, hold: _Hold) -> None:
+        self.module = module
+        self.hold = hold
+        self.hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+
+
 class _PlaceHome:
-    """Where the values of one parameter come from. See `evicted.Home`."""
+    """Where the values of one parameter come from. See `evicted.Home`.
 
-    __slots__ = ("held", "place", "swapper")
+    The parameter has this, and its record has the parameter. So this knows the record by its number only, and a
+    parameter that nobody uses any more is freed at once, not when the garbage collector comes.
+    """
 
-    def __init__(self, swapper: ParameterSwapper, held: Held, place: ParameterPlace) -> None:
+    __slots__ = ("_index", "_number", "stride", "swapper")
+
+    def __init__(self, swapper: ParameterSwapper, held: Held, index: int) -> None:
         self.swapper = weakref.ref(swapper)
-        self.held = held
-        self.place = place
+        self.stride = held.plan.places[index].stride
+        self._number = held.number
+        self._index = index
 
-    @property
-    def stride(self) -> tuple[int, ...]:
-        return self.place.stride
+    def _held(self) -> tuple[ParameterSwapper, Held]:
+        swapper = self.swapper()
+        if swapper is None:
+            raise SwapError("the values of this parameter are gone: its swapper was closed")
+        return swapper, swapper._all[self._number]
 
     @property
     def owner(self) -> object:
@@ -76,12 +112,11 @@ class _PlaceHome:
 
     @property
     def viewed(self) -> bool:
-        return self.held.foreign_uses()
+        return self._held()[1].foreign_uses()
 
     def surrender(self, parameter: torch.nn.Parameter) -> None:
-        swapper = self.swapper()
-        assert swapper is not None
-        swapper._surrender(self.held, parameter)
+        swapper, held = self._held()
+        swapper._surrender(held, parameter)
 
     def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
         swapper = self.swapper()
@@ -94,27 +129,18 @@ class _PlaceHome:
         return self.swapper()
 
     def stay(self, parameter: torch.nn.Parameter) -> None:
-        swapper = self.swapper()
-        assert swapper is not None
-        swapper._stay(self.held, parameter)
+        swapper, held = self._held()
+        swapper._stay(held, parameter)
 
     def lasting(self) -> torch.Tensor:
-        swapper = self.swapper()
-        if swapper is None:
-            raise SwapError("the values of this parameter are gone: its swapper was closed")
-        return swapper._lasting_copy(self.held, self.place)
+        swapper, held = self._held()
+        return swapper._lasting_copy(held, held.plan.places[self._index])
 
     def present(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
-        swapper = self.swapper()
-        if swapper is None:
-            raise SwapError("the values of this parameter are gone: its swapper was closed")
-        return swapper._used({home.held: None for home in homes if isinstance(home, _PlaceHome)})
+        return self._held()[0]._used(_parts_of(homes))
 
     def gather(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
-        swapper = self.swapper()
-        if swapper is None:
-            raise SwapError("the values of this parameter are gone: its swapper was closed")
-        return swapper._gathered({home.held: None for home in homes if isinstance(home, _PlaceHome)})
+        return self._held()[0]._gathered(_parts_of(homes))
 
 
 class ParameterSwapper(ParameterCache):
@@ -162,18 +188,23 @@ class ParameterSwapper(ParameterCache):
         self._least = least_bytes(model, records, resident, step_in_backward)
         budget_bytes = self._budget(budget_bytes, leave_bytes, pool)
         count = len(records)
+        evaluation = [Use("evaluation", i) for i in range(count)]
         forward = [Use("forward", i) for i in range(count)]
         backward = [Use("backward", i) for i in reversed(range(count))]
-        order = Order([*forward, *backward, *(Use("step", i) for i in range(count))])
+        step = [Use("step", i) for i in range(count)]
+        order = Order([*evaluation, *forward, *backward, *step], start=len(evaluation))
         held = [
             Held(record, RecordKey(owner, "param", record.number), resident=record in resident) for record in records
         ]
         super().__init__(held, order, budget_bytes, pool, store)
         self._threads = threading.local()
-        self._awaiting: list[Held] = []  # attached until their gradient is accumulated
+        self._over: deque[_Hold] = deque()
+        self._awaiting: dict[torch.nn.Parameter, _Hold] = {}  # attached until their gradient is accumulated
         self._model = weakref.ref(model)
-        self._hooks: list[torch.utils.hooks.RemovableHandle | Forward] = []
-        self._forward_hooks: list[ForwardHooks] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        # The modules have these, and these have the swapper: it goes with the last of them.
+        self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self._forward_hooks: weakref.WeakSet[ForwardHooks] = weakref.WeakSet()
         self._home: dict[torch.nn.Parameter, Held] = {}
         self._lasting = LastingCopies(store)
         self._former: dict[torch.nn.Parameter, Home] = {}  # who had them, until all are taken over
@@ -270,30 +301,36 @@ class ParameterSwapper(ParameterCache):
             records: of this swapper.
             phase: for what, to know the use by in the next round; "" finds it out.
         """
+        with self._holding(_whole(records), phase):
+            yield
+
+    @contextmanager
+    def _holding(self, parts: _Parts, phase: str = "") -> Iterator[None]:
+        """As `present`, for the parameters in `parts`. The records stay, whether any is attached or not."""
         self._check_open()
-        wanted = list(records)
-        with self._lock:
-            self._attach_all(wanted, phase or _phase())
+        hold = _Hold(parts)
         try:
+            self._attach(hold, phase or _phase())
             yield
         finally:
-            self._detach_all(wanted)
+            self._over.append(hold)
+            self._let_go()
 
     @contextmanager
-    def _used(self, records: Iterable[Held]) -> Iterator[None]:
-        """As `present`, for an operation outside of what is hooked: autograd would save the parameter itself."""
-        wanted = list(records)
-        parameters = [p for held in wanted for p in _parameters(held)]
+    def _used(self, parts: _Parts) -> Iterator[None]:
+        """As `_holding`, for an operation outside of what is hooked: autograd would save the parameter itself."""
+        parts = tuple(parts)
+        parameters = [held.plan.places[index].parameter for held, indices in parts for index in indices]
         if in_transform():
             refuse_in_transform(parameters)
-        with self.present(wanted), saving_places(parameters) or contextlib.nullcontext():
+        with self._holding(parts), saving_places(parameters) or contextlib.nullcontext():
             yield
 
     @contextmanager
-    def _gathered(self, records: Iterable[Held]) -> Iterator[None]:
+    def _gathered(self, parts: _Parts) -> Iterator[None]:
         """As `_used`, for as long as the user likes."""
-        wanted = list(records)
-        together = {*wanted, *(held for held in self._all if held.attached)}
+        parts = tuple(parts)
+        together = {*(held for held, _ in parts), *(held for held in self._all if held.holds)}
         needed_bytes = sum(held.plan.length_bytes for held in together)
         if needed_bytes > self._budget_bytes:
             raise PoolExhausted(
@@ -301,7 +338,7 @@ class ParameterSwapper(ParameterCache):
                 f"has {format_bytes(self._budget_bytes)} for parameters; gather fewer at a time, or set pool_bytes to "
                 f"at least {self._pool.capacity_bytes + needed_bytes - self._budget_bytes}"
             )
-        with self._used(wanted):
+        with self._used(parts):
             yield
 
     def records_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[Held]:
@@ -311,13 +348,13 @@ class ParameterSwapper(ParameterCache):
     @contextmanager
     def stepping(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
         """Within it `parameters` have their values and are changed; afterwards they are written behind."""
-        records = self.records_of(parameters)
-        if not records:  # All of them are in memory, as after `close(keep_values=True)`.
+        parts = _parts_of(home_of(p) for p in parameters if p in self._home)
+        if not parts:  # All of them are in memory, as after `close(keep_values=True)`.
             yield
             return
-        with self.present(records, "step"):
+        with self._holding(parts, "step"):
             with self._lock:
-                for held in records:
+                for held, _ in parts:
                     held.changed = True
             yield
 
@@ -327,12 +364,7 @@ class ParameterSwapper(ParameterCache):
         """Within it the records stay that hold some of `parameters`, which are there, and some of `following`."""
         here = set(self.records_of(parameters))
         staying = [held for held in self.records_of(following) if held in here]
-        return self.present(staying, "step") if staying else contextlib.nullcontext()
-
-    def end_round(self) -> None:
-        """A step is over: the order of use since the last one is what to expect until the next one."""
-        with self._lock:
-            self._order.end_round()
+        return self._holding([(held, ()) for held in staying], "step") if staying else contextlib.nullcontext()
 
     def close(self, *, keep_values: bool = False) -> None:
         """Undo everything: remove the hooks, delete the files, give the memory back. Idempotent.
@@ -353,8 +385,7 @@ class ParameterSwapper(ParameterCache):
                     self._restore_values(held)
                 self._home.clear()
             self._closed = True
-            for hook in self._hooks:
-                hook.remove()
+            self._remove_hooks()
             if (model := self._model()) is not None and vars(model).get("swapper") is self:
                 object.__delattr__(model, "swapper")
             self._finalizer()
@@ -370,11 +401,11 @@ class ParameterSwapper(ParameterCache):
                 pass
             self._fill(held)
         self._write(held)
-        for place in held.plan.places:
+        for index, place in enumerate(held.plan.places):
             if (former := home_of(place.parameter)) is not None:
                 self._former[place.parameter] = former
             self._home[place.parameter] = held
-            evict(place.parameter, _PlaceHome(self, held, place))
+            evict(place.parameter, _PlaceHome(self, held, index))
 
     def _fill(self, held: Held) -> None:
         """Copy the values of a record into a buffer for it. After an exception it has none."""
@@ -383,8 +414,9 @@ class ParameterSwapper(ParameterCache):
         header = held.plan.layout.header(0)
         held.lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         self._open(held)
-        held.pins += 1
+        filling = object()
         try:
+            held.holds.add(filling)
             for place, values in zip(held.plan.places, held.values, strict=True):
                 source = place.parameter.detach()
                 with torch._C.DisableTorchFunctionSubclass():  # Of one that nothing has filled yet, nothing is copied.
@@ -394,7 +426,7 @@ class ParameterSwapper(ParameterCache):
             self._release(held)
             raise
         finally:
-            held.pins -= 1
+            held.holds.discard(filling)
 
     def _restore_values(self, held: Held) -> None:
         """Give the parameters of a record memory of their own; those that have it are left alone."""
@@ -414,14 +446,13 @@ class ParameterSwapper(ParameterCache):
             mine = [i for i, p in enumerate(_parameters(held)) if p in self._home and p not in self._former]
             if mine:
                 with self._lock:
-                    held.pins += 1
+                    held.holds.add(self)
                     self._bring(held, "forward")
                     for place, values in [(held.plan.places[i], held.values[i]) for i in mine]:
                         copy = values.as_strided(place.shape, place.stride).clone(memory_format=torch.preserve_format)
                         settle(place.parameter, copy)
         self._closed = True
-        for hook in self._hooks:
-            hook.remove()
+        self._remove_hooks()
         finalize(self._all, self._dropped, self._store, lambda: None, self._pid)
 
     def _install(self, model: torch.nn.Module) -> None:
@@ -434,10 +465,10 @@ class ParameterSwapper(ParameterCache):
         for module in wanted:
             if isinstance(module, torch.jit.ScriptModule):  # Its parameters stay, and it takes no hooks.
                 continue
-            hooks = ForwardHooks(self, self.records_of(used_by(module)))
-            self._forward_hooks.append(hooks)
+            hooks = ForwardHooks(self, _parts_of(home_of(p) for p in used_by(module) if p in self._home))
+            self._forward_hooks.add(hooks)
             if module in without_hooks:
-                self._hooks.append(Forward(module, hooks))
+                self._forwards.add(Forward(module, hooks))
                 continue
             self._hooks.append(module.register_forward_pre_hook(hooks.before, prepend=True))
             self._hooks.append(module.register_forward_hook(hooks.after, always_call=True))
@@ -446,67 +477,132 @@ class ParameterSwapper(ParameterCache):
                 if place.parameter.requires_grad and not _is_contiguous(place):
                     self._watch_gradient(held, place.parameter)
 
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for forward in list(self._forwards):
+            forward.remove()
+
     def _watch_gradient(self, held: Held, parameter: torch.nn.Parameter) -> None:
         """Have a parameter there when its gradient is accumulated, because autograd gives that the same strides."""
-        self_ref = weakref.ref(self)
+        self_ref, parameter_ref, number = weakref.ref(self), weakref.ref(parameter), held.number
 
         def before(gradient: torch.Tensor) -> None:
-            swapper = self_ref()
-            if swapper is not None and swapper._home.get(parameter) is held:
+            swapper, parameter = self_ref(), parameter_ref()
+            if swapper is None or parameter is None:
+                return
+            held = swapper._all[number]
+            if swapper._home.get(parameter) is held:
                 with swapper._lock:
-                    swapper._attach_all([held], "backward")
-                    swapper._awaiting.append(held)
+                    hold = swapper._awaiting.setdefault(parameter, _Hold(_parts_of([home_of(parameter)])))
+                    swapper._attach(hold, "backward")
 
         def after(parameter: torch.Tensor) -> None:
             if (swapper := self_ref()) is not None:
+                assert isinstance(parameter, torch.nn.Parameter)
                 with swapper._lock:
-                    if held in swapper._awaiting:
-                        swapper._awaiting.remove(held)
-                        swapper._detach_all([held])
+                    if (hold := swapper._awaiting.get(parameter)) is not None:
+                        swapper._over.append(hold)
+                        del swapper._awaiting[parameter]
+                        swapper._let_go()
 
         self._hooks.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
         self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
 
     # --- Forward ---------------------------------------------------------------------------------------------------
 
-    def _attach_all(self, records: Sequence[Held], phase: str) -> None:
-        """Bring `records` and attach them: all, or after an exception none.
+    def _attach(self, hold: _Hold, phase: str) -> None:
+        """Bring the records of `hold` and attach its parameters. After an exception it must be let go of all the same.
 
         What uses them may change the values, and change them back later. So no write goes on meanwhile: the file would
         have some of the values of between, and nothing would show it.
         """
-        attached = 0
-        for held in records:
-            held.pins += 1
-        try:
-            for held in records:
+        if self._over:
+            self._let_go()
+        with self._lock:
+            for held, _ in hold.parts:
+                held.holds.add(hold)
+            for held, _ in hold.parts:
                 self._bring(held, phase)
-            for held in records:
+            for held, _ in hold.parts:
                 self._settle_write(held)
-            for held in records:
-                attached += 1
-                self._attach(held)
-        except BaseException:
-            for held in records[:attached]:
-                self._detach(held)
-            for held in records:
-                held.pins -= 1
-            raise
+            for held, indices in hold.parts:
+                if indices and not held.attached:
+                    self.metrics.begin_use(held.key)
+                for index in indices:
+                    if (holds := held.attached.get(index)) is not None:
+                        holds.add(hold)
+                        continue
+                    place = held.plan.places[index]
+                    if home_of(place.parameter) is None:  # It is in memory for good, after a `close` that failed.
+                        continue
+                    held.attached[index] = {hold}
+                    restore(place.parameter, held.values[index].as_strided(place.shape, place.stride))
 
-    def _detach_all(self, records: Sequence[Held]) -> None:
+    def _let_go(self) -> None:
+        """Let go of what is `_over`. See [Note: letting go].
+
+        Raises:
+            SwapError: a parameter was given data that do not fit it; all was let go of.
+            SwapIOError: a write of what was changed could not be started; it will be, before the values go.
+        """
         if self._closed:
+            self._over.clear()
             return
-        with self._lock, contextlib.ExitStack() as all_of_them:
-            for held in records:
-                all_of_them.callback(self._let_go, held)
+        with self._lock:
+            for hold in list(self._over):
+                try:
+                    with contextlib.ExitStack() as all_of_them:
+                        for held, indices in hold.parts:
+                            all_of_them.callback(self._let_go_of, hold, held, indices)
+                except Exception:
+                    self._over.remove(hold)
+                    raise
+                self._over.remove(hold)
 
-    def _let_go(self, held: Held) -> None:
-        try:
-            self._detach(held)
-        finally:
-            held.pins -= 1
+    def _let_go_of(self, hold: _Hold, held: Held, indices: tuple[int, ...]) -> None:
+        refused = ""
+        for index in indices:
+            holds = held.attached.get(index)
+            if holds is None or hold not in holds:
+                continue
+            if len(holds) > 1:
+                holds.discard(hold)
+                continue
+            parameter = held.plan.places[index].parameter
+            if type(parameter) is not EvictedParameter:  # Ctrl-C may have struck before it was attached.
+                refused = self._keep_data(held, index) or refused
+                if (home := home_of(parameter)) is not None:  # It may not be ours any more.
+                    evict(parameter, home)
+            del held.attached[index]
+        if indices and not held.attached:
+            self.metrics.end_use(held.key)
+        held.holds.discard(hold)
+        if held.changed and not held.holds and held.state is State.HERE:
+            self._write(held)
+        if refused:
+            raise SwapError(refused)
 
-    def _enter(self, module: torch.nn.Module, records: list[Held]) -> None:
+    def _keep_data(self, held: Held, index: int) -> str:
+        """If the user gave an attached parameter other values, have them in the record. Returns what is wrong."""
+        place, values = held.plan.places[index], held.values[index]
+        p = place.parameter
+        if p.data_ptr() == values.data_ptr():
+            return ""
+        same = p.shape == place.shape and p.dtype == place.dtype and p.device == values.device
+        if not (same and p.stride() == place.stride) and self._lets_go(held):
+            return ""
+        if same:
+            values.as_strided(place.shape, place.stride).copy_(p.detach())
+            return ""
+        restore(p, values.as_strided(place.shape, place.stride))
+        return (
+            f"{place.name} was {tuple(place.shape)} x {place.dtype} and was given data of "
+            f"{tuple(p.shape)} x {p.dtype} on {p.device}; convert, resize or move the model before "
+            "swapper.offload"
+        )
+
+    def _enter(self, module: torch.nn.Module, parts: _Parts) -> None:
         self._check_open()
         if torch._C._is_tracing():
             raise SwapError(
@@ -518,77 +614,47 @@ class ParameterSwapper(ParameterCache):
             self._unwind(running)  # A forward that Ctrl-C cut off did not leave: torch calls no hooks then.
         if in_transform():
             refuse_in_transform(used_by(module))
-            records = []  # Called by functional_call, with other values.
-        with self._lock:
-            self._attach_all(records, _phase())
+            parts = ()  # Called by functional_call, with other values.
+        entered = _Running(module, _Hold(parts))
+        running.append(entered)
         try:
-            hooks = saving_places(module._parameters.values())
+            self._attach(entered.hold, _phase())
+            entered.hooks = saving_places(module._parameters.values())
+            if entered.hooks is not None:
+                entered.hooks.__enter__()
         except BaseException:
-            self._detach_all(records)
+            self._leave(module)
             raise
-        if hooks is not None:
-            hooks.__enter__()
-        running.append((module, records, hooks))
 
     def _leave(self, module: torch.nn.Module) -> None:
         running = self._running_here()
-        if not any(entered is module for entered, _, _ in running):
+        if not any(entered.module is module for entered in running):
             return  # Its `_enter` failed.
         while True:
-            entered, records, hooks = running.pop()
-            if hooks is not None:
-                hooks.__exit__()
-            self._detach_all(records)
-            if entered is module:
+            entered = running[-1]
+            if entered.hooks is not None and saves_places():
+                entered.hooks.__exit__()
+            entered.hooks = None
+            self._over.append(entered.hold)
+            running.pop()
+            self._let_go()
+            if entered.module is module:
                 return
 
-    def _running_here(self) -> list[tuple[torch.nn.Module, list[Held], Any]]:
+    def _running_here(self) -> list[_Running]:
         """The forwards that this thread is in, the innermost last."""
         if not hasattr(self._threads, "running"):
             self._threads.running = []
-        running: list[tuple[torch.nn.Module, list[Held], Any]] = self._threads.running
+        running: list[_Running] = self._threads.running
         return running
 
-    def _unwind(self, running: list[tuple[torch.nn.Module, list[Held], Any]]) -> None:
+    def _unwind(self, running: list[_Running]) -> None:
         while running:
-            self._leave(running[0][0])
+            self._leave(running[0].module)
         with self._lock:
-            awaiting, self._awaiting = self._awaiting, []
-            self._detach_all(awaiting)
-
-    def _attach(self, held: Held) -> None:
-        held.attached += 1
-        if held.attached == 1:
-            self.metrics.begin_use(held.key)
-            for place, values in zip(held.plan.places, held.values, strict=True):
-                restore(place.parameter, values.as_strided(place.shape, place.stride))
-
-    def _detach(self, held: Held) -> None:
-        held.attached -= 1
-        if held.attached > 0:
-            return
-        self.metrics.end_use(held.key)
-        refused = ""
-        for place, values in zip(held.plan.places, held.values, strict=True):
-            p = place.parameter
-            if p.data_ptr() != values.data_ptr():  # The user gave it other values: `p.data = ...`.
-                same = p.shape == place.shape and p.dtype == place.dtype and p.device == values.device
-                if not (same and p.stride() == place.stride) and self._lets_go(held):
-                    return
-                if same:
-                    values.as_strided(place.shape, place.stride).copy_(p.detach())
-                else:
-                    refused = refused or (
-                        f"{place.name} was {tuple(place.shape)} x {place.dtype} and was given data of "
-                        f"{tuple(p.shape)} x {p.dtype} on {p.device}; convert, resize or move the model before "
-                        "swapper.offload"
-                    )
-                    restore(p, values.as_strided(place.shape, place.stride))
-            evict(p, p.__dict__["_swapper_home"])
-        if held.changed:
-            self._write(held)
-        if refused:
-            raise SwapError(refused)
+            self._over.extend(self._awaiting.values())
+            self._awaiting.clear()
+        self._let_go()
 
     def _lasting_copy(self, held: Held, place: ParameterPlace) -> torch.Tensor:
         index = held.plan.places.index(place)
@@ -627,13 +693,26 @@ def _evict_in_child() -> None:
     """The pool does not exist in a forked child: a parameter that was in use there would be a crash."""
     for swapper in _living:
         for held in swapper._all:
-            if held.attached:
-                for place in held.plan.places:
-                    if (home := home_of(place.parameter)) is not None:
-                        evict(place.parameter, home)
+            for index in held.attached:
+                parameter = held.plan.places[index].parameter
+                if (home := home_of(parameter)) is not None:
+                    evict(parameter, home)
 
 
 os.register_at_fork(after_in_child=_evict_in_child)
+
+
+def _parts_of(homes: Iterable[Home | None]) -> list[tuple[Held, tuple[int, ...]]]:
+    """Those of our `homes`, all of one swapper."""
+    indices: dict[Held, dict[int, None]] = {}
+    for home in homes:
+        if isinstance(home, _PlaceHome):
+            indices.setdefault(home._held()[1], {})[home._index] = None
+    return [(held, tuple(those)) for held, those in indices.items()]
+
+
+def _whole(records: Iterable[Held]) -> list[tuple[Held, tuple[int, ...]]]:
+    return [(held, tuple(range(len(held.plan.places)))) for held in records]
 
 
 def _parameters(held: Held) -> list[torch.nn.Parameter]:
@@ -645,4 +724,6 @@ def _is_contiguous(place: ParameterPlace) -> bool:
 
 
 def _phase() -> str:
-    return "backward" if torch._C._current_graph_task_id() != -1 else "forward"
+    if torch._C._current_graph_task_id() != -1:
+        return "backward"
+    return "forward" if torch.is_grad_enabled() else "evaluation"

@@ -66,9 +66,10 @@ class Held:
     """HERE: the values of each parameter, 1-D, in storages of their own."""
     checksums: list[int] = field(default_factory=list)
     """Of each parameter as last written."""
-    pins: int = 0
-    attached: int = 0
-    """How often it was attached; the parameters see the values while this is not 0."""
+    holds: set[object] = field(default_factory=set)
+    """The uses of it that are not over. While there are any, it stays."""
+    attached: dict[int, set[object]] = field(default_factory=dict)
+    """The parameters that see their values, by their place in the record, and the uses for which they do."""
     changed: bool = False
     """Known to be newer than what is stored."""
     resident: bool = False
@@ -81,8 +82,11 @@ class Held:
 
     def foreign_uses(self) -> bool:
         """Whether tensors that we do not know of share the memory. See [Note: when a buffer may go]."""
-        ours = 3 if self.attached else 2  # `values`, the Python object of the storage, and the parameter
-        return any(torch._C._storage_Use_Count(t.untyped_storage()._cdata) > ours for t in self.values)
+        # Ours are `values`, the Python object of the storage, and the parameter if it is attached.
+        return any(
+            torch._C._storage_Use_Count(values.untyped_storage()._cdata) > 2 + (index in self.attached)
+            for index, values in enumerate(self.values)
+        )
 
 
 class ParameterCache:
@@ -112,10 +116,10 @@ class ParameterCache:
         pool.add_reclaimer(self._reclaim)
 
     def _bring(self, held: Held, phase: str) -> None:
-        """Have `held`, which is pinned, HERE. Starts to read what will be used after it."""
+        """Have `held`, of which there is a hold, HERE. Starts to read what will be used after it."""
         self._order.note(Use(phase, held.number))
-        if held.state is State.ARRIVING and held.lease is not None and held.lease.transfer is None:
-            self._release(held)  # Ctrl-C struck when it had arrived and was not open yet.
+        if held.state is not State.HERE and held.lease is not None and held.lease.transfer is None:
+            self._release(held)  # Ctrl-C struck before it was read, or when it had arrived and was not open yet.
         if held.state is State.STORED:
             self._make_room(held)
             self._read(held)
@@ -200,26 +204,26 @@ class ParameterCache:
 
     def _read_ahead(self) -> None:
         """Start reading what will be used next, as far as the budget goes."""
-        looked = set()
-        for number in self._order.upcoming():
-            if number in looked:
-                continue
-            looked.add(number)
+        while (number := self._order.missing()) is not None:
             held = self._all[number]
-            if held.state is not State.STORED:
+            if held.state is State.GONE or held.lease is not None:  # Or Ctrl-C struck.
+                self._order.hold(number, fixed=held.resident or held.state is State.GONE)
                 continue
             while self._held_bytes + held.plan.length_bytes > self._budget_bytes:
-                victim = self._victim(idle_only=True)
-                # A victim that is needed sooner than what would take its place is not one.
-                if victim is None or self._order.distance(victim.number) <= self._order.distance(number):
+                victim = self._victim(idle_only=True, beyond=self._order.worth())
+                if victim is None:
                     return
                 self._evict(victim)
             lease = self._pool.try_acquire(held.plan.length_bytes)
             if lease is None:
                 return
-            held.lease = lease
-            self._held_bytes += lease.length_bytes
+            self._take_lease(held, lease)
             self._read(held)
+
+    def _take_lease(self, held: Held, lease: Lease) -> None:
+        self._order.hold(held.number, fixed=held.resident)
+        held.lease = lease
+        self._held_bytes += lease.length_bytes
 
     def _make_room(self, held: Held) -> None:
         """Get a buffer for a record that is STORED."""
@@ -243,25 +247,24 @@ class ParameterCache:
                 f"{format_bytes(self._budget_bytes)} are held by {len(kept)} records that are in use at once or of "
                 f"which user code keeps views; raise pool_bytes, or do not keep views of parameters{_about_ddp()}"
             )
-        held.lease = lease
-        self._held_bytes += lease.length_bytes
+        self._take_lease(held, lease)
 
-    def _victim(self, *, idle_only: bool) -> Held | None:
-        """The record that is needed last among those that may go."""
-        best, best_distance = None, -1
-        for held in self._all:
-            if held.lease is None or held.pins or held.attached or held.resident:
+    def _victim(self, *, idle_only: bool, beyond: int = -1) -> Held | None:
+        """The record that is needed last among those that may go, if it is needed after `beyond` other uses."""
+        for number in self._order.last_needed():
+            if beyond >= 0 and self._order.distance(number) <= beyond:
+                return None
+            held = self._all[number]
+            if held.lease is None or held.holds or held.attached:
                 continue
             if held.state is State.HERE:
-                transfer = held.lease.transfer if held.lease is not None else None
+                transfer = held.lease.transfer
                 if idle_only and transfer is not None and not transfer.done():
                     continue
                 if held.foreign_uses():
                     continue
-            distance = self._order.distance(held.number)
-            if distance > best_distance:
-                best, best_distance = held, distance
-        return best
+            return held
+        return None
 
     def _evict(self, held: Held) -> None:
         """Give up the buffer of a record that nobody uses; what is newer in it is written first."""
@@ -287,6 +290,7 @@ class ParameterCache:
         self._held_bytes -= lease.length_bytes
         held.lease, held.state = None, State.STORED
         lease.release()
+        self._order.drop(held.number)
 
     def _reclaim(self) -> bool:
         """Give a buffer back to a pool that is short."""
@@ -326,13 +330,14 @@ class ParameterCache:
                 f"parameter {place.name} is at version {place.parameter._version}; expected version {version} instead"
             )
         self._check_open()
+        hold = object()
         with self._lock:
-            held.pins += 1
             try:
+                held.holds.add(hold)
                 self._bring(held, "backward")
                 return held.values[index]
             finally:
-                held.pins -= 1
+                held.holds.discard(hold)
 
 
 def finalize(

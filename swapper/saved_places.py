@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -15,14 +14,14 @@ from swapper.errors import SwapError
 from swapper.evicted import home_of
 from swapper.parameter_cache import BY_ADDRESS, Held, ParameterCache
 
-__all__ = ["in_transform", "refuse_in_transform", "saving_places"]
+__all__ = ["in_transform", "refuse_in_transform", "saves_places", "saving_places"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A tensor that autograd saved, as a place in a record."""
+    """A tensor that autograd saved, as a place in a record. Keeps the values though nobody has the model any more."""
 
-    cache: weakref.ref[ParameterCache]
+    cache: ParameterCache
     held: Held
     index: int
     dtype: torch.dtype
@@ -49,7 +48,7 @@ class _Hollow(torch.Tensor):
 
 
 def saving_places(used: Iterable[object]) -> torch.autograd.graph.saved_tensors_hooks | None:
-    """Within it autograd saves parameters as places; None if nothing is saved.
+    """Within it autograd saves parameters as places; None if nothing is saved, or if it does so already.
 
     Args:
         used: what is used within it; others than our parameters are of no interest.
@@ -60,6 +59,8 @@ def saving_places(used: Iterable[object]) -> torch.autograd.graph.saved_tensors_
     if not torch.is_grad_enabled():
         return None
     if (others := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        if others[0].__module__ == __name__:  # Of a module around this one, and nobody changed it since.
+            return None
         return _with_checkpoint(*others) if others[0].__module__ == "torch.utils.checkpoint" else _with_users(*others)
     if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
         if any(home_of(item) is not None for item in used):
@@ -68,6 +69,12 @@ def saving_places(used: Iterable[object]) -> torch.autograd.graph.saved_tensors_
             )
         return None
     return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+
+
+def saves_places() -> bool:
+    """Whether the hooks that decide now what autograd saves are from `saving_places`."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == __name__
 
 
 def _with_checkpoint(
@@ -134,7 +141,9 @@ def _place_of(tensor: torch.Tensor) -> _Packed | None:
     found = BY_ADDRESS.get(tensor.untyped_storage().data_ptr())
     if found is None:
         return None
-    cache, held, index = found
+    cache_ref, held, index = found
+    if (cache := cache_ref()) is None:
+        return None
     version = held.plan.places[index].parameter._version
     offset = int(tensor.storage_offset())
     return _Packed(cache, held, index, tensor.dtype, tensor.size(), tensor.stride(), offset, version)
@@ -144,10 +153,7 @@ def _place_of(tensor: torch.Tensor) -> _Packed | None:
 def _unpack(packed: torch.Tensor | _Packed) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
         return packed
-    cache = packed.cache()
-    if cache is None:
-        raise SwapError("the values of a parameter are gone that backward needs: its swapper was closed")
-    values = cache.saved(packed.held, packed.index, packed.version)
+    values = packed.cache.saved(packed.held, packed.index, packed.version)
     view = values if packed.dtype == values.dtype else values.view(packed.dtype)
     return view.as_strided(packed.size, packed.stride, packed.storage_offset)
 

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import os
 import secrets
+import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import ClassVar
+from pathlib import Path
+from typing import ClassVar, Protocol
 
 import torch
 
 from swapper.buffers import BufferPool
-from swapper.config import OffloadConfig
+from swapper.config import AioConfig, OffloadConfig
 from swapper.handle import AsyncIOHandle
 from swapper.store import TensorStore
 
-__all__ = ["Shared", "close_all", "open_handles"]
+__all__ = ["Engines", "Shared", "close_all"]
 
 
 class Shared:
@@ -27,19 +29,21 @@ class Shared:
         self._configs = [config]  # Kept, so that their ids stay their own.
         self._holders = 0
         self.held_bytes = 0
-        self.handles = open_handles(config)
+        self._wanted_bytes = 0
+        self._engines = Engines(config)
+        self.handles = self._engines.handles
         try:
             # The store comes first: what is wrong with a path is said before memory is taken.
             self.store = TensorStore(
                 config.nvme_paths, _run_name(), _rank(), self.handles, verify=config.verify == "crc32c"
             )
             try:
-                self.pool = BufferPool(config.pool_bytes, *self.handles, device=device)
+                self.pool = BufferPool(config.pool_bytes, *self.handles, device=device, ready_bytes=0)
             except BaseException:
                 self.store.close()
                 raise
         except BaseException:
-            close_all(self.handles)
+            self._engines.close()
             raise
 
     @classmethod
@@ -79,10 +83,23 @@ class Shared:
                 return True
         return False
 
-    def hold(self, held_bytes: int) -> Callable[[], None]:
-        """Count one more holder, which keeps `held_bytes` of the pool. Returns what lets go; it may be called twice."""
+    def hold(self, held_bytes: int, wanted_bytes: int) -> Callable[[], None]:
+        """Count one more holder.
+
+        Args:
+            held_bytes: the part of the pool that it keeps.
+            wanted_bytes: the most of the pool that it can ever use, as far as it is known. Made ready now, so that no
+                step has to; what turns out to be needed beyond it is made ready when it is leased.
+
+        Returns:
+            What lets go; it may be called twice.
+
+        Raises:
+            SwapIOError: there is not so much memory.
+        """
         self._holders += 1
         self.held_bytes += held_bytes
+        self._wanted_bytes += wanted_bytes
         done = False
 
         def release() -> None:
@@ -91,10 +108,22 @@ class Shared:
                 done = True
                 self._holders -= 1
                 self.held_bytes -= held_bytes
+                self._wanted_bytes -= wanted_bytes
             if self._holders == 0:
                 self._close()
 
+        try:
+            self.pool.make_ready(self._wanted_bytes)
+        except BaseException:
+            release()
+            raise
         return release
+
+    def rest(self) -> None:
+        """Give the pool's memory back to the system, but for what nobody has on a drive, until it is used again."""
+        while self.pool.reclaim():
+            pass
+        self.pool.trim()
 
     def _close(self) -> None:
         for config in self._configs:
@@ -104,41 +133,111 @@ class Shared:
             self.store.close()
             self.pool.close()
         finally:
-            close_all(self.handles)
+            self._engines.close()
 
 
-def open_handles(config: OffloadConfig) -> list[AsyncIOHandle]:
-    """An engine for each drive, so that a slow one does not hold the queue of a fast one."""
-    handles: list[AsyncIOHandle] = []
-    aio = config.aio
-    try:
-        for _ in config.nvme_paths:
-            handles.append(
+class _Engine:
+    """One I/O engine, and how many use it. Each calls `close` once."""
+
+    _all: ClassVar[dict[tuple[object, ...], _Engine]] = {}
+    _lock: ClassVar[threading.RLock] = threading.RLock()
+
+    def __init__(self, key: tuple[object, ...], handle: AsyncIOHandle) -> None:
+        self._key = key
+        self.handle = handle
+        self._users = 0
+
+    @classmethod
+    def of(cls, settings: AioConfig, drive: object) -> _Engine:
+        """The one of these settings on this drive, made if there is none that works."""
+        # What makes it, too: tests put others there. A forked child has none of the parent's.
+        key = (AsyncIOHandle, settings, drive, os.getpid())
+        with cls._lock:
+            engine = cls._all.get(key)
+            if engine is not None:
+                engine._users += 1
+                # A finalizer that ran before the line above may have closed it.
+                if not engine.handle.closed and not engine.handle.broken:
+                    return engine
+                engine._users -= 1
+            engine = cls(
+                key,
                 AsyncIOHandle(
-                    backend=aio.backend,
-                    block_bytes=aio.block_size,
-                    queue_depth=aio.queue_depth,
-                    threads=aio.intra_op_parallelism,
-                    single_submit=aio.single_submit,
-                    overlap_events=aio.overlap_events,
-                )
+                    backend=settings.backend,
+                    block_bytes=settings.block_size,
+                    queue_depth=settings.queue_depth,
+                    threads=settings.intra_op_parallelism,
+                    single_submit=settings.single_submit,
+                    overlap_events=settings.overlap_events,
+                ),
             )
-    except BaseException:
-        close_all(handles)
-        raise
-    return handles
+            engine._users = 1
+            cls._all[key] = engine
+            return engine
+
+    def close(self) -> None:
+        """Have one user less. The last ends it, which raises what failed and nobody has waited for, whosever it was."""
+        with self._lock:
+            self._users -= 1
+            if self._users > 0:
+                return
+            if self._all.get(self._key) is self:
+                del self._all[self._key]
+        self.handle.close()
 
 
-def close_all(handles: Sequence[AsyncIOHandle]) -> None:
-    """Close every handle, whatever the others raise; then raise what the first did."""
-    failures: list[BaseException] = []
-    for handle in handles:
+class Engines:
+    """An engine for each drive of a config, so that a slow one does not hold the queue of a fast one.
+
+    Those of equal settings on one drive are one engine, also of several configs: several models, or fits one after the
+    other of which the earlier are still there. It ends when the last of them lets go.
+
+    Attributes:
+        handles: in the order of `nvme_paths`.
+    """
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self._engines: list[_Engine] = []
         try:
-            handle.close()
+            for drive in _drives(config.nvme_paths):
+                self._engines.append(_Engine.of(config.aio, drive))
+        except BaseException:
+            self.close()
+            raise
+        self.handles = [engine.handle for engine in self._engines]
+
+    def close(self) -> None:
+        """Let go of all. Raises as `close_all`. Idempotent."""
+        engines, self._engines = self._engines, []
+        close_all(engines)
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+def close_all(opened: Sequence[_Closes]) -> None:
+    """Close each, whatever the others raise; then raise what the first did."""
+    failures: list[BaseException] = []
+    for each in opened:
+        try:
+            each.close()
         except BaseException as error:
             failures.append(error)
     if failures:
         raise failures[0]
+
+
+def _drives(paths: Sequence[Path]) -> list[object]:
+    """What tells the drives of `paths` apart. Several paths of one config are taken for several drives in any case."""
+    drives: list[object] = []
+    for path in paths:
+        try:
+            drive: object = os.stat(path).st_dev
+        except OSError:  # The store says what is wrong with it.
+            drive = path
+        drives.append((drive, sum(isinstance(other, tuple) and other[0] == drive for other in drives)))
+    return drives
 
 
 def _rank() -> int:

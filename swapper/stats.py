@@ -42,7 +42,7 @@ class Stats:
         wait_read_s, wait_write_s: time that the training thread waited for the drive, because of state.
         step_s: time inside `step()`, waits included, closures not.
         state_bytes: length of all records now.
-        pool_bytes, pool_used_bytes, pool_peak_bytes: size of the pool; what is leased now; the most ever leased.
+        pool_bytes, pool_used_bytes, pool_peak_bytes: limit of the pool; what is leased now; the most ever leased.
         masters_reset: how often the master weights of a parameter were made anew because the user had changed it.
         late_failures: writes whose failure only a finalizer saw.
         first_writes: transfers of any record in the run directory, be it of state, gradients or parameters, to places

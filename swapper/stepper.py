@@ -52,9 +52,6 @@ class SwappedParameters(Protocol):
     ) -> AbstractContextManager[None]:
         """Within it those of `following` that lie together with some of `parameters`, which are there, stay there."""
 
-    def end_round(self) -> None:
-        """A step is over."""
-
 
 class SwappedGradients(Protocol):
     """What a step asks of gradients that are away too."""
@@ -262,8 +259,6 @@ class Stepper:
     def finish(self, optimizer: Optimizer) -> None:
         """End the step: apply what the class changed in its groups, give scratch back."""
         self._present.close()
-        if self.parameters is not None:
-            self.parameters.end_round()
         self._copies.join()
         self.drop_scratch()
         if self._plan.stored_bytes > self._pool_bytes:

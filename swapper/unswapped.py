@@ -36,11 +36,9 @@ class UnswappedOptimizer(OptimizerSwapper):
 
     def _count(self, *_: object) -> None:
         self.metrics.steps += 1
-        if self.parameters is not None:
-            self.parameters.end_round()
 
     def attach(self, *, parameters: SwappedParameters | None = None, gradients: SwappedGradients | None = None) -> None:
-        """Say when a step is over to what has the parameters where they are on disk."""
+        """Keep what has the parameters where they are on disk."""
         assert gradients is None
         self.parameters = parameters or self.parameters
 

@@ -108,6 +108,8 @@ class HostCopies:
     def settle(self) -> None:
         self.stream.record().synchronize()
 
+    settle_all = settle
+
     def page_lock(self, address: int, length_bytes: int) -> None:
         assert address not in HostCopies.locked
         if HostCopies.refuse_lock:
@@ -239,6 +241,9 @@ class LateCopies:
     def settle(self) -> None:
         LateCopies.check()
         self.stream.run()
+
+    def settle_all(self) -> None:
+        LateCopies.synchronize()
 
     def page_lock(self, address: int, length_bytes: int) -> None:
         if LateCopies.refuse_lock:

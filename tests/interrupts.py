@@ -35,13 +35,16 @@ def interrupted_at(n: int, function: Callable[[], object], *files: str) -> bool:
         if not any(part in frame.f_code.co_filename for part in parts):
             return None
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        if event == "return":
+            before.pop(frame, None)  # It would keep what the frame has.
         if event != "opcode":
             return trace
         name = _names(frame.f_code)[frame.f_lasti]
         last, before[frame] = before.get(frame, "RESUME"), name
         # Tracing would raise it after the return, in the caller; the interpreter still does before.
-        # And it raises nothing where a call has raised already.
-        elsewhere = name in ("RETURN_VALUE", "PUSH_EXC_INFO")
+        # And it raises nothing where a call has raised already. (SWAP: a `with` returns the value of a call. The
+        # interpreter raises within the `with`, and tracing after it, where nobody leaves it.)
+        elsewhere = name in ("RETURN_VALUE", "PUSH_EXC_INFO", "SWAP")
         if last.startswith(("RESUME", "CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE")) and not elsewhere:
             left -= 1
             if left < 0:

@@ -28,9 +28,9 @@ PAGE = 4096
 MIB = 1 << 20
 
 
-@pytest.fixture
-def pool() -> Iterator[BufferPool]:
-    with BufferPool(MIB) as pool:
+@pytest.fixture(params=[None, 0], ids=["ready", "made ready"])
+def pool(request: pytest.FixtureRequest) -> Iterator[BufferPool]:
+    with BufferPool(MIB, ready_bytes=request.param) as pool:
         yield pool
 
 
@@ -63,6 +63,86 @@ def test_leases_never_overlap_and_everything_comes_back(pool: BufferPool, action
     # What was free in pieces is one piece again.
     with pool.acquire(pool.capacity_bytes) as lease:
         assert lease.length_bytes == pool.capacity_bytes
+
+
+def resident_bytes(pool: BufferPool) -> int:
+    """Memory behind the addresses of the pool, and a little more where pages are huge."""
+    start, found = pool._memory.data_ptr(), 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split()[0]
+        if "-" in first and not first.endswith(":"):
+            low, high = (int(text, 16) for text in first.split("-"))
+        elif first == "Rss:" and low < start + pool.capacity_bytes and high > start:
+            found += int(line.split()[1]) * 1024
+    return found
+
+
+@pytest.mark.parametrize("backend", ["threads", "uring"])
+def test_memory_is_taken_when_it_is_leased_and_given_back_by_trim(backend: str, tmp_path: Path) -> None:
+    with (
+        AsyncIOHandle(backend=backend) as handle,
+        handle.open(tmp_path / "file", "rw") as file,
+        BufferPool(64 * MIB, handle, ready_bytes=0) as pool,
+    ):
+        assert (pool.ready_bytes, resident_bytes(pool)) == (0, 0)
+        pool.make_ready(3 * MIB)
+        assert pool.ready_bytes == 4 * MIB == resident_bytes(pool)
+        first = pool.acquire(4 * MIB)
+        first.tensor.copy_(torch.arange(4 * MIB, dtype=torch.int32).view(torch.uint8)[: 4 * MIB])
+        expected = first.tensor.clone()
+        first.transfer = handle.write(file, first.tensor)  # In flight while more is made ready.
+        second = pool.acquire(16 * MIB)
+        assert pool.ready_bytes == 20 * MIB
+        assert second.tensor.data_ptr() == first.tensor.data_ptr() + 4 * MIB
+        assert first.transfer.wait() == 4 * MIB
+        assert handle.read(file, second.tensor[3 * MIB : 7 * MIB]).wait() == 4 * MIB
+        assert torch.equal(second.tensor[3 * MIB : 7 * MIB], expected) and torch.equal(first.tensor, expected)
+        third = pool.acquire(PAGE)
+        assert pool.ready_bytes == 30 * MIB, "half as much again, so that it rarely happens"
+        third.release()
+        second.release()
+        pool.trim()
+        assert pool.ready_bytes == 4 * MIB == resident_bytes(pool)
+        assert handle.read(file, first.tensor).wait() == 4 * MIB and torch.equal(first.tensor, expected)
+        first.release()
+        pool.trim()
+        assert (pool.ready_bytes, resident_bytes(pool)) == (0, 0)
+        with pool.acquire(64 * MIB) as whole:
+            assert handle.read(file, whole.tensor[-4 * MIB :]).wait() == 4 * MIB
+            assert torch.equal(whole.tensor[-4 * MIB :], expected)
+            assert pool.ready_bytes == 64 * MIB
+            with pytest.raises(PoolExhausted, match=f"of {64 * MIB} bytes"):
+                pool.acquire(1)
+
+
+def test_trim_spares_what_is_still_in_flight(tmp_path: Path) -> None:
+    with (
+        AsyncIOHandle(faults=FaultPlan(delay_us=50_000)) as handle,
+        handle.open(tmp_path / "file", "rw") as file,
+        BufferPool(8 * MIB, handle, ready_bytes=0) as pool,
+    ):
+        low, high = pool.acquire(2 * MIB), pool.acquire(4 * MIB)
+        high.tensor.fill_(7)
+        transfer = high.transfer = handle.write(file, high.tensor)
+        high.release()
+        low.release()
+        pool.trim()
+        assert transfer.wait() == 4 * MIB
+        pool.trim()
+        assert pool.ready_bytes == 0
+        with pool.acquire(4 * MIB) as again:
+            assert handle.read(file, again.tensor).wait() == 4 * MIB
+            assert bool((again.tensor == 7).all())
+
+
+def test_close_gives_the_memory_back_though_somebody_has_the_pool() -> None:
+    pool = BufferPool(8 * MIB)
+    held = pool.acquire(MIB)
+    held.tensor.fill_(3)
+    assert resident_bytes(pool) == 8 * MIB
+    pool.close()
+    assert bool((held.tensor == 3).all()) and resident_bytes(pool) == 2 * MIB
+    pool.close()
 
 
 def test_lease_is_a_view_of_the_pool(pool: BufferPool) -> None:

@@ -165,7 +165,6 @@ def test_the_next_record_is_read_while_the_current_one_is_used(nvme_path: Path) 
             for layer in model.children():
                 x = checkpoint(layer, x, use_reentrant=False)
             x.sum().backward()
-            swapper.end_round()
     close(model, optimizer)
 
     late = [

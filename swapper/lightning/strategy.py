@@ -7,6 +7,7 @@ makes strategies of them, for either package. A type checker sees `lightning.pyt
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import os
@@ -116,6 +117,7 @@ class Swapping(Strategy):
         for optimizer in former:
             if not any(optimizer is other for other in self.optimizers):
                 _close(optimizer)
+        _collect_former_runs(self.optimizers)
         self._check_hyper_parameters(trainer)
         self._prunes = not trainer.checkpoint_callbacks
         keep_last = self.offload_config.checkpoint.keep_last
@@ -249,8 +251,9 @@ class Swapping(Strategy):
         elif self.is_global_zero:
             assert self.lightning_module is not None
             self._directories.save(checkpoint, filepath, self.lightning_module, self.optimizers, prune=self._prunes)
-            if self.lightning_module.trainer.state.status.value != "running":
-                self._directories.settle()  # Nothing goes on meanwhile, and the caller may look for it.
+        if self.lightning_module is not None and self.lightning_module.trainer.state.status.value != "running":
+            self._directories.settle()  # Nothing goes on meanwhile, and the caller may look for it.
+            self._rest()
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """What was saved, in either format."""
@@ -288,7 +291,9 @@ class Swapping(Strategy):
         super().on_exception(exception)
 
     def teardown(self) -> None:
-        """Wait until all is on the drive. Files stay: the state can be saved until the optimizer dies.
+        """Wait until all is on the drive, and give the pool's memory back. What needs it later takes it again.
+
+        Files stay: the state can be saved until the optimizer dies.
 
         Raises:
             SwapIOError: a write had failed. Logged if another exception is on its way, as is what the `CheckpointIO`
@@ -299,7 +304,7 @@ class Swapping(Strategy):
             swapper = _swapper_of(optimizer)
             try:
                 if swapper is not None:
-                    swapper.flush()
+                    swapper.rest()
             except SwapError as error:
                 failure = failure or error
         try:
@@ -319,10 +324,37 @@ class Swapping(Strategy):
         finally:
             if stays:
                 del vars(module)["cpu"]
+        try:
+            self._rest()
+        except SwapError as error:
+            failure = failure or error
         if failure is not None and not self._interrupted:
             raise failure
         if failure is not None:
             log.error("after another exception: %s", failure)
+
+    def _rest(self) -> None:
+        """Between the calls of a Trainer the pool has no memory that it does not need."""
+        for settings in (self._settings, *(_settings_of.get(optimizer) for optimizer in self.optimizers)):
+            if settings is not None and (shared := Shared.existing(settings)) is not None:
+                shared.rest()
+
+
+def _collect_former_runs(optimizers: Sequence[Optimizer]) -> None:
+    """Let the files and engines go of earlier fits that nobody can reach any more, before others are made.
+
+    [Note: the end of a Trainer] After `fit` a Trainer can still save the state of its optimizers, so it keeps them. But
+    a Trainer, its loops and its model refer to each other: when the program lets go of them, only the garbage collector
+    finds out, and that need not come for many fits. So it is called here, if there is something to be found.
+
+    Args:
+        optimizers: of the fit that begins.
+    """
+    ours = {id(optimizer) for optimizer in optimizers}
+    others = [optimizer for optimizer in list(_settings_of) if id(optimizer) not in ours]
+    if any((swapper := _swapper_of(optimizer)) is not None and not swapper.closed for optimizer in others):
+        del others
+        gc.collect()
 
 
 def _swapper_of(optimizer: Optimizer) -> OptimizerSwapper | None:
