@@ -558,7 +558,8 @@ class Twin:
         """What a saved state must have in common with the model and optimizers that it is loaded into."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = [[[names.get(id(p)) for p in g["params"]] for g in o.param_groups] for o in self.optimizers]
-        return list(self.model.state_dict()), groups
+        tied = [names[id(p)] for _, p in self.model.named_parameters(remove_duplicate=False)]
+        return list(self.model.state_dict()), tied, groups
 
     # --- What actions share ---
 
