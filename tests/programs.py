@@ -365,6 +365,8 @@ class Saved:
     model: Any = None
     optimizers: Any = None
     directory: Path | None = None
+    as_it_was: bool = False
+    """A checkpoint brings back what was saved. torch's `load_state_dict` casts some of it to the parameter's dtype."""
 
 
 class Skip(Exception):
@@ -556,7 +558,8 @@ class Twin:
         """What a saved state must have in common with the model and optimizers that it is loaded into."""
         names = {id(p): name for name, p in self.model.named_parameters()}
         groups = [[[names.get(id(p)) for p in g["params"]] for g in o.param_groups] for o in self.optimizers]
-        return list(self.model.state_dict()), groups
+        tied = [names[id(p)] for _, p in self.model.named_parameters(remove_duplicate=False)]
+        return list(self.model.state_dict()), tied, groups
 
     # --- What actions share ---
 
@@ -1011,6 +1014,7 @@ class Twin:
             raise Skip
         saved = Saved(self.signature())
         kind = how % 3
+        saved.as_it_was = kind == 2
         if not self.swapped:
             saved.model = {key: value.detach().clone() for key, value in self.model.state_dict().items()}
             saved.optimizers = [self._state_dict(optimizer) for optimizer in self.optimizers]
@@ -1057,10 +1061,10 @@ class Twin:
     def _load_optimizers(self, saved: Saved) -> None:
         for optimizer, state in zip(self.optimizers, saved.optimizers, strict=True):
             state = copy.deepcopy(state)
-            if self.swapped or not self.placement.masters:
+            if self.swapped or not (self.placement.masters or saved.as_it_was):
                 optimizer.load_state_dict(state)
                 continue
-            # torch would cast the moments to the parameters' dtype, which those of masters do not have.
+            # torch would cast the moments of masters too, which do not have the parameters' dtype.
             optimizer.load_state_dict({**state, "state": {}})
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             numbers = [i for group in state["param_groups"] for i in group["params"]]
