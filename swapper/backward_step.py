@@ -148,21 +148,26 @@ class BackwardSteps:
             self._missing.clear()
             self._ahead = None
 
-    def check_options(self, optimizer: Optimizer) -> None:
-        """Raise if an option was changed since the first bucket of the window was stepped with it."""
-        if not self._stepped:
-            return
-        if _options(optimizer)[: len(self._groups)] != self._groups:
-            raise SwapError(
-                "an option of the optimizer (its learning rate, ...) was changed between backward() and step(), but "
-                "with step_in_backward the parameters were stepped in backward; change it after step() or before "
-                "backward()"
-            )
+    def check_window(self, optimizer: Optimizer) -> None:
+        """Raise if `step()` would step what was stepped in backward otherwise.
+
+        Raises:
+            SwapError: an option was changed, or a parameter taken out of its group, since the first bucket was stepped.
+        """
+        self._check_options(optimizer)
         group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         if any(known.is_gone or group_of.get(id(known.parameter)) != n for known, n in self._groups_of.items()):
             raise SwapError(
                 "a parameter was taken out of its group between backward() and step(), but with step_in_backward it "
                 "was stepped in backward; take it out after step() or before backward()"
+            )
+
+    def _check_options(self, optimizer: Optimizer) -> None:
+        if self._stepped and _options(optimizer)[: len(self._groups)] != self._groups:
+            raise SwapError(
+                "an option of the optimizer (its learning rate, ...) was changed between backward() and step(), but "
+                "with step_in_backward the parameters were stepped in backward; change it after step() or before "
+                "backward()"
             )
 
     def finish(self) -> None:
@@ -263,7 +268,7 @@ class BackwardSteps:
         if not self._stepped:
             self._groups = _options(optimizer)
             self._pass = torch._C._current_graph_task_id()
-        self.check_options(optimizer)
+        self._check_options(optimizer)
         members = [known for known in grouped(bucket.segments) if known.group is not None]
         bring_back_gradients((known.parameter for known in members), (self, self._stepper.gradients))
         work = self._stepper.work_on([bucket])

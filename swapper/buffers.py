@@ -65,14 +65,15 @@ class _FreePieces:
         self.total_bytes = length_bytes
         self._pieces = [(0, length_bytes)]
 
-    def take(self, extent: _Extent, length_bytes: int) -> bool:
-        """Let `extent` be the first `length_bytes` that are free in one piece. False if there are none."""
-        for i, (start, stop) in enumerate(self._pieces):
+    def take(self, extent: _Extent, length_bytes: int, *, high: bool = False) -> bool:
+        """Let `extent` be the first `length_bytes` that are free in one piece, or the last. False if there are none."""
+        for i in range(len(self._pieces) - 1, -1, -1) if high else range(len(self._pieces)):
+            start, stop = self._pieces[i]
             if stop - start < length_bytes:
                 continue
-            middle = start + length_bytes
-            rest = [(middle, stop)] if middle < stop else []
-            extent.start, extent.stop, extent.taken = start, middle, True
+            first, last = (stop - length_bytes, stop) if high else (start, start + length_bytes)
+            rest = [piece for piece in ((start, first), (last, stop)) if piece[0] < piece[1]]
+            extent.start, extent.stop, extent.taken = first, last, True
             self._pieces[i : i + 1] = rest
             self.total_bytes -= length_bytes
             return True
@@ -129,6 +130,11 @@ class Lease:
 
     def __repr__(self) -> str:
         return f"Lease({self.length_bytes} bytes at {self._extent.start}{', released' if self.released else ''})"
+
+    @property
+    def offset_bytes(self) -> int:
+        """Where in the pool it begins."""
+        return self._extent.start
 
     @property
     def released(self) -> bool:
@@ -367,13 +373,14 @@ class BufferPool:
         else:
             self._reclaimers.append(weakref.ref(callback))
 
-    def try_acquire(self, length_bytes: int) -> Lease | None:
+    def try_acquire(self, length_bytes: int, *, high: bool = False) -> Lease | None:
         """Lease memory if some is free now, or was given back and its transfer is over. Asks no reclaimer.
 
         Never waits for a buffer. Where more memory is made ready, engines that register it complete what is in flight.
 
         Args:
             length_bytes: at least 1; rounded up to 4096 in the pool.
+            high: as near to the end of the pool as it can be, else to its beginning.
 
         Raises:
             ValueError: not positive.
@@ -389,7 +396,7 @@ class BufferPool:
                 raise SwapError("the buffer pool is closed")
             self._collect()
             lease = Lease(self, length_bytes)
-            if not self._free.take(lease._extent, extent_bytes):
+            if not self._free.take(lease._extent, extent_bytes, high=high):
                 return None
             ready_bytes = self._slab.ready_bytes
             if lease._extent.stop > ready_bytes:

@@ -457,7 +457,7 @@ class OptimizerSwapper:
                 set_grad_mode(True)
                 loss = closure()
         if self._backward is not None:
-            self._backward.check_options(optimizer)
+            self._backward.check_window(optimizer)
         self._check_state(optimizer)
         if self.gradients is not None:
             self.gradients.check()

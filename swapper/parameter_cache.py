@@ -4,6 +4,11 @@
 parameter's values have a storage of their own while they are in the pool, and its use count says whether a view of
 them is left anywhere. And its bytes are compared, by checksum, with what is stored: what user code changed in place,
 even behind autograd's back, is written first.
+
+[Note: pools in pieces] A record that is in use cannot be moved, and one in the middle of a short pool may leave no
+piece that is long enough for the next, though their sum is what the pool must hold. So in pools of a few records a
+buffer is chosen from the end of the pool where less is in use, and what lies in between goes first. A record that is in
+memory and lies badly is let go, and read again to a better place, before it is used.
 """
 
 from __future__ import annotations
@@ -39,6 +44,10 @@ BY_ADDRESS: dict[int, tuple[weakref.ref[ParameterCache], Held, int]] = {}
 
 Of all swappers, because of several that are in use at once only the hooks of one decide what autograd saves.
 """
+
+
+_ROOMY = 5
+"""A pool of so many of the longest record has a piece for another, wherever two that are in use lie."""
 
 
 class State(enum.Enum):
@@ -109,6 +118,7 @@ class ParameterCache:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._all = records
+        self._longest_bytes = max((held.plan.length_bytes for held in records), default=0)
         self._held_bytes = 0
         self._dropped: list[AnyTransfer] = []
         self._closed = False
@@ -120,6 +130,8 @@ class ParameterCache:
         self._order.note(Use(phase, held.number))
         if held.state is not State.HERE and held.lease is not None and held.lease.transfer is None:
             self._release(held)  # Ctrl-C struck before it was read, or when it had arrived and was not open yet.
+        if held.lease is not None and self._may_move(held) and self._splits_pool(held, held.lease):
+            self._evict(held)
         if held.state is State.STORED:
             self._make_room(held)
             self._read(held)
@@ -214,8 +226,11 @@ class ParameterCache:
                 if victim is None:
                     return
                 self._evict(victim)
-            lease = self._pool.try_acquire(held.plan.length_bytes)
+            lease = self._pool.try_acquire(held.plan.length_bytes, high=self._is_low_end_used(held))
             if lease is None:
+                return
+            if self._splits_pool(held, lease):
+                lease.release()
                 return
             self._take_lease(held, lease)
             self._read(held)
@@ -228,15 +243,21 @@ class ParameterCache:
     def _make_room(self, held: Held) -> None:
         """Get a buffer for a record that is STORED."""
         length = held.plan.length_bytes
+        self._longest_bytes = max(self._longest_bytes, length)
         while True:
+            lease = None
             if self._held_bytes + length <= self._budget_bytes:
-                lease = self._pool.try_acquire(length)
-                if lease is not None:
+                lease = self._pool.try_acquire(length, high=self._is_low_end_used(held))
+                if lease is not None and not self._splits_pool(held, lease):
                     break
             victim = self._victim(idle_only=True) or self._victim(idle_only=False)
             if victim is not None:
+                if lease is not None:
+                    lease.release()
                 self._evict(victim)
                 continue
+            if lease is not None:
+                break
             if self._held_bytes + length <= self._budget_bytes:
                 with self.metrics.span("swapper.wait_pool"):
                     lease = self._pool.acquire(length)
@@ -248,6 +269,39 @@ class ParameterCache:
                 f"which user code keeps views; raise pool_bytes, or do not keep views of parameters{_about_ddp()}"
             )
         self._take_lease(held, lease)
+
+    def _may_move(self, held: Held) -> bool:
+        """Whether nobody has its values yet, but who asks for them now."""
+        return len(held.holds) == 1 and not held.attached and not held.resident and not held.foreign_uses()
+
+    def _in_use(self, held: Held) -> list[tuple[int, int]]:
+        """Where in the pool the records are that are in use, beside `held`, if the pool is so short that it matters."""
+        if self._pool.capacity_bytes >= _ROOMY * self._longest_bytes:
+            return []
+        there = [other for other in self._all if other.lease is not None and other is not held]
+        leases = [other.lease for other in there if other.lease and (other.holds or other.foreign_uses())]
+        return [(lease.offset_bytes, lease.offset_bytes + lease.length_bytes) for lease in leases]
+
+    def _is_low_end_used(self, held: Held) -> bool:
+        """Whether most of what is in use is in the lower half of the pool. See [Note: pools in pieces]."""
+        middle = self._pool.capacity_bytes // 2
+        return sum(stop - start if stop <= middle else start - stop for start, stop in self._in_use(held)) > 0
+
+    def _splits_pool(self, held: Held, lease: Lease) -> bool:
+        """Whether a record that is used at that place leaves no piece for the next. See [Note: pools in pieces]."""
+        capacity_bytes = self._pool.capacity_bytes
+        if capacity_bytes >= _ROOMY * self._longest_bytes:
+            return False
+        start, stop = lease.offset_bytes, lease.offset_bytes + lease.length_bytes
+        others = (other for other in self._all if other is not held and not other.holds)
+        needed = max((other.plan.length_bytes for other in others), default=0)
+        if max(start, capacity_bytes - stop) < needed:  # Even when no other is in use any more.
+            return True
+        used = sorted([*self._in_use(held), (start, stop)])
+        if sum(stop - start for start, stop in used) + needed > self._budget_bytes:
+            return False  # There is no room for it now, wherever they lie.
+        edges = [0, *(edge for span in used for edge in span), capacity_bytes]
+        return max(stop - start for start, stop in zip(edges[::2], edges[1::2], strict=True)) < needed
 
     def _victim(self, *, idle_only: bool, beyond: int = -1) -> Held | None:
         """The record that is needed last among those that may go, if it is needed after `beyond` other uses."""

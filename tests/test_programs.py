@@ -87,6 +87,11 @@ PRINTED: dict[str, Program] = {
         placement=Placement(masters=True, bucket_bytes=16384, moves_all=True),
         actions=(Action("train", (1, 0, 0, 0)), Action("edit", (2, 5, 8)), Action("train", (3, 0, 0, 0))),
     ),
+    "the smallest pool came to pieces in the second step": Program(
+        model="resnet channels_last",
+        placement=Placement(optimizer="cpu", parameter="nvme", bucket_bytes=16384, spare_bytes=0, moves_all=True),
+        actions=(Action("train", (0, 0, 0, 0)), Action("train", (0, 0, 0, 0))),
+    ),
 }
 """Programs that failed once, by what was wrong."""
 
