@@ -271,8 +271,10 @@ class Measurer:
                 cells += f"{f'{row[name][0]:.1f} ({row[name][1]:.1f})':>22}{ratio:>10}"
             both = f"{row['old'][0] / row['new'][0]:12.1f}" if {"old", "new"} <= row.keys() else ""
             print(f"  {point[of]:>20,}{cells}{both}")
-        mine = [row["new"][0] for row in rows]
-        if judged and len(mine) > 2:
+        mine = [row["new"][0] for row in rows if "new" in row]
+        if judged and len(mine) < len(rows):
+            self.verdicts.append(f"{title}: not known, as {len(rows) - len(mine)} points take too long (--patience)")
+        elif judged and len(mine) > 2:
             worst = max(mine[2:]) / mine[1]
             self.verdicts.append(f"{title}: {'flat' if worst <= FLAT else 'not flat'} ({worst:.2f})")
         return mine

@@ -130,7 +130,7 @@ class ParameterCache:
         self._order.note(Use(phase, held.number))
         if held.state is not State.HERE and held.lease is not None and held.lease.transfer is None:
             self._release(held)  # Ctrl-C struck before it was read, or when it had arrived and was not open yet.
-        if held.lease is not None and self._may_move(held) and self._splits_pool(held, held.lease):
+        if held.lease is not None and self._splits_pool(held, held.lease) and self._may_move(held):
             self._evict(held)
         if held.state is State.STORED:
             self._make_room(held)
@@ -274,9 +274,12 @@ class ParameterCache:
         """Whether nobody has its values yet, but who asks for them now."""
         return len(held.holds) == 1 and not held.attached and not held.resident and not held.foreign_uses()
 
+    def _is_roomy(self) -> bool:
+        return self._pool.capacity_bytes >= _ROOMY * self._longest_bytes
+
     def _in_use(self, held: Held) -> list[tuple[int, int]]:
         """Where in the pool the records are that are in use, beside `held`, if the pool is so short that it matters."""
-        if self._pool.capacity_bytes >= _ROOMY * self._longest_bytes:
+        if self._is_roomy():
             return []
         there = [other for other in self._all if other.lease is not None and other is not held]
         leases = [other.lease for other in there if other.lease and (other.holds or other.foreign_uses())]
@@ -289,9 +292,9 @@ class ParameterCache:
 
     def _splits_pool(self, held: Held, lease: Lease) -> bool:
         """Whether a record that is used at that place leaves no piece for the next. See [Note: pools in pieces]."""
-        capacity_bytes = self._pool.capacity_bytes
-        if capacity_bytes >= _ROOMY * self._longest_bytes:
+        if self._is_roomy():
             return False
+        capacity_bytes = self._pool.capacity_bytes
         start, stop = lease.offset_bytes, lease.offset_bytes + lease.length_bytes
         others = (other for other in self._all if other is not held and not other.holds)
         needed = max((other.plan.length_bytes for other in others), default=0)
