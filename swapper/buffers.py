@@ -220,6 +220,8 @@ class Lease:
         if pool is not None:
             pool._abandoned.append(self)
             pool.abandoned_bytes += self.length_bytes
+            self._pool = None  # Else the two would refer to each other.
+            del self._tensor, self._typed
 
     def __enter__(self) -> Lease:
         return self

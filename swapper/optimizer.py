@@ -253,6 +253,7 @@ class OptimizerSwapper:
         self._check_usable("state")
         if not self._plan.is_planned(parameter) and not any(p is parameter for p in parameters_of(self._optimizer())):
             raise KeyError("the optimizer does not have this parameter")
+        self._plan.check_unchanged(parameter)
         return self._records.gather([parameter], allocate_in_memory).get(id(parameter), {})
 
     def reset(self) -> None:
@@ -498,15 +499,21 @@ class OptimizerSwapper:
         if dropped := self._plan.drop_gone():
             self._forget_buckets(dropped)
             self._fit_pool()
-        if self._plan.threads != torch.get_num_threads() and self._plan.depends_on_threads:
+        under_way = self._backward is not None and self._backward.under_way
+        if under_way:  # What is stepped would be stepped again: the next call cuts anew.
+            pass
+        elif self._plan.threads != torch.get_num_threads() and self._plan.depends_on_threads:
             self._plan_again(
                 optimizer, "torch.set_num_threads was called, and the bits of a low-precision step depend on it"
             )
         elif self._note_sparse(optimizer):
             self._plan_again(optimizer, "a sparse gradient came, which cannot be cut")
+        elif self._plan.is_misfit:
+            self._plan_again(optimizer, "fused was switched off, and the bits of a low-precision step depend on it")
         elif self._plan.is_wasteful:
             self._plan_again(optimizer, "more than half of its records is of parameters that are gone")
-        self._plan.threads = torch.get_num_threads()
+        if not under_way:
+            self._plan.threads = torch.get_num_threads()
         if new := [p for p in unknown if p.requires_grad or raw_gradient(p) is not None]:
             self._extend(optimizer, new)
         if self._backward is not None and (came or left or before != self._plan.buckets):

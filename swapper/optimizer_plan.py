@@ -33,6 +33,7 @@ class OptimizerPlan:
     Attributes:
         buckets: in the order in which they are stepped.
         is_wasteful: more than half of all elements in the buckets are of parameters that are gone.
+        is_misfit: a parameter was cut for `fused=True`, which its group has no more.
         threads: `torch.get_num_threads()` that the cuts are right for.
 
     Raises:
@@ -54,9 +55,9 @@ class OptimizerPlan:
         self._parameters: dict[int, OptimizerParameter] = {}  # by `id`; only `of` looks here
         self._dropped: list[Bucket] = []  # for `drop_gone`
         self._next_index = 0
-        self._fused = any(group.get("fused") for group in optimizer.param_groups)
         self.buckets: list[Bucket] = []
         self.is_wasteful = False
+        self.is_misfit = False
         self.threads = torch.get_num_threads()
         self.device = _device_of(parameters_of(optimizer))
         self.remote = is_remote(self.device)
@@ -85,14 +86,24 @@ class OptimizerPlan:
         """
         unknown = []
         members: dict[OptimizerParameter, int] = {}
+        seen: set[int] = set()
+        self.is_misfit = False
         for number, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
+                if id(p) in seen:
+                    raise ConfigError(
+                        f"a parameter of shape {tuple(p.shape)} is more than once in optimizer.param_groups, so that "
+                        "plain PyTorch steps it as often, and a swapped optimizer could not; leave it in one group"
+                    )
+                seen.add(id(p))
                 known = self.of(p)
                 if known is None:
                     unknown.append(p)
                 else:
                     _check_unchanged(p, known)
                     members[known] = number
+                    known.fused = bool(group.get("fused"))
+                    self.is_misfit |= known.cut_for_fused and not known.fused and _needs_cuts_of_chunks(known)
         came = [known for known in members if known.group is None]
         left = [known for known in self._parameters.values() if known.group is not None and known not in members]
         for known in left:
@@ -120,6 +131,8 @@ class OptimizerPlan:
                     continue
                 known = self.of(p) or OptimizerParameter(p)
                 known.group = number
+                known.fused = known.cut_for_fused = bool(group.get("fused"))
+                known.stride = tuple(p.stride())
                 known.segments = tuple(self._plan_parameter(optimizer, group, options, p, known))
                 made.append(known)
         segments = [segment for known in made for segment in known.segments]
@@ -181,6 +194,15 @@ class OptimizerPlan:
             sizes = [(segment.numel, segment.is_live) for bucket in self.buckets for segment in bucket.segments]
             self.is_wasteful = 2 * sum(numel for numel, live in sizes if live) < sum(numel for numel, _ in sizes)
 
+    def check_unchanged(self, parameter: torch.nn.Parameter) -> None:
+        """Refuse a parameter whose size, dtype, device or order in memory has changed since it was planned.
+
+        Raises:
+            SwapError: naming what changed.
+        """
+        if (known := self.of(parameter)) is not None:
+            _check_unchanged(parameter, known)
+
     def segments_of(self, parameter: torch.nn.Parameter) -> tuple[Segment, ...]:
         """The parameter's segments in order; () if it is not planned."""
         known = self.of(parameter)
@@ -214,7 +236,7 @@ class OptimizerPlan:
 
         Measured: true of the fp32 and fp64 kernels that are not fused.
         """
-        return not self._fused and (bool(segment.master) or segment.of.dtype not in _LOW_PRECISION)
+        return not segment.of.fused and (bool(segment.master) or segment.of.dtype not in _LOW_PRECISION)
 
     def gradient_parts(self) -> list[tuple[int, torch.nn.Parameter, int, int]]:
         """What each bucket steps on: its number, a parameter, and from where to where, in elements in memory order."""
@@ -308,6 +330,28 @@ def _check_unchanged(parameter: torch.nn.Parameter, known: OptimizerParameter) -
             f"is now {parameter.numel()} x {parameter.dtype} on {parameter.device.type}; move and convert the model "
             "first, then make the optimizer and wrap it"
         )
+    in_memory_order = bool(known.segments) and (not known.segments[0].whole or bool(known.segments[0].master))
+    if in_memory_order and not _same_order(parameter, known.stride):
+        raise SwapError(
+            f"a parameter had strides {known.stride} when its optimizer was wrapped and now has "
+            f"{tuple(parameter.stride())}, and its state lies in the order of its memory; convert the model (its memory "
+            "format) first, then make the optimizer and wrap it"
+        )
+
+
+def _same_order(parameter: torch.Tensor, stride: tuple[int, ...]) -> bool:
+    """Whether the elements of a parameter lie in memory as with `stride`."""
+    mine = tuple(parameter.stride())
+    return mine == stride or (
+        len(mine) == len(stride)
+        and all(a == b for size, a, b in zip(parameter.shape, mine, stride, strict=True) if size > 1)
+    )
+
+
+def _needs_cuts_of_chunks(known: OptimizerParameter) -> bool:
+    """Whether a parameter is cut, and its bits depend on the chunks of torch's threads, if it is not `fused`."""
+    first = known.segments[0]
+    return not first.whole and known.dtype in _LOW_PRECISION and not first.master
 
 
 def _options_of(group: Mapping[str, Any]) -> str:

@@ -199,6 +199,7 @@ class ParameterSwapper(ParameterCache):
         super().__init__(held, order, budget_bytes, pool, store)
         self._threads = threading.local()
         self._over: deque[_Hold] = deque()
+        self._letting_go = False
         self._awaiting: dict[torch.nn.Parameter, _Hold] = {}  # attached until their gradient is accumulated
         self._model = weakref.ref(model)
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
@@ -550,15 +551,22 @@ class ParameterSwapper(ParameterCache):
             self._over.clear()
             return
         with self._lock:
-            for hold in list(self._over):
-                try:
-                    with contextlib.ExitStack() as all_of_them:
-                        for held, indices in hold.parts:
-                            all_of_them.callback(self._let_go_of, hold, held, indices)
-                except Exception:
-                    self._over.remove(hold)
-                    raise
-                self._over.remove(hold)
+            if self._letting_go:
+                return  # The garbage collector ended a use within what follows, which will come to it.
+            try:
+                self._letting_go = True
+                while self._over:
+                    hold = self._over[0]
+                    try:
+                        with contextlib.ExitStack() as all_of_them:
+                            for held, indices in hold.parts:
+                                all_of_them.callback(self._let_go_of, hold, held, indices)
+                    except Exception:
+                        self._over.popleft()
+                        raise
+                    self._over.popleft()
+            finally:
+                self._letting_go = False
 
     def _let_go_of(self, hold: _Hold, held: Held, indices: tuple[int, ...]) -> None:
         refused = ""
@@ -587,19 +595,27 @@ class ParameterSwapper(ParameterCache):
         """If the user gave an attached parameter other values, have them in the record. Returns what is wrong."""
         place, values = held.plan.places[index], held.values[index]
         p = place.parameter
-        if p.data_ptr() == values.data_ptr():
-            return ""
         same = p.shape == place.shape and p.dtype == place.dtype and p.device == values.device
+        if same and p.stride() == place.stride and p.data_ptr() == values.data_ptr():
+            return ""
         if not (same and p.stride() == place.stride) and self._lets_go(held):
             return ""
-        if same:
-            values.as_strided(place.shape, place.stride).copy_(p.detach())
+        of_record = p.untyped_storage()._cdata == values.untyped_storage()._cdata
+        viewed = torch._C._storage_Use_Count(values.untyped_storage()._cdata) > 2 + of_record
+        given = f"{tuple(p.shape)} x {p.dtype} on {p.device} with strides {p.stride()}"
+        if same and not viewed:
+            data = p.detach().clone() if of_record else p.detach()
+            values.as_strided(place.shape, place.stride).copy_(data)
             return ""
         restore(p, values.as_strided(place.shape, place.stride))
+        if same:
+            return (
+                f"{place.name} was given other data while views of its former data are kept, which would change with "
+                "it; keep a clone of them, or write with copy_"
+            )
         return (
-            f"{place.name} was {tuple(place.shape)} x {place.dtype} and was given data of "
-            f"{tuple(p.shape)} x {p.dtype} on {p.device}; convert, resize or move the model before "
-            "swapper.offload"
+            f"{place.name} was {tuple(place.shape)} x {place.dtype} and was given data of {given}; convert, resize or "
+            "move the model before swapper.offload"
         )
 
     def _enter(self, module: torch.nn.Module, parts: _Parts) -> None:

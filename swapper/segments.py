@@ -75,10 +75,11 @@ class OptimizerParameter:
     """A parameter that an optimizer has, or had. See [Note: parameters come and go].
 
     Attributes:
-        numel, dtype, device_type: when its state was laid out.
+        numel, dtype, stride, device_type: when its state was laid out.
         segments: those that hold its state, in order; there is one set of them at a time.
         buckets: those that have some of `segments`, in order.
         group: number of its group; None while it is in none, so that it is not stepped.
+        fused, cut_for_fused: whether its group has `fused=True`; and whether it had when the parameter was cut.
         keeps_whole: it is not cut when it is planned the next time, because a sparse gradient came.
         arrived: gradients that arrived since the last step.
         stepped: it was stepped in backward, and its gradient is gone until it is cleared.
@@ -90,8 +91,10 @@ class OptimizerParameter:
         "_reference",
         "arrived",
         "buckets",
+        "cut_for_fused",
         "device_type",
         "dtype",
+        "fused",
         "group",
         "hook",
         "keeps_whole",
@@ -99,17 +102,20 @@ class OptimizerParameter:
         "numel",
         "segments",
         "stepped",
+        "stride",
     )
 
     def __init__(self, parameter: torch.nn.Parameter, group: int | None = None) -> None:
         self._reference = weakref.ref(parameter)
         self.numel = parameter.numel()
         self.dtype = parameter.dtype
+        self.stride = tuple(parameter.stride())
         self.device_type = parameter.device.type
         self.segments: tuple[Segment, ...] = ()
         self.buckets: tuple[Bucket, ...] = ()
         self.group = group
         self.keeps_whole = False
+        self.fused = self.cut_for_fused = False
         self.arrived = 0
         self.stepped = False
         self.left = False

@@ -167,9 +167,9 @@ def evaluate_and_resume(rank: int, directory: Path, nvme_path: Path) -> None:
 def save_copies(rank: int, directory: Path, nvme_path: Path) -> None:
     """What cannot be linked is copied, by one rank, in the background."""
 
-    def finish_slowly(self: NewCheckpoint, index: Any) -> Path | None:
+    def finish_slowly(self: NewCheckpoint, index: Any, *rest: Any) -> Path | None:
         time.sleep(1)
-        return finish(self, index)
+        return finish(self, index, *rest)
 
     finish = NewCheckpoint.finish
     with pytest.MonkeyPatch.context() as patch:

@@ -461,3 +461,141 @@ def test_what_could_not_be_loaded_is_not_saved(
     train(model, optimizer)
     swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
     optimizer.swapper.close()
+
+
+# --- What else may change between two steps --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bucket_bytes", [64 << 10, 1 << 22], ids=["cut", "whole"])
+def test_another_order_in_memory_is_refused_where_the_state_lies_in_it(nvme_path: Path, bucket_bytes: int) -> None:
+    def train_conv(model: nn.Module, optimizer: Optimizer) -> None:
+        torch.manual_seed(1)
+        model(torch.randn(2, 64, 6, 6)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    config = OffloadConfig(
+        nvme_path=nvme_path, pool_bytes="16MiB", bucket_bytes=bucket_bytes, offload_optimizer={"device": "nvme"}
+    )
+    results = []
+    for swapped in (False, True):
+        torch.manual_seed(0)
+        model = nn.Conv2d(64, 64, 3)
+        optimizer: Optimizer = AdamW(model.parameters(), lr=1e-2)
+        if swapped:
+            swapper.wrap_optimizer(optimizer, config)
+        train_conv(model, optimizer)
+        model.to(memory_format=torch.channels_last)
+        if swapped and len(optimizer.swapper._plan.segments_of(model.weight)) > 1:
+            for use in (
+                optimizer.step,
+                optimizer.state_dict,
+                lambda p=model.weight, s=optimizer.swapper: s.state(p),
+                lambda m=model, o=optimizer: swapper.save_checkpoint(nvme_path / "saved", m, o),
+            ):
+                with pytest.raises(swapper.SwapError, match="memory format"):
+                    use()
+            optimizer.swapper.close()
+            return
+        train_conv(model, optimizer)
+        results.append(bits(list(model.parameters())))
+        if swapped:
+            optimizer.swapper.close()
+    assert results[0] == results[1]
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate parameters")
+def test_a_parameter_that_is_twice_in_the_groups_is_refused(nvme_path: Path) -> None:
+    """Plain PyTorch steps it twice."""
+    config = config_for(nvme_path, "optimizer", "one")
+    twice = nn.Parameter(torch.ones(4))
+    with pytest.raises(swapper.ConfigError, match="more than once"):
+        swapper.wrap_optimizer(torch.optim.SGD([twice, twice], lr=0.1), config)
+    model = layers(2)
+    optimizer = AdamW([{"params": model[0].parameters()}, {"params": model[1].parameters()}])
+    swapper.wrap_optimizer(optimizer, config)
+    train(model, optimizer)
+    optimizer.param_groups[1]["params"].append(model[0].weight)
+    before = bits(list(model.parameters()))
+    with pytest.raises(swapper.ConfigError, match="more than once"):
+        train(model, optimizer)
+    assert bits(list(model.parameters())) == before
+    optimizer.swapper.close()
+
+
+@pytest.mark.parametrize("how", ["set", "move", "load"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_what_was_cut_for_fused_is_cut_anew_when_that_is_off(nvme_path: Path, how: str, dtype: torch.dtype) -> None:
+    torch.set_num_threads(2)
+    config = OffloadConfig(
+        nvme_path=nvme_path, pool_bytes="16MiB", bucket_bytes="1MiB", offload_optimizer={"device": "nvme"}
+    )
+    results = []
+    for swapped in (False, True):
+        torch.manual_seed(0)
+        w = nn.Parameter(torch.randn(700, 1021).to(dtype))
+        other = nn.Parameter(torch.zeros(8, dtype=dtype))
+        groups = [{"params": [w], "fused": True}, {"params": [other], "foreach": True}]
+        optimizer: Optimizer = torch.optim.Adam(groups, lr=1e-2, weight_decay=0.1)
+        if swapped:
+            swapper.wrap_optimizer(optimizer, config)
+        torch.manual_seed(1)
+        for step in range(5):
+            w.grad = torch.randn(700, 1021).to(dtype) * 0.01
+            optimizer.step()
+            first, second = optimizer.param_groups
+            if step:
+                continue
+            if how == "set":
+                first.update(fused=False, foreach=True)
+            elif how == "move":
+                second["params"].append(first["params"].pop())
+            else:
+                state = copy.deepcopy(optimizer.state_dict())
+                for group in state["param_groups"]:
+                    group.update(fused=None, foreach=True)
+                optimizer.load_state_dict(state)
+        results.append(bits(w))
+        if swapped:
+            assert len(optimizer.swapper._plan.segments_of(w)) > 1
+            optimizer.swapper.close()
+    assert results[0] == results[1]
+
+
+@pytest.mark.parametrize("why", ["gone", "threads"])
+def test_nothing_is_cut_anew_between_a_backward_that_steps_and_the_step(nvme_path: Path, why: str) -> None:
+    """What was stepped in backward would be stepped again."""
+    torch.set_num_threads(2)
+    config = OffloadConfig(
+        nvme_path=nvme_path,
+        pool_bytes="16MiB",
+        bucket_bytes=1050 << 10,
+        offload_optimizer={"device": "nvme", "step_in_backward": True},
+    )
+    dtype = torch.float32 if why == "gone" else torch.bfloat16
+    results = []
+    for swapped in (False, True):
+        torch.set_num_threads(2)
+        torch.manual_seed(0)
+        sizes = [(50000,), (150, 1000), (100,), (55000,), (120000,), (100,)]
+        parameters = [nn.Parameter(torch.randn(size).to(dtype)) for size in sizes]
+        used, unused = parameters[1], [parameters[2], parameters[5]]
+        optimizer: Optimizer = AdamW(parameters, lr=1e-2)
+        if swapped:
+            swapper.wrap_optimizer(optimizer, config)
+        for seed in range(4):
+            torch.manual_seed(seed)
+            (torch.randn(3, 1000).to(dtype) @ used.t()).float().square().mean().backward()
+            if seed == 1:
+                if why == "gone":
+                    del parameters[:]
+                else:
+                    torch.set_num_threads(1)
+            optimizer.step()
+            optimizer.zero_grad()
+            if seed == 0 and why == "gone":
+                optimizer.param_groups[0]["params"] = [used, *unused]
+        results.append(bits(used))
+        if swapped:
+            optimizer.swapper.close()
+    assert results[0] == results[1]
