@@ -81,6 +81,7 @@ class OptimizerParameter:
         group: number of its group; None while it is in none, so that it is not stepped.
         keeps_whole: it is not cut when it is planned the next time, because a sparse gradient came.
         arrived: gradients that arrived since the last step.
+        counted: the gradient that the last of them is in, if it stays in memory.
         stepped: it was stepped in backward, and its gradient is gone until it is cleared.
         left: another optimizer takes its gradients as they arrive.
         hook: tells when a gradient has arrived.
@@ -90,6 +91,7 @@ class OptimizerParameter:
         "_reference",
         "arrived",
         "buckets",
+        "counted",
         "device_type",
         "dtype",
         "group",
@@ -111,6 +113,7 @@ class OptimizerParameter:
         self.group = group
         self.keeps_whole = False
         self.arrived = 0
+        self.counted: weakref.ref[torch.Tensor] | None = None
         self.stepped = False
         self.left = False
         self.hook: torch.utils.hooks.RemovableHandle | None = None

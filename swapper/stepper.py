@@ -356,9 +356,10 @@ class Stepper:
     # --- What a bucket needs ---------------------------------------------------------------------------------------
 
     def _active(self, bucket: Bucket) -> list[Segment]:
-        return [segment for segment in bucket.segments if segment.is_stepped and self._has_gradient(segment.parameter)]
+        return [segment for segment in bucket.segments if segment.is_stepped and self.has_gradient(segment.parameter)]
 
-    def _has_gradient(self, p: torch.nn.Parameter) -> bool:
+    def has_gradient(self, p: torch.nn.Parameter) -> bool:
+        """Whether `p` has a gradient, in memory or away."""
         return raw_gradient(p) is not None if self.gradients is None else self.gradients.has(p)
 
     def _staying(self, work: Sequence[Work], i: int) -> AbstractContextManager[None]:

@@ -175,7 +175,7 @@ class CountsInItsGroups(Optimizer):
 
 @pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"step_in_backward": True}], ids=str)
 def test_a_group_without_any_gradient_is_counted_as_ever(options: dict[str, Any], nvme_path: Path) -> None:
-    def train(swapped: bool) -> tuple[list[int], list[torch.Tensor]]:
+    def train(swapped: bool) -> tuple[list[int], list[nn.Parameter]]:
         parameters = [nn.Parameter(torch.linspace(-1, 1, 50 + i)) for i in range(4)]
         optimizer = CountsInItsGroups([{"params": parameters[:1]}, {"params": parameters[1:3]}])
         optimizer.add_param_group({"params": parameters[3:]})
