@@ -385,6 +385,14 @@ def test_what_cannot_be_state_is_refused_and_nothing_changed(nvme_path: Path) ->
         optimizer.state[model[0].weight] = {"exp_avg": torch.zeros(3)}
     with pytest.raises(swapper.ConfigError, match="master_weights"):
         optimizer.state[model[0].weight] = {"master_param": torch.zeros_like(model[0].weight)}
+    weight = model[0].weight
+    for without_values in (torch.zeros_like(weight, device="meta"), torch.zeros_like(weight).to_sparse()):
+        with pytest.raises(ValueError, match=r"'exp_avg' .* only dense values can be loaded"):
+            optimizer.state[weight] = {"exp_avg": without_values}
+        loaded = optimizer.state_dict()
+        loaded["state"][0]["exp_avg"] = without_values
+        with pytest.raises(ValueError, match=r"'exp_avg' .* only dense values can be loaded"):
+            optimizer.load_state_dict(loaded)
     assert state_of(optimizer) == before
     run(model, optimizer, range(1, 2))
     close(optimizer)
