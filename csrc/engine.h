@@ -119,8 +119,9 @@ class Engine {
     std::vector<std::shared_ptr<Transfer>> take_finished();
 
     // Registers what is ready of the slab with the kernel, in pieces, so that it need not map pages at each
-    // request; to be called again when more of it is ready. Waits for what is in flight. Keeps the slab alive until `unregister_slab` or `close`. Returns "" or the reason
-    // why this could not be done; transfers work all the same.
+    // request; to be called again when more of it is ready. Waits for what is in flight. Keeps the slab alive
+    // until `unregister_slab` or `close`. Returns "" or the reason why this could not be done; transfers work
+    // all the same.
     std::string register_slab(std::shared_ptr<Slab> slab);
     void unregister_slab(const Slab* slab);
 

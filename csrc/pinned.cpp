@@ -116,9 +116,10 @@ void Slab::shrink(uint64_t ready) {
 }
 
 void Slab::unlock() {
-    if (!in_owner_process() || !locked()) return;
-    (void)::munlock(data_, mapped_);  // can only fail for addresses that are not mapped
-    lock_refusal_ = "it was unlocked";
+    if (!in_owner_process()) return;
+    // Also if a part could not be locked: the others are. It can only fail for addresses that are not mapped.
+    (void)::munlock(data_, mapped_);
+    if (locked()) lock_refusal_ = "it was unlocked";
 }
 
 bool Slab::in_owner_process() const {

@@ -1,4 +1,5 @@
-// Memory that transfers read and write: its addresses are reserved once, and what is ready of it stays in memory.
+// Memory that transfers read and write: its addresses are reserved once, and what is ready of it stays in
+// memory.
 #pragma once
 
 #include <sys/types.h>
@@ -10,9 +11,9 @@ namespace swapper {
 
 // One contiguous private mapping, aligned to 2 MiB and of huge pages where they are to be had; to a page if
 // it is smaller than that. Its first `ready` bytes are in memory, locked where RLIMIT_MEMLOCK allows; the
-// rest are addresses only. Not inherited by a forked child (MADV_DONTFORK): a copy-on-write fault in the parent while the
-// kernel reads into a page would send the data to the child's copy. So in a child the memory must not be
-// touched, and the destructor does nothing.
+// rest are addresses only. Not inherited by a forked child (MADV_DONTFORK): a copy-on-write fault in the
+// parent while the kernel reads into a page would send the data to the child's copy. So in a child the memory
+// must not be touched, and the destructor does nothing.
 class Slab {
   public:
     static constexpr uint64_t kAlignment = uint64_t{2} << 20;

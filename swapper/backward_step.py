@@ -29,6 +29,7 @@ from swapper.evicted import (
     away_gradient,
     bring_back_gradients,
     clear_gradient_home,
+    raw_gradient,
     set_gradient_home,
     set_raw_gradient,
 )
@@ -92,11 +93,19 @@ class BackwardSteps:
 
         Errors as for those two.
         """
-        if self.count(p):
+        known, gradient = self._plan.of(p), raw_gradient(p)
+        counted = None if known is None else known.counted
+        last = self.count(p, counted is not None and counted() is not gradient)
+        if known is not None:
+            known.counted = None if gradient is None else weakref.ref(gradient)
+        if last:
             self.complete(p)
 
-    def count(self, p: torch.nn.Parameter) -> bool:
+    def count(self, p: torch.nn.Parameter, first: bool) -> bool:
         """Autograd has accumulated a gradient of `p`. Returns whether it is the last of the window.
+
+        Args:
+            first: no earlier one is in it: those that were counted, if any were, were given up.
 
         Raises:
             SwapError: there is one pass too many; the gradient is dropped, and no parameter was touched.
@@ -105,6 +114,8 @@ class BackwardSteps:
             known = self._plan.of(p)
             if known is None or known.group is None:
                 return False  # It is in no group any more, which `step()` will find out too.
+            if first and not self._stepped and not known.stepped:
+                self._count_anew(known)
             count = known.arrived + 1
             if known.stepped or count > self._plan.gradient_accumulation_steps or self._is_another_pass():
                 set_raw_gradient(p, None)
@@ -239,10 +250,14 @@ class BackwardSteps:
 
     def _clear(self, p: torch.nn.Parameter) -> None:
         if (known := self._plan.of(p)) is not None:
-            known.stepped, known.arrived = False, 0
-            for bucket in known.buckets:
-                self._missing.pop(bucket, None)
+            known.stepped = False
+            self._count_anew(known)
         clear_gradient_home(p)
+
+    def _count_anew(self, known: OptimizerParameter) -> None:
+        known.arrived = 0
+        for bucket in known.buckets:
+            self._missing.pop(bucket, None)
 
     def _known(self, parameters: Iterable[torch.nn.Parameter] | None) -> list[torch.nn.Parameter]:
         """`parameters`; for None those that were stepped, and whose gradients were not cleared since."""
@@ -257,19 +272,28 @@ class BackwardSteps:
         if bucket in self._stepped:
             return False
         if bucket not in self._missing:
-            wanted = self._plan.gradient_accumulation_steps
-            stepped = [known for known in grouped(bucket.segments) if known.group is not None]
-            self._missing[bucket] = sum(known.arrived != wanted for known in stepped)
+            self._missing[bucket] = self._count_missing(bucket)
         else:
             self._missing[bucket] -= 1
-        return self._missing[bucket] == 0
+        if self._missing[bucket]:
+            return False
+        given_up = [known for known in _members(bucket) if not self._stepper.has_gradient(known.parameter)]
+        for known in given_up:  # `zero_grad()` without `step()`, and this bucket was not complete then.
+            self._count_anew(known)
+        if given_up:
+            self._missing[bucket] = self._count_missing(bucket)
+        return not given_up
+
+    def _count_missing(self, bucket: Bucket) -> int:
+        wanted = self._plan.gradient_accumulation_steps
+        return sum(known.arrived != wanted for known in _members(bucket))
 
     def _step(self, optimizer: Optimizer, bucket: Bucket) -> None:
         if not self._stepped:
             self._groups = _options(optimizer)
             self._pass = torch._C._current_graph_task_id()
         self._check_options(optimizer)
-        members = [known for known in grouped(bucket.segments) if known.group is not None]
+        members = _members(bucket)
         bring_back_gradients((known.parameter for known in members), (self, self._stepper.gradients))
         work = self._stepper.work_on([bucket])
         if not work:
@@ -343,6 +367,11 @@ class BackwardSteps:
             "backward passes before a step. (Reentrant activation checkpointing of modules that share parameters "
             "counts as several: use use_reentrant=False.)"
         )
+
+
+def _members(bucket: Bucket) -> list[OptimizerParameter]:
+    """The parameters of `bucket` that are stepped."""
+    return [known for known in grouped(bucket.segments) if known.group is not None]
 
 
 def _options(optimizer: Optimizer) -> list[dict[str, Any]]:

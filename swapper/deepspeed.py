@@ -146,7 +146,7 @@ def _note_rest(section: Mapping[str, Any], path: str, notes: Mapping[str, str]) 
     """A line for each reason in `notes`, with the keys that nobody took and that it is for."""
     keys_of: dict[str, dict[str, Any]] = {}
     for key, value in section.items():
-        why = notes.get(key.removeprefix("stage3_"), "swapper has no such setting")
+        why = notes.get(str(key).removeprefix("stage3_"), "swapper has no such setting")
         keys_of.setdefault(why, {})[key] = value
     for why, keys in keys_of.items():
         if names := _rest(keys, path):

@@ -11,6 +11,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from types import FrameType
 from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
@@ -43,6 +44,7 @@ __all__ = [
     "gradient_lent",
     "home_of",
     "is_ordinary",
+    "is_saving",
     "let_viewed_stay",
     "make_ordinary",
     "name_of",
@@ -395,6 +397,10 @@ class EvictedView(torch.Tensor):
                     )
                 return EvictedView(first._swapper_source)
             if name in _ADDRESSES:
+                parameter = _parameter_of(first._swapper_source)
+                mark = None if parameter is None else vars(parameter).get(UNFILLED)
+                if mark is not None and is_saving(name, sys._getframe(1)):
+                    mark.refuse(parameter)
                 lasting = first._swapper_source.lasting()
                 with torch._C.DisableTorchFunctionSubclass():
                     return func(lasting, *args[1:], **kwargs)
@@ -449,6 +455,16 @@ _ADDRESSES = frozenset(
     {"data_ptr", "untyped_storage", "storage", "_typed_storage", "__reduce_ex__", "_reduce_ex_internal"}
 )
 """What gives away where the values are, for use at any later time."""
+
+
+def is_saving(name: str, caller: FrameType) -> bool:
+    """Whether `caller` asks for an address to save what is there. Others compare addresses, or write to them."""
+    by_address = caller.f_globals.get("__name__") == "safetensors.torch" and caller.f_code.co_name in _SAVERS
+    return name in ("__reduce_ex__", "_reduce_ex_internal") or (name == "data_ptr" and by_address)
+
+
+_SAVERS = ("_to_ndarray", "_tobytes")
+"""Of safetensors: what reads a tensor by its address."""
 
 
 def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, bare: bool = False) -> Any:

@@ -84,8 +84,8 @@ _AHEAD = 32
 class Window(Protocol):
     """What steps buckets in backward, and wants to know of gradients."""
 
-    def count(self, p: torch.nn.Parameter) -> bool:
-        """A gradient of `p` has arrived. Returns whether it is the last of the window."""
+    def count(self, p: torch.nn.Parameter, first: bool) -> bool:
+        """A gradient of `p` has arrived; `first` if none is there already. Returns whether it is the window's last."""
 
     def complete(self, p: torch.nn.Parameter) -> None:
         """The whole gradient of `p` is final, and in memory."""
@@ -493,9 +493,10 @@ class GradientSwapper:
     def _after_arrival(self, p: torch.nn.Parameter) -> None:
         if raw_gradient(p) is None or is_distributed():
             return
-        last = self._window is not None and self._window.count(p)
+        gradient = self._of(p)
+        first = gradient is not None and not gradient.stays and gradient.place is Place.HERE
+        last = self._window is not None and self._window.count(p, first)
         with self._lock:
-            gradient = self._of(p)
             if gradient is not None and not gradient.stays:
                 self._arrive(gradient, p, take=not last)
         if last:

@@ -452,6 +452,7 @@ class OptimizerSwapper:
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], _T] | None) -> _T | None:
         self._check_usable("step")
+        self._loading = None  # Still there if torch has refused what was to be loaded.
         loss = None
         if closure is not None:
             with modes_kept():
@@ -830,6 +831,7 @@ class OptimizerSwapper:
 
     def _close(self) -> None:
         self._closed = True
+        self._loading = None
         for known in self._plan.planned():
             known.unhook()
         if self._backward is not None:

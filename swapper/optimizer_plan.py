@@ -334,8 +334,8 @@ def _check_unchanged(parameter: torch.nn.Parameter, known: OptimizerParameter) -
     if in_memory_order and not _same_order(parameter, known.stride):
         raise SwapError(
             f"a parameter had strides {known.stride} when its optimizer was wrapped and now has "
-            f"{tuple(parameter.stride())}, and its state lies in the order of its memory; convert the model (its memory "
-            "format) first, then make the optimizer and wrap it"
+            f"{tuple(parameter.stride())}, and its state lies in the order of its memory; convert the model (its "
+            "memory format) first, then make the optimizer and wrap it"
         )
 
 

@@ -300,7 +300,7 @@ def check_loadable(p: torch.nn.Parameter, segments: Sequence[Segment], entries: 
 
     Raises:
         ConfigError: it has master weights, which are off.
-        ValueError: a tensor has another shape than planned.
+        ValueError: a tensor has another shape than planned, or has no dense values that could be copied.
     """
     first = segments[0]
     if MASTER in entries and not first.master:
@@ -317,6 +317,12 @@ def check_loadable(p: torch.nn.Parameter, segments: Sequence[Segment], entries: 
                 continue
             if first.whole:
                 expected = first.slots[key].shape
+        if value.is_meta or value.layout != torch.strided:
+            raise ValueError(
+                f"state {key!r} of a parameter of shape {tuple(p.shape)} is "
+                f"{'on the meta device' if value.is_meta else 'sparse'}, and only dense values can be loaded; no state "
+                "was loaded"
+            )
         if tuple(value.shape) != expected:
             raise ValueError(
                 f"state {key!r} of a parameter of shape {tuple(p.shape)} should have shape {expected} and has "

@@ -82,6 +82,7 @@ class OptimizerParameter:
         fused, cut_for_fused: whether its group has `fused=True`; and whether it had when the parameter was cut.
         keeps_whole: it is not cut when it is planned the next time, because a sparse gradient came.
         arrived: gradients that arrived since the last step.
+        counted: the gradient that the last of them is in, if it stays in memory.
         stepped: it was stepped in backward, and its gradient is gone until it is cleared.
         left: another optimizer takes its gradients as they arrive.
         hook: tells when a gradient has arrived.
@@ -91,6 +92,7 @@ class OptimizerParameter:
         "_reference",
         "arrived",
         "buckets",
+        "counted",
         "cut_for_fused",
         "device_type",
         "dtype",
@@ -117,6 +119,7 @@ class OptimizerParameter:
         self.keeps_whole = False
         self.fused = self.cut_for_fused = False
         self.arrived = 0
+        self.counted: weakref.ref[torch.Tensor] | None = None
         self.stepped = False
         self.left = False
         self.hook: torch.utils.hooks.RemovableHandle | None = None

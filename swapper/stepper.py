@@ -195,6 +195,7 @@ class Stepper:
         self._gradient_slices: dict[Segment, torch.Tensor] = {}
         self._former: dict[str, Any] = {}  # what `_narrow` replaced on the optimizer
         self._changes: dict[int, dict[str, Any]] = {}  # values of groups that the class changed
+        self._seen: set[int] = set()  # the groups that the class was shown in this step
         self._present = ExitStack()
         self._following = ExitStack()  # with an accelerator: of the bucket that is being copied
         self._unplanned: set[str] = set()
@@ -261,6 +262,7 @@ class Stepper:
         self._present.close()
         self._copies.join()
         self.drop_scratch()
+        self._show_other_groups(optimizer)
         if self._plan.stored_bytes > self._pool_bytes:
             return_free_memory()
         for number, values in self._changes.items():
@@ -271,6 +273,7 @@ class Stepper:
                 else:
                     group[key] = value
         self._changes = {}
+        self._seen.clear()
         self._edited.clear()
         self.entered, self.done, self.stepping = [], 0, False
 
@@ -283,6 +286,7 @@ class Stepper:
             steps.callback(self.drop_scratch)
             steps.callback(self._pipeline.recover)
             steps.callback(self._changes.clear)
+            steps.callback(self._seen.clear)
             steps.callback(self._edited.clear)
             steps.callback(self._following.close)
             steps.callback(self._present.close)
@@ -352,9 +356,10 @@ class Stepper:
     # --- What a bucket needs ---------------------------------------------------------------------------------------
 
     def _active(self, bucket: Bucket) -> list[Segment]:
-        return [segment for segment in bucket.segments if segment.is_stepped and self._has_gradient(segment.parameter)]
+        return [segment for segment in bucket.segments if segment.is_stepped and self.has_gradient(segment.parameter)]
 
-    def _has_gradient(self, p: torch.nn.Parameter) -> bool:
+    def has_gradient(self, p: torch.nn.Parameter) -> bool:
+        """Whether `p` has a gradient, in memory or away."""
         return raw_gradient(p) is not None if self.gradients is None else self.gradients.has(p)
 
     def _staying(self, work: Sequence[Work], i: int) -> AbstractContextManager[None]:
@@ -487,6 +492,34 @@ class Stepper:
             assert item.tensor is not None
             states[i] = dict(optimizer.state.get(item.tensor, {}))
         self.widen(optimizer)
+        self._note_changes(optimizer, groups)
+
+    def _show_other_groups(self, optimizer: Optimizer) -> None:
+        """Call the class with the groups that had no gradient in this step: it may count its steps in them.
+
+        Each has one small parameter without a gradient, because a class may pass by a group that is empty.
+        """
+        groups: dict[int, dict[str, Any]] = {}
+        for number, group in enumerate(optimizer.param_groups):
+            if number in self._seen:
+                continue
+            groups[number] = self._narrowed(group)
+            groups[number]["params"] = [
+                torch.nn.Parameter(torch.zeros([1] * p.dim(), dtype=p.dtype), requires_grad=p.requires_grad)
+                for p in group["params"][:1]
+            ]
+        if not groups:
+            return
+        self._narrow(optimizer, list(groups.values()), defaultdict(dict))
+        try:
+            self._class_step(optimizer)
+        finally:
+            self.widen(optimizer)
+        self._note_changes(optimizer, groups)
+
+    def _note_changes(self, optimizer: Optimizer, groups: dict[int, dict[str, Any]]) -> None:
+        """Remember what the class changed in `groups`, which it was shown, until the step ends."""
+        self._seen.update(groups)
         for number, group in groups.items():
             original = optimizer.param_groups[number]
             for key, value in group.items():

@@ -11,6 +11,7 @@ bytes of before afterwards was not filled. The bytes are looked at again before 
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
@@ -19,7 +20,7 @@ import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from swapper.errors import SwapError
-from swapper.evicted import LAYOUT, METADATA, UNFILLED, EvictedParameter, name_of, restored_class, run
+from swapper.evicted import LAYOUT, METADATA, UNFILLED, EvictedParameter, is_saving, name_of, restored_class, run
 
 __all__ = ["fill_with_nothing", "has_nothing", "is_unfilled", "mark_unfilled", "refuse_unfilled"]
 
@@ -73,6 +74,10 @@ class _Mark:
         if owner is not None:
             _make_ordinary(owner)
 
+    def refuse(self, tensor: torch.Tensor) -> None:
+        """Raise the error of a use of `tensor`, whose mark this is, if it still has no values."""
+        refuse_unfilled(tensor)
+
 
 class _Unfilled(torch.Tensor):
     @classmethod
@@ -90,7 +95,8 @@ class _Unfilled(torch.Tensor):
         """
         kwargs = kwargs or {}
         name = name_of(func)
-        if name in METADATA or name in LAYOUT or name in _PASSES:
+        passes = name in METADATA or name in LAYOUT or name in _PASSES
+        if passes and not is_saving(name, sys._getframe(1)):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         marked = [item for item in tree_iter((args, kwargs)) if _mark_of(item) is not None]

@@ -819,6 +819,12 @@ def test_auto_values_are_defaults() -> None:
     assert lines == ["zero_optimization.offload_optimizer: has no device, so nothing will be swapped"]
 
 
+def test_deepspeed_keys_that_are_no_strings_are_named_like_others() -> None:
+    for section, path in (("zero_optimization", "zero_optimization."), ("checkpoint", "checkpoint.")):
+        _, lines = converted({section: {1: "one"}})
+        assert f"{path}1: swapper has no such setting" in lines
+
+
 @pytest.mark.parametrize(
     ("document", "masters"),
     [

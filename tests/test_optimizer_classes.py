@@ -152,3 +152,52 @@ def test_a_step_that_was_replaced_on_the_object_is_refused(nvme_path: Path, repl
     with pytest.raises(swapper.ConfigError, match="replaced on the object"), wrapped(optimizer, nvme_path):
         pass
     assert optimizer.step is step
+
+
+class CountsInItsGroups(Optimizer):
+    """Counts steps in its groups before it looks for gradients, and passes by a group that is empty."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "n": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["n"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.mul_(0.9).add_(p.grad)
+                    p.add_(momentum, alpha=-group["lr"] / group["n"])
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"step_in_backward": True}], ids=str)
+def test_a_group_without_any_gradient_is_counted_as_ever(options: dict[str, Any], nvme_path: Path) -> None:
+    def train(swapped: bool) -> tuple[list[int], list[nn.Parameter]]:
+        parameters = [nn.Parameter(torch.linspace(-1, 1, 50 + i)) for i in range(4)]
+        optimizer = CountsInItsGroups([{"params": parameters[:1]}, {"params": parameters[1:3]}])
+        optimizer.add_param_group({"params": parameters[3:]})
+        optimizer.param_groups.append({"params": [], "lr": 0.1, "n": 0})
+        if swapped:
+            config = swapper.OffloadConfig(
+                nvme_path=nvme_path,
+                pool_bytes="8MiB",
+                bucket_bytes="16KiB",
+                offload_optimizer={"device": "nvme", **options},
+            )
+            swapper.wrap_optimizer(optimizer, config)
+        for used in ([1], [0, 1], [], [2], [0, 1, 2], [0]):
+            for i in used:
+                parameters[i].pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counted = [group["n"] for group in optimizer.param_groups]
+        if swapped:
+            optimizer.swapper.close()  # type: ignore[attr-defined]
+        return counted, parameters
+
+    (counted, parameters), (expected, plain) = train(True), train(False)
+    assert counted == expected == [6, 6, 6, 0]
+    assert all(torch.equal(p, q) for p, q in zip(parameters, plain, strict=True))

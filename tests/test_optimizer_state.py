@@ -385,6 +385,14 @@ def test_what_cannot_be_state_is_refused_and_nothing_changed(nvme_path: Path) ->
         optimizer.state[model[0].weight] = {"exp_avg": torch.zeros(3)}
     with pytest.raises(swapper.ConfigError, match="master_weights"):
         optimizer.state[model[0].weight] = {"master_param": torch.zeros_like(model[0].weight)}
+    weight = model[0].weight
+    for without_values in (torch.zeros_like(weight, device="meta"), torch.zeros_like(weight).to_sparse()):
+        with pytest.raises(ValueError, match=r"'exp_avg' .* only dense values can be loaded"):
+            optimizer.state[weight] = {"exp_avg": without_values}
+        loaded = optimizer.state_dict()
+        loaded["state"][0]["exp_avg"] = without_values
+        with pytest.raises(ValueError, match=r"'exp_avg' .* only dense values can be loaded"):
+            optimizer.load_state_dict(loaded)
     assert state_of(optimizer) == before
     run(model, optimizer, range(1, 2))
     close(optimizer)
@@ -476,3 +484,23 @@ def test_the_users_own_mapping_comes_back_and_nothing_keeps_the_swapper(nvme_pat
         gc.enable()
     with pytest.raises(swapper.SwapError, match="gone"):
         guard[model[0].weight] = {}
+
+
+@pytest.mark.parametrize("after", ["step", "close"])
+def test_state_that_torch_refuses_to_load_is_let_go(nvme_path: Path, after: str) -> None:
+    model, optimizer = make(adamw)
+    wrap(optimizer, nvme_path)
+    run(model, optimizer, range(1))
+    refused = optimizer.state_dict()
+    kept = torch.zeros_like(model[0].weight)
+    refused["state"][0]["exp_avg"] = kept
+    refused["param_groups"].append({"params": []})
+    with pytest.raises(ValueError, match="different number of parameter groups"):
+        optimizer.load_state_dict(refused)
+    gone = weakref.ref(kept)
+    del refused, kept
+    if after == "step":
+        run(model, optimizer, range(1, 2))
+    close(optimizer)
+    gc.collect()
+    assert gone() is None

@@ -398,3 +398,41 @@ def test_everything_is_freed_with_the_optimizer(nvme_path: Path) -> None:
 
     gc.collect()
     assert gone() is None
+
+
+class Parts(nn.Module):
+    """Uses those of its layers that it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, used: tuple[int, ...]) -> torch.Tensor:
+        for i in used:
+            x = self.layers[i](x)
+        return x
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("devices", ["nvme none none", "nvme nvme none", "cpu none none"])
+def test_a_batch_is_given_up_before_a_bucket_is_complete(devices: str, passes: int, nvme_path: Path) -> None:
+    def train(settings: OffloadConfig | None) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Parts()
+        optimizer = adamw(model)
+        if settings is not None:
+            swapper.offload(model, optimizer, settings)
+        for given_up, used in [((0, 1), (0, 1)), ((0, 1), (0, 1, 2)), ((0, 1), (2, 0)), ((2,), (2, 1, 0))]:
+            model(torch.randn(3, WIDTH), given_up).square().mean().backward()
+            optimizer.zero_grad()
+            for _ in range(passes):
+                model(torch.randn(3, WIDTH), used).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        bits = [p.detach().clone() for p in model.parameters()]
+        if settings is not None:
+            swapper.of(optimizer).close()
+        return bits
+
+    settings = config(nvme_path, devices=devices, passes=passes).model_copy(update={"bucket_bytes": 4 << 20})
+    assert same(train(settings), train(None))

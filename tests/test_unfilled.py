@@ -350,3 +350,43 @@ def test_a_copy_of_what_has_no_values_has_none_either(nvme_path: Path) -> None:
     assert twin(x()).isfinite().all()
     with pytest.raises(swapper.SwapError, match=r"rotary\.inv_freq is used"):
         rotary(x())
+
+
+@pytest.mark.parametrize("small", [True, False], ids=["all on the drive", "short ones in memory"])
+@pytest.mark.parametrize("offloaded", [True, False])
+@pytest.mark.parametrize("save", [torch.save, safetensors.torch.save_file], ids=["torch", "safetensors"])
+def test_saving_a_state_dict_that_nothing_has_filled_is_refused(
+    save: Callable[..., None], offloaded: bool, small: bool, nvme_path: Path, tmp_path: Path, source: Model
+) -> None:
+    config = config_for(nvme_path)
+    model = hollow(nvme_path) if small else swapper.materialize(on_meta(Model), config, nothing).eval()
+    if offloaded:
+        with small_records():
+            swapper.offload(model, config=config)
+    saved = {"part": model.state_dict()["layers.0.weight"][:1]}
+    for state_dict in (model.state_dict(), saved):
+        with pytest.raises(swapper.SwapError, match=r"^\S+ is used, and nothing has filled it"):
+            save(state_dict, tmp_path / "saved")
+    model.load_state_dict(source.state_dict())
+    save(model.state_dict(), tmp_path / "saved")
+    load = torch.load if save is torch.save else safetensors.torch.load_file
+    assert all(bits(values) == bits(source.state_dict()[key]) for key, values in load(tmp_path / "saved").items())
+
+
+@pytest.mark.parametrize("offloaded", [True, False])
+def test_safetensors_loads_a_tied_model_that_nothing_has_filled(
+    offloaded: bool, nvme_path: Path, tmp_path: Path
+) -> None:
+    def make() -> nn.Module:
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        model[1].weight = model[0].weight
+        return model
+
+    plain = make()
+    safetensors.torch.save_model(plain, str(tmp_path / "saved"))
+    with small_records():
+        model = swapper.materialize(on_meta(make), config_for(nvme_path), nothing)
+        if offloaded:
+            swapper.offload(model, config=config_for(nvme_path))
+    safetensors.torch.load_model(model, tmp_path / "saved")
+    assert all(bits(p) == bits(q) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
