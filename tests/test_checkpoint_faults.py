@@ -134,8 +134,11 @@ class CallFails:
 
 def held_by_process() -> tuple[int, int]:
     """How many descriptors and threads there are, but for those that the kernel adds for a while."""
-    tasks = Path("/proc/self/task").glob("*/comm")
-    return len(os.listdir("/proc/self/fd")), sum(not task.read_text().startswith("iou-") for task in tasks)
+    names = []
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # It has ended since.
+            names.append(task.read_text())
+    return len(os.listdir("/proc/self/fd")), sum(not name.startswith("iou-") for name in names)
 
 
 def at_most(held: tuple[int, int], where: str) -> None:

@@ -454,6 +454,8 @@ with swapper.init(config):
     small = nn.Sequential(Block(), Block())
 small(torch.randn(1, 1024)).sum().backward()
 torch.optim.SGD(small.parameters(), lr=0.1)  # Imports a lot.
+from swapper.shared import Shared
+Shared.existing(config).pool.make_ready(32 << 20)
 with Peak() as before:
     import time; time.sleep(0.05)
 way = {way!r}

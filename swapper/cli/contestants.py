@@ -130,7 +130,13 @@ class TorchSave(Contestant):
 
     def _move(self) -> bool:
         with open(self.files[0], "wb") as file:
-            torch.save(self._tensor, file)
+            try:
+                torch.save(self._tensor, file)
+            except RuntimeError as error:
+                # Ctrl-C within it: torch ends its file all the same, and raises that it is not whole.
+                if isinstance(error.__context__, KeyboardInterrupt):
+                    raise error.__context__ from None
+                raise
             file.flush()
             os.fsync(file.fileno())
         return True
