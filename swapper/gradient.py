@@ -154,7 +154,7 @@ class GradientSwapper:
         self._release = release
         self._pid = os.getpid()
         self._lock = threading.RLock()
-        self._gradients: dict[int, Gradient] = {}  # by `id` of the parameter; only `_of` looks here
+        self._gradients: dict[int, Gradient] = {}  # by `id` of the parameter; `_of` compares the object
         self._hooks: MutableMapping[torch.Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
         self._next_number = 0
         self._order: list[Gradient] = []  # of arrival, in the backward before

@@ -52,7 +52,7 @@ class OptimizerPlan:
         self._records: Mapping[torch.Tensor, tuple[int, int]] = records or {}
         self._segmented: dict[tuple[Any, ...], bool] = {}
         self._specs: dict[tuple[Any, ...], tuple[StateSpec, ...]] = {}
-        self._parameters: dict[int, OptimizerParameter] = {}  # by `id`; only `of` looks here
+        self._parameters: dict[int, OptimizerParameter] = {}  # by `id`; `of` compares the object
         self._dropped: list[Bucket] = []  # for `drop_gone`
         self._next_index = 0
         self.buckets: list[Bucket] = []
@@ -82,7 +82,8 @@ class OptimizerPlan:
             was in one until now.
 
         Raises:
-            SwapError: the size, dtype or device of one has changed since it was planned.
+            ConfigError: one is in the groups more than once.
+            SwapError: the size, dtype, device or order in memory of one has changed since it was planned.
         """
         unknown = []
         members: dict[OptimizerParameter, int] = {}
@@ -161,7 +162,8 @@ class OptimizerPlan:
         undone = {known for bucket in buckets for known in grouped(bucket.segments)}
         for known in undone:
             known.unhook()
-        self.buckets = [bucket for bucket in self.buckets if bucket not in set(buckets)]
+        withdrawn = set(buckets)
+        self.buckets = [bucket for bucket in self.buckets if bucket not in withdrawn]
         self._parameters = {number: known for number, known in self._parameters.items() if known not in undone}
 
     def plan_again(self, optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:

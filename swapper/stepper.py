@@ -135,7 +135,7 @@ class ReadAhead:
         self._drops = stepper.drops
 
     def look(self, start: int = 0) -> None:
-        """Stage up to `READ_AHEAD` buckets, from the first on that is not done and not before position `start`."""
+        """Stage up to `_READ_AHEAD` buckets, from the first on that is not done and not before position `start`."""
         self._start = max(self._start, start)
         while self._start < len(self._work) and self._work[self._start][0] in self._done:
             self._start += 1
