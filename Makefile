@@ -20,10 +20,10 @@ ASAN_ENVIRONMENT = PYTHONMALLOC=malloc UBSAN_OPTIONS=print_stacktrace=1 \
 # Sanitizers take places in memory where a kernel that places at random, with many bits, may have put something before.
 FIXED_PLACES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 USES_CORE := ^(from|import) swapper.*(_native|handle|buffers|codec|deepnvme)
-NOT_SANITIZED := $(addprefix tests/test_,$(addsuffix .py,init gradient load_safetensors parameter_uses \
+NOT_SANITIZED := $(addprefix %/test_,$(addsuffix .py,init gradient load_safetensors parameter_uses \
     checkpoint_damage checkpoint_faults checkpoint_uses))
 SANITIZED_TESTS = $(filter-out $(NOT_SANITIZED),\
-    $(sort tests/test_optimizer.py $(shell grep -lE '$(USES_CORE)' tests/test_*.py)))
+    $(sort tests/optimizer/test_optimizer.py $(shell grep -lE '$(USES_CORE)' tests/test_*.py tests/*/test_*.py)))
 
 .PHONY: help build train train-xl train-lightning test lint sanitize sanitize-core sanitize-python schema clean
 .DELETE_ON_ERROR:
@@ -61,7 +61,7 @@ lint: $(VENV)/.built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(wildcard tests/*.cpp tests/cpp/*.cpp tests/cpp/*.h)
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(wildcard tests/support/*.cpp tests/cpp/*.cpp tests/cpp/*.h)
 
 sanitize: sanitize-core sanitize-python
 
@@ -73,7 +73,7 @@ sanitize-core: build/.sanitizers
 sanitize-python: $(VENV)/.built $(ASAN)/.built
 	@find $(ASAN)/swapper -name '*.py' -delete
 	@$(BIN)/python setup.py -q build_py --build-lib $(ASAN)
-	@preload=$$(ldd $(ASAN)/swapper/_native*.so | awk '/lib(asan|ubsan|stdc\+\+)\./ { printf "%s ", $$3 }'); \
+	@preload=$$(ldd $(ASAN)/swapper/io/_native*.so | awk '/lib(asan|ubsan|stdc\+\+)\./ { printf "%s ", $$3 }'); \
 	    cd $(ASAN) && $(FIXED_PLACES) env PYTHONPATH=$(CURDIR)/$(ASAN) LD_PRELOAD="$$preload" $(ASAN_ENVIRONMENT) \
 	    SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-20} $(abspath $(BIN))/python -m pytest -q --capture=sys \
 	    -c $(CURDIR)/pyproject.toml $(SANITIZED_TESTS:%=$(CURDIR)/%)
@@ -95,7 +95,7 @@ schema: $(VENV)/.built
 	$(BIN)/python -W ignore -m swapper.config --schema config/schema.json
 
 clean:
-	rm -rf build dist *.egg-info swapper/*.so $(VENV)/.built .swapper
+	rm -rf build dist *.egg-info swapper/io/*.so $(VENV)/.built .swapper
 	rm -rf .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 

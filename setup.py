@@ -1,4 +1,4 @@
-"""Builds the native core `swapper._native` from `csrc/`. Metadata is in pyproject.toml.
+"""Builds the native core `swapper.io._native` from `csrc/`. Metadata is in pyproject.toml.
 
 Switches, as environment variables:
     DEBUG=1                                -O0 -g and assertions
@@ -38,7 +38,7 @@ ParallelCompile("NPY_NUM_BUILD_JOBS", default=os.cpu_count() or 1).install()
 setup(
     ext_modules=[
         Pybind11Extension(
-            "swapper._native",
+            "swapper.io._native",
             sorted(str(path) for path in Path("csrc").glob("*.cpp")),
             include_dirs=["csrc"],
             cxx_std=17,

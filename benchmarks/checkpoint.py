@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 import swapper
-from swapper.cli.machine import machine, swapper_version
+from swapper.bench.machine import machine, swapper_version
 from swapper.config import format_size, parse_size
 
 RESULTS = Path(__file__).resolve().parent / "results"

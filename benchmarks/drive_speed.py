@@ -8,8 +8,8 @@ from pathlib import Path
 
 import torch
 
-from swapper.buffers import BufferPool
-from swapper.handle import AsyncIOHandle, File, Transfer
+from swapper.io.handle import AsyncIOHandle, File, Transfer
+from swapper.storage.buffers import BufferPool
 
 __all__ = ["Drive"]
 

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import torch
 
-from swapper.buffers import BufferPool, Lease
 from swapper.config import parse_size
-from swapper.handle import AsyncIOHandle, FaultPlan
-from swapper.store import RecordKey, TensorStore
+from swapper.io.handle import AsyncIOHandle, FaultPlan
+from swapper.storage.buffers import BufferPool, Lease
+from swapper.storage.store import RecordKey, TensorStore
 
 
 class Case:

@@ -36,7 +36,7 @@ from drive_speed import Drive
 from peak import Peak
 
 import swapper
-from swapper.handle import AsyncIOHandle
+from swapper.io.handle import AsyncIOHandle
 from swapper.metrics import Timeline
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

@@ -3,7 +3,7 @@
     python benchmarks/io_engine.py --nvme-path DIR
 
 All contestants run alternately in one process, on one file; figures are medians. Each run comes with a proof that the
-drive was measured and not the page cache (swapper/cli/witness.py). Ends with 0 whatever the figures are.
+drive was measured and not the page cache (swapper/bench/witness.py). Ends with 0 whatever the figures are.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from swapper.bench.contestants import Lane, NewFile, Transfers, ordinary_memory
+from swapper.bench.drive import look_at_directory
+from swapper.bench.fio import ENGINES, Fio, find_fio
+from swapper.bench.machine import machine, swapper_version
+from swapper.bench.measure import Contestant, Figure, alternate
+from swapper.bench.site import EngineSettings, Site
+from swapper.bench.witness import Operation
+from swapper.bench.workspace import check_memory, workspace
 from swapper.cli.bench import best_fio
-from swapper.cli.contestants import Lane, NewFile, Transfers, ordinary_memory
-from swapper.cli.drive import look_at_directory
-from swapper.cli.fio import ENGINES, Fio, find_fio
-from swapper.cli.machine import machine, swapper_version
-from swapper.cli.measure import Contestant, Figure, alternate
 from swapper.cli.progress import progress_bar
-from swapper.cli.site import EngineSettings, Site
-from swapper.cli.witness import Operation
-from swapper.cli.workspace import check_memory, workspace
 from swapper.config import format_size, parse_size
 from swapper.errors import SwapError
-from swapper.handle import Checksums
+from swapper.io.handle import Checksums
 
 OPERATIONS: tuple[Operation, ...] = ("read", "write")
 RESULTS = Path(__file__).resolve().parent / "results"

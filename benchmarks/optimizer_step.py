@@ -25,7 +25,7 @@ import torch
 from drive_speed import Drive
 
 import swapper
-from swapper.handle import AsyncIOHandle
+from swapper.io.handle import AsyncIOHandle
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 from gpt import GPT, SIZES

@@ -5,7 +5,7 @@
 A state dict of CPU tensors, in a new file each time, synced; loaded from a file that was dropped from the page cache.
 The drive is what the engine does with one tensor of that size: the first write of a new file with its space reserved
 and the sync, and a read; an overwrite is shown beside. All contestants run alternately in one process; figures are
-medians, each with a proof that the drive was measured (swapper/cli/witness.py). Ends with 0 whatever the figures are.
+medians, each with a proof that the drive was measured (swapper/bench/witness.py). Ends with 0 whatever the figures are.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pathlib import Path
 import torch
 
 import swapper
-from swapper import codec
-from swapper.cli.contestants import NewFile, Transfers
-from swapper.cli.drive import look_at_directory
-from swapper.cli.machine import machine, swapper_version
-from swapper.cli.measure import Contestant, Figure, Timing, alternate, drop_from_cache, time_here
+from swapper.bench.contestants import NewFile, Transfers
+from swapper.bench.drive import look_at_directory
+from swapper.bench.machine import machine, swapper_version
+from swapper.bench.measure import Contestant, Figure, Timing, alternate, drop_from_cache, time_here
+from swapper.bench.site import EngineSettings, Site
+from swapper.bench.witness import Operation
+from swapper.bench.workspace import check_memory, workspace
 from swapper.cli.progress import progress_bar
-from swapper.cli.site import EngineSettings, Site
-from swapper.cli.witness import Operation
-from swapper.cli.workspace import check_memory, workspace
 from swapper.config import format_size, parse_size
 from swapper.errors import SwapError
+from swapper.io import codec
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DRIVE, OVERWRITE = "drive", "drive, overwrite"

@@ -1,4 +1,4 @@
-// The Python module `swapper._native`: convert, release the GIL, call once, wrap. Typed in _native.pyi.
+// The Python module `swapper.io._native`: convert, release the GIL, call once, wrap. Typed in _native.pyi.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

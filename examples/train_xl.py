@@ -32,7 +32,7 @@ from timeline import PHASES, draw, share_out, sketch
 
 import swapper
 from swapper.metrics import Timeline, TimelineEvent
-from swapper.runs import remove_stale_runs
+from swapper.storage.runs import remove_stale_runs
 
 _CONFIG = Path(__file__).resolve().parents[1] / "config" / "everything_nvme.yaml"
 _NAMES = {"forward": "  forward", "backward": "  backward", "step": "  optimizer.step()"}

@@ -12,14 +12,14 @@ from swapper.api import (
     unwrap_optimizer,
     wrap_optimizer,
 )
-from swapper.checkpoint import load_checkpoint, save_checkpoint
+from swapper.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.fastsave import FastWriter, SaveHandle, load, save
-from swapper.optimizer import OptimizerSwapper
-from swapper.parameter import ParameterSwapper
-from swapper.stats import Moves, Stats
-from swapper.trial import register_elementwise
+from swapper.files.fastsave import FastWriter, SaveHandle, load, save
+from swapper.metrics import Moves, Stats
+from swapper.optimizer.probe import register_elementwise
+from swapper.optimizer.swapper import OptimizerSwapper
+from swapper.parameter.swapper import ParameterSwapper
 
 __all__ = [
     "CheckReport",

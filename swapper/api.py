@@ -13,27 +13,27 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from swapper import evicted
-from swapper.buffers import BufferPool
+from swapper.check import CheckReport, DriveReport, dry_run
 from swapper.config import OffloadConfig
-from swapper.devices import is_accelerator
-from swapper.dry_run import CheckReport, DriveReport, dry_run
 from swapper.errors import ConfigError, SwapError
-from swapper.gradient import GradientSwapper
-from swapper.gradient_records import gradient_bytes
-from swapper.growing_pool import GrowingPool
-from swapper.layout import PAGE_BYTES
-from swapper.memory_overlap import check_memory, refuse_foreach_on_one_memory
-from swapper.nursery import Nursery, initialisers_of
-from swapper.optimizer import OptimizerSwapper
-from swapper.optimizer_plan import OptimizerPlan, parameters_of
-from swapper.parameter import ParameterSwapper
-from swapper.parameter_records import plan_parameter_records, summary_of_what_stays, where
-from swapper.schedule import IN_FLIGHT, READ_AHEAD
-from swapper.shared import Shared
-from swapper.trial import refuse_unsupported
-from swapper.unswapped import UnswappedOptimizer
-from swapper.weights import load_weights
+from swapper.files.weights import load_weights
+from swapper.gradient.records import gradient_bytes
+from swapper.gradient.swapper import GradientSwapper
+from swapper.io.devices import is_accelerator
+from swapper.optimizer.plan import OptimizerPlan, parameters_of
+from swapper.optimizer.probe import refuse_unsupported
+from swapper.optimizer.swapper import OptimizerSwapper
+from swapper.optimizer.unswapped import UnswappedOptimizer
+from swapper.parameter.building import Nursery, initialisers_of
+from swapper.parameter.records import plan_parameter_records, summary_of_what_stays, where
+from swapper.parameter.swapper import ParameterSwapper
+from swapper.session import Shared
+from swapper.storage.buffers import BufferPool
+from swapper.storage.growing_pool import GrowingPool
+from swapper.storage.layout import PAGE_BYTES
+from swapper.storage.schedule import IN_FLIGHT, READ_AHEAD
+from swapper.tensors import evicted
+from swapper.tensors.memory_overlap import check_memory, refuse_foreach_on_one_memory
 
 __all__ = [
     "CheckReport",

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from swapper import _native
+from swapper.io import _native
 
 # The examples import each other by plain name, and so do tests that train their models.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))

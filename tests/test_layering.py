@@ -1,201 +1,82 @@
-"""Data flows one way: the import table of DESIGN.md, enforced on the source of every module."""
+"""The structure that ARCHITECTURE.md promises, enforced on the source: packages, imports, sizes, names."""
 
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
-PACKAGE = Path(__file__).resolve().parent.parent / "swapper"
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = ROOT / "swapper"
 
-BASE = {"endings", "errors", "layout", "metrics", "modes"}
-HANDLE = BASE | {"bounce", "devices", "handle"}
-STORE = {"transfers", "runs", "record_files", "spares", "speed", "codec", "store"}
-PIPELINE = HANDLE | STORE | {"buffers", "growing_pool", "schedule", "held_records", "pipeline"}
-OPTIMIZER = PIPELINE | {
-    "config",
-    "trial",
-    "segments",
-    "failure",
-    "optimizer_plan",
-    "optimizer_state",
-    "evicted",
-    "stepper",
+MOST_NAMES = 30
+"""Packages, modules and files in `swapper/` itself."""
+
+INSIDE: dict[str, set[str]] = {
+    "io.bounce": {"io.devices"},
+    "io.codec": {"io.handle", "io._native"},
+    "storage.layout": set(),
+    "storage.schedule": {"storage.layout"},
+    "storage.recycled_files": set(),
 }
-STEPS = {"stepper", "loss_scaling", "memory_overlap", "backward_step"}
-PARAMETERS = PIPELINE | {"config"}
-PARAMETER_PARTS = {
-    "evicted",
-    "forward_hooks",
-    "lasting",
-    "order",
-    "parameter_cache",
-    "parameter_records",
-    "saved_places",
-}
-SWAPPERS = {"optimizer", "gradient", "parameter"}
-BUILDING = {"heap", "lasting", "nursery", "tensor_files", "unfilled", "weights"}
-CHECKPOINT_FILES = {"checkpoint_index", "checkpoint_directories", "checkpoint_files", "checkpoint_reader"}
-CHECKPOINT = HANDLE | CHECKPOINT_FILES | {"codec", "record_files", "store", "tensor_files", "values"}
-API = (
-    OPTIMIZER
-    | STEPS
-    | SWAPPERS
-    | BUILDING
-    | PARAMETER_PARTS
-    | {"gradient_records", "guarded_state", "progress", "stats", "unswapped", "shared", "dry_run"}
-    | CHECKPOINT
-    | {"checkpoint", "saved_model", "saved_state", "checkpoint_streams", "plain_import", "references", "export"}
-    | {"state_writer"}
-    | {"archive", "away_storages", "temporary_files", "streams", "fastsave", "dcp", "values"}
-)
+"""Module: all that it may import of its own package, where a package has layers of its own that matter."""
 
-MAY_IMPORT: dict[str, set[str]] = {
-    "endings": set(),
-    "modes": set(),
-    "errors": set(),
-    "layout": {"errors"},
-    "metrics": {"errors"},
-    "heap": set(),
-    "progress": set(),
-    "end_of_backward": set(),
-    "devices": {"errors"},
-    "bounce": {"devices", "errors"},
-    "handle": BASE | {"_native", "bounce"},
-    "gds": HANDLE | {"_native"},
-    "transfers": HANDLE,
-    "buffers": HANDLE | {"transfers"},
-    "growing_pool": HANDLE | {"transfers", "buffers"},
-    "runs": {"errors", "layout"},
-    "speed": HANDLE | {"runs"},
-    "record_files": HANDLE,
-    "spares": set(),
-    "store": HANDLE | (STORE - {"store"}),
-    "codec": HANDLE | {"_native"},
-    "value_advice": set(),
-    "value_tensors": {"codec"},
-    "values": {"errors", "value_advice", "value_tensors"},
-    "schedule": {"errors", "layout"},
-    "held_records": {"buffers", "store"},
-    "pipeline": PIPELINE - {"pipeline"},
-    "config": {"errors", "deepspeed"},
-    "deepspeed": {"errors"},
-    "trial": {"errors", "layout"},
-    "segments": {"trial", "store", "buffers", "devices", "codec", "layout"},
-    "failure": {"errors", "evicted"},
-    "guarded_state": {"errors"},
-    "optimizer_state": OPTIMIZER | {"heap", "stepper"},
-    "optimizer_plan": {"config", "devices", "segments", "schedule", "trial", "layout", "errors"},
-    "stepper": PIPELINE | {"evicted", "heap", "optimizer_plan", "progress", "segments", "trial"},
-    "loss_scaling": set(),
-    "memory_overlap": {"errors", "evicted"},
-    "backward_step": {
-        "memory_overlap",
-        "errors",
-        "evicted",
-        "loss_scaling",
-        "modes",
-        "optimizer_plan",
-        "segments",
-        "stepper",
-    },
-    "stats": {"metrics"},
-    "optimizer": OPTIMIZER | STEPS | {"guarded_state", "stats"},
-    "unswapped": {"metrics", "optimizer", "stats", "stepper"},
-    "evicted": {"errors", "modes"},
-    "lasting": {"store", "parameter_records"},
-    "order": set(),
-    "parameter_records": {"layout", "codec", "trial", "errors", "evicted"},
-    "gradient_records": {"store", "layout", "errors", "evicted", "trial"},
-    "gradient": PARAMETERS | {"evicted", "gradient_records", "heap", "end_of_backward"},
-    "parameter_cache": PIPELINE | {"order", "parameter_records"},
-    "saved_places": {"errors", "evicted", "parameter_cache"},
-    "forward_hooks": {"evicted", "parameter_cache"},
-    "parameter": PARAMETERS | PARAMETER_PARTS,
-    "nursery": PARAMETERS | PARAMETER_PARTS | {"heap", "parameter", "unfilled"},
-    "tensor_files": HANDLE | {"evicted"},
-    "unfilled": {"errors", "evicted"},
-    "weights": HANDLE | {"evicted", "progress", "tensor_files", "unfilled"},
-    "checkpoint_index": {"codec"},
-    "checkpoint_directories": {"checkpoint_index", "errors"},
-    "checkpoint_files": HANDLE
-    | {"checkpoint_directories", "checkpoint_index", "codec", "progress", "record_files", "store", "streams"},
-    "checkpoint_reader": HANDLE | {"checkpoint_files", "checkpoint_index", "codec", "tensor_files"},
-    "saved_model": CHECKPOINT | {"evicted", "parameter", "parameter_cache", "unfilled"},
-    "state_writer": CHECKPOINT | OPTIMIZER | {"optimizer", "unswapped"},
-    "saved_state": CHECKPOINT | OPTIMIZER | {"optimizer", "state_writer"},
-    "checkpoint": CHECKPOINT | {"fastsave", "saved_model", "saved_state", "state_writer"},
-    "checkpoint_streams": CHECKPOINT | {"heap", "saved_state", "segments", "trial"},
-    "plain_import": CHECKPOINT | {"archive", "checkpoint", "saved_model", "segments", "state_writer", "trial"},
-    "export": CHECKPOINT
-    | {"archive", "checkpoint_streams", "dcp", "fastsave", "plain_import", "references", "saved_state", "segments"}
-    | {"streams"},
-    "references": set(),
-    "archive": set(),
-    "temporary_files": set(),
-    "streams": HANDLE | {"buffers", "codec", "archive", "temporary_files"},
-    "away_storages": {"errors", "evicted"},
-    "fastsave": HANDLE | {"buffers", "archive", "away_storages", "streams"},
-    "dcp": HANDLE | {"buffers", "archive", "streams", "fastsave"},
-    "api": API,
-    "shared": PIPELINE | {"config"},
-    "dry_run": PIPELINE | {"config", "gradient_records", "optimizer_plan", "parameter_records", "shared"},
-    "deepnvme": {"endings", "handle", "gds", "errors"},
-    "strategy_arguments": {"config", "errors"},
-    "replicas": {"evicted"},
-    "lightning": API | {"api", "replicas", "strategy_arguments"},
-    "fabric": API | {"api", "replicas", "strategy_arguments"},
-    "cli": API | {"api", "gds"},
-    "__main__": {"cli"},
-    "__init__": API | {"api"},
-}
-"""Module of the package: the modules of the package that it may import."""
+NATIVE = {"io.handle", "io.gds", "io.codec", "storage.buffers"}
+"""Modules that import the native core, or take names of it from those that do."""
 
-TYPES_ONLY = {("store", "buffers")}
-"""Imports under `if TYPE_CHECKING`: the store is given leases, and knows no pool."""
-
-OTHER_PACKAGES = {
-    "config": {"pydantic", "pydantic_core", "yaml"},
-    "progress": {"tqdm"},
-    "checkpoint_index": {"pydantic"},
-    "checkpoint_reader": {"pydantic"},
-    "values": {"numpy"},  # only for arrays, whose owner has it
-    "cli": {"typer", "rich", "yaml", "matplotlib"},
-    "lightning": {"lightning"},  # or pytorch_lightning, by its name
-    "fabric": {"lightning"},  # or lightning_fabric
-}
-"""What may be imported besides torch and the standard library."""
-
-PURE = {"errors", "layout", "schedule"}
+PURE = {"errors", "storage.layout", "storage.schedule"}
 """Arithmetic: neither torch nor input and output."""
 
 PURE_MODULES = {
-    "__future__",
-    "collections",
-    "dataclasses",
-    "enum",
-    "errno",
-    "functools",
-    "itertools",
-    "json",
-    "math",
-    "typing",
+    *("__future__", "collections", "dataclasses", "enum", "errno"),
+    *("functools", "itertools", "json", "math", "typing"),
 }
 
 
-def modules() -> dict[str, list[Path]]:
-    """The sources of each module of the package; a subpackage counts as one."""
-    found: dict[str, list[Path]] = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        found.setdefault(path.relative_to(PACKAGE).parts[0].removesuffix(".py"), []).append(path)
+class Row(NamedTuple):
+    """A row of the table of packages in ARCHITECTURE.md."""
+
+    imports: set[str]
+    others: set[str]
+
+
+def table() -> dict[str, Row]:
+    """The table of packages in ARCHITECTURE.md: package, what it holds, what it may import, of others besides torch."""
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    section = text[text.index("## Packages") :].partition("\n## ")[0] if "## Packages" in text else ""
+    rows: dict[str, Row] = {}
+    for line in section.splitlines():
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        if line.startswith("| `") and len(cells) == 4:
+            for package in re.findall(r"`(\w+)`", cells[0]):
+                rows[package] = Row(set(re.findall(r"`(\w+)`", cells[2])), set(re.findall(r"`(\w+)`", cells[3])))
+    return rows
+
+
+def modules() -> dict[str, Path]:
+    """Every module by its dotted name within `swapper`; a package's `__init__` by the package's name."""
+    found = {}
+    for path in sorted(SOURCES.rglob("*.py")):
+        parts = path.relative_to(SOURCES).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)] = path
     return found
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """Dotted name of everything imported anywhere in the file, and whether only for types."""
+MODULES = modules()
+ROWS = table()
+
+
+def package_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def imports(path: Path) -> Iterator[tuple[str, str, bool]]:
+    """All that a file imports, anywhere: dotted module, the name taken from it or "", whether for types only."""
     tree = ast.parse(path.read_text())
     for_types = {
         inner
@@ -206,74 +87,103 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
     }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            yield from ((alias.name, "", node in for_types) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path.name}, line {node.lineno}: import by the full name, not relatively"
             assert node.module is not None
-            # `from swapper import codec` names modules, `from swapper.codec import split_master` names one.
-            names = [f"swapper.{alias.name}" for alias in node.names] if node.module == "swapper" else [node.module]
-        else:
-            continue
-        for name in names:
-            yield name, node in for_types
+            for alias in node.names:
+                # `from swapper.io import codec` names a module, `from swapper.io.codec import join_master` one of its names.
+                module = f"{node.module}.{alias.name}"
+                known = module.removeprefix("swapper.")
+                is_module = module.startswith("swapper.") and (known in MODULES or known == "io._native")
+                yield (module, "", node in for_types) if is_module else (node.module, alias.name, node in for_types)
 
 
-def imported(module: str) -> Iterator[tuple[str, bool]]:
-    for path in modules()[module]:
-        yield from imports(path)
+def ours(path: Path) -> Iterator[tuple[str, str, bool]]:
+    """What a file imports of `swapper`, by the dotted name within it."""
+    for module, name, for_types in imports(path):
+        if module == "swapper" or module.startswith("swapper."):
+            yield module.removeprefix("swapper").removeprefix(".") or "__init__", name, for_types
 
 
-@pytest.mark.parametrize("module", modules())
-def test_a_module_imports_only_what_is_below_it(module: str) -> None:
-    assert module in MAY_IMPORT, (
-        f"swapper/{module}.py is not in the table of layers: add it to MAY_IMPORT in tests/test_layering.py, with the "
-        "modules that it may import, and to the table of modules in ARCHITECTURE.md"
-    )
-    for name, for_types in imported(module):
-        top, _, rest = name.partition(".")
-        target = rest.partition(".")[0]
-        if top == "swapper":
-            allowed = target in MAY_IMPORT[module] or (for_types and (module, target) in TYPES_ONLY)
-            assert allowed or target == module, f"swapper/{module}.py must not import swapper.{target}"
-        elif top not in sys.stdlib_module_names and top != "torch":
-            assert top in OTHER_PACKAGES.get(module, set()), (
-                f"swapper/{module}.py imports {top}: a dependency is to be wanted, so it goes into OTHER_PACKAGES in "
-                "tests/test_layering.py and into pyproject.toml"
-            )
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_imports_only_packages_below_its_own(module: str) -> None:
+    package = package_of(module)
+    assert package in ROWS, f"{package} is not in the table of packages in ARCHITECTURE.md"
+    row = ROWS[package]
+    for target, _, _ in ours(MODULES[module]):
+        below = package_of(target)
+        assert below == package or below in row.imports, f"swapper.{module} must not import swapper.{target}"
+    for target, _, _ in imports(MODULES[module]):
+        top = target.partition(".")[0]
+        if top not in sys.stdlib_module_names and top not in ("torch", "swapper"):
+            assert top in row.others, f"swapper.{module} imports {top}, which ARCHITECTURE.md does not say of {package}"
 
 
-@pytest.mark.parametrize("module", sorted(PURE))
-def test_a_pure_module_knows_neither_torch_nor_files(module: str) -> None:
-    names = {name.partition(".")[0] for name, _ in imported(module)} - {"swapper"}
-    # For `os.strerror` and `os.fspath`, which do nothing to any file.
-    assert names <= PURE_MODULES | ({"contextlib", "os"} if module == "errors" else set())
-    for path in modules()[module]:
-        called = [node.func for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)]
-        assert not {node.id for node in called if isinstance(node, ast.Name)} & {"open", "print", "input", "__import__"}
+def test_the_table_names_what_there_is() -> None:
+    assert set(ROWS) == {package_of(module) for module in MODULES}
 
 
-def test_only_the_layer_above_the_native_core_imports_it() -> None:
-    users = {module for module in modules() for name, _ in imported(module) if name.startswith("swapper._native")}
-    assert users <= {"handle", "gds", "codec", "buffers"}
-
-
-def test_the_table_has_no_circle() -> None:
-    done: set[str] = set()
-    left = dict(MAY_IMPORT)
+def test_imports_between_packages_go_one_way() -> None:
+    left = {package: row.imports - {package} for package, row in ROWS.items()}
     while left:
-        free = [module for module, below in left.items() if not (below - {module, "_native"}) & left.keys()]
-        assert free, f"these modules may import each other: {sorted(left)}"
-        done.update(free)
+        free = [package for package, below in left.items() if not below & left.keys()]
+        assert free, f"these packages may import each other: {sorted(left)}"
+        for package in free:
+            del left[package]
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    left = {
+        module: {target for target, _, for_types in ours(path) if not for_types and target in MODULES} - {module}
+        for module, path in MODULES.items()
+    }
+    while left:
+        free = [module for module, below in left.items() if not below & left.keys()]
+        assert free, f"these modules import each other: {left}"
         for module in free:
             del left[module]
 
 
+@pytest.mark.parametrize("module", INSIDE)
+def test_a_module_imports_what_its_package_allows(module: str) -> None:
+    within = {target for target, _, for_types in ours(MODULES[module]) if not for_types}
+    assert {target for target in within if package_of(target) == package_of(module)} <= INSIDE[module]
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_nothing_private_is_imported(module: str) -> None:
+    for target, name, _ in ours(MODULES[module]):
+        assert not name.startswith("_"), f"swapper.{module} imports {name} of swapper.{target}"
+        if target.rpartition(".")[2].startswith("_") and target not in ("__init__",):
+            assert target == "io._native" and module in NATIVE, f"swapper.{module} must not import swapper.{target}"
+
+
 def test_swappers_do_not_know_each_other() -> None:
-    assert not any(MAY_IMPORT[swapper] & SWAPPERS for swapper in SWAPPERS)
+    swappers = {"optimizer", "gradient", "parameter"}
+    assert not any(ROWS[swapper].imports & swappers for swapper in swappers)
 
 
-def test_the_package_itself_holds_names_only() -> None:
-    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+@pytest.mark.parametrize("module", sorted(PURE))
+def test_a_pure_module_knows_neither_torch_nor_files(module: str) -> None:
+    names = {target.partition(".")[0] for target, _, _ in imports(MODULES[module])} - {"swapper"}
+    # For `os.strerror` and `os.fspath`, which do nothing to any file.
+    assert names <= PURE_MODULES | ({"contextlib", "os"} if module == "errors" else set())
+    called = [node.func for node in ast.walk(ast.parse(MODULES[module].read_text())) if isinstance(node, ast.Call)]
+    assert not {node.id for node in called if isinstance(node, ast.Name)} & {"open", "print", "input", "__import__"}
+
+
+def test_the_package_itself_holds_few_names() -> None:
+    names = {path.name for path in SOURCES.iterdir() if path.name != "__pycache__"}
+    assert len(names) <= MOST_NAMES, sorted(names)
+
+
+@pytest.mark.parametrize("module", ["__init__", *sorted({package_of(module) for module in MODULES if "." in module})])
+def test_a_package_says_its_purpose_and_holds_names_only(module: str) -> None:
+    tree = ast.parse(MODULES[module].read_text())
+    assert ast.get_docstring(tree), f"swapper.{module} does not say what it is for"
+    if module in ("cli", "fabric", "lightning"):
+        return  # Commands and packages that are registered when they are imported.
     for node in tree.body:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         names = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("__all__", "__version__")
@@ -283,7 +193,7 @@ def test_the_package_itself_holds_names_only() -> None:
 def test_nothing_is_submitted_inside_an_assert() -> None:
     # `python -O` would remove it.
     submitting = {"read", "write", "open", "wait", "stage", "take", "put", "acquire", "release", "submit"}
-    for path in PACKAGE.rglob("*.py"):
+    for path in MODULES.values():
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Assert):
                 calls = [call.func for call in ast.walk(node.test) if isinstance(call, ast.Call)]

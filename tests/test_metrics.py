@@ -14,9 +14,9 @@ from torch.utils.checkpoint import checkpoint
 from twins import close, offloaded, swapper_of
 
 from swapper.errors import SwapError, SwapIOError
-from swapper.handle import AsyncIOHandle, FaultPlan, File, Transfer
+from swapper.io.handle import AsyncIOHandle, FaultPlan, File, Transfer
 from swapper.metrics import Metrics, Timeline, TimelineEvent
-from swapper.transfers import JoinedTransfer
+from swapper.storage.transfers import JoinedTransfer
 
 RECORD = (0, "param", 3)
 

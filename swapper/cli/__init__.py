@@ -11,7 +11,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from swapper.cli import bench, checkpoint, machine, report, runs, tune
+from swapper.bench import machine
+from swapper.cli import bench, checkpoint, report, runs, tune
 from swapper.cli.deepspeed_flags import BenchCommand, TuneCommand
 from swapper.cli.output import complain
 from swapper.errors import SwapError

@@ -12,22 +12,22 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from swapper.bench.contestants import NewFile, TorchLoad, TorchSave, Transfers, ordinary_memory
+from swapper.bench.drive import Directory, look_at_directory
+from swapper.bench.fio import ENGINES, Fio, FioProgram, find_fio
+from swapper.bench.machine import machine, swapper_version
+from swapper.bench.measure import Contestant, Figure, alternate
+from swapper.bench.site import EngineSettings, Site, check_device
+from swapper.bench.witness import Operation, Witness
+from swapper.bench.workspace import check_memory, workspace
 from swapper.cli import chart
-from swapper.cli.contestants import NewFile, TorchLoad, TorchSave, Transfers, ordinary_memory
 from swapper.cli.directories import directories_or_default
-from swapper.cli.drive import Directory, look_at_directory
-from swapper.cli.fio import ENGINES, Fio, FioProgram, find_fio
-from swapper.cli.machine import machine, swapper_version
-from swapper.cli.measure import Contestant, Figure, alternate
 from swapper.cli.output import complain, make_console, print_json, print_table
 from swapper.cli.progress import progress_bar
-from swapper.cli.site import EngineSettings, Site, check_device
-from swapper.cli.witness import Operation, Witness
-from swapper.cli.workspace import check_memory, workspace
 from swapper.config import format_size, parse_size
 from swapper.errors import ConfigError
-from swapper.handle import BACKENDS, probe
-from swapper.layout import format_bytes
+from swapper.io.handle import BACKENDS, probe
+from swapper.storage.layout import format_bytes
 
 __all__ = ["DEEPNVME_STYLE", "bench", "best_fio", "size_argument"]
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from swapper.cli.measure import Figure, Spread
+from swapper.bench.measure import Figure, Spread
 from swapper.errors import SwapError
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from typing import Any
 
 from typer.core import TyperCommand
 
+from swapper.bench.sweep import binary_size
 from swapper.cli.output import complain
-from swapper.cli.sweep import binary_size
 
 __all__ = ["BenchCommand", "TuneCommand", "translated"]
 

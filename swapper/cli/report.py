@@ -13,9 +13,8 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from swapper.cli.directories import directories_or_default
-from swapper.cli.drive import Directory, Drive, look_at_directory
-from swapper.cli.machine import (
+from swapper.bench.drive import Directory, Drive, look_at_directory
+from swapper.bench.machine import (
     CudaDevice,
     Limits,
     Machine,
@@ -27,11 +26,12 @@ from swapper.cli.machine import (
     swapper_version,
     try_slab,
 )
+from swapper.cli.directories import directories_or_default
 from swapper.cli.output import complain, make_console, print_json, printable
-from swapper.gds import CuFileProbe, probe_cufile
-from swapper.handle import Probe, probe
-from swapper.layout import format_bytes
-from swapper.runs import MEMORY_FILE_SYSTEMS, is_network_file_system
+from swapper.io.gds import CuFileProbe, probe_cufile
+from swapper.io.handle import Probe, probe
+from swapper.storage.layout import format_bytes
+from swapper.storage.runs import MEMORY_FILE_SYSTEMS, is_network_file_system
 
 __all__ = ["Finding", "Mark", "Report", "findings", "make_report", "report"]
 

@@ -13,18 +13,18 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
+from swapper.bench.contestants import Transfers
+from swapper.bench.machine import swapper_version
+from swapper.bench.measure import Contestant, ContestantFailed, Figure, Timing, alternate
+from swapper.bench.site import EngineSettings, Site, check_device
+from swapper.bench.sweep import default_sweep, demand, load_sweep, setting_name
+from swapper.bench.witness import Operation
+from swapper.bench.workspace import check_memory, workspace
 from swapper.cli.bench import size_argument
 from swapper.cli.config_file import aio_yaml, check_config_file, write_aio
-from swapper.cli.contestants import Transfers
 from swapper.cli.directories import directories_or_default
-from swapper.cli.machine import swapper_version
-from swapper.cli.measure import Contestant, ContestantFailed, Figure, Timing, alternate
 from swapper.cli.output import complain, make_console, print_table, printable
 from swapper.cli.progress import progress_bar
-from swapper.cli.site import EngineSettings, Site, check_device
-from swapper.cli.sweep import default_sweep, demand, load_sweep, setting_name
-from swapper.cli.witness import Operation
-from swapper.cli.workspace import check_memory, workspace
 from swapper.config import AioConfig, format_size
 from swapper.errors import SwapError, SwapIOError
 

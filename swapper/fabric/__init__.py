@@ -13,7 +13,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from swapper.strategy_arguments import packages_in_use
+from swapper.strategy.arguments import packages_in_use
 
 if TYPE_CHECKING:
     from swapper.fabric.in_lightning import SwapDDPStrategy, SwapStrategy

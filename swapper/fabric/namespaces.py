@@ -6,9 +6,9 @@ import importlib
 from collections.abc import Mapping
 from typing import Any
 
-from swapper import strategy_arguments
 from swapper.fabric.strategy import OnDDP, OnOneDevice
-from swapper.strategy_arguments import ARGUMENTS
+from swapper.strategy import arguments as strategy_arguments
+from swapper.strategy.arguments import ARGUMENTS
 
 __all__ = ["bind", "register"]
 

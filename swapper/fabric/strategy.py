@@ -16,15 +16,15 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.api import init, offload
-from swapper.checkpoint import OpenCheckpoint, Several, is_checkpoint, save
+from swapper.checkpoint.checkpoint import OpenCheckpoint, Several, is_checkpoint, save
+from swapper.checkpoint.saved_model import plain_model
 from swapper.errors import ConfigError, show
-from swapper.evicted import EvictedView
-from swapper.fastsave import SaveHandle
-from swapper.optimizer import OptimizerSwapper
-from swapper.references import replaced
-from swapper.replicas import ready_for_ddp
-from swapper.saved_model import plain_model
-from swapper.strategy_arguments import ConfigLike, not_of_ddp, settings_of
+from swapper.files.fastsave import SaveHandle
+from swapper.optimizer.swapper import OptimizerSwapper
+from swapper.strategy.arguments import ConfigLike, not_of_ddp, settings_of
+from swapper.strategy.ddp_sync import ready_for_ddp
+from swapper.tensors.evicted import EvictedView
+from swapper.tensors.tensor_refs import replaced
 
 if TYPE_CHECKING:
     from lightning.fabric.accelerators.accelerator import Accelerator

@@ -15,7 +15,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from swapper.lightning.directories import load_from_checkpoint
-from swapper.strategy_arguments import packages_in_use
+from swapper.strategy.arguments import packages_in_use
 
 if TYPE_CHECKING:
     from swapper.lightning.in_lightning import SwapCheckpointIO, SwapDDPStrategy, SwapMonitor, SwapStrategy

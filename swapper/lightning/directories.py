@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint import OpenCheckpoint, is_checkpoint, remove, save
+from swapper.checkpoint.checkpoint import OpenCheckpoint, is_checkpoint, remove, save
 from swapper.errors import ConfigError, SwapError
-from swapper.evicted import EvictedView
-from swapper.fastsave import SaveHandle
-from swapper.references import OPTIMIZER_STATES, is_lightnings, refer, replaced, resolve
+from swapper.files.fastsave import SaveHandle
+from swapper.tensors.evicted import EvictedView
+from swapper.tensors.tensor_refs import OPTIMIZER_STATES, is_lightnings, refer, replaced, resolve
 
 __all__ = ["Directories", "load_from_checkpoint", "placeholder", "read_directory"]
 

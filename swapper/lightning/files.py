@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swapper.checkpoint import is_checkpoint
-from swapper.checkpoint_directories import check_replaceable, remove_checkpoint, sync_path
+from swapper.checkpoint.checkpoint import is_checkpoint
+from swapper.checkpoint.directories import check_replaceable, remove_checkpoint, sync_path
 from swapper.errors import SwapError, system_errors
-from swapper.evicted import EvictedView
-from swapper.fastsave import SaveHandle, load, save
-from swapper.handle import exchange
-from swapper.references import replaced
+from swapper.files.fastsave import SaveHandle, load, save
+from swapper.io.handle import exchange
+from swapper.tensors.evicted import EvictedView
+from swapper.tensors.tensor_refs import replaced
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import TorchCheckpointIO

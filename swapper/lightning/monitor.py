@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 from swapper.config import parse_size
 from swapper.errors import ConfigError
-from swapper.optimizer import OptimizerSwapper
-from swapper.parameter import ParameterSwapper
-from swapper.stats import Moves, moves_of
+from swapper.metrics import Moves, moves_of
+from swapper.optimizer.swapper import OptimizerSwapper
+from swapper.parameter.swapper import ParameterSwapper
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer

@@ -24,17 +24,17 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.api import init, offload, unwrap_optimizer
-from swapper.checkpoint import is_checkpoint
+from swapper.checkpoint.checkpoint import is_checkpoint
+from swapper.checkpoint.values import encode
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, show
-from swapper.evicted import home_of
 from swapper.lightning.directories import Directories, placeholder
-from swapper.optimizer import OptimizerSwapper
-from swapper.parameter import ParameterSwapper
-from swapper.replicas import has_parameters_away, make_same, ready_for_ddp
-from swapper.shared import Shared
-from swapper.strategy_arguments import ConfigLike, given_among, not_of_ddp, settings_of
-from swapper.values import encode
+from swapper.optimizer.swapper import OptimizerSwapper
+from swapper.parameter.swapper import ParameterSwapper
+from swapper.session import Shared
+from swapper.strategy.arguments import ConfigLike, given_among, not_of_ddp, settings_of
+from swapper.strategy.ddp_sync import has_parameters_away, make_same, ready_for_ddp
+from swapper.tensors.evicted import home_of
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO

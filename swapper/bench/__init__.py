@@ -1,0 +1,1 @@
+"""Measures drives and machines, for the command line and `benchmarks/`."""

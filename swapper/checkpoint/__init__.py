@@ -1,0 +1,1 @@
+"""Our checkpoints: directories of linked records."""

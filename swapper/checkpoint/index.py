@@ -1,0 +1,232 @@
+"""What a checkpoint's `index.json` says: everything but the bytes of tensors. See `Index`."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+from typing import IO, Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from swapper.io import codec
+
+__all__ = [
+    "FORMAT",
+    "INDEX",
+    "START",
+    "Glance",
+    "Index",
+    "SavedBucket",
+    "SavedFile",
+    "SavedHole",
+    "SavedModel",
+    "SavedOptimizer",
+    "SavedParameter",
+    "SavedSegment",
+    "SavedTensor",
+    "crc32c_of",
+    "glance",
+    "look_at",
+    "open_index",
+    "read_index",
+    "with_checksum",
+]
+
+INDEX = "index.json"
+FORMAT = "swapper checkpoint"
+START = b'{"crc32c":"00000000",'
+_INDEX_BYTES_MAX = 1 << 30
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+
+Count = Annotated[int, Field(ge=0, lt=1 << 63)]
+Crc = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+
+class SavedFile(_Part):
+    """A file of the directory: its length, and the CRC-32C of all its bytes."""
+
+    length_bytes: Count
+    crc32c: Crc
+
+
+class SavedTensor(_Part):
+    """A tensor of the model, under its name in a file.
+
+    `dtype` is torch's name of it, `shape` the model's; the file has complex numbers as pairs, and what safetensors does
+    not know as bytes. `crc32c` is that of its bytes in the file.
+    """
+
+    file: str
+    dtype: str
+    shape: list[Count]
+    crc32c: Crc
+
+
+class SavedModel(_Part):
+    """The model's state dict: tensors, names that are one tensor with another, and encoded values that are none."""
+
+    tensors: dict[str, SavedTensor]
+    tied: dict[str, str]
+    values: dict[str, Any]
+
+
+class SavedSegment(_Part):
+    """A slice of a parameter whose state is in one file.
+
+    `parameter` is its place among those of the optimizer, `start` and `stop` count its elements in the order of memory;
+    `whole`: its tensors have their own shapes, else they are slices. Its tensors are "{number}.{key}" in the file, for
+    each key in `present`. `strides` are those of tensors that do not lie in the order of their indices. `master`,
+    `parameter_crc32c` (of the parameter's bits that the master goes with) and `tie_bits`: see [Note: split masters] of
+    `swapper.codec`. `small` is encoded state that is a slice and small.
+    """
+
+    parameter: Count
+    start: Count
+    stop: Count
+    whole: bool
+    master: Literal["", "split", "stored"] = ""
+    present: list[str] = []
+    strides: dict[str, list[Count]] = {}
+    parameter_crc32c: Crc | None = None
+    tie_bits: Count = 0
+    small: Any = None
+
+
+class SavedHole(_Part):
+    """A segment of a parameter that the optimizer did not have any more. Its tensors in the file belong to nobody.
+
+    `tie_bits` are those of its master, which come before those of the segments behind it.
+    """
+
+    hole: Literal[True]
+    tie_bits: Count = 0
+
+
+class SavedBucket(_Part):
+    """Segments whose state is in one file; None of them moved where there is no file."""
+
+    file: str | None
+    segments: list[SavedSegment | SavedHole]
+
+
+class SavedParameter(_Part):
+    """A parameter of an optimizer: its name in the model ("" if the model does not have it), and how it lies in memory.
+
+    Of a checkpoint that was made of other files not all is known: where `dtype` is "", `name` may be "" for a parameter
+    that the model has, and where `shape` is None, it has no state.
+    `keys` are those of its state, in order; empty if it has none. `dtypes` has torch's names for those of them that are
+    in files, `small` is the encoded state that never moves.
+    """
+
+    name: str
+    shape: list[Count] | None
+    stride: list[Count]
+    dtype: str
+    keys: list[str]
+    dtypes: dict[str, str]
+    small: Any
+
+
+class SavedOptimizer(_Part):
+    """An optimizer: its class, the encoded options of its groups, the places of each group's parameters, its state."""
+
+    kind: str
+    encoding: Literal["exact"]
+    options: Any
+    groups: list[list[Count]]
+    parameters: list[SavedParameter]
+    buckets: list[SavedBucket]
+
+
+class Index(_Part):
+    """All of a checkpoint but its bytes. `crc32c` is that of the text behind it, in hexadecimal.
+
+    `run` is the training that it belongs to, through all its restarts; `sequence` counts its checkpoints; `step` the
+    optimizer's steps (None if it does not count them); `saved_at` is a UTC time.
+    """
+
+    crc32c: str
+    format: Literal["swapper checkpoint"]
+    version: Literal[1]
+    swapper: str
+    torch: str
+    saved_at: str
+    run: str
+    sequence: Count
+    step: Count | None
+    files: dict[str, SavedFile]
+    model: SavedModel
+    optimizers: list[SavedOptimizer]
+    extra: Any
+
+
+def with_checksum(index: bytes) -> bytes:
+    """An index, a JSON object with fields, with a first field that tells whether the others are as they were."""
+    rest = index[1:]
+    return b'{"crc32c":"%08x",' % crc32c_of(rest) + rest
+
+
+def read_index(file: IO[bytes]) -> bytes:
+    """What is in an index. Nothing that cannot be one is read in whole, or waited for.
+
+    Raises:
+        ValueError: see above.
+    """
+    status = os.fstat(file.fileno())
+    start = file.read(len(START)) if stat.S_ISREG(status.st_mode) else b""
+    if start[:11] != START[:11] or status.st_size > _INDEX_BYTES_MAX:
+        raise ValueError("it does not begin as one does")
+    return start + file.read(status.st_size)
+
+
+def open_index(path: Path) -> IO[bytes]:
+    """Open it, without waiting for the writer of a pipe."""
+    return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
+
+
+def crc32c_of(data: bytes | bytearray) -> int:
+    """The CRC-32C of some bytes."""
+    return codec.checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else 0
+
+
+class Glance(BaseModel):
+    """What of an index says whose a checkpoint is."""
+
+    format: Literal["swapper checkpoint"]
+    run: str
+    sequence: int
+    files: dict[str, Any]
+
+
+_glances: dict[tuple[int, int, int, int], Glance] = {}
+"""By device, inode, time and length of the index, which is never changed."""
+_GLANCES_MAX = 64
+
+
+def glance(directory: Path) -> Glance | None:
+    """Whose checkpoint `directory` is; None if it is none, or cannot be read."""
+    try:
+        return look_at(directory)
+    except OSError:
+        return None
+
+
+def look_at(directory: Path) -> Glance | None:
+    """As `glance`, but raises OSError if it cannot be read."""
+    try:
+        with open_index(directory / INDEX) as file:
+            status = os.fstat(file.fileno())
+            key = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
+            if key not in _glances:
+                _glances[key] = Glance.model_validate_json(read_index(file))
+                while len(_glances) > _GLANCES_MAX:
+                    del _glances[next(iter(_glances))]
+            return _glances[key]
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
+        return None

@@ -1,0 +1,172 @@
+"""A checkpoint that is read: its index and every byte of its files are checked before they are used."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from pydantic import ValidationError
+
+from swapper.checkpoint.index import INDEX, START, Index, SavedFile, open_index, read_index, with_checksum
+from swapper.checkpoint.writer import VALUES
+from swapper.errors import SwapError, SwapIOError
+from swapper.files.tensor_files import StoredTensor, TensorReader, read_header
+from swapper.io import codec
+from swapper.io.handle import AsyncIOHandle
+
+__all__ = ["Checkpoint"]
+
+PIECE_BYTES = 8 << 20
+
+
+class Checkpoint:
+    """A checkpoint that is there. A context manager.
+
+    Nothing is trusted: names that leave the directory, files that are missing or have another length, and headers that
+    do not fit the index are refused here, bytes that are not as they were written when they are read.
+
+    Args:
+        directory: of the checkpoint.
+        check_files: look at once whether all of them are there; else `check_file` does.
+
+    Raises:
+        SwapError: it is no checkpoint, or a damaged one; the message names the file.
+        SwapIOError: it cannot be read.
+    """
+
+    def __init__(self, directory: str | os.PathLike[str], *, check_files: bool = True) -> None:
+        self.directory = Path(os.path.abspath(directory))
+        path = self.directory / INDEX
+        try:
+            with open_index(path) as opened:
+                data = read_index(opened)
+        except FileNotFoundError:
+            detail = "a checkpoint is a directory with this file, as swapper.save_checkpoint writes it"
+            raise SwapIOError(errno.ENOENT, "open", path, detail=detail) from None
+        except OSError as error:
+            raise SwapIOError(error.errno or errno.EIO, "read", path) from error
+        except ValueError as error:
+            raise SwapError(f"{path} is not the index of a checkpoint: {error}") from None
+        if with_checksum(b"{" + data[len(START) :]) != data:
+            raise SwapError(f"{path} is damaged: it is not as it was written; use another checkpoint")
+        try:
+            self.index = Index.model_validate_json(data)
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            place = ".".join(str(part) for part in first["loc"])
+            raise SwapError(
+                f"{path} is not the index of a checkpoint that this version of swapper can read: "
+                f"{place + ': ' if place else ''}{first['msg']}"
+            ) from None
+        self._tables: dict[str, dict[str, StoredTensor]] = {}
+        self._verified: set[str] = set()
+        for name in self.index.files if check_files else ():
+            self.check_file(name)
+        self.reader = TensorReader(AsyncIOHandle(), lambda _: None)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close all files."""
+        self.reader.close()
+
+    def check_file(self, name: str) -> None:
+        """Refuse a file that is missing, not in the directory, or not as long as it was.
+
+        Raises:
+            SwapError, SwapIOError: see above.
+        """
+        file = self.index.files[name]
+        path = self.directory / name
+        if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
+            raise SwapError(f"{self.directory / INDEX} names a file outside of the checkpoint: {name!r}")
+        try:
+            status = path.stat()
+            if path.resolve().parent != self.directory.resolve():
+                raise SwapError(f"{path} is a link that leads out of the checkpoint")
+            if not stat.S_ISREG(status.st_mode):
+                raise SwapError(f"{path} is not a regular file, as those of a checkpoint are")
+            length_bytes = status.st_size
+        except OSError as error:
+            raise SwapIOError(error.errno or errno.EIO, "open", path, detail="the checkpoint lacks a file") from error
+        if length_bytes != file.length_bytes:
+            raise SwapError(
+                f"{path} has {length_bytes} bytes, and {file.length_bytes} when the checkpoint was saved: it was cut "
+                "off, or is from another one"
+            )
+
+    def file(self, name: str) -> SavedFile:
+        """What the index says of a file.
+
+        Raises:
+            SwapError: there is none of that name.
+        """
+        if name not in self.index.files:
+            raise SwapError(f"{self.directory / INDEX} refers to {name!r}, which is not among its files")
+        return self.index.files[name]
+
+    def table(self, name: str) -> dict[str, StoredTensor]:
+        """The tensors of a file of the checkpoint.
+
+        Raises:
+            SwapError: it is not one, or its header is damaged.
+        """
+        if name not in self._tables:
+            self.file(name)
+            self._tables[name] = {tensor.name: tensor for tensor in read_header(self.directory / name)}
+        return self._tables[name]
+
+    def tensor(self, file: str, name: str) -> StoredTensor:
+        """A tensor of a file of the checkpoint.
+
+        Raises:
+            SwapError: the file does not have it.
+        """
+        try:
+            return self.table(file)[name]
+        except KeyError:
+            raise SwapError(f"{self.directory / file} lacks tensor {name!r}, which the index names") from None
+
+    def verify(self, name: str, done: Callable[[int], object] = lambda _: None) -> None:
+        """Read all of a file and compare it with its checksum, once.
+
+        Args:
+            done: called with the bytes of each piece that was read.
+
+        Raises:
+            SwapError: it is damaged.
+            SwapIOError: it cannot be read.
+        """
+        if name in self._verified:
+            return
+        expected = self.file(name)
+        parts = []
+        for start in range(0, expected.length_bytes, PIECE_BYTES):
+            stop = min(start + PIECE_BYTES, expected.length_bytes)
+            data = self.reader.read_bytes(self.directory / name, start, stop)
+            parts.append((codec.checksum(data), stop - start))
+            done(stop - start)
+        self.check(name, codec.join_checksums(parts), expected.crc32c)
+        self._verified.add(name)
+
+    def check(self, name: str, found: int, expected: int, tensor: str = "") -> None:
+        """Refuse a file, or one tensor of it, whose CRC-32C is `found`."""
+        if found != expected:
+            what = f"tensor {tensor!r} of " if tensor else ""
+            raise SwapError(
+                f"{what}{self.directory / name} is damaged: its CRC-32C is {found:08x}, and was {expected:08x} when "
+                "it was saved; use another checkpoint"
+            )
+
+    def small_tensor(self, name: str) -> torch.Tensor:
+        """A tensor of the file of values."""
+        self.verify(VALUES)
+        return self.reader.read(self.tensor(VALUES, name))

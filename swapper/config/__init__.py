@@ -1,0 +1,27 @@
+"""All that a user can set: `OffloadConfig`, its sections, and sizes as people write them."""
+
+from swapper.config.settings import (
+    AioConfig,
+    CheckpointConfig,
+    OffloadConfig,
+    OffloadGradientConfig,
+    OffloadOptimizerConfig,
+    OffloadParamConfig,
+    format_size,
+    json_schema,
+    parse_size,
+    read_mapping,
+)
+
+__all__ = [
+    "AioConfig",
+    "CheckpointConfig",
+    "OffloadConfig",
+    "OffloadGradientConfig",
+    "OffloadOptimizerConfig",
+    "OffloadParamConfig",
+    "format_size",
+    "json_schema",
+    "parse_size",
+    "read_mapping",
+]

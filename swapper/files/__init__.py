@@ -1,0 +1,1 @@
+"""Formats of others: torch's ZIP files, distributed checkpoints, safetensors."""

@@ -1,0 +1,217 @@
+"""Storage for `torch.distributed.checkpoint`: each rank writes and reads its part through the I/O engine.
+
+The directory is that of torch's `FileSystemWriter`: files `__RANK_N.distcp` of tensors, each as `torch.save` writes it,
+and `.metadata`. Either reads what the other wrote. As with torch's, `.metadata` is a pickle: load only what you trust.
+
+[Note: the previous checkpoint] A save into a directory that has a checkpoint writes new files beside those of the old
+one. `.metadata` is replaced last, atomically, and then the old files go. So a save that fails leaves the old one whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import io
+import os
+import pickle
+import secrets
+from collections import defaultdict
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import (
+    LoadItemType,
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from swapper.errors import SwapIOError
+from swapper.files import archive
+from swapper.files.archive import BadArchive
+from swapper.files.fastsave import Prepared, checked
+from swapper.files.whole_file import POOL_BYTES, InputFile, OutputFile
+from swapper.io.handle import AsyncIOHandle
+
+__all__ = ["SwapStorageReader", "SwapStorageWriter"]
+
+_ALIGNMENT_BYTES = 64
+
+
+class SwapStorageWriter(FileSystemWriter):
+    """`FileSystemWriter` of torch, through the engine: for `dcp.save` and `dcp.async_save`.
+
+    Each rank writes one file, which appears when it is complete and synced; `.metadata` comes last. A tensor that is a
+    dense part of a larger one is written from where it is, on whatever device; others are copied, one at a time.
+
+    Args:
+        path: directory of the checkpoint; made if it is not there.
+        overwrite: whether it may have a checkpoint already. That one is whole until the new one is, and then goes.
+        cache_staged_state_dict: as for `FileSystemWriter`, for `async_save`.
+        pool_bytes: page-locked memory to write from, at least 256 KiB.
+        handle: engine to write with, left open; None for one of its own in each save.
+
+    Raises:
+        SwapIOError: from `dcp.save`, wrapped by it: the drive is full or has failed, or the directory is gone.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        overwrite: bool = True,
+        cache_staged_state_dict: bool = False,
+        pool_bytes: int = POOL_BYTES,
+        handle: AsyncIOHandle | None = None,
+    ) -> None:
+        super().__init__(path, overwrite=overwrite, cache_staged_state_dict=cache_staged_state_dict)
+        self._pool_bytes = pool_bytes
+        self._handle = handle
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write what this rank has to write."""
+        results: list[WriteResult] = []
+        if plan.items:
+            path = self._new_file(cast(Any, plan.storage_data).prefix)
+            with OutputFile(path, pool_bytes=self._pool_bytes, handle=self._handle) as output:
+                # Objects first, as torch does.
+                for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
+                    results.append(self._write(output, item, planner, path.name))
+                output.commit()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(results)
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Write what is where: the checkpoint is complete then. Remove the files of the one before it."""
+        if hasattr(filesystem, "CURRENT_DCP_VERSION"):
+            metadata.version = filesystem.CURRENT_DCP_VERSION
+        metadata.storage_data = {result.index: result.storage_data for each in results for result in each}
+        metadata.storage_meta = self.storage_meta()
+        rank = None if getattr(self, "use_collectives", True) else getattr(self, "rank", None)
+        directory = Path(self.path)
+        path, data = directory / (".metadata" if rank is None else f"__{rank}.metadata"), pickle.dumps(metadata)
+        with OutputFile(path, length_bytes=len(data), handle=self._handle) as output:
+            output.append(data)
+            output.commit()
+        if rank is None:
+            kept = {info.relative_path for info in metadata.storage_data.values()}
+            for path in directory.glob(f"__*_*{filesystem.DEFAULT_SUFFIX}"):
+                if path.name not in kept:
+                    with contextlib.suppress(OSError):
+                        path.unlink()
+
+    def prepared(self, tensor: torch.Tensor) -> Prepared:
+        """What is written of a tensor, whose storage has nothing else."""
+        return Prepared(tensor)
+
+    def _write(self, output: OutputFile, item: WriteItem, planner: SavePlanner, file_name: str) -> WriteResult:
+        output.append(b"\0" * (-output.tell() % _ALIGNMENT_BYTES))
+        start = output.tell()
+        data = planner.resolve_data(item)
+        if isinstance(data, io.BytesIO):
+            output.append(data.getbuffer())
+        else:
+            self.prepared(_alone(data)).write(output)
+        length = output.tell() - start
+        return WriteResult(item.index, length, filesystem._StorageInfo(file_name, start, length))
+
+    def _new_file(self, prefix: str) -> Path:
+        """A name that is not taken: see [Note: the previous checkpoint]."""
+        path = Path(self.path) / f"{prefix}0{filesystem.DEFAULT_SUFFIX}"
+        if path.exists():
+            path = path.with_stem(f"{path.stem}-{secrets.token_hex(4)}")
+        return path
+
+
+def _alone(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor with a storage that holds nothing else: the same memory if that is dense, or a copy."""
+    tensor = tensor.detach()
+    if tensor.layout != torch.strided or tensor.is_conj() or tensor.is_neg():
+        return tensor.clone()
+    storage = tensor.untyped_storage()
+    if storage.nbytes() == tensor.nbytes:
+        return tensor
+    if not tensor.is_contiguous():
+        return tensor.clone()
+    start = int(tensor.storage_offset()) * tensor.element_size()
+    part = cast(torch.UntypedStorage, storage[start : start + tensor.nbytes])
+    empty = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return empty.set_(part, 0, tensor.size(), tensor.stride())
+
+
+class SwapStorageReader(FileSystemReader):
+    """`FileSystemReader` of torch, through the engine: for `dcp.load`.
+
+    Each tensor is compared with its checksum, copied to where it belongs, and let go of: one at a time is held.
+
+    Args:
+        path: directory of the checkpoint, of this module's writer or torch's.
+        pool_bytes: page-locked memory to read into, at least 256 KiB.
+        handle: engine to read with, left open; None for one of its own for each file.
+
+    Raises:
+        SwapIOError: from `dcp.load`, wrapped by it: a file cannot be read, is truncated or damaged (EBADMSG), or is not
+            in the directory.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        pool_bytes: int = POOL_BYTES,
+        handle: AsyncIOHandle | None = None,
+    ) -> None:
+        super().__init__(path)
+        self._pool_bytes = pool_bytes
+        self._handle = handle
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read what this rank needs."""
+        places = [(self.storage_data[item.storage_index], item) for item in plan.items]
+        if any(getattr(place, "transform_descriptors", None) for place, _ in places):
+            return super().read_data(plan, planner)  # Written with extensions of torch: compressed, say.
+        files: defaultdict[str, list[tuple[int, int, ReadItem]]] = defaultdict(list)
+        for place, item in places:
+            files[place.relative_path].append((place.offset, place.length, item))
+        for name, items in files.items():
+            with InputFile(self._inside(name), pool_bytes=self._pool_bytes, handle=self._handle) as file:
+                for offset, length, item in sorted(items, key=lambda each: each[0]):
+                    file.restrict(offset, length)
+                    _read(file, item, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _inside(self, name: str) -> Path:
+        if name in ("", ".", "..") or os.path.basename(name) != name:
+            raise SwapIOError(errno.EINVAL, "read", self.path, detail=f"the file {name!r} is not in the directory")
+        return Path(self.path) / name
+
+
+def _read(file: InputFile, item: ReadItem, planner: LoadPlanner) -> None:
+    if item.type == LoadItemType.BYTE_IO:
+        planner.load_bytes(item, io.BytesIO(checked(file, lambda: file.read(file.length_bytes))))
+        return
+    try:
+        file.check(archive.read_directory(file.read_at, file.length_bytes))
+    except BadArchive as error:
+        raise SwapIOError(errno.EBADMSG, "read", file.path, detail=f"{item.storage_index.fqn}: {error}") from None
+    tensor = checked(file, lambda: torch.load(cast(Any, file), "cpu", weights_only=True, mmap=False))
+    for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+        tensor = tensor.narrow(dimension, start, length)
+    target = planner.resolve_tensor(item).detach()
+    if target.size() != tensor.size():
+        raise ValueError(f"{item.storage_index.fqn}: {tuple(tensor.size())} is stored, {tuple(target.size())} wanted")
+    target.copy_(tensor)
+    planner.commit_tensor(item, target)

@@ -1,0 +1,286 @@
+"""Tensors in safetensors files: what a file has, and reading one tensor at a time with the engine.
+
+[Note: why an own reader] The format is 8 bytes with the header's length, little-endian, the header in JSON, and the
+tensors, at offsets that it gives (https://github.com/huggingface/safetensors, "Format"). The package of that name maps
+a file into memory: then a failing drive or a file that is cut off meanwhile is a SIGBUS, where this says which tensor
+could not be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import json
+import math
+import mmap
+import os
+import stat
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+
+from swapper.errors import SwapError, SwapIOError, show, system_errors
+from swapper.io.handle import AsyncIOHandle, File
+from swapper.storage.layout import PAGE_BYTES, round_up
+from swapper.tensors.evicted import Home
+
+__all__ = [
+    "DTYPES",
+    "FromFile",
+    "StoredTensor",
+    "TensorReader",
+    "parse_json",
+    "read_header",
+    "read_small",
+    "stored_dtype",
+]
+
+_LONGEST_HEADER_BYTES = 100_000_000
+"""As in the reference implementation."""
+
+_OPEN_FILES = 16
+
+_MOST_BYTES = 1 << 63
+_MOST_DIMENSIONS = 64
+"""More than these PyTorch cannot have in a tensor, or cannot copy."""
+
+DTYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
+    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,
+    "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
+}  # fmt: skip
+
+
+_PAIRS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
+
+
+def stored_dtype(dtype: torch.dtype) -> torch.dtype:
+    """In which a checkpoint has tensors of `dtype`: complex numbers as pairs, what the format lacks as bytes."""
+    return _PAIRS.get(dtype, dtype if dtype in DTYPES.values() else torch.uint8)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """A tensor in a file.
+
+    Attributes:
+        path: of the file.
+        name: in the file.
+        dtype, shape: of the tensor.
+        start_bytes, stop_bytes: where in the file its elements are, in the order of indices.
+    """
+
+    path: Path
+    name: str
+    dtype: torch.dtype
+    shape: torch.Size
+    start_bytes: int
+    stop_bytes: int
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """The tensors of a safetensors file, in the order of its header.
+
+    What the header says is not believed: a tensor of the result fits the file, and PyTorch can have its shape.
+
+    Raises:
+        SwapIOError: the file cannot be read, or is shorter than its header says.
+        SwapError: it is no such file; the message says what is wrong.
+    """
+    with _opened(path) as (file, size_bytes):
+        length = int.from_bytes(file.read(8), "little")
+        if size_bytes < 8 or length > min(size_bytes - 8, _LONGEST_HEADER_BYTES):
+            raise _malformed(path, f"it has {size_bytes} bytes, and its header would have {length}")
+        text = file.read(length)
+    try:
+        table = parse_json(text)
+    except ValueError as error:
+        raise _malformed(path, f"its header is no valid JSON ({error})") from error
+    if not isinstance(table, dict):
+        raise _malformed(path, "its header is no table")
+    found = [_entry(path, name, entry, 8 + length) for name, entry in table.items() if name != "__metadata__"]
+    ordered = sorted(found, key=lambda t: (t.start_bytes, t.stop_bytes))
+    for one, other in itertools.pairwise(ordered):
+        if other.start_bytes < one.stop_bytes:
+            raise _malformed(path, f"tensors {show(one.name)} and {show(other.name)} overlap")
+    for tensor in found:
+        if tensor.stop_bytes > size_bytes:
+            length = tensor.stop_bytes - tensor.start_bytes
+            detail = f"tensor {show(tensor.name)} ends beyond the file's {size_bytes} bytes; copy or download it again"
+            raise SwapIOError(errno.ENODATA, "read", path, tensor.start_bytes, length, detail)
+    return found
+
+
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
+    """An ordinary file and its length: what is none would be waited for, or never end."""
+    try:
+        # Without waiting for the writer of a pipe.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise _malformed(path, "it is no ordinary file")
+            yield file, status.st_size
+    except OSError as error:
+        raise SwapIOError(error.errno or errno.EIO, "read", path) from error
+    except ValueError as error:  # A null character in the name.
+        raise SwapIOError(errno.EINVAL, "open", str(path).replace("\0", "\\0"), detail=str(error)) from error
+
+
+def read_small(path: Path) -> bytes:
+    """All of an ordinary file that is not too long for a header.
+
+    Raises:
+        SwapError: it is longer, or no ordinary file.
+        SwapIOError: it cannot be read.
+    """
+    with _opened(path) as (file, size_bytes):
+        if size_bytes > _LONGEST_HEADER_BYTES:
+            raise SwapError(f"{path} has {size_bytes} bytes: too many for an index of safetensors files")
+        return file.read(_LONGEST_HEADER_BYTES)
+
+
+def parse_json(text: bytes) -> Any:
+    """The value of a JSON text in UTF-8 that somebody else wrote.
+
+    Raises:
+        ValueError: it is none. So it is if a name comes twice, for numbers that are none, and for text that is no
+            Unicode, all of which Python would take.
+    """
+    try:
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_without_repetition, parse_constant=_refuse_constant)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _refuse_constant(constant: str) -> None:
+    raise ValueError(f"{constant} is no number")
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        raise ValueError("a name comes twice")
+    for name in table:
+        try:
+            name.encode()
+        except UnicodeEncodeError:  # Half of a pair of surrogates; whatever prints or encodes it would fail.
+            raise ValueError(f"the name {show(name)} is no Unicode text") from None
+    return table
+
+
+def _entry(path: Path, name: str, entry: object, payload_bytes: int) -> StoredTensor:
+    match entry:
+        case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, stop]} if all(
+            type(number) is int for number in (*shape, start, stop)
+        ) and all(0 <= size < _MOST_BYTES for size in shape):
+            if dtype not in DTYPES:
+                raise _malformed(path, f"tensor {show(name)} is of dtype {show(dtype)}, which PyTorch does not have")
+            if len(shape) > _MOST_DIMENSIONS:
+                raise _malformed(path, f"tensor {show(name)} has {len(shape)} dimensions")
+            # PyTorch multiplies all sizes for the strides, those of a tensor without elements too.
+            if math.prod(max(size, 1) for size in shape) * DTYPES[dtype].itemsize >= _MOST_BYTES:
+                raise _malformed(path, f"tensor {show(name)} has the impossible shape {show(shape)}")
+            length = math.prod(shape) * DTYPES[dtype].itemsize
+            if start >= 0 and stop - start == length:
+                return StoredTensor(
+                    path, name, DTYPES[dtype], torch.Size(shape), payload_bytes + start, payload_bytes + stop
+                )
+            raise _malformed(path, f"tensor {show(name)} is at bytes {show(start)} to {show(stop)}, but needs {length}")
+    raise _malformed(path, f"what it says of tensor {show(name)} is not dtype, shape and data_offsets")
+
+
+def _malformed(path: Path, why: str) -> SwapError:
+    return SwapError(f"{path} is not a whole safetensors file: {why}; copy or download it again")
+
+
+@dataclass
+class TensorReader:
+    """Reads tensors of files, one at a time. After `close` it opens the file for each anew."""
+
+    handle: AsyncIOHandle
+    done: Callable[[int], object]
+    files: dict[Path, File] = field(default_factory=dict)
+    failure: BaseException | None = None
+    """The first error, which torch would make a sentence of."""
+    closed: bool = False
+
+    def read(self, tensor: StoredTensor) -> torch.Tensor:
+        """The tensor, in memory of its own."""
+        if tensor.stop_bytes == tensor.start_bytes:
+            return torch.empty(tensor.shape, dtype=tensor.dtype)
+        data = self.read_bytes(tensor.path, tensor.start_bytes, tensor.stop_bytes)
+        if data.data_ptr() % tensor.dtype.itemsize:
+            data = data.clone()
+        self.done(data.numel())
+        return data.view(tensor.dtype).view(tensor.shape)
+
+    def read_bytes(self, path: Path, start_bytes: int, stop_bytes: int) -> torch.Tensor:
+        """Bytes of a file, at least one: 1-D, in memory of their own, and at the start of their storage.
+
+        The latter because the tensor may end up with the user: `torch.set_rng_state` misreads one that starts later,
+        and `torch.save` writes storages in whole.
+        """
+        if self.closed:
+            with contextlib.closing(TensorReader(AsyncIOHandle(), self.done)) as again:
+                return again.read_bytes(path, start_bytes, stop_bytes)
+        try:
+            with system_errors("open", path):
+                file = self.open(path)
+            # From page to page, into memory that starts at one: so it goes past the page cache where it can.
+            start = start_bytes // PAGE_BYTES * PAGE_BYTES
+            with system_errors("read", path):
+                size_bytes = path.stat().st_size
+            stop = min(round_up(stop_bytes, PAGE_BYTES), size_bytes)
+            stop = max(stop, stop_bytes)  # Of a file that was cut off meanwhile the read says so.
+            # Not from the heap, where what is allocated later and stays would make holes of what this leaves.
+            # Private: a forked child that changes it must not change it here.
+            with system_errors("allocate memory to read", path):
+                memory = mmap.mmap(-1, stop - start, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            self.handle.read(file, torch.frombuffer(memory, dtype=torch.uint8), start).wait()
+        except SwapError as error:
+            self.failure = self.failure or error
+            raise
+        return torch.frombuffer(memory, dtype=torch.uint8, offset=start_bytes - start, count=stop_bytes - start_bytes)
+
+    def open(self, path: Path) -> File:
+        """The file, which stays open until some others were opened: a process may have only so many at once."""
+        if path not in self.files:
+            while len(self.files) >= _OPEN_FILES:
+                self.files.pop(next(iter(self.files))).close()
+            self.files[path] = self.handle.open(path)
+        return self.files[path]
+
+    def close(self) -> None:
+        """Close all files. Idempotent."""
+        self.closed = True
+        for file in self.files.values():
+            file.close()
+        self.handle.close()
+
+
+class FromFile:
+    """The values of a tensor in a file. See `swapper.tensors.evicted.Source`."""
+
+    def __init__(self, reader: TensorReader, stored: StoredTensor) -> None:
+        self.shape, self.dtype = stored.shape, stored.dtype
+        self.stride = torch.empty(stored.shape, device="meta").stride()
+        self._reader = reader
+        self._stored = stored
+
+    def homes(self) -> Sequence[Home]:
+        """None: it is read."""
+        return ()
+
+    def real(self) -> torch.Tensor:
+        """Read it, anew each time."""
+        return self._reader.read(self._stored)
+
+    def lasting(self) -> torch.Tensor:
+        """The same."""
+        return self.real()

@@ -1,0 +1,173 @@
+"""Weights from safetensors files into a model that is larger than memory: one tensor at a time."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.nn.modules.module import _IncompatibleKeys
+
+from swapper.errors import ConfigError, SwapError, SwapIOError, show, system_errors
+from swapper.files.tensor_files import FromFile, StoredTensor, TensorReader, parse_json, read_header, read_small
+from swapper.io.handle import AsyncIOHandle
+from swapper.progress import ProgressBar
+from swapper.tensors.evicted import EvictedView
+from swapper.tensors.unfilled import is_unfilled
+
+__all__ = ["find_weights", "load_weights"]
+
+log = logging.getLogger(__name__)
+
+_INDEX = ".safetensors.index.json"
+_LONGEST_PATH = 4096
+
+
+def find_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
+    """The tensors that `path` names: a safetensors file, an index of several, or a directory with either.
+
+    Raises:
+        SwapIOError, SwapError: there are none, or one of the files is broken.
+    """
+    path = Path(path)
+    with system_errors("open", path):
+        is_directory = path.is_dir()
+        indices = sorted(path.glob(f"*{_INDEX}")) if is_directory else []
+        files = sorted(path.glob("*.safetensors")) if is_directory else []
+    if is_directory:
+        if len(indices) > 1:
+            names = ", ".join(index.name for index in indices)
+            raise SwapError(f"{path} has several sets of weights: {names}; name one of them")
+        if indices:
+            return _find_by_index(indices[0])
+        if not files:
+            raise SwapIOError(errno.ENOENT, "open", path, detail="there are no .safetensors files in this directory")
+        return _without_duplicates([tensor for file in files for tensor in read_header(file)])
+    return _find_by_index(path) if path.name.endswith(".json") else read_header(path)
+
+
+def _find_by_index(path: Path) -> list[StoredTensor]:
+    text = read_small(path)
+    try:
+        index = parse_json(text)
+    except ValueError as error:
+        raise SwapError(f"{path} is not an index of safetensors files: it is no valid JSON ({error})") from error
+    match index:
+        case {"weight_map": dict(places)} if all(isinstance(name, str) for name in places.values()):
+            pass
+        case _:
+            raise SwapError(f'{path} is not an index of safetensors files: it has no "weight_map" from names to files')
+    files = sorted({*places.values()})
+    for file in files:
+        _check_is_below(path, file)
+    tensors = {file: {tensor.name: tensor for tensor in read_header(path.parent / file)} for file in files}
+    for name, file in places.items():
+        if name not in tensors[file]:
+            raise SwapError(
+                f"{path} says that tensor {show(name)} is in {file}, but it is not; copy or download them again"
+            )
+    return [tensors[file][name] for name, file in places.items()]
+
+
+def _check_is_below(path: Path, file: str) -> None:
+    """Refuse a file name in the index `path` that leads out of its directory, or is none.
+
+    Links are followed: somebody made them here, as Hugging Face's cache does from its snapshots to its blobs.
+    """
+    try:
+        file.encode()
+    except UnicodeEncodeError:
+        why = "is no Unicode text"
+    else:
+        parts = file.split("/")
+        if len(file) < _LONGEST_PATH and not any(part in ("", ".", "..") or "\0" in part for part in parts):
+            return
+        why = "is not the name of a file in its directory"
+    raise SwapError(f"{path} is not an index of safetensors files: the file name {show(file)} in it {why}")
+
+
+def _without_duplicates(tensors: list[StoredTensor]) -> list[StoredTensor]:
+    seen: dict[str, StoredTensor] = {}
+    for tensor in tensors:
+        if (other := seen.setdefault(tensor.name, tensor)) is not tensor:
+            raise SwapError(f"tensor {tensor.name!r} is in {other.path} and in {tensor.path}; name one file")
+    return tensors
+
+
+@contextmanager
+def _reading(tensors: Sequence[StoredTensor]) -> Iterator[TensorReader]:
+    total = sum(tensor.stop_bytes - tensor.start_bytes for tensor in tensors)
+    with ProgressBar(
+        total=total, desc="loading weights", unit="B", unit_scale=True, leave=False, delay=1,
+        disable=not sys.stderr.isatty(),
+    ) as progress:  # fmt: skip
+        reader = TensorReader(AsyncIOHandle(), progress.update)
+        try:
+            yield reader
+        finally:
+            reader.close()
+
+
+def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: bool) -> _IncompatibleKeys:
+    """See `swapper.load_safetensors`."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type == "meta" and not torch.nn.parameter.is_lazy(tensor):
+            raise ConfigError(
+                f"model: {name} is on the meta device and has no memory to load into; call "
+                "swapper.materialize(model, config, initialiser) first"
+            )
+    tensors = find_weights(path)
+    _refuse_complex(model, tensors)
+    with _reading(tensors) as reader:
+        state = {tensor.name: EvictedView(FromFile(reader, tensor)) for tensor in tensors}
+        try:
+            missing, unexpected = model.load_state_dict(state, strict=False)
+        except RuntimeError as error:
+            if reader.failure is not None:
+                raise reader.failure from None
+            fix = "; build the model with the shapes that the file has" if "size mismatch" in str(error) else ""
+            raise SwapError(f"{path} could not be loaded: {error}{fix}") from error
+    missing = _without_tied(model, missing, state)
+    unfilled = [name for name, buffer in model.named_buffers() if is_unfilled(buffer) and name not in missing]
+    if unfilled:
+        text = (
+            f"{path} does not have {', '.join(unfilled)}, which are not persistent, and nothing has filled them since "
+            "swapper.materialize gave them memory"
+        )
+        if strict and not missing and not unexpected:
+            raise SwapError(
+                f"{text}; fill them in the initialiser, or before this call, or pass strict=False if the model fills "
+                "them itself before it uses them"
+            )
+        log.warning("%s; using them before they are filled raises", text)
+    if strict and (missing or unexpected):
+        lacks = f"it lacks {', '.join(missing)}" if missing else ""
+        has = f"the model does not have {', '.join(unexpected)}" if unexpected else ""
+        raise SwapError(
+            f"{path} does not fit the model: {' and '.join(filter(None, (lacks, has)))}; load weights of this model, "
+            "or pass strict=False to load what fits"
+        )
+    return _IncompatibleKeys(missing, unexpected)
+
+
+def _refuse_complex(model: torch.nn.Module, tensors: Sequence[StoredTensor]) -> None:
+    """Refuse complex numbers for real parameters and buffers, before any is loaded: torch drops half and warns once."""
+    own = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
+    for tensor in tensors:
+        if tensor.dtype.is_complex and tensor.name in own and not own[tensor.name].dtype.is_complex:
+            raise SwapError(
+                f"{tensor.path} has complex numbers for {tensor.name}, which is real in the model "
+                f"({own[tensor.name].dtype}); load weights of this model"
+            )
+
+
+def _without_tied(model: torch.nn.Module, missing: Sequence[str], state: dict[str, EvictedView]) -> list[str]:
+    """Those of `missing` whose parameter was not loaded by another name either."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    loaded = {id(parameters[name]) for name in state if name in parameters}
+    return [name for name in missing if name not in parameters or id(parameters[name]) not in loaded]

@@ -1,0 +1,1 @@
+"""Tensors to and from files: handles, device memory, checksums."""

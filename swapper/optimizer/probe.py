@@ -1,0 +1,417 @@
+"""What an optimizer's state looks like, and whether stepping in parts keeps its bits: found out by trying.
+
+A trial runs the user's own class with the user's own options on small tensors of our own. It touches neither the user's
+parameters nor the global random state.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import math
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import FunctionType
+from typing import Any, cast
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.errors import ConfigError
+from swapper.storage.layout import segment_cuts
+from swapper.tensors.strides import contiguous_stride, is_dense
+
+__all__ = [
+    "OWN_ATTRIBUTES",
+    "StateSpec",
+    "class_step",
+    "is_elementwise",
+    "keeps_bits",
+    "learn_state",
+    "refuse_unsupported",
+    "register_elementwise",
+    "unhooked_step",
+]
+
+OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__"})
+"""What wrapping puts on the user's instance."""
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
+_STEPS = 3
+_REAL_NUMEL = 1 << 18
+"""Parameters of at most so many elements are tried in their own shape."""
+_COUPLED_STEPS = 8
+"""Enough for what adapts slowly, like D-Adaptation and Prodigy, to have moved."""
+_elementwise: set[type[Optimizer]] = {
+    torch.optim.Adadelta,
+    torch.optim.Adagrad,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.ASGD,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.SGD,
+}
+_whole: set[type[Optimizer]] = {torch.optim.Adafactor, torch.optim.SparseAdam}
+"""Known to be per parameter, not per element."""
+if hasattr(torch.optim, "Muon"):  # Since torch 2.9.
+    _whole.add(torch.optim.Muon)
+_early: dict[type[Optimizer], bool] = {}
+_HOOKING_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__
+"""Of the function that torch puts around a class's step."""
+
+
+@dataclass(frozen=True)
+class StateSpec:
+    """One tensor of the state of one parameter.
+
+    Attributes:
+        key: its name in the state.
+        dtype: its element type.
+        shape: in elements.
+        stride: in elements; that of the parameter where the shapes are equal.
+    """
+
+    key: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def unhooked_step(cls: type[Optimizer]) -> Callable[..., Any]:
+    """`cls.step` without the wrapper that runs hooks, which torch puts around it when the class is first made.
+
+    Raises:
+        ConfigError: it is no function, as when `unittest.mock` has replaced it.
+    """
+    step: Any = cls.step
+    if getattr(step, "__code__", None) is _HOOKING_CODE:
+        return cast("Callable[..., Any]", step.__wrapped__)
+    if not isinstance(step, FunctionType):
+        raise ConfigError(
+            f"{cls.__name__}.step is a {type(step).__name__} and not a function, so it cannot be called for a part of "
+            "the parameters; mock the step of the wrapped optimizer (mock.patch.object(optimizer, 'step')), or use "
+            "autospec=True"
+        )
+    return step
+
+
+def class_step(cls: type[Optimizer]) -> Callable[[Optimizer], Any]:
+    """`unhooked_step`, to be called with an optimizer alone: a closure that it requires is None.
+
+    The swapper runs the user's closure itself, before the first bucket.
+
+    Raises:
+        ConfigError: it requires other arguments, or is no function.
+    """
+    step = unhooked_step(cls)
+    _, *parameters = inspect.signature(step).parameters.values()
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
+    if not required:
+        return step
+    if required != ["closure"]:
+        raise ConfigError(
+            f"{cls.__name__}.step requires {', '.join(required)}, and swapper can pass nothing but a closure; use an "
+            "optimizer whose step() works without arguments"
+        )
+    if parameters[0].name == "closure" and parameters[0].kind is not inspect.Parameter.KEYWORD_ONLY:
+        return lambda optimizer: step(optimizer, None)
+    return lambda optimizer: step(optimizer, closure=None)
+
+
+def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
+    """Say that `cls` computes each element from the same element of its state, gradient and parameter alone.
+
+    Its parameters are then cut into segments, so that the largest no longer decides how much memory a step takes. A
+    trial still checks it: where bits differ, whole parameters are used. Can be used as a decorator.
+    """
+    _elementwise.add(cls)
+    return cls
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's `step` is that of a class known to be elementwise; a subclass with its own is not."""
+    return _is_one_of(optimizer, _elementwise)
+
+
+def _is_one_of(optimizer: Optimizer, classes: set[type[Optimizer]]) -> bool:
+    step = unhooked_step(type(optimizer))
+    return any(isinstance(optimizer, cls) and unhooked_step(cls) is step for cls in classes)
+
+
+def learn_state(
+    optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor, dtype: torch.dtype
+) -> tuple[StateSpec, ...]:
+    """The tensors that the state of a parameter will hold once it was stepped.
+
+    For a large parameter sizes are replaced by small primes in the trial, equal sizes by equal ones, and back in the
+    state that comes of it.
+
+    Args:
+        optimizer: the user's.
+        group: the parameter group that the parameter is in.
+        like: the parameter: its shape, and its strides for state of the same shape. Its data are not read.
+        dtype: what the step will see: that of the parameter, or of its master.
+
+    Raises:
+        ConfigError: the class fails in the trial.
+    """
+    sizes = sorted({size for size in like.shape if size > 1})
+    if like.numel() <= _REAL_NUMEL:
+        sizes = []
+    small = {size: min(_PRIMES[i], size) if i < len(_PRIMES) else size for i, size in enumerate(sizes)}
+    if len(set(small.values())) < len(small):
+        small = {size: size for size in sizes}
+    large = {value: size for size, value in small.items()}
+    shape = tuple(small.get(size, size) for size in like.shape)
+    trial = _Trial(optimizer, group, [_seeded(shape, dtype, 0)])
+    for step in range(_STEPS):
+        trial.step([_seeded(shape, dtype, step + 1)])
+    state = trial.optimizer.state[trial.parameters[0]]
+    specs = []
+    for key, value in state.items():
+        if isinstance(value, torch.Tensor):
+            full = tuple(large.get(size, size) for size in value.shape)
+            if tuple(value.shape) == (math.prod(shape),):
+                full = (like.numel(),)
+            same = full == tuple(like.shape) and is_dense(like)
+            stride = like.stride() if same else contiguous_stride(full)
+            specs.append(StateSpec(key, value.dtype, full, stride))
+    return tuple(specs)
+
+
+def keeps_bits(
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, threads: int, low_precision: bool
+) -> bool:
+    """Whether this class, with these options, gives the same bits in segments as on the whole parameter."""
+    numel = (32768 * threads if low_precision else 0) + 64 * 5 + 37
+    whole = _Trial(optimizer, group, [_seeded((numel,), dtype, 0)])
+    cuts = segment_cuts(numel, numel // 2, low_precision=low_precision, threads=threads)
+    parts = _Trial(optimizer, group, [part.clone() for part in _cut(_seeded((numel,), dtype, 0), cuts)])
+    for step in range(_STEPS):
+        gradient = _seeded((numel,), dtype, step + 1)
+        whole.step([gradient])
+        for i, part in enumerate(_cut(gradient, cuts)):
+            parts.step([part], only=[i])
+    joined = torch.cat([p.detach() for p in parts.parameters])
+    if not _same_bits(whole.parameters[0].detach(), joined):
+        return False
+    for key, value in whole.optimizer.state[whole.parameters[0]].items():
+        pieces = [parts.optimizer.state[p][key] for p in parts.parameters]
+        if isinstance(value, torch.Tensor) and value.shape == (numel,):
+            if not _same_bits(value, torch.cat(pieces)):
+                return False
+        elif not all(_equal(value, piece) for piece in pieces):
+            return False
+    return True
+
+
+def refuse_unsupported(optimizer: Optimizer) -> None:
+    """Refuse what cannot be stepped one parameter at a time.
+
+    Raises:
+        ConfigError: naming the class and what about it cannot work.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            f"{name} keeps one history across all parameters and cannot be swapped; use a per-parameter optimizer"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ConfigError(
+            f"{name}: differentiable=True keeps the graph of the step, which swapping would cut; set it to False"
+        )
+    own_step = vars(optimizer).get("step")  # A scheduler puts a wrapper there, which calls the class's.
+    if own_step is not None and getattr(own_step, "__wrapped__", None) is not type(optimizer).step:
+        raise ConfigError(
+            f"{name}: step was replaced on the object by a {type(own_step).__name__}, which swapping would pass by; "
+            "wrap the optimizer first and replace step then, or write a subclass with a step of its own"
+        )
+    if any(isinstance(value, Optimizer) for value in vars(optimizer).values()):
+        raise ConfigError(f"{name} wraps another optimizer, which does the work; wrap_optimizer the inner one")
+    if stray := [key for key, value in optimizer.state.items() if value and not isinstance(key, torch.Tensor)]:
+        raise ConfigError(
+            f"{name} has state that belongs to no parameter of it ({stray[0]!r}), which cannot be swapped"
+        )
+    if _is_one_of(optimizer, _elementwise | _whole):
+        return
+    for group in optimizer.param_groups:
+        shapes = {
+            tuple(min(size, _PRIMES[i]) for i, size in enumerate(p.shape))
+            for p in group["params"]
+            if p.dim() <= len(_PRIMES)
+        }
+        for shape in sorted(shapes, key=lambda s: (len(s), s))[:4]:
+            if 0 not in shape:
+                _refuse_coupling(optimizer, group, shape)
+
+
+def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> None:
+    dtype = next(p.dtype for p in group["params"])
+    # So small that an update of any usual size changes them, in bf16 too.
+    start = [_seeded(shape, dtype, seed) * 2.0**-12 for seed in (0, 100)]
+    together = _Trial(optimizer, group, [t.clone() for t in start])
+    apart = _Trial(optimizer, group, [t.clone() for t in start])
+    for step in range(_COUPLED_STEPS):
+        # Gradients that agree from step to step, and of two sizes, bring out what adapts to all of them together.
+        gradients = [
+            scale * (_seeded(shape, dtype, seed) + 0.3 * _seeded(shape, dtype, seed + step + 1))
+            for scale, seed in ((1, 1), (8, 101))
+        ]
+        together.step(gradients)
+        before = dict(apart.group)
+        after: dict[str, Any] = {}
+        for i, gradient in enumerate(gradients):
+            apart.group.clear()  # With what the class has put in, as a step has it for each bucket.
+            apart.group.update(before)
+            apart.step([gradient], only=[i])
+            after = dict(apart.group)
+        apart.group.update(after)
+    stray = [key for key in together.optimizer.state if not any(key is p for p in together.parameters)]
+    if stray:
+        raise ConfigError(
+            f"{type(optimizer).__name__} keeps state that belongs to no parameter ({stray[0]!r}); it cannot be swapped"
+        )
+    untouched = not any(together.optimizer.state.values())
+    if untouched and all(_same_bits(p.detach(), t) for p, t in zip(together.parameters, start, strict=True)):
+        raise ConfigError(
+            f"{type(optimizer).__name__} changed nothing in {_COUPLED_STEPS} trial steps on tensors of shape {shape}, "
+            "so whether it can be swapped is unknown; if it wraps another optimizer, wrap_optimizer the inner one"
+        )
+    groups = [{key: v for key, v in trial.group.items() if key != "params"} for trial in (together, apart)]
+    same = _equal(*groups)
+    for p, q in zip(together.parameters, apart.parameters, strict=True):
+        states = together.optimizer.state[p], apart.optimizer.state[q]
+        same &= states[0].keys() == states[1].keys() and all(
+            _equal(states[0][key], states[1][key]) for key in states[0]
+        )
+        same &= _same_bits(p.detach(), q.detach())
+    if not same:
+        raise ConfigError(
+            f"{type(optimizer).__name__} computes something else when it steps one parameter at a time, so it "
+            "cannot be swapped exactly; set offload_optimizer.device to none, or use a per-parameter optimizer"
+        )
+
+
+class _Trial:
+    """A twin of the user's optimizer over tensors of ours."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        tensors: Sequence[torch.Tensor],
+        *,
+        state_to_start_with: bool | None = None,
+    ) -> None:
+        cls = type(optimizer)
+        self._step = class_step(cls)
+        self._name = cls.__name__
+        self.parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
+        self.group = {
+            key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        if "capturable" in self.group:
+            self.group["capturable"] = False
+        if "lr" in self.group and self.group["lr"] == 0:
+            self.group["lr"] = 1e-3  # A warm-up starts at 0, where nothing would be seen to change.
+        self.optimizer: Optimizer = cls.__new__(cls)
+        for key, value in vars(optimizer).items():
+            if key not in OWN_ATTRIBUTES:
+                vars(self.optimizer)[key] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+        for key in _HOOKS:
+            setattr(self.optimizer, key, OrderedDict())
+        self.optimizer.state = defaultdict(dict)
+        self.optimizer.param_groups = [self.group]
+        if _makes_state_early(optimizer, group) if state_to_start_with is None else state_to_start_with:
+            self._give_initial_state(optimizer, group)
+        self.group["params"] = self.parameters
+
+    def _give_initial_state(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        dim = self.parameters[0].dim()
+        for known in sorted(group["params"], key=lambda p: p.dim() != dim):
+            state = _state_in_memory(optimizer).get(known)
+            if not state or not known.numel():
+                continue
+            for parameter in self.parameters:
+                self.optimizer.state[parameter] = {
+                    key: _initial(value, known, parameter) if isinstance(value, torch.Tensor) else copy.copy(value)
+                    for key, value in state.items()
+                }
+            return
+
+    def step(self, gradients: Sequence[torch.Tensor], only: Sequence[int] | None = None) -> None:
+        chosen = self.parameters if only is None else [self.parameters[i] for i in only]
+        for parameter, gradient in zip(chosen, gradients, strict=True):
+            sparse = isinstance(self.optimizer, torch.optim.SparseAdam)
+            parameter.grad = gradient.to_sparse() if sparse else gradient.clone()
+        self.group["params"] = list(chosen)
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)
+                self._step(self.optimizer)
+        except Exception as error:
+            raise ConfigError(
+                f"{self._name} failed in a trial step on small tensors of shape "
+                f"{[tuple(p.shape) for p in chosen]}, so how to swap its state is unknown: {error!r}"
+            ) from error
+
+
+def _makes_state_early(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """Whether the class, like Adagrad, makes its state when it is constructed and expects it in the first step."""
+    cls = type(optimizer)
+    if not any(_state_in_memory(optimizer).values()):
+        return _early.get(cls, False)
+    if cls not in _early:
+        p = group["params"][0]
+        shape = tuple(min(size, _PRIMES[i % len(_PRIMES)]) for i, size in enumerate(p.shape))
+        try:
+            trial = _Trial(optimizer, group, [_seeded(shape, p.dtype, 0)], state_to_start_with=False)
+            trial.step([_seeded(shape, p.dtype, 1)])
+            _early[cls] = False
+        except ConfigError:
+            _early[cls] = True
+    return _early[cls]
+
+
+def _state_in_memory(optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
+    """The state, unless it is swapped."""
+    return {} if "swapper" in vars(optimizer) else optimizer.state
+
+
+def _initial(value: torch.Tensor, known: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if value.shape == known.shape and value.numel():
+        return torch.full_like(parameter, value.flatten()[0].item(), dtype=parameter.dtype)
+    return value.detach().cpu().clone()
+
+
+def _seeded(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def _cut(tensor: torch.Tensor, cuts: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+    return [tensor[start:stop] for start, stop in cuts]
+
+
+def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    a, b = a.reshape(-1), b.reshape(-1)
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def _equal(a: object, b: object) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and _same_bits(a.reshape(-1), b.reshape(-1))
+    if isinstance(a, (list, tuple, deque)) and isinstance(b, (list, tuple, deque)):
+        return type(a) is type(b) and len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
+    return type(a) is type(b) and bool(a == b)

@@ -1,0 +1,48 @@
+"""Copies of parameters in mapped files: they have an address for as long as somebody wants one, and cost disk."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+
+from swapper.parameter.records import ParameterPlace
+from swapper.storage.store import TensorStore
+
+__all__ = ["LastingCopies"]
+
+
+class LastingCopies:
+    """The copies that somebody has now, one of each parameter.
+
+    Args:
+        store: where the files are. They have no names, and go with the last tensor that shares their memory.
+    """
+
+    def __init__(self, store: TensorStore) -> None:
+        self._store = store
+        self._copies: dict[ParameterPlace, tuple[weakref.ref[torch.Tensor], int]] = {}
+
+    def get(self, place: ParameterPlace, checksum: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """The copy of one parameter, made or brought up to date.
+
+        Args:
+            place: of the parameter.
+            checksum: of its values now.
+            fill: copies them into a tensor of its shape and strides.
+
+        Raises:
+            NvmePathError: there is no space for it.
+        """
+        reference, filled = self._copies.get(place, (None, 0))
+        copy = None if reference is None else reference()
+        if copy is None:
+            with self._store.scratch_file(place.length_bytes) as file:
+                flat = torch.from_file(file.name, shared=True, size=place.numel, dtype=place.dtype)
+            copy = flat.as_strided(place.shape, place.stride)
+        elif filled == checksum:
+            return copy
+        fill(copy)
+        self._copies[place] = (weakref.ref(copy), checksum)
+        return copy

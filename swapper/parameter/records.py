@@ -1,0 +1,420 @@
+"""Which parameters of a model are swapped, grouped into records, and how each record is laid out.
+
+A record holds whole tensors under their names in `model.state_dict()` and nothing else, one after another without
+holes, so that its published form opens with every tool that knows safetensors. Those whose size is a multiple of 64
+bytes come first, each then aligned for the kernels that use it in place. The others follow tightly packed, and are
+copied to aligned places behind them when the record is in a buffer. So are those whose elements lie in another order
+than that of their indices (channels_last), because the format has them in that order.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from swapper.errors import ConfigError
+from swapper.io.codec import SAFETENSORS_NAMES
+from swapper.storage.layout import (
+    ALIGNMENT_BYTES,
+    PAGE_BYTES,
+    Entry,
+    RecordLayout,
+    format_bytes,
+    plan_whole_tensors,
+    round_up,
+)
+from swapper.tensors.evicted import home_of, is_ordinary
+from swapper.tensors.strides import is_dense, is_plain
+
+__all__ = [
+    "GROUP_BYTES",
+    "OtherTensors",
+    "ParameterPlace",
+    "ParameterRecord",
+    "first_of",
+    "least_bytes",
+    "modules_with_parameters",
+    "plan_parameter_records",
+    "plan_record_of",
+    "summary_of_what_stays",
+    "used_by",
+    "where",
+    "why_not",
+]
+
+_NAMES = SAFETENSORS_NAMES | {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
+"""How a record's header names the element types that are swapped. The file format has no other float8."""
+
+_ALREADY = "it is swapped already"
+_EMPTY = "it is empty"
+_ADVICE = {
+    "it is lazy": "run the model once before swapper.offload",
+    "its class is": "tensor subclasses, as of quantised tensors, cannot be moved: offload the model before it is "
+    "quantised, or use one whose weights are ordinary parameters",
+    "its dtype is": "convert the model to a floating dtype, as with model.to(torch.bfloat16)",
+    "it shares memory with": "give each memory of its own (clone), or register one parameter under both names",
+    "a tensor that is neither": "delete that tensor, or make it a copy (clone), before swapper.offload",
+    "it belongs to a ScriptModule": "offload the module that was scripted instead",
+    "its elements do not lie densely": "make it contiguous: p.data = p.data.contiguous()",
+    "it is computed from others": "register a leaf as the parameter",
+    "it is not contiguous": "make it contiguous: p.data = p.data.contiguous()",
+}
+"""What to do about a parameter that stays, by how the reason begins."""
+
+GROUP_BYTES = 16 << 20
+"""Small modules that follow one another share a record of about this size: one long transfer instead of many short."""
+
+
+@dataclass(eq=False, slots=True)
+class ParameterPlace:
+    """A parameter in its record.
+
+    Attributes:
+        name: in the model's state dict.
+        shape, stride, dtype: of the parameter.
+        file_offset_bytes: where the file has it.
+        offset_bytes: where the buffer has it for the kernels, a multiple of 64; often the same place.
+    """
+
+    parameter: torch.nn.Parameter
+    name: str
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    file_offset_bytes: int
+    offset_bytes: int
+
+    @property
+    def numel(self) -> int:
+        """Elements."""
+        return self.shape.numel()
+
+    @property
+    def length_bytes(self) -> int:
+        """Bytes of the values."""
+        return self.numel * self.dtype.itemsize
+
+
+@dataclass(eq=False, slots=True)
+class ParameterRecord:
+    """Parameters that are swapped together.
+
+    Attributes:
+        number: place in the order of registration.
+        places: the parameters.
+        layout: of the file.
+        file_bytes: length of the file, a multiple of 4096.
+        length_bytes: length of a buffer for it; more than the file where parameters have aligned copies.
+    """
+
+    number: int
+    places: tuple[ParameterPlace, ...]
+    layout: RecordLayout
+    file_bytes: int
+    length_bytes: int
+    moved: tuple[ParameterPlace, ...] = field(init=False)
+    """Those whose place in the buffer is not that in the file."""
+
+    def __post_init__(self) -> None:
+        self.moved = tuple(place for place in self.places if place.offset_bytes != place.file_offset_bytes)
+
+
+def why_not(parameter: torch.nn.Parameter) -> str:
+    """Why `parameter` stays in memory; "" if it can be swapped."""
+    if (home := home_of(parameter)) is not None:
+        return "" if home.temporary else _ALREADY
+    if torch.nn.parameter.is_lazy(parameter):
+        return "it is lazy and has no values yet"
+    if not is_ordinary(parameter) or not is_plain(parameter):
+        return f"its class is {type(parameter).__name__}"
+    if parameter.layout is not torch.strided or not is_dense(parameter):
+        return "its elements do not lie densely in memory"
+    if not parameter.dtype.is_floating_point or parameter.dtype not in _NAMES:
+        return f"its dtype is {parameter.dtype}"
+    if parameter.numel() == 0:
+        return _EMPTY
+    if not parameter.is_leaf:
+        return "it is computed from others"
+    if not parameter.is_contiguous() and torch.distributed.is_available() and torch.distributed.is_initialized():
+        return (
+            "it is not contiguous, and DistributedDataParallel would take its gradient for contiguous while it is away"
+        )
+    return ""
+
+
+class OtherTensors:
+    """Which parameters share their memory with a tensor that Python code has and that is no parameter of the model.
+
+    What autograd saved of one shares it too, but in C++, and does not count: it has the values of its time, as it
+    should, and the version counter says when it must not be used any more. Memory that torch does not own may have
+    users besides, such as the NumPy array that a parameter was made of: those cannot be known.
+    """
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] | None = None
+
+    def view(self, parameter: torch.nn.Parameter) -> bool:
+        """Whether such a tensor shares the memory of `parameter`, whose values are there."""
+        storage = parameter.untyped_storage()
+        if torch._C._storage_Use_Count(storage._cdata) <= 2:  # the parameter's, and that of this Python object
+            return False
+        if self._counts is None:
+            self._counts = _tensors_by_storage()
+        return self._counts.get(storage._cdata, 0) > 1
+
+
+def _tensors_by_storage() -> dict[int, int]:
+    """How many tensors that Python code has there are for each storage."""
+    counts: dict[int, int] = {}
+    with torch._C.DisableTorchFunctionSubclass():
+        for item in gc.get_objects():
+            kind = type(item)
+            # Those that dispatch to Python have no storage of their own.
+            if not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+                continue
+            with contextlib.suppress(NotImplementedError, RuntimeError):  # As have some others.
+                number = item.untyped_storage()._cdata
+                counts[number] = counts.get(number, 0) + 1
+    return counts
+
+
+def modules_with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules that own parameters, with the prefix of their names, in order of registration, each once."""
+    for name, module in model.named_modules():
+        if any(parameter is not None for parameter in module._parameters.values()):
+            yield f"{name}." if name else "", module
+
+
+def _names_by_storage(model: torch.nn.Module) -> dict[int, list[str]]:
+    """The parameters and buffers, each once, in each storage: what changes one of them may change the others."""
+    names: dict[int, list[str]] = {}
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if home_of(tensor) is not None or torch.nn.parameter.is_lazy(tensor):  # It shares memory with nothing.
+            continue
+        if tensor.layout is torch.strided and is_plain(tensor):
+            names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    return names
+
+
+def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[list[ParameterRecord], dict[str, str]]:
+    """Group the parameters of `model`.
+
+    Args:
+        model: its parameters are in memory, or on the meta device.
+        bucket_bytes: a record is longer only if one module's parameters are.
+
+    Returns:
+        The records; and for each parameter that stays in memory, by name, the reason.
+    """
+    stays: dict[str, str] = {}
+    seen: set[torch.nn.Parameter] = set()
+    sharing = _names_by_storage(model)
+    others_of_it = OtherTensors()
+    groups: list[list[tuple[str, torch.nn.Parameter]]] = []
+    total_bytes = 0
+    for prefix, module in modules_with_parameters(model):
+        unit = []
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter in seen:
+                continue
+            seen.add(parameter)
+            reason = "it belongs to a ScriptModule" if isinstance(module, torch.jit.ScriptModule) else ""
+            reason = reason or why_not(parameter)
+            if not reason and parameter.device.type != "meta" and home_of(parameter) is None:
+                names = sharing[parameter.untyped_storage().data_ptr()]
+                if others := [other for other in names if other != prefix + name]:
+                    reason = f"it shares memory with {', '.join(others)}"
+                elif others_of_it.view(parameter):
+                    reason = "a tensor that is neither a parameter nor a buffer of the model shares its memory"
+            if reason:
+                stays[prefix + name] = reason
+            else:
+                unit.append((prefix + name, parameter))
+        unit_bytes = sum(parameter.nbytes for _, parameter in unit)
+        if not unit:
+            continue
+        if not groups or total_bytes + unit_bytes > min(GROUP_BYTES, bucket_bytes):
+            groups.append([])
+            total_bytes = 0
+        groups[-1] += unit
+        total_bytes += unit_bytes
+    return [plan_record_of(number, group) for number, group in enumerate(groups)], stays
+
+
+def summary_of_what_stays(model: torch.nn.Module, records: Iterable[ParameterRecord], stays: Mapping[str, str]) -> str:
+    """Say which parameters stay in memory, why, and what to do; and the buffers, if most of the model stays.
+
+    Args:
+        model, records, stays: see `plan_parameter_records`.
+
+    Returns:
+        Lines for the log; "" if there is nothing to say.
+
+    Raises:
+        ConfigError: the model has DTensors; or it has parameters, and not one byte of them can be moved.
+    """
+    parameters = dict(model.named_parameters())
+    names_by_reason: dict[str, list[str]] = {}
+    for name, reason in stays.items():
+        if is_sharded(parameters[name]):
+            raise ConfigError(
+                f"offload_param.device: nvme cannot work for parameter {name}, a DTensor, in this version of swapper: "
+                "offload the model before it is sharded, or use offload_param.device: none"
+            )
+        if reason not in (_ALREADY, _EMPTY):
+            # What it shares its memory with is in `stays`; here parameters of one kind of reason are one line.
+            kind = reason if not reason.startswith("it shares memory with") else "it shares memory with another tensor"
+            names_by_reason.setdefault(kind, []).append(name)
+    moved_bytes = sum(place.length_bytes for record in records for place in record.places)
+    moved_bytes += sum(_length_bytes(parameters[name]) for name, reason in stays.items() if reason == _ALREADY)
+    buffers = dict(model.named_buffers())
+    buffer_bytes = sum(map(_length_bytes, buffers.values()))
+    bytes_of = {
+        reason: sum(_length_bytes(parameters[name]) for name in names) for reason, names in names_by_reason.items()
+    }
+    kept_bytes = sum(bytes_of.values())
+    most = kept_bytes + buffer_bytes > moved_bytes and (names_by_reason or buffer_bytes >= GROUP_BYTES)
+    if not names_by_reason and not most:
+        return ""
+    lines = [
+        f"{format_bytes(length)} in {len(names_by_reason[reason])} of {len(parameters)} parameters "
+        f"({_some(names_by_reason[reason])}): {reason}; "
+        + next(advice for beginning, advice in _ADVICE.items() if reason.startswith(beginning))
+        for reason, length in sorted(bytes_of.items(), key=lambda item: -item[1])
+    ]
+    if most and buffers:
+        lines.append(
+            f"{format_bytes(buffer_bytes)} in {len(buffers)} buffers ({_some(list(buffers))}): buffers are not "
+            "swapped; use a model whose weights are parameters"
+        )
+    total_bytes = moved_bytes + kept_bytes + (buffer_bytes if most else 0)
+    text = f"{format_bytes(total_bytes - moved_bytes)} of the {format_bytes(total_bytes)} of this model stay in memory:"
+    text = "\n  ".join([text, *lines])
+    if names_by_reason and not moved_bytes:
+        raise ConfigError(
+            "offload_param.device: nvme cannot move a byte of this model's parameters; use offload_param.device: none, "
+            f"or change this. {text}"
+        )
+    return text
+
+
+def is_sharded(parameter: torch.nn.Parameter) -> bool:
+    """Whether `parameter` is a DTensor. Imports nothing: if the module was not imported there are none."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(parameter, module.DTensor)
+
+
+def _length_bytes(tensor: torch.Tensor) -> int:
+    """Bytes that `tensor` takes, as far as it says; of a tensor that is made of others, theirs."""
+    if hasattr(tensor, "__tensor_flatten__"):
+        return sum(_length_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
+    with contextlib.suppress(NotImplementedError, RuntimeError):  # As of sparse and lazy ones.
+        return tensor.nbytes
+    return 0
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of `names`, and how many more there are."""
+    shown = ", ".join(names[:3])
+    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def plan_record_of(number: int, group: Sequence[tuple[str, torch.nn.Parameter]]) -> ParameterRecord:
+    """Lay out a record of `group`, parameters with their names.
+
+    Args:
+        number: of the record.
+    """
+
+    def rank(item: tuple[str, torch.nn.Parameter]) -> int:
+        # Of those that lie tightly packed, the ones with wide elements come first: each is then at a multiple of them.
+        p = item[1]
+        return 0 if p.nbytes % ALIGNMENT_BYTES == 0 else 17 - p.dtype.itemsize
+
+    ordered = sorted(group, key=rank)  # stable
+    layout = plan_whole_tensors(
+        [Entry(name, _NAMES[p.dtype], (*p.shape, 2) if p.dtype.is_complex else tuple(p.shape)) for name, p in ordered]
+    )
+    places = []
+    cursor = round_up(layout.tail_offset_bytes, ALIGNMENT_BYTES)
+    for (name, p), file_offset in zip(ordered, layout.offsets_bytes, strict=True):
+        offset = file_offset
+        if file_offset % ALIGNMENT_BYTES or not p.is_contiguous():
+            offset, cursor = cursor, round_up(cursor + p.nbytes, ALIGNMENT_BYTES)
+        places.append(ParameterPlace(p, name, p.shape, p.stride(), p.dtype, file_offset, offset))
+    length = max(layout.length_bytes, round_up(cursor, PAGE_BYTES))
+    return ParameterRecord(number, tuple(places), layout, layout.length_bytes, length)
+
+
+def used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
+    """The parameters that the forward of `module` itself uses, as far as can be known before it runs."""
+    whole = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
+    # These choose another kernel in evaluation if a parameter of a module below them is not an ordinary one.
+    yield from module.parameters(recurse=isinstance(module, whole))
+    if isinstance(module, torch.nn.TransformerEncoder) and len(module.layers):
+        yield from module.layers[0].parameters()  # As does this, by those of its first layer alone.
+
+
+def where(records: Iterable[ParameterRecord]) -> Mapping[torch.Tensor, tuple[int, int]]:
+    """The number of the record of each parameter, and its length in bytes; of those that are still there."""
+    found: Mapping[torch.Tensor, tuple[int, int]] = WeakIdKeyDictionary(
+        {place.parameter: (record.number, record.length_bytes) for record in records for place in record.places}
+    )
+    return found
+
+
+def first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[ParameterRecord]:
+    """The first records that together take at most `resident_bytes`."""
+    chosen: set[ParameterRecord] = set()
+    for record in records:
+        if resident_bytes < record.length_bytes:
+            break
+        resident_bytes -= record.length_bytes
+        chosen.add(record)
+    return chosen
+
+
+def least_bytes(
+    model: torch.nn.Module, records: Sequence[ParameterRecord], resident: set[ParameterRecord], step_in_backward: bool
+) -> tuple[int, str]:
+    """What the pool must have for parameters, and the sum in words."""
+    moving = [record for record in records if record not in resident]
+    largest = max((record.length_bytes for record in moving), default=0)
+    needed = 2 * largest
+    why = f"2 x {format_bytes(largest)} (the largest record: one in use, one arriving)"
+    together, name = _longest_together(model, moving)
+    if together > needed:
+        needed = together
+        why = f"{format_bytes(together)} (what {name or 'the model'} uses itself, and the modules it runs in,)"
+    if step_in_backward:
+        needed += largest
+        why += f" + {format_bytes(largest)} (stepped in backward)"
+    if resident:
+        kept_bytes = sum(record.length_bytes for record in resident)
+        needed += kept_bytes
+        why += f" + {format_bytes(kept_bytes)} kept resident"
+    return needed, why
+
+
+def _longest_together(model: torch.nn.Module, records: Iterable[ParameterRecord]) -> tuple[int, str]:
+    """The most bytes of records that are there while a module runs inside others, and the name of that module."""
+    record_of = {place.parameter: record for record in records for place in record.places}
+
+    return _walk("", model, frozenset(), record_of)
+
+
+def _walk(
+    name: str,
+    module: torch.nn.Module,
+    outer: frozenset[ParameterRecord],
+    record_of: Mapping[torch.nn.Parameter, ParameterRecord],
+) -> tuple[int, str]:
+    used = outer | {record_of[p] for p in used_by(module) if p in record_of}
+    below = [_walk(f"{name}.{key}".lstrip("."), child, used, record_of) for key, child in module.named_children()]
+    return max([(sum(record.length_bytes for record in used), name), *below], key=lambda item: item[0])

@@ -1,0 +1,180 @@
+"""What autograd saves of parameters: places in records instead of tensors, so that nothing keeps their buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+from torch.utils._pytree import tree_map_only
+
+from swapper.errors import SwapError
+from swapper.parameter.cache import BY_ADDRESS, Held, ParameterCache
+from swapper.tensors.evicted import home_of
+
+__all__ = ["in_transform", "refuse_in_transform", "saves_places", "saving_places"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Packed:
+    """A tensor that autograd saved, as a place in a record. Keeps the values though nobody has the model any more."""
+
+    cache: ParameterCache
+    held: Held
+    index: int
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    storage_offset: int
+    version: int
+
+
+class _Hollow(torch.Tensor):
+    """Looks like a tensor that was saved, and knows where its values are."""
+
+    packed: _Packed
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Detached it is itself; of anything else the result is a plain tensor."""
+        if func is torch.Tensor.detach:
+            return args[0]
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def saving_places(used: Iterable[object]) -> torch.autograd.graph.saved_tensors_hooks | None:
+    """Within it autograd saves parameters as places; None if nothing is saved, or if it does so already.
+
+    Args:
+        used: what is used within it; others than our parameters are of no interest.
+
+    Raises:
+        SwapError: nobody may decide, and autograd would save our parameters themselves.
+    """
+    if not torch.is_grad_enabled():
+        return None
+    if (others := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        if others[0].__module__ == __name__:  # Of a module around this one, and nobody changed it since.
+            return None
+        return _with_checkpoint(*others) if others[0].__module__ == "torch.utils.checkpoint" else _with_users(*others)
+    if torch._C._autograd._saved_tensors_hooks_get_disabled_error_message() is not None:
+        if any(home_of(item) is not None for item in used):
+            raise SwapError(
+                "swapped parameters are used where saved tensors hooks are disabled, and autograd could not let them go"
+            )
+        return None
+    return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
+
+
+def saves_places() -> bool:
+    """Whether the hooks that decide now what autograd saves are from `saving_places`."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == __name__
+
+
+def _with_checkpoint(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> torch.autograd.graph.saved_tensors_hooks:
+    """The hooks of activation checkpointing, which keep what is recomputed until backward has used it, as places.
+
+    In forward they keep nothing. What they keep of a parameter when they recompute is a tensor of its shape without
+    values that knows the place, and it comes out of their unpacking as the object that went in.
+    """
+    recomputes = "_recomputation_hook" in pack.__qualname__
+
+    @_disable_dynamo
+    def pack_places(tensor: torch.Tensor) -> Any:
+        packed = _pack(tensor) if recomputes else tensor
+        if not isinstance(packed, _Packed):
+            return pack(tensor)
+        hollow = torch.full((), float("nan"), dtype=tensor.dtype).expand(tensor.shape).as_subclass(_Hollow)
+        hollow.packed = packed
+        return pack(hollow)
+
+    @_disable_dynamo
+    def unpack_places(saved: Any) -> torch.Tensor:
+        tensor = unpack(saved)
+        return _unpack(tensor.packed) if isinstance(tensor, _Hollow) else tensor
+
+    return torch.autograd.graph.saved_tensors_hooks(pack_places, unpack_places)
+
+
+def _with_users(
+    pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
+) -> torch.autograd.graph.saved_tensors_hooks:
+    """Hooks of the user, who is given a view of a parameter, not the parameter: that will have other values, or none.
+
+    Where the hook keeps the view, as it is or in a tuple, list or dict, a place is kept instead. Anything else that it
+    makes of the view keeps the buffer.
+    """
+
+    @_disable_dynamo
+    def pack_places(tensor: torch.Tensor) -> Any:
+        if _place_of(tensor) is None:
+            return pack(tensor)
+        return tree_map_only(torch.Tensor, lambda kept: _place_of(kept) or kept, pack(tensor.detach()))
+
+    @_disable_dynamo
+    def unpack_places(saved: Any) -> torch.Tensor:
+        return unpack(tree_map_only(_Packed, _unpack, saved))
+
+    return torch.autograd.graph.saved_tensors_hooks(pack_places, unpack_places)
+
+
+@_disable_dynamo
+def _pack(tensor: torch.Tensor) -> torch.Tensor | _Packed:
+    if (place := _place_of(tensor)) is not None:
+        return place
+    # Not the tensor itself: an output that its own graph holds would live as long as nobody calls backward.
+    return tensor if tensor.grad_fn is None else tensor.detach()
+
+
+def _place_of(tensor: torch.Tensor) -> _Packed | None:
+    """Where the values of `tensor` are, if it is a swapped parameter or a view of one."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor._is_zerotensor():
+        return None
+    found = BY_ADDRESS.get(tensor.untyped_storage().data_ptr())
+    if found is None:
+        return None
+    cache_ref, held, index = found
+    if (cache := cache_ref()) is None:
+        return None
+    version = held.plan.places[index].parameter._version
+    offset = int(tensor.storage_offset())
+    return _Packed(cache, held, index, tensor.dtype, tensor.size(), tensor.stride(), offset, version)
+
+
+@_disable_dynamo
+def _unpack(packed: torch.Tensor | _Packed) -> torch.Tensor:
+    if isinstance(packed, torch.Tensor):
+        return packed
+    values = packed.cache.saved(packed.held, packed.index, packed.version)
+    view = values if packed.dtype == values.dtype else values.view(packed.dtype)
+    return view.as_strided(packed.size, packed.stride, packed.storage_offset)
+
+
+def in_transform() -> bool:
+    """Whether a transform of torch.func runs: what it sees are not tensors with memory."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def refuse_in_transform(used: Iterable[torch.Tensor]) -> None:
+    """Raise if one of `used` is a swapped parameter, or wraps one.
+
+    Raises:
+        SwapError: it is.
+    """
+    for tensor in used:
+        inner = tensor
+        while torch._C._functorch.is_functorch_wrapped_tensor(inner):
+            inner = torch._C._functorch.get_unwrapped(inner)
+        if home_of(inner) is not None:
+            raise SwapError(
+                "a transform of torch.func uses swapped parameters, and could not let them go; call the model by "
+                "torch.func.functional_call with copies of them"
+            )

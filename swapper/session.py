@@ -1,0 +1,254 @@
+"""What everything made from one `OffloadConfig` object shares: the pool, the engines and the run directories."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import ClassVar, Protocol
+
+import torch
+
+from swapper.config import AioConfig, OffloadConfig
+from swapper.io.handle import AsyncIOHandle
+from swapper.storage.buffers import BufferPool
+from swapper.storage.store import TensorStore
+
+__all__ = ["Engines", "Shared", "close_all"]
+
+
+class Shared:
+    """The pool, engines and run directories of one `OffloadConfig` object, closed when the last optimizer lets go."""
+
+    _all: ClassVar[weakref.WeakValueDictionary[int, Shared]] = weakref.WeakValueDictionary()
+
+    def __init__(self, config: OffloadConfig, device: torch.device | None) -> None:
+        self._configs = [config]  # Kept, so that their ids stay their own.
+        self._holders = 0
+        self.held_bytes = 0
+        self._wanted_bytes = 0
+        self._engines = Engines(config)
+        self.handles = self._engines.handles
+        try:
+            # The store comes first: what is wrong with a path is said before memory is taken.
+            self.store = TensorStore(
+                config.nvme_paths, _run_name(), _rank(), self.handles, verify=config.verify == "crc32c"
+            )
+            try:
+                self.pool = BufferPool(config.pool_bytes, *self.handles, device=device, ready_bytes=0)
+            except BaseException:
+                self.store.close()
+                raise
+        except BaseException:
+            self._engines.close()
+            raise
+
+    @classmethod
+    def of(cls, config: OffloadConfig, device: torch.device | None) -> Shared:
+        """The one of this very object; made if there is none.
+
+        Args:
+            config: the object.
+            device: of tensors that are copied to and from the pool, which is locked for it; None for none.
+        """
+        shared = cls._all.get(id(config))
+        if shared is None:
+            shared = cls._all[id(config)] = cls(config, device)
+        elif device is not None:
+            shared.pool.lock_for(device)  # It may have been made for parameters on the CPU.
+        return shared
+
+    @classmethod
+    def existing(cls, config: OffloadConfig) -> Shared | None:
+        """The one of this very object, if there is one."""
+        return cls._all.get(id(config))
+
+    @classmethod
+    def join(cls, config: OffloadConfig, store: TensorStore) -> bool:
+        """Let `config` share what has `store`, if it asks for the same, but for the accumulation of gradients.
+
+        Returns:
+            Whether it does now.
+        """
+        if (existing := cls.existing(config)) is not None:
+            return existing.store is store
+        for shared in list(cls._all.values()):
+            steps = {"gradient_accumulation_steps": config.gradient_accumulation_steps}
+            if shared.store is store and shared._configs[0].model_copy(update=steps) == config:
+                cls._all[id(config)] = shared
+                shared._configs.append(config)
+                return True
+        return False
+
+    def hold(self, held_bytes: int, wanted_bytes: int) -> Callable[[], None]:
+        """Count one more holder.
+
+        Args:
+            held_bytes: the part of the pool that it keeps.
+            wanted_bytes: the most of the pool that it can ever use, as far as it is known. Made ready now, so that no
+                step has to; what turns out to be needed beyond it is made ready when it is leased.
+
+        Returns:
+            What lets go; it may be called twice.
+
+        Raises:
+            SwapIOError: there is not so much memory.
+        """
+        self._holders += 1
+        self.held_bytes += held_bytes
+        self._wanted_bytes += wanted_bytes
+        done = False
+
+        def release() -> None:
+            nonlocal done
+            if not done:
+                done = True
+                self._holders -= 1
+                self.held_bytes -= held_bytes
+                self._wanted_bytes -= wanted_bytes
+            if self._holders == 0:
+                self._close()
+
+        try:
+            self.pool.make_ready(self._wanted_bytes)
+        except BaseException:
+            release()
+            raise
+        return release
+
+    def rest(self) -> None:
+        """Give the pool's memory back to the system, but for what nobody has on a drive, until it is used again."""
+        while self.pool.reclaim():
+            pass
+        self.pool.trim()
+
+    def _close(self) -> None:
+        for config in self._configs:
+            if self._all.get(id(config)) is self:
+                del self._all[id(config)]
+        try:
+            self.store.close()
+            self.pool.close()
+        finally:
+            self._engines.close()
+
+
+class _Engine:
+    """One I/O engine, and how many use it. Each calls `close` once."""
+
+    _all: ClassVar[dict[tuple[object, ...], _Engine]] = {}
+    _lock: ClassVar[threading.RLock] = threading.RLock()
+
+    def __init__(self, key: tuple[object, ...], handle: AsyncIOHandle) -> None:
+        self._key = key
+        self.handle = handle
+        self._users = 0
+
+    @classmethod
+    def of(cls, settings: AioConfig, drive: object) -> _Engine:
+        """The one of these settings on this drive, made if there is none that works."""
+        # What makes it, too: tests put others there. A forked child has none of the parent's.
+        key = (AsyncIOHandle, settings, drive, os.getpid())
+        with cls._lock:
+            engine = cls._all.get(key)
+            if engine is not None:
+                engine._users += 1
+                # A finalizer that ran before the line above may have closed it.
+                if not engine.handle.closed and not engine.handle.broken:
+                    return engine
+                engine._users -= 1
+            engine = cls(
+                key,
+                AsyncIOHandle(
+                    backend=settings.backend,
+                    block_bytes=settings.block_size,
+                    queue_depth=settings.queue_depth,
+                    threads=settings.intra_op_parallelism,
+                    single_submit=settings.single_submit,
+                    overlap_events=settings.overlap_events,
+                ),
+            )
+            engine._users = 1
+            cls._all[key] = engine
+            return engine
+
+    def close(self) -> None:
+        """Have one user less. The last ends it, which raises what failed and nobody has waited for, whosever it was."""
+        with self._lock:
+            self._users -= 1
+            if self._users > 0:
+                return
+            if self._all.get(self._key) is self:
+                del self._all[self._key]
+        self.handle.close()
+
+
+class Engines:
+    """An engine for each drive of a config, so that a slow one does not hold the queue of a fast one.
+
+    Those of equal settings on one drive are one engine, also of several configs: several models, or fits one after the
+    other of which the earlier are still there. It ends when the last of them lets go.
+
+    Attributes:
+        handles: in the order of `nvme_paths`.
+    """
+
+    def __init__(self, config: OffloadConfig) -> None:
+        self._engines: list[_Engine] = []
+        try:
+            for drive in _drives(config.nvme_paths):
+                self._engines.append(_Engine.of(config.aio, drive))
+        except BaseException:
+            self.close()
+            raise
+        self.handles = [engine.handle for engine in self._engines]
+
+    def close(self) -> None:
+        """Let go of all. Raises as `close_all`. Idempotent."""
+        engines, self._engines = self._engines, []
+        close_all(engines)
+
+
+class _Closes(Protocol):
+    def close(self) -> None: ...
+
+
+def close_all(opened: Sequence[_Closes]) -> None:
+    """Close each, whatever the others raise; then raise what the first did."""
+    failures: list[BaseException] = []
+    for each in opened:
+        try:
+            each.close()
+        except BaseException as error:
+            failures.append(error)
+    if failures:
+        raise failures[0]
+
+
+def _drives(paths: Sequence[Path]) -> list[object]:
+    """What tells the drives of `paths` apart. Several paths of one config are taken for several drives in any case."""
+    drives: list[object] = []
+    for path in paths:
+        try:
+            drive: object = os.stat(path).st_dev
+        except OSError:  # The store says what is wrong with it.
+            drive = path
+        drives.append((drive, sum(isinstance(other, tuple) and other[0] == drive for other in drives)))
+    return drives
+
+
+def _rank() -> int:
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank()
+    return int(os.environ.get("RANK", "0"))
+
+
+def _run_name() -> str:
+    """A name that no other run has; the same on all ranks, where rank 0 chooses it."""
+    names = [secrets.token_hex(6)]
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.broadcast_object_list(names, src=0)
+    return names[0]

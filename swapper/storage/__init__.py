@@ -1,0 +1,1 @@
+"""Records on drives, and the pool of page-locked buffers over them."""

@@ -1,0 +1,563 @@
+"""Page-locked memory for transfers: addresses reserved once, leased out in pieces, given back by itself."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from types import MethodType
+
+import torch
+
+from swapper.errors import SwapError
+from swapper.finalizers import finalizer
+from swapper.io.devices import DEVICES, Copies, is_accelerator
+from swapper.io.handle import AsyncIOHandle, Slab
+from swapper.storage.transfers import AnyTransfer
+
+__all__ = ["BufferPool", "Lease", "PoolExhausted"]
+
+PAGE_BYTES = 4096
+"""Leases start at multiples of this and are a multiple of it long, so that their transfers go direct in whole."""
+
+_LOOKS = 32
+"""Buffers that one call looks at, the oldest first, of those that were given back with a transfer in flight."""
+
+
+class PoolExhausted(SwapError):
+    """No free extent of the pool is long enough, and nothing in it can be reclaimed."""
+
+
+class _Extent(weakref.ref["Lease"]):
+    """A part of the pool. A weak reference to its lease, so that it is told when that dies.
+
+    [Note: giving back] Memory comes back by one call of C code: `deque.append`, from `Lease.release` or as the callback
+    of this reference. So it works at any moment and in any thread, and neither Ctrl-C nor a finalizer that the garbage
+    collector runs can come in between. They do so only after calls and in loops, never between two assignments: on that
+    relies what the pool then does with it, which can be cut off and done again.
+    """
+
+    start: int = 0
+    stop: int = 0
+    taken: bool = False
+    """Whether `start` to `stop` is missing in the pool's free pieces."""
+    transfer: AnyTransfer | None = None
+
+    def is_over(self) -> bool:
+        """Whether nothing is in flight in it."""
+        return self.transfer is None or self.transfer.done()
+
+
+class _FreePieces:
+    """The free parts of a range of addresses, in order, never touching each other. Not thread-safe.
+
+    First fit: long-lived leases settle at the low end, and the high end stays in one piece for the large ones.
+
+    Attributes:
+        total_bytes: length of all free pieces.
+    """
+
+    def __init__(self, length_bytes: int) -> None:
+        self.total_bytes = length_bytes
+        self._pieces = [(0, length_bytes)]
+
+    def take(self, extent: _Extent, length_bytes: int, *, high: bool = False) -> bool:
+        """Let `extent` be the first `length_bytes` that are free in one piece, or the last. False if there are none."""
+        for i in range(len(self._pieces) - 1, -1, -1) if high else range(len(self._pieces)):
+            start, stop = self._pieces[i]
+            if stop - start < length_bytes:
+                continue
+            first, last = (stop - length_bytes, stop) if high else (start, start + length_bytes)
+            rest = [piece for piece in ((start, first), (last, stop)) if piece[0] < piece[1]]
+            extent.start, extent.stop, extent.taken = first, last, True
+            self._pieces[i : i + 1] = rest
+            self.total_bytes -= length_bytes
+            return True
+        return False
+
+    def put(self, extent: _Extent) -> None:
+        """Add what `take` removed, joined with its free neighbours. Nothing happens if it is here already."""
+        if not extent.taken:
+            return
+        start, stop = extent.start, extent.stop
+        i = j = bisect.bisect_left(self._pieces, (start, stop))
+        if i > 0 and self._pieces[i - 1][1] == start:
+            i -= 1
+            start = self._pieces[i][0]
+        if j < len(self._pieces) and self._pieces[j][0] == stop:
+            stop = self._pieces[j][1]
+            j += 1
+        joined = [(start, stop)]
+        extent.taken = False
+        self._pieces[i:j] = joined
+        self.total_bytes += extent.stop - extent.start
+
+    def last_taken(self, length_bytes: int) -> int:
+        """Where the last part that is taken stops, of a range that is `length_bytes` long."""
+        return self._pieces[-1][0] if self._pieces and self._pieces[-1][1] == length_bytes else length_bytes
+
+    def largest_bytes(self) -> int:
+        """Length of the longest free piece."""
+        return max((stop - start for start, stop in self._pieces), default=0)
+
+
+class Lease:
+    """A piece of the pool that is held, and the transfer that uses it. From `BufferPool.acquire`.
+
+    A context manager. Gives itself back when it is collected, though only a transfer that is in `transfer` is then
+    waited for. Its content is undefined at first. One owner at a time: not thread-safe.
+
+    Attributes:
+        length_bytes: as asked for.
+        address: of its first byte.
+    """
+
+    __slots__ = ("__weakref__", "_extent", "_pool", "_tensor", "_typed", "address", "length_bytes")
+
+    def __init__(self, pool: BufferPool, length_bytes: int) -> None:
+        self.length_bytes = length_bytes
+        self._pool: BufferPool | None = pool
+        self._extent = _Extent(self, pool._given_back.append)  # See [Note: giving back].
+        self._tensor = pool._memory[:0]  # Until `try_acquire` knows which.
+        # One view of all of it for each dtype. They go in `release`, and nobody else gets them: what is made of them is
+        # as short-lived as what `tensor` gives, and a lease that was given back refuses to make more.
+        self._typed: dict[torch.dtype, torch.Tensor] = {}
+        self.address = 0
+
+    def __repr__(self) -> str:
+        return f"Lease({self.length_bytes} bytes at {self._extent.start}{', released' if self.released else ''})"
+
+    @property
+    def offset_bytes(self) -> int:
+        """Where in the pool it begins."""
+        return self._extent.start
+
+    @property
+    def released(self) -> bool:
+        """Whether it was given back."""
+        return self._pool is None
+
+    @property
+    def transfer(self) -> AnyTransfer | None:
+        """What is in flight in this buffer, set by its owner; None if nothing is.
+
+        When the lease is given back the memory goes to nobody else before this is over.
+        """
+        return self._extent.transfer
+
+    @transfer.setter
+    def transfer(self, transfer: AnyTransfer | None) -> None:
+        self._extent.transfer = transfer
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All of it: uint8, of shape `(length_bytes,)`. A view; must not be used after the release.
+
+        Raises:
+            SwapError: it was given back, or this is a forked child, where the memory does not exist.
+        """
+        if self._pool is None:
+            raise SwapError("this lease was given back: its memory may have another owner")
+        self._pool._check_process()
+        return self._tensor
+
+    def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """`numel` elements of `dtype` that start at `offset_bytes`, of shape `(numel,)`. Errors as for `tensor`.
+
+        Args:
+            offset_bytes: a multiple of the element's size.
+            numel: so many that they end within the lease.
+            dtype: any.
+
+        Raises:
+            ValueError: misaligned, or beyond the lease.
+        """
+        return self.strided_view(offset_bytes, numel, dtype, (numel,), (1,))
+
+    def strided_view(
+        self, offset_bytes: int, numel: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        """As `view`, with a shape and strides in which `numel` elements fill one block of memory."""
+        itemsize = dtype.itemsize
+        if offset_bytes % itemsize or numel < 0 or not 0 <= offset_bytes <= self.length_bytes - numel * itemsize:
+            raise ValueError(
+                f"{numel} elements of {dtype} at byte {offset_bytes} do not fit a lease of {self.length_bytes} bytes"
+            )
+        whole = self.tensor
+        typed = self._typed.get(dtype)
+        if typed is None:
+            typed = self._typed[dtype] = whole[: self.length_bytes // itemsize * itemsize].view(dtype)
+        return typed.as_strided(shape, stride, (self._extent.start + offset_bytes) // itemsize)
+
+    def pool_has(self, tensor: torch.Tensor) -> bool:
+        """Whether `tensor`, which is strided, may be in the memory of the lease's pool. An empty one may."""
+        pool = self._pool
+        if pool is None:
+            raise SwapError("this lease was given back: its memory may have another owner")
+        return tensor.numel() == 0 or 0 <= tensor.data_ptr() - pool._slab.address < pool.capacity_bytes
+
+    def own_view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """As `view`, with a storage of its own: how many tensors share it says whether any use is left."""
+        self.view(offset_bytes, numel, dtype)
+        assert self._pool is not None
+        start = self._extent.start + offset_bytes
+        return torch.frombuffer(self._pool._slab, dtype=dtype, count=numel, offset=start)
+
+    def release(self) -> None:
+        """Give the memory back, at once or when `transfer` is over. Idempotent; never waits."""
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            del self._tensor, self._typed
+            pool._given_back.append(self._extent)
+
+    def abandon(self) -> None:
+        """Never give the memory back: tensors that are not ours use it, for as long as they like."""
+        pool = self._pool
+        if pool is not None:
+            pool._abandoned.append(self)
+            pool.abandoned_bytes += self.length_bytes
+            self._pool = None  # Else the two would refer to each other.
+            del self._tensor, self._typed
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.release()
+
+
+class BufferPool:
+    """At most `pool_bytes` of page-locked memory, in one piece. Thread-safe; a context manager that closes.
+
+    [Note: ready memory] The addresses are reserved here, once. What is ready of them is in memory, page-locked, and
+    registered with the engines and the GPU; it is always the first part. Leases take the lowest addresses that fit, and
+    one that reaches beyond what is ready makes more ready: half as much again at least, so that it rarely happens.
+    `trim` gives back what lies beyond the last lease. So a lease never sees that the pool was smaller, and `pool_bytes`
+    is the limit whatever is ready.
+
+    The memory lives until the pool is closed or collected, and the last lease, and the last tensor that views it, is
+    gone. In a forked child it does not exist: every use raises `SwapError`.
+
+    Args:
+        pool_bytes: rounded up to 4096.
+        handles: each registers the memory with the kernel where its backend can.
+        device: of tensors that are copied to and from it; see `lock_for`.
+        ready_bytes: how much to make ready now; None: all of it.
+
+    Raises:
+        ValueError: `pool_bytes` is not positive.
+        SwapIOError: there is not so much memory.
+        SwapError: the device refused to lock it, or a handle insists on registration and cannot have it.
+    """
+
+    def __init__(
+        self,
+        pool_bytes: int,
+        *handles: AsyncIOHandle,
+        device: torch.device | None = None,
+        ready_bytes: int | None = None,
+    ) -> None:
+        if pool_bytes <= 0:
+            raise ValueError(f"pool_bytes: {pool_bytes} is not positive")
+        self.capacity_bytes = _round_up(pool_bytes)
+        self.peak_used_bytes = 0
+        self._pid = os.getpid()
+        self._handles = handles
+        self._slab = Slab(self.capacity_bytes, 0)
+        self._memory = torch.frombuffer(self._slab, dtype=torch.uint8)
+        self._free = _FreePieces(self.capacity_bytes)
+        # Not for `close`, which a finalizer may call at any allocation, in a thread that holds it.
+        self._lock = threading.Lock()
+        self._given_back: deque[_Extent] = deque()  # to be freed, or to be put with those that are busy
+        self._busy: deque[_Extent] = deque()  # given back with a transfer in flight
+        self.abandoned_bytes = 0
+        self._abandoned: list[Lease] = []
+        self._reclaimers: list[Callable[[], Callable[[], bool] | None]] = []
+        self._closed = False
+        self._devices: dict[str, Copies] = {}  # types of devices that the memory is to be locked for
+        self._locks: dict[str, Copies] = {}  # those that it is locked for, and what unlocks it
+        self._finalizer = finalizer(
+            self, _unregister, self._slab, handles, self._locks, (self._given_back, self._busy), self._pid
+        )
+        self.make_ready(self.capacity_bytes if ready_bytes is None else ready_bytes)
+        if device is not None:
+            self.lock_for(device)
+
+    def __repr__(self) -> str:
+        return f"BufferPool({self._used_bytes()} of {self.capacity_bytes} bytes used)"
+
+    @property
+    def locked(self) -> bool:
+        """Whether the memory cannot be swapped out by the system (mlock)."""
+        return self._slab.locked
+
+    @property
+    def lock_reason(self) -> str:
+        """Why `locked` is False; "" where it is True."""
+        return self._slab.lock_reason
+
+    def lock_for(self, device: torch.device) -> None:
+        """Let `device`, and all others of its type, copy to and from the memory on their own, from now until `close`.
+
+        Nothing happens for the CPU, and where it is so already.
+
+        Raises:
+            SwapError: the device refused.
+        """
+        self._check_process()
+        with self._lock:
+            if is_accelerator(device) and device.type not in self._devices:
+                copies = DEVICES[device.type](device)
+                if self._slab.ready_bytes:
+                    copies.page_lock(self._slab.address, self._slab.ready_bytes)
+                    self._locks[device.type] = copies
+                self._devices[device.type] = copies
+
+    @property
+    def ready_bytes(self) -> int:
+        """How much of the memory is there now. See [Note: ready memory]."""
+        return self._slab.ready_bytes
+
+    def make_ready(self, ready_bytes: int) -> None:
+        """Have the first `ready_bytes` in memory, or all, if that is less: leases will need them.
+
+        Raises:
+            SwapIOError: there is not so much memory.
+            SwapError: closed, or a forked child; or as from the constructor.
+        """
+        self._check_process()
+        with self._lock:
+            if self._closed:
+                raise SwapError("the buffer pool is closed")
+            self._make_ready(min(_round_up(ready_bytes), self.capacity_bytes))
+
+    def trim(self) -> None:
+        """Give the memory beyond the last lease back to the system until leases need it again."""
+        self._check_process()
+        with self._lock:
+            if self._closed:
+                return
+            self._collect()
+            stop = self._free.last_taken(self.capacity_bytes)
+            if stop >= self._slab.ready_bytes:
+                return
+            for handle in self._handles:
+                handle.unregister(self._slab)
+            self._unlock_for_devices()
+            try:
+                self._slab.shrink(stop)
+            finally:
+                self._register()
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes leased out, or given back with a transfer still in flight."""
+        self._check_process()
+        with self._lock:
+            self._collect()
+            return self._used_bytes()
+
+    def add_reclaimer(self, callback: Callable[[], bool]) -> None:
+        """Ask `callback` to give leases back when the pool is short.
+
+        It is called by `acquire`, on its thread, without the pool's lock. Held weakly: a bound method as long as its
+        object lives.
+
+        Args:
+            callback: returns whether it gave anything back; asked again until it returns False.
+        """
+        if isinstance(callback, MethodType):
+            self._reclaimers.append(weakref.WeakMethod(callback))
+        else:
+            self._reclaimers.append(weakref.ref(callback))
+
+    def try_acquire(self, length_bytes: int, *, high: bool = False) -> Lease | None:
+        """Lease memory if some is free now, or was given back and its transfer is over. Asks no reclaimer.
+
+        Never waits for a buffer. Where more memory is made ready, engines that register it complete what is in flight.
+
+        Args:
+            length_bytes: at least 1; rounded up to 4096 in the pool.
+            high: as near to the end of the pool as it can be, else to its beginning.
+
+        Raises:
+            ValueError: not positive.
+            SwapError: closed, or a forked child.
+            SwapIOError: there is not so much memory as the pool may have.
+        """
+        self._check_process()
+        if length_bytes <= 0:
+            raise ValueError(f"length_bytes: {length_bytes} is not positive")
+        extent_bytes = _round_up(length_bytes)
+        with self._lock:
+            if self._closed:
+                raise SwapError("the buffer pool is closed")
+            self._collect()
+            lease = Lease(self, length_bytes)
+            if not self._free.take(lease._extent, extent_bytes, high=high):
+                return None
+            ready_bytes = self._slab.ready_bytes
+            if lease._extent.stop > ready_bytes:
+                self._make_ready(min(max(lease._extent.stop, ready_bytes * 3 // 2), self.capacity_bytes))
+            self.peak_used_bytes = max(self.peak_used_bytes, self._used_bytes())
+        start = lease._extent.start
+        lease._tensor = self._memory[start : start + length_bytes]
+        lease.address = self._slab.address + start
+        return lease
+
+    def acquire(self, length_bytes: int) -> Lease:
+        """Lease memory: free memory first, then what transfers in flight will free, then what reclaimers drop.
+
+        Waits for transfers only. Errors as for `try_acquire`, and:
+
+        Raises:
+            PoolExhausted: what is held by leases leaves too little; the message has the sum.
+        """
+        lease = self.try_acquire(length_bytes)
+        # What was dropped while it was being read is waited for before more is dropped: that would be read again.
+        while lease is None and (self._wait_for_one() or self.reclaim()):
+            lease = self.try_acquire(length_bytes)
+        if lease is None:
+            lease = self.try_acquire(length_bytes)  # Another thread may have given back since.
+        if lease is None:
+            with self._lock:
+                used, largest = self._used_bytes(), self._free.largest_bytes()
+            raise PoolExhausted(
+                f"no room for {length_bytes} bytes in the buffer pool: of {self.capacity_bytes} bytes {used} are "
+                f"leased and {self.capacity_bytes - used} free, the longest piece {largest}; raise `pool_bytes`"
+            )
+        return lease
+
+    def close(self) -> None:
+        """Wait for transfers of returned leases, unregister the memory, refuse further leases. Idempotent.
+
+        Leases that are still held stay usable; the memory beyond the last of them is given back to the system. Does
+        nothing in a forked child.
+        """
+        if os.getpid() != self._pid:
+            return
+        self._closed = True
+        self._finalizer()
+        # Whoever holds the lock may be this thread, cut off by the finalizer that called this. Then the memory stays
+        # until the pool is collected.
+        if self._lock.acquire(blocking=False):
+            try:
+                self._collect()
+                self._slab.shrink(self._free.last_taken(self.capacity_bytes))
+            finally:
+                self._lock.release()
+
+    def __enter__(self) -> BufferPool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _make_ready(self, ready_bytes: int) -> None:
+        """Under the lock. Ctrl-C in between leaves memory that is not registered, where transfers cost more."""
+        if ready_bytes <= self._slab.ready_bytes:
+            return
+        self._unlock_for_devices()
+        try:
+            self._slab.extend(ready_bytes)
+        finally:
+            self._register()
+
+    def _unlock_for_devices(self) -> None:
+        # All is locked anew when the size changes: a copy must not go across two ranges that were locked by themselves.
+        while self._locks:
+            _, copies = self._locks.popitem()
+            copies.settle_all()
+            copies.page_unlock(self._slab.address)
+
+    def _register(self) -> None:
+        if not self._slab.ready_bytes:
+            return
+        for name, copies in self._devices.items():
+            copies.page_lock(self._slab.address, self._slab.ready_bytes)
+            self._locks[name] = copies
+        for handle in self._handles:
+            handle.register(self._slab)
+
+    def _collect(self) -> None:
+        """Free what was given back and is at rest. Under the lock.
+
+        Whatever was given back is looked at once; and if it was busy then, again when it is among the oldest. An extent
+        that is in both lists after Ctrl-C, or twice in one because its lease was released and then collected, is freed
+        once: `put` does nothing the second time.
+        """
+        while self._given_back:
+            extent = self._given_back[0]
+            if extent.is_over():
+                self._free.put(extent)
+            else:
+                self._busy.append(extent)
+            self._given_back.popleft()
+        position = 0
+        while position < min(len(self._busy), _LOOKS):
+            extent = self._busy[position]
+            if extent.is_over():
+                self._free.put(extent)
+                del self._busy[position]
+            else:
+                position += 1
+
+    def _used_bytes(self) -> int:
+        return self.capacity_bytes - self._free.total_bytes
+
+    def reclaim(self) -> bool:
+        """Ask the reclaimers for one buffer. False if none of them has any to give."""
+        for reference in list(self._reclaimers):
+            callback = reference()
+            if callback is None:
+                with contextlib.suppress(ValueError):  # Another thread was faster.
+                    self._reclaimers.remove(reference)
+            elif callback():
+                return True
+        return False
+
+    def _wait_for_one(self) -> bool:
+        """Wait for the transfer in what was given back first. False if there is none."""
+        with self._lock:
+            self._collect()
+            transfer = self._busy[0].transfer if self._busy else None
+        if transfer is None:
+            return False
+        # Waits without observing: a failure belongs to whoever waits for the transfer, or to the handle's `close`.
+        transfer.settle()
+        with self._lock:
+            self._collect()
+        return True
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise SwapError("this buffer pool was made before a fork: its memory exists in the parent only")
+
+
+def _round_up(length_bytes: int) -> int:
+    return -(-length_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _unregister(
+    slab: Slab,
+    handles: tuple[AsyncIOHandle, ...],
+    locks: dict[str, Copies],
+    given_back: tuple[deque[_Extent], ...],
+    pid: int,
+) -> None:
+    """Wait for what uses the memory, then take it from the kernel and the devices. The memory goes after that."""
+    if os.getpid() != pid:
+        return
+    with contextlib.ExitStack() as steps:  # The last that was added comes first; each is made, whatever others raise.
+        for copies in locks.values():
+            steps.callback(copies.page_unlock, slab.address)
+        for handle in handles:
+            if not handle.closed:
+                steps.callback(handle.unregister, slab)
+        for extent in [extent for extents in given_back for extent in list(extents)]:
+            if extent.transfer is not None:
+                steps.callback(extent.transfer.settle)

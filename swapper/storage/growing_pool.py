@@ -1,0 +1,86 @@
+"""`GrowingPool`: page-locked memory for records that have no other copy (`device: cpu`); grows with the plan."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+import torch
+
+from swapper.storage.buffers import BufferPool, Lease
+from swapper.storage.layout import PAGE_BYTES, round_up
+
+__all__ = ["GrowingPool"]
+
+
+class GrowingPool:
+    """Pools that are used as one, and never exhausted: the system's memory is what limits them. Thread-safe.
+
+    Records that come later bring a pool of their own. Those that were planned earlier may then lie in any of them, in
+    any order, so that pieces can be left over that are too short: whatever finds no room brings a pool as well. Pools
+    that are empty go when the next are made.
+
+    Args:
+        capacity_bytes: of the first pool.
+        device: see `BufferPool`.
+    """
+
+    def __init__(self, capacity_bytes: int, *, device: torch.device | None = None) -> None:
+        self._device = device
+        self._lock = threading.RLock()
+        self._pools: list[BufferPool] = []
+        self._grow(capacity_bytes)
+
+    @property
+    def capacity_bytes(self) -> int:
+        """Bytes of all pools."""
+        return sum(pool.capacity_bytes for pool in self._pools)
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes leased out."""
+        return sum(pool.used_bytes for pool in list(self._pools))
+
+    @property
+    def peak_used_bytes(self) -> int:
+        """The most that was leased out of each, together."""
+        return sum(pool.peak_used_bytes for pool in list(self._pools))
+
+    def reserve(self, capacity_bytes: int) -> None:
+        """Have at least `capacity_bytes` in all, for what is planned now; empty pools beyond that go.
+
+        Raises:
+            SwapIOError: there is not so much memory.
+        """
+        with self._lock:
+            for pool in [pool for pool in self._pools if pool.used_bytes == 0]:
+                if self.capacity_bytes - pool.capacity_bytes >= capacity_bytes:
+                    self._pools.remove(pool)
+                    pool.close()
+            if self.capacity_bytes < capacity_bytes:
+                self._grow(capacity_bytes - self.capacity_bytes)
+
+    def add_reclaimer(self, callback: Callable[[], bool]) -> None:
+        """Nothing is ever reclaimed: nothing is short, and no other copy exists of what is here."""
+
+    def try_acquire(self, length_bytes: int) -> Lease:
+        """Lease memory, of a new pool if there is none.
+
+        Raises:
+            SwapIOError: there is not so much memory.
+        """
+        with self._lock:
+            lease = next((lease for pool in self._pools if (lease := pool.try_acquire(length_bytes))), None)
+            return self._grow(length_bytes).acquire(length_bytes) if lease is None else lease
+
+    acquire = try_acquire
+
+    def close(self) -> None:
+        """Close all pools. Idempotent."""
+        for pool in self._pools:
+            pool.close()
+
+    def _grow(self, length_bytes: int) -> BufferPool:
+        pool = BufferPool(max(round_up(length_bytes, PAGE_BYTES), PAGE_BYTES), device=self._device)
+        self._pools.append(pool)
+        return pool

@@ -1,0 +1,183 @@
+"""The files of a record, their second names, and pins, which keep what is in them."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple
+
+from swapper.errors import SwapIOError
+from swapper.finalizers import finalizer
+from swapper.io.handle import AsyncIOHandle, Checksums, File
+from swapper.storage.layout import PAGE_BYTES, Share
+
+__all__ = ["Part", "Pinned", "PinnedPart", "Record", "link", "remove", "reopen", "umask", "used"]
+
+log = logging.getLogger(__name__)
+
+_NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+@dataclass(slots=True)
+class Part:
+    """What of a record is on one drive: a file, from its start."""
+
+    share: Share
+    file: File
+    checksums: Checksums | None
+    reserved: bool = True
+    """Its space on the drive is there already."""
+    files: int = 1
+    """How many there were, this one included."""
+    written_bytes: int = 0
+    """Of the file, from its start, that were ever written."""
+    published: bool = False
+    """The file was given a second name, and cut."""
+    pins: set[int] = field(default_factory=set)
+    """Of this file; each keeps its content as it is."""
+    lost: SwapIOError | None = None
+    """The kernel could not write what it had taken, which it says once."""
+
+    def check_written(self) -> None:
+        """Raise if what was written was lost on its way from the page cache to the drive.
+
+        What bypasses the page cache is on the drive when its transfer is over. What does not may still be lost, and
+        reading it would then give zeros or old bytes, as if nothing had happened.
+        """
+        if (
+            self.lost is None
+            and not self.file.closed
+            and (not self.file.direct or self.file.alignment_bytes > PAGE_BYTES)
+        ):
+            try:
+                self.file.check_written()
+            except SwapIOError as error:
+                self.lost = error
+        if self.lost is not None:
+            number = self.lost.errno
+            assert number is not None
+            raise SwapIOError(number, self.lost.operation, self.lost.path, detail=self.lost.detail)
+
+    def unreserved_bytes(self) -> int:
+        """What it will still take of the drive's free space."""
+        if self.reserved or self.file.closed:
+            return 0
+        return max(0, self.share.length_bytes - os.fstat(self.file.fileno()).st_blocks * 512)
+
+
+@dataclass(slots=True)
+class Record:
+    """What the drives hold under one key."""
+
+    parts: list[Part]
+    capacity_bytes: int
+    stored_bytes: int = 0
+    torn: bool = False
+    """A write was cut off before all parts of it were started: what the files hold was never one record."""
+
+
+class PinnedPart(NamedTuple):
+    """A part of a pinned record.
+
+    Attributes:
+        handle: of its drive.
+        file: open for reading.
+        length_bytes: how much of it, from its start.
+    """
+
+    handle: AsyncIOHandle
+    file: File
+    length_bytes: int
+
+
+def reopen(handle: AsyncIOHandle, file: File) -> File:
+    """Open a file once more, for reading, also where it has lost its name."""
+    with contextlib.suppress(SwapIOError):
+        again = handle.open(file.path, "r")
+        if os.path.samestat(os.fstat(again.fileno()), os.fstat(file.fileno())):
+            return again
+        again.close()
+    return handle.open(f"/proc/self/fd/{file.fileno()}", "r")
+
+
+class Pinned:
+    """What a record held when it was pinned. Outlives the record and the store, but not the handles.
+
+    A context manager that closes it; thread-safe.
+
+    Attributes:
+        parts: in order; together they are the record.
+    """
+
+    def __init__(self, parts: tuple[PinnedPart, ...], stack: contextlib.ExitStack) -> None:
+        self.parts = parts
+        self._finalizer = finalizer(self, stack.close)
+
+    @property
+    def length_bytes(self) -> int:
+        """Of the record."""
+        return sum(part.length_bytes for part in self.parts)
+
+    def close(self) -> None:
+        """Let go of the content: the record's file may be written again. Idempotent."""
+        self._finalizer()
+
+    def __enter__(self) -> Pinned:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+
+def used(record: Record) -> Iterator[tuple[Part, int]]:
+    """The parts that hold something of what is stored, each with how many bytes."""
+    for part in record.parts:
+        part_bytes = min(part.share.stop_bytes, record.stored_bytes) - part.share.start_bytes
+        if part_bytes > 0:
+            yield part, part_bytes
+
+
+def remove(file: File) -> None:
+    """Close a file of ours and take its name."""
+    file.close()
+    try:
+        os.unlink(file.path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        # As when the drive went read-only. Others are still to be removed; `close` tries this one again.
+        log.warning("could not remove %s: %s", file.path, error)
+
+
+def link(file: File, path: Path) -> bool:
+    """Give a file a second name. False where the file system cannot."""
+    try:
+        os.link(file.path, path)
+    except OSError as error:
+        if error.errno in _NO_LINK:
+            return False
+        raise
+    return True
+
+
+def umask() -> int:
+    """What new files of this process may not have. To ask the system call is to change it, also for other threads.
+
+    Raises:
+        SwapIOError: there are no descriptors left.
+    """
+    path = Path("/proc/self/status")
+    try:
+        lines = path.read_text().splitlines()
+    except OSError as error:
+        raise SwapIOError(error.errno or errno.EIO, "read", path) from error
+    for line in lines:
+        name, _, value = line.partition(":")
+        if name == "Umask":
+            return int(value, 8)
+    return 0o077

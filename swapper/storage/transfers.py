@@ -1,0 +1,129 @@
+"""Several transfers that are one for whoever waits: the parts of a record that lies on several drives."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from swapper.errors import SwapIOError
+from swapper.io.handle import Transfer, end_all
+
+__all__ = ["AnyTransfer", "JoinedTransfer", "RecordTransfer", "start_all"]
+
+
+class AnyTransfer(Protocol):
+    """What uses the memory of a lease: a transfer, or a `devices.Copy`. See `Transfer` for the contracts."""
+
+    def done(self) -> bool:
+        """Whether it is over, well or not."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until it is over; returns the bytes moved, raises what failed."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until it is over, and leave a failure unobserved."""
+        ...
+
+
+class RecordTransfer(AnyTransfer, Protocol):
+    """What reads or writes a record: a `Transfer` or a `JoinedTransfer`."""
+
+    def times_s(self) -> tuple[float, float]:
+        """When it began to move and when it was over."""
+        ...
+
+
+class JoinedTransfer:
+    """Transfers that are over when all of them are, and failed when any of them has.
+
+    May be dropped, as each of its parts may: those go on, and a failure is raised by the `close` of its handle.
+
+    Attributes:
+        parts: at least one, of any handles and files.
+    """
+
+    __slots__ = ("__weakref__", "parts")
+
+    def __init__(self, parts: Sequence[Transfer]) -> None:
+        self.parts = tuple(parts)
+
+    def __repr__(self) -> str:
+        return f"JoinedTransfer({', '.join(map(repr, self.parts))})"
+
+    def done(self) -> bool:
+        """Whether all parts are over, well or not. Never blocks or raises."""
+        return all(part.done() for part in self.parts)
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait until all parts are over.
+
+        Args:
+            timeout: seconds, for all parts together; None waits for as long as it takes.
+
+        Returns:
+            Bytes moved by all parts. The same at every call.
+
+        Raises:
+            SwapIOError: a part failed: the error of the first that did, which names its file; where more did, the
+                message has them too. The same at every call. Nothing is in flight any more.
+            TimeoutError: a part is still in flight. Failures of others stay unobserved.
+            SwapError: in a forked child.
+        """
+        # A failure is observed only when nothing can cut this off any more: else it could be forgotten.
+        deadline_s = None if timeout is None else time.monotonic() + timeout
+        for part in self.parts:
+            part.settle(None if deadline_s is None else deadline_s - time.monotonic())
+        moved_bytes = 0
+        failures: list[SwapIOError] = []
+        for part in self.parts:
+            try:
+                moved_bytes += part.wait()
+            except SwapIOError as error:
+                failures.append(error)
+        if len(failures) == 1:
+            raise failures[0]
+        if failures:
+            first, *others = failures
+            assert first.errno is not None
+            detail = "; ".join(filter(None, [first.detail, *(f"also {other}" for other in others)]))
+            raise SwapIOError(
+                first.errno, first.operation, first.path, first.offset_bytes, first.length_bytes, detail
+            ) from first
+        return moved_bytes
+
+    def settle(self) -> None:
+        """Wait until all parts are over, well or not. Failures stay unobserved.
+
+        Raises:
+            SwapError: in a forked child.
+        """
+        for part in self.parts:
+            part.settle()
+
+    def times_s(self) -> tuple[float, float]:
+        """When the first part began to move and when the last was over. See `Transfer.times_s`."""
+        times_s = [part.times_s() for part in self.parts]
+        return min(begun_s for begun_s, _ in times_s), max(ended_s for _, ended_s in times_s)
+
+
+def start_all(starts: Iterable[Callable[[], Transfer]]) -> Transfer | JoinedTransfer:
+    """Start several transfers, as one if they are more than one.
+
+    Args:
+        starts: each starts a transfer and returns it; at least one.
+
+    Raises:
+        Exception: what one of `starts` raised. Those that it had started are over, their failures ignored: nobody was
+            told of them.
+    """
+    started: list[Transfer] = []
+    try:
+        for start in starts:
+            started.append(start())
+    except BaseException:
+        end_all(started)  # All of it: their memory will have another owner.
+        raise
+    return started[0] if len(started) == 1 else JoinedTransfer(started)

@@ -1,0 +1,1 @@
+"""Stands for tensors whose values are not in memory."""

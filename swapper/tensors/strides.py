@@ -1,0 +1,40 @@
+"""Strides of tensors: which are dense, which are the same, which a contiguous tensor has."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["contiguous_stride", "is_dense", "is_plain", "same_layout"]
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether torch itself has the data of `tensor`, and no class of somebody's."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return type(tensor.data) is torch.Tensor
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill one block of memory, each place once, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether elements of two tensors of one shape lie in the same order. Strides of dimensions of one say nothing."""
+    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(stride_a == stride_b for size, stride_a, stride_b in strides if size > 1)
+
+
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Strides of a contiguous tensor of a shape, in elements."""
+    stride, step = [], 1
+    for size in reversed(shape):
+        stride.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(stride))

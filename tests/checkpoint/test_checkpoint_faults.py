@@ -1,0 +1,264 @@
+"""Whatever fails while a checkpoint is saved or loaded: an error that says so, and what was there before is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import gc
+import io
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from interrupts import interrupted_at
+from test_checkpoint_directory import elsewhere, whole
+from torch import nn
+from twins import bits, small_records
+
+import swapper
+from swapper.checkpoint import writer as checkpoint_files
+from swapper.errors import SwapError, SwapIOError
+from swapper.io.handle import AsyncIOHandle, File
+
+__all__ = ["elsewhere"]
+
+pytestmark = pytest.mark.timeout(40)
+
+
+class Net(nn.Module):
+    """Parameters that are swapped and that are not, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one = nn.Linear(64, 72)
+        self.two = nn.Linear(72, 64)
+        self.norm = nn.BatchNorm1d(64)
+
+    def loss(self, turn: int) -> torch.Tensor:
+        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(turn))
+        x = x.to(self.one.weight.dtype)
+        return self.norm(self.two(torch.tanh(self.one(x)))).square().mean()
+
+
+class Training:
+    """Some steps, plain or swapped."""
+
+    def __init__(self, path: Path | None, *, masters: bool = False, **more: Any) -> None:
+        torch.manual_seed(0)
+        self.model: Any = Net().to(torch.bfloat16 if masters else torch.float32)
+        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.turn = 0
+        if path is not None:
+            settings: dict[str, Any] = {
+                "nvme_path": path,
+                "pool_bytes": "2MiB",
+                "bucket_bytes": "128KiB",
+                "offload_optimizer": {"device": "nvme", "master_weights": masters},
+                "offload_param": {"device": "nvme"},
+            }
+            with small_records():
+                swapper.offload(self.model, self.optimizer, swapper.OffloadConfig(**{**settings, **more}))
+
+    def steps(self, count: int = 1) -> Training:
+        for _ in range(count):
+            self.model.loss(self.turn).backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.turn += 1
+        return self
+
+    def save(self, directory: Path) -> swapper.SaveHandle:
+        return swapper.save_checkpoint(directory, self.model, self.optimizer, {"turn": self.turn, "t": torch.ones(3)})
+
+    def load(self, directory: Path) -> Training:
+        self.turn = swapper.load_checkpoint(directory, self.model, self.optimizer)["turn"]
+        return self
+
+    def everything(self) -> Any:
+        return bits([dict(self.model.state_dict()), self.optimizer.state_dict()["state"]])
+
+
+class CallFails:
+    """Lets the n-th call of what asks the system fail, from 0; in any thread."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.left = -2
+        self.failed = ""
+        self.spared: int | None = None
+        """The thread whose calls do not count."""
+        self._lock = threading.Lock()
+        for name in ("rename", "link", "fsync", "open", "mkdir", "unlink", "rmdir", "listdir", "fchmod", "pread"):
+            self._let_fail(patch, os, name)
+        self._let_fail(patch, fcntl, "flock")
+        self._let_fail(patch, io, "open")
+        self._let_fail(patch, checkpoint_files, "exchange")
+        self._let_fail(patch, checkpoint_files, "open", open)
+        self._let_fail(patch, AsyncIOHandle, "__init__", error=SwapIOError(errno.EAGAIN, "set up", "engine"))
+        self._let_fail(patch, AsyncIOHandle, "open", error=SwapIOError(errno.EMFILE, "open", "a file"))
+        self._let_fail(patch, File, "truncate", error=SwapIOError(errno.EIO, "truncate", "a file"))
+        self._let_fail(patch, File, "preallocate", error=SwapIOError(errno.ENOSPC, "preallocate", "a file"))
+        self._let_fail(patch, threading.Thread, "start", error=RuntimeError("can't start new thread"))
+
+    def _let_fail(
+        self, patch: pytest.MonkeyPatch, where: Any, name: str, real: Any = None, error: BaseException | None = None
+    ) -> None:
+        real = real or getattr(where, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self._lock:
+                self.left -= threading.get_ident() != self.spared
+                fails = self.left == -1 and not self.failed
+                self.failed = self.failed or (
+                    f"{name} of {[a for a in args if isinstance(a, str | Path)]}" if fails else ""
+                )
+            if fails:
+                raise error or OSError(errno.EIO, "injected")
+            return real(*args, **kwargs)
+
+        patch.setattr(where, name, call, raising=False)
+
+    @contextlib.contextmanager
+    def at(self, n: int) -> Iterator[None]:
+        self.failed, self.left, self.spared = "", n, None
+        try:
+            yield
+        finally:
+            self.left = -2
+
+
+def held_by_process() -> tuple[int, int]:
+    """How many descriptors and threads there are, but for those that the kernel adds for a while."""
+    names = []
+    for task in Path("/proc/self/task").glob("*/comm"):
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):  # It has ended since.
+            names.append(task.read_text())
+    return len(os.listdir("/proc/self/fd")), sum(not name.startswith("iou-") for name in names)
+
+
+def at_most(held: tuple[int, int], where: str) -> None:
+    """No more than before, once what is ending has ended."""
+    for _ in range(20):
+        now = held_by_process()
+        if now[0] <= held[0] and now[1] <= held[1]:
+            return
+        gc.collect()
+        time.sleep(0.01)
+    files = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
+    raise AssertionError(f"{files}; {now} descriptors and threads are left, and there were {held}: {where}")
+
+
+@pytest.mark.parametrize("where", ["linked", "copied"])
+def test_any_call_fails(where: str, tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parent = tmp_path / "saves" if where == "linked" else elsewhere / "saves"
+    training = Training(tmp_path).steps(2)
+    training.save(parent / "saved").wait()
+    training.save(parent / "saved").wait()
+    gc.collect()
+    fails = CallFails(monkeypatch)
+    held = held_by_process()
+    raised = 0
+    for n in range(0, 1000, 1 if where == "linked" else 3):
+        before = (parent / "saved" / "index.json").read_bytes()
+        error: BaseException | None = None
+        with fails.at(n):
+            try:
+                handle = training.save(parent / "saved")
+                fails.spared = threading.get_ident()
+                training.steps()
+                handle.wait()
+            except SwapError as caught:
+                error = caught
+        if not fails.failed:
+            break
+        if error is not None:
+            raised += 1
+            assert isinstance(error, SwapIOError) and error.filename, fails.failed
+            assert (parent / "saved" / "index.json").read_bytes() == before, fails.failed
+            assert whole(parent / "saved"), fails.failed
+        del error
+        training.save(parent / "saved").wait()
+        assert os.listdir(parent) == ["saved"], fails.failed
+        at_most(held, fails.failed)
+    assert raised > 20
+    assert training.everything() == Training(None).steps(training.turn).everything()
+    assert Training(None).load(parent / "saved").everything() == training.load(parent / "saved").everything()
+
+
+EVERY = {
+    "checkpoint/checkpoint.py": 11,
+    "checkpoint/writer.py": 97,
+    "checkpoint/directories.py": 97,
+    "checkpoint/saved_model.py": 201,
+    "checkpoint/state_writer.py": 201,
+    "storage/store.py": 151,
+}
+
+
+@pytest.mark.parametrize("where", ["linked", "copied"])
+def test_ctrl_c_at_any_place(where: str, tmp_path: Path, elsewhere: Path) -> None:
+    parent = tmp_path / "saves" if where == "linked" else elsewhere / "saves"
+    training = Training(tmp_path).steps(2)
+    training.save(parent / "saved").wait()
+    gc.collect()
+    held = held_by_process()
+    for file_name, every in EVERY.items():
+        n = 0
+        while interrupted_at(n, lambda: training.save(parent / "saved").wait(), file_name):
+            assert whole(parent / "saved"), (file_name, n)
+            training.steps().save(parent / "saved").wait()
+            assert os.listdir(parent) == ["saved"], (file_name, n)
+            at_most(held, f"{file_name}, {n}")
+            n += every
+        assert n, file_name
+    assert training.everything() == Training(None).steps(training.turn).everything()
+
+
+def test_ctrl_c_while_it_is_loaded(tmp_path: Path) -> None:
+    Training(None).steps(2).save(tmp_path / "saved")
+    expected = Training(None).steps(3).everything()
+    training = Training(tmp_path).steps(1)
+    held = held_by_process()
+    for file_name, every in {
+        "checkpoint/checkpoint.py": 7,
+        "checkpoint/reader.py": 41,
+        "checkpoint/directories.py": 41,
+        "checkpoint/saved_model.py": 37,
+        "checkpoint/saved_state.py": 97,
+    }.items():
+        n = 0
+        while interrupted_at(n, lambda: training.load(tmp_path / "saved"), file_name):
+            with contextlib.suppress(SwapError):  # Unless nothing was changed yet, or all of it.
+                training.steps(1)
+            training.optimizer.zero_grad()
+            assert training.load(tmp_path / "saved").steps(1).everything() == expected, (file_name, n)
+            at_most(held, f"{file_name}, {n}")
+            n += every
+        assert n, file_name
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_ctrl_c_while_it_is_loaded_is_not_forgotten(swapped: bool, tmp_path: Path) -> None:
+    """From the first tensor that was changed to the last, no step is made."""
+    Training(None).steps(2).save(tmp_path / "saved")
+    training = Training(tmp_path if swapped else None).steps(1)
+    outcomes = []
+    for n in range(0, 10_000, 29):
+        training.optimizer.zero_grad()
+        training.load(tmp_path / "saved").steps(1)
+        if not interrupted_at(n, lambda: training.load(tmp_path / "saved"), "checkpoint/saved_model.py"):
+            break
+        training.model.loss(0).backward()
+        try:
+            training.optimizer.step()
+        except SwapError:
+            outcomes.append("refused")
+        else:
+            outcomes.append("stepped")
+    assert outcomes.count("refused") > 2
+    assert outcomes == sorted(outcomes, reverse=True), "none steps once something was changed"

@@ -1,0 +1,1089 @@
+"""`swapper.config`: what is accepted, what is refused and in which words, and the files in `config/`."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import re
+import subprocess
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel
+
+from swapper.config import (
+    AioConfig,
+    OffloadConfig,
+    OffloadOptimizerConfig,
+    format_size,
+    json_schema,
+    parse_size,
+)
+from swapper.config import settings as config_module
+from swapper.errors import ConfigError
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIG_FILES = sorted((ROOT / "config").glob("*.yaml"))
+NVME = {"nvme_path": "/local_nvme", "offload_optimizer": {"device": "nvme"}}
+
+
+def as_keywords(values: dict[str, Any]) -> OffloadConfig:
+    return OffloadConfig(**values)
+
+
+def as_json(values: dict[str, Any]) -> OffloadConfig:
+    return OffloadConfig.model_validate_json(json.dumps(values))
+
+
+def as_copy(values: dict[str, Any]) -> OffloadConfig:
+    return OffloadConfig().model_copy(update=values)
+
+
+WAYS: dict[str, Callable[[dict[str, Any]], OffloadConfig]] = {
+    "keywords": as_keywords,
+    "model_validate": OffloadConfig.model_validate,
+    "model_validate_json": as_json,
+    "model_copy": as_copy,
+}
+
+
+def error_of(make: Callable[[], object]) -> str:
+    """The message of the ConfigError that `make` raises; it must be that class and nothing derived from pydantic's."""
+    with pytest.raises(ConfigError) as caught:
+        make()
+    assert type(caught.value) is ConfigError
+    assert isinstance(caught.value, ValueError)
+    return str(caught.value)
+
+
+def refused(**values: Any) -> str:
+    return error_of(lambda: OffloadConfig(**values))
+
+
+# --- Defaults and values ---
+
+
+def test_defaults_swap_nothing() -> None:
+    config = OffloadConfig()
+    assert config.nvme_path is None
+    assert config.pool_bytes == 1 << 30
+    assert config.bucket_bytes == 64 << 20
+    assert config.verify == "none"
+    assert config.gradient_accumulation_steps == 1
+    assert config.offload_optimizer == OffloadOptimizerConfig()
+    assert config.offload_optimizer.device == config.offload_gradient.device == config.offload_param.device == "none"
+    assert config.offload_optimizer.master_weights is False
+    assert config.offload_optimizer.encoding == "exact"
+    assert config.offload_optimizer.step_in_backward is False
+    assert config.offload_optimizer.resident_bytes == config.offload_param.resident_bytes == 0
+    assert config.aio.model_dump() == {
+        "backend": "auto",
+        "block_size": 1 << 20,
+        "queue_depth": 32,
+        "single_submit": False,
+        "overlap_events": True,
+        "intra_op_parallelism": 1,
+    }
+    assert config.checkpoint.keep_last is None
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_every_way_of_making_one_gives_the_same(way: Callable[[dict[str, Any]], OffloadConfig]) -> None:
+    values = {**NVME, "pool_bytes": "2GiB", "aio": {"thread_count": 4}}
+    config = way(values)
+    assert config.nvme_path == Path("/local_nvme")
+    assert config.pool_bytes == 2 << 30
+    assert config.aio.intra_op_parallelism == 4
+    assert config == OffloadConfig(**values)
+
+
+def test_sections_may_be_objects_mappings_or_empty() -> None:
+    section = OffloadOptimizerConfig(device="cpu")
+    config = OffloadConfig(offload_optimizer=section, aio=types.MappingProxyType({"queue_depth": 8}), checkpoint=None)
+    assert config.offload_optimizer is section
+    assert config.aio.queue_depth == 8
+    assert config.checkpoint.keep_last is None
+
+
+def test_master_weights_are_allowed_without_offload() -> None:
+    assert OffloadConfig(offload_optimizer={"master_weights": True}).offload_optimizer.master_weights
+
+
+@pytest.mark.parametrize("make", [list, tuple])
+def test_nvme_path_takes_several_directories(
+    make: Callable[[list[str]], object], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    paths = (Path("/a"), Path("/home/somebody/b"))
+    config = OffloadConfig(nvme_path=make(["/a", "~/b"]), offload_optimizer={"device": "nvme"})
+    assert config.nvme_path == config.nvme_paths == paths
+    assert OffloadConfig(nvme_path="/x").with_nvme_path(["/a", "~/b"]).nvme_paths == paths
+    file = tmp_path / "config.yaml"
+    file.write_text(config.to_yaml())
+    assert OffloadConfig.load(file) == config
+    assert OffloadConfig.load(file, nvme_path=["/c", "/d"]).nvme_paths == (Path("/c"), Path("/d"))
+    assert OffloadConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_directory_that_is_there_twice_is_refused() -> None:
+    assert refused(nvme_path=["/a", "/b", "/a/"]) == "nvme_path: '/a' is there twice; name each drive once"
+
+
+@pytest.mark.parametrize(
+    "value", [["/a", 3], ["/a", None], ["/a", " "], ["/a", ["/b"]], [[]], ["~nobody-of-that-name/x"]]
+)
+def test_a_list_with_something_that_is_no_path_is_refused(value: object) -> None:
+    message = refused(nvme_path=value)
+    assert message.startswith("nvme_path: ")
+    assert "write" in message
+
+
+def test_verify_is_a_word() -> None:
+    assert OffloadConfig().verify == "none"
+    assert OffloadConfig(verify="crc32c").verify == "crc32c"
+    assert refused(verify="crc32") == "verify: 'crc32' is not one of none, crc32c; did you mean 'crc32c'?"
+    assert refused(verify=True).startswith("verify: True is not one of none, crc32c")
+
+
+def test_nvme_path_takes_home_path_objects_and_a_list_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    assert OffloadConfig(nvme_path="~/swap").nvme_path == Path("/home/somebody/swap")
+    assert OffloadConfig(nvme_path=Path("~/swap")).nvme_path == Path("/home/somebody/swap")
+    assert OffloadConfig(nvme_path=["/a"]).nvme_path == Path("/a")
+    assert OffloadConfig(nvme_path=["/a"]).nvme_paths == (Path("/a"),)
+    assert OffloadConfig().nvme_paths == ()
+    assert OffloadConfig(nvme_path="./.swapper").nvme_path == Path(".swapper")
+
+
+@pytest.mark.parametrize("value", ["", "  ", "a\0b", 3, True, [], [3], {"a": 1}, "~nobody-of-this-name/x"])
+def test_nvme_path_that_is_no_path_is_refused(value: object) -> None:
+    assert refused(nvme_path=value).startswith("nvme_path: ")
+
+
+# --- Sizes ---
+
+
+@pytest.mark.parametrize(
+    ("text", "size_bytes"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("4096", 4096),
+        ("0", 0),
+        ("12 B", 12),
+        ("64MiB", 64 << 20),
+        ("64mib", 64 << 20),
+        (" 64 MiB ", 64 << 20),
+        ("1.5 GiB", 3 << 29),
+        ("2GB", 2 * 10**9),
+        ("0.5KiB", 512),
+        ("1KB", 1000),
+        ("1TiB", 1 << 40),
+        ("1PB", 10**15),
+    ],
+)
+def test_size_is_read(text: object, size_bytes: int) -> None:
+    assert parse_size(text) == size_bytes
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (True, "True is not a size"),
+        (None, "None is not a size"),
+        (1.5, "1.5 is not a size"),
+        ([1], r"\[1\] is not a size"),
+        (-1, "-1 is negative"),
+        ("-1MiB", "'-1MiB' is negative"),
+        ("", "'' is not a size"),
+        ("MiB", "'MiB' is not a size"),
+        ("lots", "'lots' is not a size"),
+        ("1e9", "'1e9' is not a size"),
+        ("1 2", "'1 2' is not a size"),
+        ("٣", "is not a size"),
+        ("5 parsec", "'5 parsec' has the unknown unit 'parsec'; use B, KiB"),
+        ("64M", "'64M' can mean two sizes; write '64MiB' .* or '64MB'"),
+        ("0.3B", "'0.3B' is not a whole number of bytes; the nearest is 0"),
+        (2**63, "is larger than any machine's memory"),
+        ("9999999PiB", "is larger than any machine's memory"),
+        ("9" * 5000, r"\(5002 characters\) is not a size"),
+    ],
+)
+def test_size_that_is_none_is_refused(value: object, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_size(value)
+    assert re.search(f"^pool_bytes: .*{message}", refused(pool_bytes=value))
+
+
+@given(st.integers(0, 2**63 - 1))
+def test_size_text_is_exact(size_bytes: int) -> None:
+    assert parse_size(format_size(size_bytes)) == size_bytes
+
+
+@given(st.integers(0, 1023), st.sampled_from(["KiB", "MiB", "GiB", "KB", "MB", "GB"]))
+def test_size_text_is_short(count: int, unit: str) -> None:
+    assert len(format_size(parse_size(f"{count}{unit}"))) <= len(f"{count}{unit}")
+
+
+@given(st.one_of(st.text(), st.integers(), st.floats(), st.booleans(), st.none(), st.lists(st.integers())))
+def test_size_is_bytes_or_a_config_error(value: object) -> None:
+    try:
+        assert 0 <= parse_size(value) < 2**63
+    except ConfigError as error:
+        assert "\n" not in str(error)
+
+
+# --- Refusals: unknown keys ---
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"offload_optimizer": {"devise": "nvme"}}, "offload_optimizer.devise: unknown key; did you mean 'device'?"),
+        ({"pool_size": 1}, "pool_size: unknown key; did you mean 'pool_bytes'?"),
+        ({"pool-bytes": 1}, "pool-bytes: unknown key; did you mean 'pool_bytes'?"),
+        ({"AIO": {}}, "AIO: unknown key; did you mean 'aio'?"),
+        ({"aio": {"threads_count": 1}}, "aio.threads_count: unknown key; did you mean 'thread_count'?"),
+        ({"queue_depth": 1}, "queue_depth: unknown key here; did you mean 'aio.queue_depth'?"),
+        (
+            {"offload_optimizer": {"nvme_path": "/x"}},
+            "offload_optimizer.nvme_path: unknown key here; did you mean 'nvme_path' at the top level?",
+        ),
+        (
+            {"resident_bytes": 1},
+            "resident_bytes: unknown key here; did you mean 'offload_optimizer.resident_bytes' or "
+            "'offload_param.resident_bytes'?",
+        ),
+        ({"checkpoint": {"zzz": 1}}, "checkpoint.zzz: unknown key; known here are keep_last"),
+    ],
+)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_unknown_key_is_refused_with_the_nearest(
+    way: Callable[[dict[str, Any]], OffloadConfig], values: dict[str, Any], message: str
+) -> None:
+    assert error_of(lambda: way(values)) == message
+
+
+def test_deepspeed_file_is_recognised() -> None:
+    assert "from_deepspeed" in refused(zero_optimization={"stage": 3})
+
+
+def test_unknown_key_of_a_section_made_alone_is_refused() -> None:
+    assert error_of(lambda: OffloadOptimizerConfig(devise="nvme")) == "devise: unknown key; did you mean 'device'?"
+
+
+def test_both_names_of_a_setting_are_refused() -> None:
+    message = refused(aio={"intra_op_parallelism": 2, "thread_count": 2})
+    assert message == (
+        "aio.thread_count: another name of 'intra_op_parallelism', which is given too; delete one of them"
+    )
+
+
+@pytest.mark.parametrize("values", [{1: 2}, {"aio": {True: 1}}, {"aio": {"queue_depth": {None: 1}}}])
+def test_key_that_is_no_string_is_refused(values: dict[str, Any]) -> None:
+    message = error_of(lambda: OffloadConfig.model_validate(values))
+    assert ": " in message
+    assert "aio" not in values or message.startswith("aio.")
+
+
+# --- Refusals: values ---
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"offload_optimizer": {"device": "nvm"}}, "offload_optimizer.device: 'nvm' is not one of none, cpu, nvme; "),
+        ({"offload_optimizer": {"device": "NVMe"}}, "offload_optimizer.device: 'NVMe' .* did you mean 'nvme'?"),
+        ({"offload_optimizer": {"device": "disk"}}, "offload_optimizer.device: 'disk' is not one of none, cpu, nvme$"),
+        ({"offload_optimizer": {"device": None}}, "offload_optimizer.device: None is not one of none, cpu, nvme"),
+        ({"offload_optimizer": {"master_weights": 1}}, "offload_optimizer.master_weights: 1 is not a switch; write tr"),
+        ({"offload_optimizer": {"master_weights": "yes"}}, "offload_optimizer.master_weights: 'yes' is not a switch"),
+        ({"offload_optimizer": "nvme"}, "offload_optimizer: 'nvme' is not a mapping .* offload_optimizer: {device: nv"),
+        ({"aio": 3}, r"aio: 3 is not a mapping of its keys \(backend, block_size, "),
+        ({"verify": "sha1"}, "verify: 'sha1' is not one of none, crc32c"),
+        (
+            {"gradient_accumulation_steps": 0},
+            "gradient_accumulation_steps: 0 is not allowed; write a whole number of 1",
+        ),
+        ({"gradient_accumulation_steps": True}, "gradient_accumulation_steps: True is not allowed"),
+        ({"gradient_accumulation_steps": 1.5}, "gradient_accumulation_steps: 1.5 is not allowed"),
+        ({"aio": {"queue_depth": 0}}, "aio.queue_depth: 0 is not allowed; write a whole number from 1 to 4096"),
+        ({"aio": {"queue_depth": 4097}}, "aio.queue_depth: 4097 is not allowed; write a whole number from 1 to 4096"),
+        ({"aio": {"queue_depth": "8"}}, "aio.queue_depth: '8' is not allowed"),
+        ({"aio": {"thread_count": 65}}, "aio.thread_count: 65 is not allowed; write a whole number from 1 to 64"),
+        ({"aio": {"intra_op_parallelism": 0}}, "aio.intra_op_parallelism: 0 is not allowed; .* from 1 to 64"),
+        ({"aio": {"backend": "io_uring"}}, "aio.backend: 'io_uring' is not one of .*; did you mean 'uring'?"),
+        ({"aio": {"block_size": 5000}}, "aio.block_size: 5000 bytes .*a multiple of 4096"),
+        ({"aio": {"block_size": 0}}, "aio.block_size: 0 bytes .*a multiple of 4096"),
+        ({"aio": {"block_size": "2GiB"}}, "aio.block_size: 2147483648 bytes .*to 1GiB"),
+        ({"bucket_bytes": "4KiB"}, "bucket_bytes: 4KiB is too little .* at least '16KiB'"),
+        ({"checkpoint": {"keep_last": 0}}, "checkpoint.keep_last: 0 is not allowed; write a whole number of 1 or more"),
+    ],
+)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_wrong_value_is_named_with_the_fix(
+    way: Callable[[dict[str, Any]], OffloadConfig], values: dict[str, Any], message: str
+) -> None:
+    assert re.search("^" + message, error_of(lambda: way(values)))
+
+
+def test_every_mistake_has_its_line() -> None:
+    message = refused(pool_bytes="x", offload_optimizer={"device": "d", "devise": 1}, aio={"queue_depth": -1}, foo=1)
+    fields = [line.split(":")[0] for line in message.splitlines()]
+    assert fields == ["pool_bytes", "offload_optimizer.device", "offload_optimizer.devise", "aio.queue_depth", "foo"]
+
+
+def test_long_values_are_shortened() -> None:
+    message = refused(verify="x" * 10_000)
+    assert len(message) < 200
+
+
+@pytest.mark.parametrize("value", [[], "text", 3, None])
+def test_what_is_no_mapping_is_refused(value: object) -> None:
+    assert error_of(lambda: OffloadConfig.model_validate(value)).startswith("the config: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "line 1, column 2: not valid JSON"),
+        ("", "line 1, column 1: not valid JSON"),
+        ('{"aio": {},\n "aio": {}}', "key 'aio' is given twice"),
+        (b'{"a": "\xff"}', "save it as UTF-8"),
+        ("[" * 100_000, "nested too deeply|not valid JSON"),
+    ],
+)
+def test_broken_json_text_is_refused(text: str | bytes, message: str) -> None:
+    assert re.search(message, error_of(lambda: OffloadConfig.model_validate_json(text)))
+
+
+def test_strings_are_validated() -> None:
+    config = OffloadConfig.model_validate_strings({"pool_bytes": "2GiB", "aio": {"backend": "aio"}})
+    assert config.pool_bytes == 2 << 30
+    assert config.aio.backend == "aio"
+    message = error_of(lambda: OffloadConfig.model_validate_strings({"pool_bytes": "2", "foo": "1"}))
+    assert message.startswith("foo: unknown key")
+
+
+# --- Refusals: not there yet ---
+
+NOT_YET: dict[str, Any] = {
+    "offload_optimizer.encoding": "int8",
+}
+
+
+def nested(field: str, value: object) -> dict[str, Any]:
+    section, _, key = field.rpartition(".")
+    return {section: {key: value}} if section else {key: value}
+
+
+@pytest.mark.parametrize(("field", "value"), NOT_YET.items(), ids=NOT_YET)
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_what_a_later_version_brings_is_refused(
+    way: Callable[[dict[str, Any]], OffloadConfig], field: str, value: object
+) -> None:
+    message = error_of(lambda: way(nested(field, value)))
+    assert message.startswith(f"{field}: ")
+    assert "is not there yet in this version of swapper; use " in message
+
+
+def test_bf16_encoding_is_refused() -> None:
+    assert "offload_optimizer.encoding: 'bf16' is not there yet" in refused(
+        **nested("offload_optimizer.encoding", "bf16")
+    )
+
+
+def test_table_of_refusals_is_tested_and_documented() -> None:
+    assert [row.field for row in config_module._NOT_YET] == list(NOT_YET)
+    documented = {name for name, text in docstrings(OffloadConfig).items() if "Not there yet" in text}
+    assert documented == set(NOT_YET)
+
+
+# --- Refusals: combinations ---
+
+
+def test_nvme_without_path_is_refused() -> None:
+    message = refused(offload_optimizer={"device": "nvme"})
+    assert message.startswith("nvme_path: null is not enough for offload_optimizer.device: nvme; ")
+    assert "nvme_path='/local_nvme'" in message
+
+
+def test_pool_smaller_than_three_buckets_shows_the_sum() -> None:
+    assert refused(pool_bytes="128MiB", bucket_bytes="64MiB") == (
+        "pool_bytes: 128MiB is too small for 3 x bucket_bytes 64MiB (one arriving, one in use, one leaving) = 192MiB; "
+        "set pool_bytes to at least '192MiB', or bucket_bytes to at most '42MiB'"
+    )
+    assert OffloadConfig(pool_bytes="192MiB").pool_bytes == 192 << 20
+    assert OffloadConfig(pool_bytes="128MiB", bucket_bytes="42MiB").bucket_bytes == 42 << 20
+    assert OffloadConfig(pool_bytes="192KiB", bucket_bytes="64KiB").bucket_bytes == 64 << 10
+    assert "or bucket_bytes" not in refused(pool_bytes=0)
+
+
+def test_bucket_bytes_that_is_not_given_follows_the_pool() -> None:
+    assert OffloadConfig().bucket_bytes == OffloadConfig(pool_bytes="100GiB").bucket_bytes == 64 << 20
+    small = OffloadConfig(pool_bytes="128MiB")
+    assert small.bucket_bytes == 32 << 20
+    assert small.model_copy(update={"pool_bytes": "1GiB"}).bucket_bytes == 64 << 20
+    section = {"device": "nvme", "resident_bytes": "900MiB"}
+    assert OffloadConfig(nvme_path="/x", offload_optimizer=section).bucket_bytes == 31 << 20
+
+
+def test_resident_bytes_are_part_of_the_pool() -> None:
+    section = {"device": "nvme", "resident_bytes": "900MiB"}
+    assert refused(nvme_path="/x", bucket_bytes="64MiB", offload_optimizer=section) == (
+        "pool_bytes: 1GiB is too small for 3 x bucket_bytes 64MiB (one arriving, one in use, one leaving) "
+        "+ resident_bytes 900MiB = 1092MiB; set pool_bytes to at least '1092MiB', or bucket_bytes to at most '41MiB'"
+    )
+    config = OffloadConfig(nvme_path="/x", pool_bytes="1092MiB", offload_optimizer=section)
+    assert config.offload_optimizer.resident_bytes == 900 << 20
+
+
+@pytest.mark.parametrize("device", ["none", "cpu"])
+def test_resident_bytes_without_nvme_are_refused(device: str) -> None:
+    message = refused(offload_optimizer={"device": device, "resident_bytes": "1MiB"})
+    assert message.startswith(
+        f"offload_optimizer.resident_bytes: 1MiB has no use with offload_optimizer.device: {device}"
+    )
+
+
+# --- What a config is once made ---
+
+
+def test_config_does_not_change() -> None:
+    config = OffloadConfig(**NVME)
+    assert error_of(lambda: setattr(config, "pool_bytes", 1)).startswith("pool_bytes: 1 cannot be set")
+    assert error_of(lambda: setattr(config.aio, "queue_depth", 1)).startswith("queue_depth: 1 cannot be set")
+    assert error_of(lambda: setattr(config, "new", 1)).startswith("new: 1 cannot be set")
+    assert error_of(lambda: delattr(config, "pool_bytes")).startswith("pool_bytes: cannot be deleted")
+    assert config == OffloadConfig(**NVME)
+
+
+def test_copies_are_equal_and_hash_alike() -> None:
+    config = OffloadConfig(**NVME, aio={"thread_count": 2}, gradient_accumulation_steps=4)
+    copies = [pickle.loads(pickle.dumps(config, protocol)) for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1)]
+    copies += [copy.copy(config), copy.deepcopy(config), config.model_copy(), config.model_copy(deep=True)]
+    for other in copies:
+        assert other == config
+        assert other is not config
+        assert hash(other) == hash(config)
+        assert other.model_fields_set == config.model_fields_set
+    assert weakref.ref(config)() is config
+
+
+def test_errors_can_be_pickled() -> None:
+    with pytest.raises(ConfigError) as caught:
+        OffloadConfig(foo=1)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_copy_with_changes_is_checked() -> None:
+    config = OffloadConfig(**NVME, pool_bytes="2GiB")
+    other = config.model_copy(update={"aio": {"queue_depth": 8}})
+    assert (other.pool_bytes, other.aio.queue_depth, config.aio.queue_depth) == (2 << 30, 8, 32)
+    assert "pool_bytes" in other.model_fields_set
+    assert "verify" not in other.model_fields_set
+    assert error_of(lambda: config.model_copy(update={"pool_bytes": 1})).startswith("pool_bytes: 1B is too small")
+    assert error_of(lambda: config.model_copy(update={"nvme_path": None})).startswith("nvme_path: null")
+    aio = AioConfig(intra_op_parallelism=2).model_copy(update={"thread_count": 3})
+    assert aio.intra_op_parallelism == 3
+
+
+def test_path_can_be_replaced() -> None:
+    config = OffloadConfig(**NVME)
+    other = config.with_nvme_path("/other")
+    assert other.nvme_path == Path("/other")
+    assert other.offload_optimizer == config.offload_optimizer
+    assert config.nvme_path == Path("/local_nvme")
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {},
+        NVME,
+        {
+            **NVME,
+            "pool_bytes": 3 * (64 << 20) + 4097,
+            "aio": {"backend": "threads", "thread_count": 2, "block_size": 12288, "overlap_events": False},
+            "offload_optimizer": {"device": "nvme", "master_weights": True, "resident_bytes": 4097},
+            "gradient_accumulation_steps": 7,
+        },
+    ],
+    ids=["defaults", "nvme", "all"],
+)
+def test_what_is_written_reads_back_equal(values: dict[str, Any], tmp_path: Path) -> None:
+    config = OffloadConfig(**values)
+    assert OffloadConfig.model_validate(config.model_dump()) == config
+    assert OffloadConfig.model_validate(config.model_dump(mode="json")) == config
+    assert OffloadConfig.model_validate_json(config.model_dump_json()) == config
+    (tmp_path / "a.yaml").write_text(config.to_yaml())
+    assert OffloadConfig.load(tmp_path / "a.yaml") == config
+    (tmp_path / "a.json").write_text(config.model_dump_json())
+    assert OffloadConfig.load(tmp_path / "a.json") == config
+
+
+def test_yaml_has_sizes_with_units() -> None:
+    assert yaml.safe_load(OffloadConfig().to_yaml())["pool_bytes"] == "1GiB"
+
+
+# --- Files ---
+
+
+@pytest.mark.parametrize("name", ["a.yaml", "a.yml", "a.json"])
+def test_file_is_loaded(tmp_path: Path, name: str) -> None:
+    path = tmp_path / name
+    path.write_text(json.dumps({"$schema": "schema.json", **NVME}))  # JSON is YAML too
+    assert OffloadConfig.load(path) == OffloadConfig(**NVME)
+    assert OffloadConfig.load(str(path), nvme_path="/other").nvme_path == Path("/other")
+
+
+def test_path_may_come_from_outside_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("offload_optimizer: {device: nvme}\n")
+    assert "nvme_path: null is not enough" in error_of(lambda: OffloadConfig.load(path))
+    assert OffloadConfig.load(path, nvme_path=tmp_path).nvme_path == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.yaml", "", "the file is empty"),
+        ("a.yaml", " \n\n", "the file is empty"),
+        ("a.json", "", "the file is empty"),
+        ("a.yaml", "# only a comment\n", "the file holds comments only"),
+        ("a.yaml", "- a\n- b\n", r"\['a', 'b'\] is not a mapping"),
+        ("a.json", "[1]", r"\[1\] is not a mapping"),
+        ("a.yaml", "just text", "'just text' is not a mapping"),
+        ("a.yaml", "pool_bytes: 1GiB\naio: {backend: [\n", "line 3, column 1: not valid YAML: "),
+        ("a.yaml", "aio:\n\tbackend: aio\n", "line 2, column 1: not valid YAML: "),
+        ("a.yaml", "a: 1\n--- \nb: 1\n", "line 2, column 1: not valid YAML: "),
+        ("a.yaml", "a: \x01", "not valid YAML: "),
+        ("a.yaml", "a: !!python/name:os.system\n", "line 1, column 4: not valid YAML: could not determine"),
+        (
+            "a.yaml",
+            "pool_bytes: 1GiB\npool_bytes: 2GiB\n",
+            "line 2, column 1: not valid YAML: key 'pool_bytes' is given",
+        ),
+        (
+            "a.yaml",
+            "aio:\n  queue_depth: 1\n  queue_depth: 2\n",
+            "line 3, .*'queue_depth' is given twice, first on line 2",
+        ),
+        ("a.json", '{"aio": 1,}', "line 1, column .*: not valid JSON"),
+        ("a.json", '{"aio": {}, "aio": {}}', "key 'aio' is given twice"),
+        ("a.yaml", "1: 2\n", "1: unknown key"),
+        ("a.yaml", "aio:\n  on: 2\n", "aio.True: unknown key"),
+        ("a.yaml", "offload_optimizer: {devise: 1}\n", "offload_optimizer.devise: unknown key; did you mean 'device'?"),
+        ("a.yaml", "aio: &a {queue_depth: *a}\n", "aio.queue_depth: "),
+        ("a.yaml", "{a: " * 5000, "not a config: nested too deeply"),
+        ("a.toml", "x = 1", "a config file's name ends in .yaml, .yml or .json, not in '.toml'"),
+    ],
+)
+def test_bad_file_is_refused_by_name(tmp_path: Path, name: str, text: str, message: str) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    found = error_of(lambda: OffloadConfig.load(path))
+    assert re.search(f"^{re.escape(str(path))}: {message}", found)
+
+
+def test_missing_file_is_named_with_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "optimizer_nvme.yaml").write_text("aio: {}\n")
+    message = error_of(lambda: OffloadConfig.load(tmp_path / "optimiser_nvme.yaml"))
+    assert message.startswith(f"{tmp_path / 'optimiser_nvme.yaml'}: there is no such file; did you mean ")
+    assert message.endswith(f"'{tmp_path / 'optimizer_nvme.yaml'}'?")
+    assert "nor a directory" in error_of(lambda: OffloadConfig.load(tmp_path / "no" / "a.yaml"))
+
+
+def test_directory_and_bytes_are_no_config(tmp_path: Path) -> None:
+    (tmp_path / "a.yaml").mkdir()
+    assert "cannot be read: Is a directory" in error_of(lambda: OffloadConfig.load(tmp_path / "a.yaml"))
+    (tmp_path / "b.yaml").write_bytes(b"a: \xff\n")
+    assert "save it as UTF-8" in error_of(lambda: OffloadConfig.load(tmp_path / "b.yaml"))
+    assert "not a path" in error_of(lambda: OffloadConfig.load("a\0.yaml"))
+
+
+def test_every_line_of_a_file_error_names_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("foo: 1\nbar: 2\n")
+    lines = error_of(lambda: OffloadConfig.load(path)).splitlines()
+    assert len(lines) == 2
+    assert all(line.startswith(f"{path}: ") for line in lines)
+
+
+def test_yaml_anchors_and_merges_work(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("offload_optimizer: &o {device: cpu}\naio:\n  <<: {queue_depth: 4}\n  queue_depth: 8\n")
+    config = OffloadConfig.load(path)
+    assert config.aio.queue_depth == 8
+    assert config.offload_optimizer.device == "cpu"
+
+
+def test_heading_without_settings_is_default(tmp_path: Path) -> None:
+    path = tmp_path / "a.yaml"
+    path.write_text("aio:\n  # queue_depth: 4\noffload_optimizer:\n")
+    assert OffloadConfig.load(path) == OffloadConfig()
+
+
+# --- The files in config/ ---
+
+
+def test_there_is_a_file_for_each_situation() -> None:
+    names = {path.stem for path in CONFIG_FILES}
+    assert names == {
+        "container",
+        "dgx",
+        "everything_nvme",
+        "laptop_cpu",
+        "none",
+        "optimizer_cpu",
+        "optimizer_nvme",
+        "optimizer_nvme_fp32",
+        "several_drives",
+        "tiny",
+    }
+
+
+@pytest.mark.parametrize("path", CONFIG_FILES, ids=lambda path: path.stem)
+def test_file_of_config_loads(path: Path) -> None:
+    config = OffloadConfig.load(path)
+    assert (config.nvme_path is not None) == (config.offload_optimizer.device == "nvme")
+
+
+@pytest.mark.parametrize("path", CONFIG_FILES, ids=lambda path: path.stem)
+def test_file_of_config_says_hardware_command_and_schema(path: Path) -> None:
+    lines = path.read_text().splitlines()
+    head = "\n".join(line for line in lines[:5] if line.startswith("#"))
+    assert lines[0].startswith("# Hardware: ")
+    example = "train_xl" if path.stem == "everything_nvme" else "train_gpt"
+    assert f"# Command:  python examples/{example}.py --config config/{path.name}" in head
+    assert "# yaml-language-server: $schema=schema.json" in head
+
+
+def test_schema_file_is_up_to_date() -> None:
+    stored = json.loads((ROOT / "config" / "schema.json").read_text())
+    assert stored == json_schema(), "run `python -m swapper.config --schema config/schema.json`"
+
+
+def test_schema_names_every_key_of_every_file() -> None:
+    schema = json_schema()
+    for path in CONFIG_FILES:
+        for key, value in yaml.safe_load(path.read_text()).items():
+            field = schema["properties"][key]
+            if isinstance(value, dict):
+                section = schema["$defs"][field["$ref"].rpartition("/")[2]]
+                assert set(value) <= set(section["properties"])
+
+
+def docstrings(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
+    """Dotted name of each setting to its docstring."""
+    found: dict[str, str] = {}
+    for name, field in model.model_fields.items():
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            found |= docstrings(field.annotation, f"{name}.")
+        else:
+            found[prefix + name] = " ".join((field.description or "").split())
+    return found
+
+
+def test_every_setting_says_its_default() -> None:
+    texts = docstrings(OffloadConfig)
+    assert len(texts) == 20
+    assert {name for name, text in texts.items() if "efault" not in text} == set()
+
+
+def test_schema_is_printed_and_written(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "swapper.config", "--schema"]
+    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert json.loads(printed) == json_schema()
+    subprocess.run([*command, str(tmp_path / "s.json")], cwd=ROOT, check=True, capture_output=True)
+    assert (tmp_path / "s.json").read_text() == printed
+
+
+# --- DeepSpeed ---
+
+ZERO_INFINITY: dict[str, Any] = {
+    "bf16": {"enabled": True},
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {
+            "device": "nvme",
+            "nvme_path": "/local_nvme",
+            "pin_memory": True,
+            "buffer_count": 4,
+            "pipeline_read": True,
+            "pipeline_write": False,
+            "fast_init": False,
+            "ratio": 1.0,
+        },
+        "overlap_comm": True,
+        "reduce_bucket_size": "auto",
+        "sub_group_size": 1e9,
+    },
+    "aio": {
+        "block_size": 262144,
+        "queue_depth": 8,
+        "thread_count": 2,
+        "single_submit": False,
+        "overlap_events": True,
+        "use_gds": True,
+    },
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW"},
+    "train_batch_size": "auto",
+}
+
+
+def converted(document: dict[str, Any], **options: Any) -> tuple[OffloadConfig, list[str]]:
+    """The config, and the lines of the only warning."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config = OffloadConfig.from_deepspeed(document, **options)
+    assert len(caught) <= 1
+    for one in caught:
+        assert one.category is UserWarning
+        assert one.filename == __file__
+    return config, [line.strip() for one in caught for line in str(one.message).splitlines()[1:]]
+
+
+def zero(stage: int, device: str = "nvme", **values: Any) -> dict[str, Any]:
+    section = {"device": device, "nvme_path": "/local_nvme"}
+    return {"zero_optimization": {"stage": stage, "offload_optimizer": section, **values}}
+
+
+def test_deepspeed_settings_are_mapped() -> None:
+    before = copy.deepcopy(ZERO_INFINITY)
+    config, lines = converted(ZERO_INFINITY)
+    assert before == ZERO_INFINITY
+    assert config == OffloadConfig(
+        nvme_path="/local_nvme",
+        gradient_accumulation_steps=4,
+        offload_optimizer={"device": "nvme", "master_weights": True},
+        aio={"block_size": 262144, "queue_depth": 8, "intra_op_parallelism": 2},
+    )
+    keys = {key for line in lines for key in re.sub(r" \(.*?\)", "", line.split(": ")[0]).split(", ")}
+    assert keys == {
+        "bf16.enabled",
+        "zero_optimization.stage",
+        "zero_optimization.offload_optimizer.buffer_count",
+        "zero_optimization.offload_optimizer.pipeline_write",
+        "zero_optimization.overlap_comm",
+        "zero_optimization.sub_group_size",
+        "aio.use_gds",
+        "gradient_clipping",
+        "optimizer",
+    }
+
+
+def test_deepspeed_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(ZERO_INFINITY))
+    with pytest.warns(UserWarning, match=re.escape(f"{path}: what swapper does otherwise")) as caught:
+        config = OffloadConfig.from_deepspeed(path)
+    assert len(caught) == 1
+    assert config == converted(ZERO_INFINITY)[0]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [("", "the file is empty"), ("{", "line 1"), ("[]", "not a mapping"), (None, "no such file")]
+)
+def test_broken_deepspeed_file_is_refused_by_name(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "ds.json"
+    if text is not None:
+        path.write_text(text)
+    found = error_of(lambda: OffloadConfig.from_deepspeed(path))
+    assert found.startswith(f"{path}: ")
+    assert message in found
+
+
+def test_auto_values_are_defaults() -> None:
+    document = {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "auto", "nvme_path": "auto"}},
+        "aio": dict.fromkeys(["block_size", "queue_depth", "thread_count", "single_submit", "overlap_events"], "auto"),
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "bf16": "auto",
+    }
+    config, lines = converted(document)
+    assert config == OffloadConfig()
+    assert lines == ["zero_optimization.offload_optimizer: has no device, so nothing will be swapped"]
+
+
+def test_deepspeed_keys_that_are_no_strings_are_named_like_others() -> None:
+    for section, path in (("zero_optimization", "zero_optimization."), ("checkpoint", "checkpoint.")):
+        _, lines = converted({section: {1: "one"}})
+        assert f"{path}1: swapper has no such setting" in lines
+
+
+@pytest.mark.parametrize(
+    ("document", "masters"),
+    [
+        ({}, False),
+        ({"bf16": {"enabled": True}}, True),
+        ({"bfloat16": {"enabled": True}}, True),
+        ({"fp16": {"enabled": True}}, True),
+        ({"bf16": {"enabled": "auto"}, "fp16": {"enabled": "auto"}}, True),
+        ({"bf16": {"enabled": False}, "fp16": {}}, False),
+        ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, False),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, False),
+    ],
+)
+def test_half_precision_keeps_masters(document: dict[str, Any], masters: bool) -> None:
+    assert converted({**document, **zero(3)})[0].offload_optimizer.master_weights is masters
+
+
+def test_loss_scaling_and_casting_are_named() -> None:
+    lines = converted({"fp16": {"enabled": True, "loss_scale": 0}, **zero(3)})[1]
+    assert "fp16: the loss is not scaled for you; use torch.amp.GradScaler" in lines
+    assert "fp16.enabled: the model is not cast for you; call model.to(torch.float16)" in lines
+    assert "fp16.loss_scale: not read" in lines
+
+
+@pytest.mark.parametrize(
+    ("stage", "device", "ignored"),
+    [(0, "nvme", True), (1, "nvme", True), (2, "nvme", True), (3, "nvme", False), (0, "cpu", True), (2, "cpu", False)],
+)
+def test_offload_that_deepspeed_ignores_is_honoured_and_said(stage: int, device: str, ignored: bool) -> None:
+    config, lines = converted(zero(stage, device))
+    assert config.offload_optimizer.device == device
+    assert any("offloads nothing; swapper does" in line for line in lines) is ignored
+
+
+@pytest.mark.parametrize("state", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_parameters_are_offloaded(device: str, state: str, nvme_path: Path) -> None:
+    document = zero(3, state, offload_param={"device": device, "nvme_path": str(nvme_path), "max_in_cpu": 5})
+    document["zero_optimization"]["offload_optimizer"].pop("nvme_path", None)
+    config, lines = converted(document)
+    assert (config.offload_optimizer.device, config.offload_param.device) == (state, device)
+    assert config.offload_gradient.device == ("nvme" if state == device == "nvme" else "none")
+    if "nvme" in (state, device):
+        assert config.nvme_path == nvme_path
+    assert any(line.startswith("zero_optimization.offload_param.max_in_cpu (5): ") for line in lines)
+    assert config.offload_param.resident_bytes == (20 if device == "nvme" else 0)
+    assert not any("nothing will be swapped" in line for line in lines)
+
+
+def test_a_second_path_for_parameters_is_named(tmp_path: Path) -> None:
+    document = zero(3, offload_param={"device": "nvme", "nvme_path": str(tmp_path / "other")})
+    assert any("offload_param.nvme_path" in line for line in converted(document)[1])
+
+
+def test_an_unknown_device_of_parameters_is_refused() -> None:
+    assert "offload_param.device: 'disk'" in error_of(
+        lambda: OffloadConfig.from_deepspeed(zero(3, offload_param={"device": "disk"}))
+    )
+
+
+def test_parameter_offload_that_deepspeed_ignores_is_named() -> None:
+    lines = converted(zero(2, offload_param={"device": "cpu"}))[1]
+    assert any(line.startswith("zero_optimization.offload_param: parameters stay in memory") for line in lines)
+
+
+def test_parameter_offload_to_none_is_fine() -> None:
+    lines = converted(zero(3, offload_param={"device": "none", "buffer_count": 5}))[1]
+    assert not any("offload_param" in line for line in lines)
+
+
+def test_older_deepspeed_names_are_read() -> None:
+    config, _ = converted({"zero_optimization": {"stage": 2, "cpu_offload": True}})
+    assert config.offload_optimizer.device == "cpu"
+    assert converted({"zero_optimization": True})[0].offload_optimizer.device == "none"
+    for name in ("cpu_offload_param", "cpu_offload_params"):
+        config, _ = converted({"zero_optimization": {"stage": 3, name: True}})
+        assert config.offload_param.device == "cpu"
+
+
+def test_partial_offload_is_named() -> None:
+    document = zero(3)
+    document["zero_optimization"]["offload_optimizer"] |= {"ratio": 0.5, "pin_memory": False, "novelty": 1}
+    text = "\n".join(converted(document)[1])
+    assert "offload_optimizer.ratio (0.5): all of the state is offloaded" in text
+    assert "offload_optimizer.pin_memory (False): the pool is always page-locked" in text
+    assert "offload_optimizer.novelty (1): swapper has no such setting" in text
+
+
+def test_thread_counts_that_differ_are_named() -> None:
+    config, lines = converted({**zero(3), "aio": {"thread_count": 2, "intra_op_parallelism": 4}})
+    assert config.aio.intra_op_parallelism == 4
+    assert any(line.startswith("aio.thread_count (2)") for line in lines)
+
+
+QUOTED = {
+    "zero_optimization": {
+        "stage": "3",
+        "offload_optimizer": {"device": "nvme", "nvme_path": "7", "pipeline_read": "True", "ratio": "1.0"},
+        "offload_param": {"device": "nvme", "nvme_path": "7", "max_in_cpu": "1e3"},
+    },
+    "aio": {
+        "single_submit": "false",
+        "overlap_events": "true",
+        "num_threads": "4",
+        "queue_depth": "16",
+        "block_size": "1048576",
+        "use_gds": "False",
+    },
+    "bf16": {"enabled": "true"},
+    "gradient_accumulation_steps": "2",
+}
+
+
+def test_strings_mean_what_they_mean_without_quotes() -> None:
+    config, lines = converted(QUOTED)
+    assert config == OffloadConfig(
+        nvme_path="7",
+        gradient_accumulation_steps=2,
+        pool_bytes=(1 << 30) + 2000,
+        offload_optimizer={"device": "nvme", "master_weights": True},
+        offload_gradient={"device": "nvme"},
+        offload_param={"device": "nvme", "resident_bytes": 2000},
+        aio={"block_size": 1 << 20, "queue_depth": 16, "intra_op_parallelism": 4},
+    )
+    assert not any("aio" in line or "ratio" in line or "pipeline" in line for line in lines)
+
+
+def test_what_the_tuner_of_deepspeed_prints_is_read() -> None:
+    printed = '{"aio": {"single_submit": "true", "overlap_events": "false", "num_threads": 2, "queue_depth": 32, '
+    document = {**json.loads(printed + '"block_size": 8388608}}'), **zero(3)}
+    wanted = AioConfig(
+        block_size="8MiB", queue_depth=32, single_submit=True, overlap_events=False, intra_op_parallelism=2
+    )
+    assert converted(document)[0].aio == wanted
+
+
+def test_aio_inside_of_zero_optimization_is_read() -> None:
+    config, lines = converted(zero(3, aio={"queue_depth": 4, "single_submit": "true"}))
+    assert (config.aio.queue_depth, config.aio.single_submit) == (4, True)
+    assert not any("aio" in line for line in lines)
+    config, lines = converted({**zero(3, aio={"queue_depth": 4, "block_size": 8192}), "aio": {"queue_depth": 8}})
+    assert (config.aio.queue_depth, config.aio.block_size) == (8, 8192)
+    assert "zero_optimization.aio.queue_depth (4): aio.queue_depth is given too, and used" in lines
+
+
+@pytest.mark.parametrize(
+    ("precision", "numel_bytes"),
+    [({}, 4), ({"bf16": {"enabled": True}}, 2), ({"fp16": {"enabled": "auto"}}, 2), ({"bf16": {"enabled": False}}, 4)],
+)
+def test_max_in_cpu_is_elements_that_stay(precision: dict[str, Any], numel_bytes: int) -> None:
+    document = {**zero(3, offload_param={"device": "nvme", "max_in_cpu": 1e9}), **precision}
+    config, lines = converted(document)
+    assert config.offload_param.resident_bytes == numel_bytes * 10**9
+    assert config.pool_bytes == OffloadConfig().pool_bytes + numel_bytes * 10**9
+    assert sum("max_in_cpu (1000000000)" in line for line in lines) == 1
+    for absent in (None, "auto", 0):
+        document = {**zero(3, offload_param={"device": "nvme", "max_in_cpu": absent}), **precision}
+        config, lines = converted(document)
+        assert (config.offload_param.resident_bytes, config.pool_bytes) == (0, OffloadConfig().pool_bytes)
+        assert not any("max_in_cpu" in line for line in lines)
+
+
+SHARDING = [
+    "allgather_partitions",
+    "allgather_bucket_size",
+    "overlap_comm",
+    "reduce_scatter",
+    "reduce_bucket_size",
+    "grad_hooks",
+    "round_robin_gradients",
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_gradients",
+    "zeropp_loco_param",
+    "stage3_allgather_sequential",
+    "stage3_use_all_reduce_for_fetch_params",
+    "use_multi_rank_bucket_allreduce",
+    "legacy_stage1",
+    "mics_shard_size",
+    "mics_hierarchical_params_gather",
+]
+OF_OTHER_THINGS = {
+    "stage3_max_live_parameters": "pool_bytes has no room",
+    "stage3_max_reuse_distance": "pool_bytes has no room",
+    "stage3_prefetch_bucket_size": "read ahead",
+    "stage3_param_persistence_threshold": "small parameters are swapped too",
+    "stage3_model_persistence_threshold": "small parameters are swapped too",
+    "stage3_module_granularity_threshold": "share a record",
+    "stage3_gather_16bit_weights_on_model_save": "save_checkpoint",
+    "stage3_gather_fp16_weights_on_model_save": "save_checkpoint",
+    "sub_group_size": "bucket_bytes",
+    "contiguous_gradients": "gradients are tensors of their own",
+    "load_from_fp32_weights": "master weights are saved",
+    "elastic_checkpoint": "save_checkpoint",
+    "pipeline_loading_checkpoint": "save_checkpoint",
+    "ignore_unused_parameters": "left out of the step",
+    "log_trace_cache_warnings": "diagnostics",
+    "enable_sanity_checks": "diagnostics",
+    "zero_quantized_nontrainable_weights": "keep their dtype",
+    "memory_efficient_linear": "stay as they are",
+    "override_module_apply": "stay as they are",
+    "save_muon_momentum_buffer_in_memory": "resident_bytes",
+    "leaf_module": "each module",
+    "zenflow": "step_in_backward",
+    "novelty": "swapper has no such setting",
+}
+
+
+def test_the_reason_of_each_key_of_zero_is_its_own() -> None:
+    given = {**dict.fromkeys(SHARDING, 1), **dict.fromkeys(OF_OTHER_THINGS, 1)}
+    of_key = {}
+    for line in converted(zero(3, **given))[1]:
+        keys, _, why = line.partition(": ")
+        of_key.update(dict.fromkeys(keys.split(", "), why))
+    for key in given:
+        assert OF_OTHER_THINGS.get(key, "about sharding and communication") in of_key[f"zero_optimization.{key}"]
+
+
+def test_the_reason_of_each_key_of_checkpoint_is_its_own() -> None:
+    section = {"writer": {"type": "FAST"}, "tag_validation": "Warn", "load_universal": False, "novelty": 1}
+    section |= {"use_node_local_storage": False, "parallel_write": {"pipeline_stage": False}}
+    document = {**zero(3), "checkpoint": {**section, "checkpoint_serialization": True}, "scheduler": {}}
+    document["activation_checkpointing"] = {"cpu_checkpointing": True}
+    text = "\n".join(converted(document)[1])
+    assert "checkpoint.writer: swapper.save_checkpoint writes with the engine" in text
+    assert "checkpoint.tag_validation: a checkpoint is a path" in text
+    assert "checkpoint.novelty: swapper has no such setting" in text
+    assert "activation_checkpointing: activations are not swapped" in text
+    assert "scheduler: not about swapping" in text
+    for key in document["checkpoint"]:
+        assert text.count(f"checkpoint.{key}: ") == 1
+
+
+def test_path_may_come_from_outside_the_deepspeed_config() -> None:
+    document = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}
+    assert "nvme_path: null is not enough" in error_of(lambda: OffloadConfig.from_deepspeed(document))
+    assert converted(document, nvme_path="/x")[0].nvme_path == Path("/x")
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"zero_optimization": "on"}, "zero_optimization: 'on' is not a mapping"),
+        ({"zero_optimization": {"stage": 4}}, "zero_optimization.stage: 4 is not a stage"),
+        ({"zero_optimization": {"offload_optimizer": True}}, "zero_optimization.offload_optimizer: True is not a map"),
+        (zero(3, "hpu"), "offload_optimizer.device: 'hpu' is not one of none, cpu, nvme"),
+        ({**zero(3), "aio": {"block_size": 1000}}, "aio.block_size: 1000 bytes"),
+        ({**zero(3), "aio": {"queue_depth": "deep"}}, "aio.queue_depth: 'deep' is not allowed"),
+        ({**zero(3), "aio": 3}, "aio: 3 is not a mapping"),
+        ({**zero(3), "aio": {"single_submit": "no"}}, "aio.single_submit: 'no' is not"),
+        (zero(3, aio=[]), "zero_optimization.aio: [] is not a mapping"),
+        ({**zero(3), "checkpoint": "x"}, "checkpoint: 'x' is not a mapping"),
+        (
+            zero(3, offload_param={"device": "nvme", "max_in_cpu": "all"}),
+            "zero_optimization.offload_param.max_in_cpu: 'all' is not a number",
+        ),
+        ({**zero(3), "bf16": {"enabled": "maybe"}}, "bf16.enabled: 'maybe' is not a switch"),
+        ({**zero(3), "gradient_accumulation_steps": 0}, "gradient_accumulation_steps: 0 is not allowed"),
+    ],
+)
+def test_wrong_deepspeed_config_is_refused(document: dict[str, Any], message: str) -> None:
+    assert error_of(lambda: OffloadConfig.from_deepspeed(document)).startswith(f"DeepSpeed config: {message}")

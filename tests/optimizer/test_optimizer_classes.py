@@ -1,0 +1,203 @@
+"""Classes of optimizers whose `step` is not as torch's are: arguments, decorators, mocks."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from test_optimizer import assert_same, backward, make_model, run, wrapped
+from torch import nn
+from torch.optim import Optimizer
+
+import swapper
+
+
+class Required(torch.optim.AdamW):
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+class ByName(torch.optim.AdamW):
+    def step(self, *, closure: Any) -> Any:  # type: ignore[override]
+        return super().step(closure)
+
+
+class OfItsOwn(Optimizer):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state.setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                    p.sub_(state["sum"], alpha=group["lr"])
+        return loss
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("cls", [Required, ByName, OfItsOwn])
+def test_a_step_that_requires_a_closure(
+    nvme_path: Path, cls: Any, registered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if registered:
+        monkeypatch.setattr("swapper.optimizer.probe._elementwise", {*swapper.optimizer.probe._elementwise, cls})
+
+    def train(model: nn.Module, optimizer: Optimizer) -> list[float]:
+        losses = []
+        for seed in range(3):
+
+            def closure(seed: int = seed) -> torch.Tensor:
+                optimizer.zero_grad()
+                return backward(model, seed)
+
+            losses.append(optimizer.step(closure=closure).item())
+        return losses
+
+    plain, model = make_model(), make_model()
+    expected = train(plain, cls(plain.parameters(), lr=1e-2))
+    optimizer = cls(model.parameters(), lr=1e-2)
+    with wrapped(optimizer, nvme_path):
+        assert train(model, optimizer) == expected
+        assert_same(plain, model)
+
+
+def test_a_step_that_requires_something_else_is_refused_by_name(nvme_path: Path) -> None:
+    class WithLoss(torch.optim.SGD):
+        def step(self, loss: Any, closure: Any = None) -> Any:  # type: ignore[override]
+            return super().step(closure)
+
+    optimizer = WithLoss(make_model().parameters(), lr=1e-2)
+    with pytest.raises(swapper.ConfigError, match="requires loss"), wrapped(optimizer, nvme_path):
+        pass
+    assert "step" not in vars(optimizer)
+
+
+def test_a_step_that_a_user_has_decorated_is_stepped_with_its_decorator(nvme_path: Path) -> None:
+    class Decorated(torch.optim.SGD):
+        pass
+
+    def halved(step: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(step)
+        def decorated(self: Optimizer, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for p in group["params"]:
+                    if p.grad is not None:
+                        p.grad.mul_(0.5)
+            return step(self, closure)
+
+        return decorated
+
+    torch.optim.SGD(make_model().parameters(), lr=1e-2)  # From here on torch's wrapper is around its step.
+    Decorated.step = halved(torch.optim.SGD.step)  # type: ignore[method-assign]
+    plain, model = make_model(), make_model()
+    run(plain, Decorated(plain.parameters(), lr=1e-2, momentum=0.9), range(3))
+    optimizer = Decorated(model.parameters(), lr=1e-2, momentum=0.9)
+    with wrapped(optimizer, nvme_path):
+        run(model, optimizer, range(3))
+        assert_same(plain, model)
+
+
+def test_a_mocked_step_of_the_class_is_refused_and_the_reason_given(nvme_path: Path) -> None:
+    model = make_model()
+    with mock.patch.object(torch.optim.AdamW, "step"):
+        optimizer = torch.optim.AdamW(model.parameters())
+        with pytest.raises(swapper.ConfigError, match=r"AdamW\.step is a MagicMock"), wrapped(optimizer, nvme_path):
+            pass
+
+
+def test_a_mock_with_the_signature_of_the_step_is_called(nvme_path: Path) -> None:
+    model = make_model()
+    with mock.patch.object(torch.optim.AdamW, "step", autospec=True) as step:
+        optimizer = torch.optim.AdamW(model.parameters())
+        with wrapped(optimizer, nvme_path):
+            run(model, optimizer, range(1))
+        assert step.called and all(call.args[0] is optimizer for call in step.call_args_list[-1:])
+
+
+def test_the_step_of_a_wrapped_optimizer_can_be_mocked(nvme_path: Path) -> None:
+    plain, model = make_model(), make_model()
+    run(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), range(2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with wrapped(optimizer, nvme_path):
+        with mock.patch.object(optimizer, "step") as step:
+            run(model, optimizer, range(3))
+        assert step.call_count == 3
+        run(model, optimizer, range(2))
+        assert_same(plain, model)
+
+
+def user_step(optimizer: Optimizer) -> Callable[..., Any]:
+    def step(closure: Any = None) -> None:
+        type(optimizer).step(optimizer)
+
+    return step
+
+
+@pytest.mark.parametrize("replace", [mock.MagicMock, user_step])
+def test_a_step_that_was_replaced_on_the_object_is_refused(nvme_path: Path, replace: Callable[..., Any]) -> None:
+    optimizer = torch.optim.AdamW(make_model().parameters())
+    optimizer.step = step = replace(optimizer)  # type: ignore[method-assign]
+    with pytest.raises(swapper.ConfigError, match="replaced on the object"), wrapped(optimizer, nvme_path):
+        pass
+    assert optimizer.step is step
+
+
+class CountsInItsGroups(Optimizer):
+    """Counts steps in its groups before it looks for gradients, and passes by a group that is empty."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "n": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            if not group["params"]:
+                continue
+            group["n"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.mul_(0.9).add_(p.grad)
+                    p.add_(momentum, alpha=-group["lr"] / group["n"])
+
+
+@pytest.mark.parametrize("options", [{}, {"device": "cpu"}, {"step_in_backward": True}], ids=str)
+def test_a_group_without_any_gradient_is_counted_as_ever(options: dict[str, Any], nvme_path: Path) -> None:
+    def train(swapped: bool) -> tuple[list[int], list[nn.Parameter]]:
+        parameters = [nn.Parameter(torch.linspace(-1, 1, 50 + i)) for i in range(4)]
+        optimizer = CountsInItsGroups([{"params": parameters[:1]}, {"params": parameters[1:3]}])
+        optimizer.add_param_group({"params": parameters[3:]})
+        optimizer.param_groups.append({"params": [], "lr": 0.1, "n": 0})
+        if swapped:
+            config = swapper.OffloadConfig(
+                nvme_path=nvme_path,
+                pool_bytes="8MiB",
+                bucket_bytes="16KiB",
+                offload_optimizer={"device": "nvme", **options},
+            )
+            swapper.wrap_optimizer(optimizer, config)
+        for used in ([1], [0, 1], [], [2], [0, 1, 2], [0]):
+            for i in used:
+                parameters[i].pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        counted = [group["n"] for group in optimizer.param_groups]
+        if swapped:
+            optimizer.swapper.close()  # type: ignore[attr-defined]
+        return counted, parameters
+
+    (counted, parameters), (expected, plain) = train(True), train(False)
+    assert counted == expected == [6, 6, 6, 0]
+    assert all(torch.equal(p, q) for p, q in zip(parameters, plain, strict=True))

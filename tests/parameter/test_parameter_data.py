@@ -1,0 +1,132 @@
+"""`p.data = ...` of a parameter that is on the drive: its record gets the values, or it is refused by name."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from twins import bits
+
+import swapper
+from swapper.parameter.swapper import ParameterSwapper
+
+WIDTH = 48
+
+
+def offloaded(nvme_path: Path) -> nn.Sequential:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    config = swapper.OffloadConfig(
+        nvme_path=nvme_path, pool_bytes="1MiB", bucket_bytes="64KiB", offload_param={"device": "nvme"}
+    )
+    swapper.offload(model, config=config)
+    return model
+
+
+def test_data_that_is_kept_while_other_is_given_is_refused(nvme_path: Path) -> None:
+    """The usual backup of an EMA, `backup = p.data; p.data = shadow; ...; p.data = backup`: plain restores it."""
+    model = offloaded(nvme_path)
+    before = bits(list(model.parameters()))
+    for name, p in model.named_parameters():
+        backup = p.data
+        with pytest.raises(swapper.SwapError, match=f"{name} was given other data while views of its former"):
+            p.data = torch.zeros_like(p)
+        assert bits(backup) == bits(p)
+        del backup
+
+    for p in model.parameters():  # With clones it works.
+        kept = p.data.clone()
+        p.data = torch.zeros_like(p)
+        assert not p.any()
+        p.data = kept
+    assert bits(list(model.parameters())) == before
+
+    def within() -> None:
+        with swapper.gathered(model):
+            backup = model[0].weight.data
+            model[0].weight.data = torch.zeros(WIDTH, WIDTH)
+            assert backup.any()
+
+    with pytest.raises(swapper.SwapError, match="views of its former"):
+        within()
+    assert bits(list(model.parameters())) == before
+    model.swapper.close()
+
+
+@pytest.mark.parametrize("where", ["gathered", "hook"])
+def test_data_of_its_own_memory_in_another_order_is_taken(nvme_path: Path, where: str) -> None:
+    model = offloaded(nvme_path)
+    layer = model[2]
+    wanted = layer.weight.detach().clone().t().contiguous()
+
+    def transpose(*_: Any) -> None:
+        layer.weight.data = layer.weight.data.t()
+
+    if where == "gathered":
+        with swapper.gathered(model):
+            transpose()
+    else:
+        handle = layer.register_forward_pre_hook(transpose)
+        model(torch.ones(1, WIDTH))
+        handle.remove()
+    assert torch.equal(layer.weight, wanted)
+    model.swapper.close()
+
+
+CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows": lambda data: data[:16],
+    "dtype": lambda data: data.view(torch.bfloat16)[:, :WIDTH],
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_data_of_its_own_memory_with_another_shape_or_dtype_is_refused(nvme_path: Path, change: str) -> None:
+    model = offloaded(nvme_path)
+    before = bits(model[2].weight)
+    with pytest.raises(swapper.SwapError, match=r"2.weight was \(48, 48\) x torch.float32 and was given data of .* x"):
+        model[2].weight.data = CHANGES[change](model[2].weight.data)
+    assert bits(model[2].weight) == before
+    model.swapper.close()
+
+
+def test_a_use_that_the_collector_ends_while_another_is_let_go(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after Ctrl-C, whose traceback keeps the frame of a use in a cycle."""
+    model = offloaded(nvme_path)
+    let_go_of = ParameterSwapper._let_go_of
+    monkeypatch.setattr(ParameterSwapper, "_let_go_of", lambda *args: (gc.collect(), let_go_of(*args))[1])
+    gc.disable()
+    try:
+        gathered = swapper.gathered(model[2])
+        gathered.__enter__()
+        cycle: list[object] = [gathered]
+        cycle.append(cycle)
+        del gathered, cycle
+        model(torch.ones(1, WIDTH))
+    finally:
+        gc.enable()
+    model(torch.ones(1, WIDTH))
+    assert not any(held.holds for held in model.swapper._all)
+    model.swapper.close()
+
+
+def test_a_pool_dies_with_its_last_user_though_a_view_outlives_the_model(nvme_path: Path) -> None:
+    gc.disable()
+    try:
+        model = offloaded(nvme_path)
+        pool = weakref.ref(model.swapper._pool)
+        with swapper.gathered(model):
+            view = model[0].weight.data[:1]
+        del model
+        assert view.numel() == WIDTH
+        del view
+        assert pool() is None
+    finally:
+        gc.enable()

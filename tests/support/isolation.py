@@ -1,0 +1,60 @@
+"""A function in a process of its own, for what a process cannot take back: limits, filters, a lost capability.
+
+The processes are forked from a server that has imported torch and has no threads, so that one costs milliseconds.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "swapper"])
+
+
+def _run(sender: Connection, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+    # Here, not above: the server shall not try any backend before limits are set.
+    from swapper.io.handle import probe
+
+    probe.cache_clear()
+    try:
+        outcome: tuple[str, object] = ("returned", function(*arguments))
+    except pytest.skip.Exception as reason:
+        outcome = ("skipped", str(reason))
+    except BaseException:
+        outcome = ("raised", traceback.format_exc())
+    sender.send(outcome)
+
+
+def alone(function: Callable[..., object], *arguments: object, timeout_s: float = 60) -> Any:
+    """Call `function`, of a test module, with `arguments` in a process of its own. Returns what it returns."""
+    receiver, sender = _context.Pipe(duplex=False)
+    process = _context.Process(target=_run, args=(sender, function, arguments))
+    process.start()
+    sender.close()
+    try:
+        if not receiver.poll(timeout_s):
+            pytest.fail(f"{function.__name__} is still running after {timeout_s} s")
+        try:
+            how, value = receiver.recv()
+        except EOFError:
+            process.join(5)
+            pytest.fail(f"{function.__name__} ended without a word: exit code {process.exitcode}")
+        process.join(5)
+        if process.is_alive():
+            pytest.fail(f"the process of {function.__name__} does not end")
+    finally:
+        if process.is_alive():
+            process.kill()
+        process.join()
+        receiver.close()
+    if how == "skipped":
+        pytest.skip(str(value))
+    assert how == "returned", f"{function.__name__} in its own process:\n{value}"
+    assert process.exitcode == 0
+    return value

@@ -1,0 +1,211 @@
+"""What each of two ranks runs, with stock DDP and with ours: see tests/test_lightning_ddp.py.
+
+As a program it starts its second rank itself, and is interrupted when both have trained.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.strategies import DDPStrategy
+from lightning_runs import Net, config_of, facts, loader, trainer_of
+from torch import nn
+from twins import bits
+
+import swapper.lightning
+from swapper.checkpoint.checkpoint import is_checkpoint
+from swapper.checkpoint.writer import NewCheckpoint
+from swapper.storage import store
+
+__all__ = ["CASES", "Large", "evaluate_and_resume", "save_copies", "train"]
+
+
+class Sometimes(Net):
+    """Has a layer that each rank uses in other steps, and one that none does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sometimes, self.never = nn.Linear(96, 96), nn.Linear(96, 96)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.tanh(self.norm(self.first(x)))
+        if (len(self.losses) + self.global_rank) % 3 == 1:
+            x = torch.tanh(self.sometimes(x))
+        out: torch.Tensor = self.last(torch.tanh(self.second(x)))
+        return out
+
+
+class Away(Net):
+    """Sees whether gradients that are to be on the drive are there."""
+
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        gradients = getattr(getattr(optimizer, "swapper", None), "gradients", None)
+        assert gradients is None or gradients.is_away(self.second.weight)
+
+
+class Manual(Net):
+    """Optimizes in its own way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: torch.Tensor, number: int) -> None:
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, number))
+        optimizer.step()
+
+
+class Large(Net):
+    """Larger than the pool, built in `configure_model`, with other values on each rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body: nn.Sequential | None = None
+
+    def configure_model(self) -> None:
+        if self.body is None:
+            self.body = nn.Sequential(nn.Linear(16, 128), *(nn.Linear(128, 128) for _ in range(16)), nn.Linear(128, 16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.body is not None
+        return super().forward(self.body(x))
+
+
+CASES: dict[str, tuple[Callable[[], Net], dict[str, Any], dict[str, Any]]] = {
+    "accumulation": (Net, {"gradient_as_bucket_view": True}, {"accumulate_grad_batches": 2}),
+    "clipping": (Net, {}, {"gradient_clip_val": 0.05, "precision": "bf16-mixed"}),
+    "unused": (Sometimes, {"find_unused_parameters": True}, {}),
+    "static": (Away, {"static_graph": True}, {}),
+    "manual-static": (Manual, {"static_graph": True}, {}),
+    "twice": (Large, {}, {"max_epochs": 1}),
+}
+"""A module, the arguments of DDP and those of the Trainer."""
+
+
+def strategy_of(config: Any, ddp: dict[str, Any], format: Any = None) -> DDPStrategy:
+    """Stock DDP, or ours with a config."""
+    timeout = timedelta(seconds=60)
+    if config is None:
+        return DDPStrategy(timeout=timeout, **ddp)
+    strategy: DDPStrategy = swapper.lightning.SwapDDPStrategy(config, checkpoint_format=format, timeout=timeout, **ddp)
+    return strategy
+
+
+def collect_garbage() -> None:
+    while gc.collect():
+        pass
+
+
+def train(rank: int, name: str, nvme_path: Path) -> None:
+    """A case of `CASES`, twice with the same Trainer."""
+    module, ddp, options = CASES[name]
+
+    def run(config: Any) -> Any:
+        torch.manual_seed(5 + rank)
+        trainer = trainer_of(strategy_of(config, ddp), devices=2, use_distributed_sampler=True, **options)
+        model = module()
+        found = []
+        for _ in range(2):
+            trainer.fit(model, loader(12), loader(8))
+            found.append(facts(trainer))
+            trainer.fit_loop.max_epochs += 1
+        if config is not None:
+            names = sorted(os.listdir(nvme_path))
+            trainer.strategy.barrier()
+            assert names == [f"{names[0][:-2]}-0", f"{names[0][:-2]}-1"]
+        return found
+
+    stock = run(None)
+    for what in ("state", "state-gradients-parameters"):
+        assert run(config_of(nvme_path, what)) == stock, (what, rank)
+        collect_garbage()
+    torch.distributed.barrier()
+    assert not os.listdir(nvme_path)
+
+
+def evaluate_and_resume(rank: int, directory: Path, nvme_path: Path) -> None:
+    """All that a Trainer does, of a model on the drive, and with checkpoints of either format."""
+
+    def run(config: Any, format: str | None, checkpoints: Path) -> list[Any]:
+        keep = ModelCheckpoint(checkpoints, monitor="val", save_top_k=2, save_last=True, filename="{epoch}")
+        torch.manual_seed(5 + rank)
+        options: dict[str, Any] = {"devices": 2, "use_distributed_sampler": True}
+        trainer = trainer_of(strategy_of(config, {}, format), callbacks=[keep], enable_checkpointing=True, **options)
+        model = Large()
+        found = [bits(trainer.validate(model, loader(8), verbose=False))]
+        trainer.fit(model, loader(12), loader(8))
+        found.append(facts(trainer))
+        found.append(bits(trainer.test(model, loader(8), ckpt_path="best", verbose=False)))
+        found.append(bits(trainer.predict(model, loader(8), ckpt_path="last")))
+        trainer.fit_loop.max_epochs = 3
+        trainer.fit(model, loader(12), loader(8), ckpt_path="last")
+        trainer.save_checkpoint(checkpoints / "after.ckpt")
+        del trainer, model
+        collect_garbage()
+        trainer = trainer_of(strategy_of(config, {}, format), max_epochs=4, **options)
+        trainer.fit(Large(), loader(12), loader(8), ckpt_path=checkpoints / "after.ckpt")
+        return [*found, facts(trainer)]
+
+    stock = run(None, None, directory / "stock")
+    config = config_of(nvme_path, "state-gradients-parameters", pool_bytes="768KiB")
+    for format in ("directory", "full"):
+        assert run(config, format, directory / format) == stock, (format, rank)
+
+
+def save_copies(rank: int, directory: Path, nvme_path: Path) -> None:
+    """What cannot be linked is copied, by one rank, in the background."""
+
+    def finish_slowly(self: NewCheckpoint, index: Any, *rest: Any) -> Path | None:
+        time.sleep(1)
+        return finish(self, index, *rest)
+
+    finish = NewCheckpoint.finish
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "link", lambda *_: False)
+        patch.setattr(NewCheckpoint, "finish", finish_slowly)
+        trainer = trainer_of(strategy_of(config_of(nvme_path), {}), devices=2)
+        trainer.fit(Net(), loader(12))
+        trainer.save_checkpoint(directory / "copied.ckpt")
+        assert is_checkpoint(directory / "copied.ckpt"), rank
+
+
+class Interrupted(Net):
+    """Ctrl-C strikes rank 0."""
+
+    armed = False
+
+    def on_train_batch_start(self, batch: Any, number: int) -> None:
+        if self.armed and self.global_rank == 0 and number == 1:
+            signal.raise_signal(signal.SIGINT)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    trained = []
+    for strategy in ("swapper_ddp_nvme", "ddp"):
+        torch.manual_seed(5)
+        model, trainer = Interrupted(), trainer_of(strategy, devices=2)
+        trainer.fit(model, loader(12))
+        trained.append((facts(trainer), model, trainer))
+    (ours, model, trainer), (stock, _, _) = trained
+    assert ours == stock
+    print("the same bits", flush=True)
+    model.armed = True
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(model, loader(12))
+
+
+if __name__ == "__main__":
+    main()

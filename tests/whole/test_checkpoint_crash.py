@@ -1,0 +1,26 @@
+"""SIGKILL at random instants of a training that saves a checkpoint after every step."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = Path(__file__).resolve().parents[1] / "support" / "crash.py"
+KILLS = int(os.environ.get("SWAPPER_KILLS") or 200)
+
+
+@pytest.mark.parametrize("mode", ["names", "replace"])
+def test_whatever_is_killed_when(mode: str, nvme_path: Path) -> None:
+    """What is found at the next start is whole, as it was saved, and goes on to the same bits; nothing else is left."""
+    command = [sys.executable, str(PROGRAM), str(nvme_path), str(KILLS // 2), mode]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result["killed"] == KILLS // 2
+    assert result["checked"] > KILLS // 10, "most lives were too short to look at what was saved"
+    assert result["turns"] > 20

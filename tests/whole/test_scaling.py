@@ -1,0 +1,265 @@
+"""What is done for each record, parameter and gradient does not grow with their number.
+
+Nothing is timed. Counted are the lines of swapper's code that run, so that a walk over all records shows as a line for
+each of them. Ten times as many of something may take ten times as many lines, and little more.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import swapper
+from swapper.errors import SwapError
+from swapper.storage.buffers import BufferPool
+from swapper.storage.recycled_files import Spares
+
+pytestmark = pytest.mark.timeout(120)
+
+PACKAGE = str(Path(swapper.__file__).parent)
+FEW, MANY = 100, 600
+"""Both more than a look ahead, of 64, goes."""
+
+GROWTH = 1.6
+"""How a drive happens to answer decides what is still in memory, and so what is read: hence so much."""
+
+BUCKET = "64KiB"
+NUMEL = 5 * 1024
+"""fp32 elements of a parameter whose state fills a bucket of that size alone."""
+
+
+def lines_of(work: Callable[[], object]) -> int:
+    """How many lines of swapper's code `work` runs on this thread; a loop counts for each turn."""
+    count = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal count
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        count += 1
+        return trace
+
+    former = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    finally:
+        sys.settrace(former)
+    return count
+
+
+def check_growth(lines: Callable[[int], int]) -> None:
+    """`lines` gives the lines that so many take."""
+    few, many = lines(FEW), lines(MANY)
+    assert many <= GROWTH * few * MANY / FEW, f"{few / FEW:.0f} lines for each of {FEW}, {many / MANY:.0f} of {MANY}"
+
+
+def parameters(count: int, numel: int = NUMEL, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
+    torch.manual_seed(0)
+    made = [torch.nn.Parameter(torch.randn(numel).to(dtype)) for _ in range(count)]
+    for p in made:
+        p.grad = torch.randn(numel).to(dtype)
+    return made
+
+
+def swapped(
+    made: list[torch.nn.Parameter], path: Path, bucket_bytes: str = BUCKET, room: int = MANY, **settings: Any
+) -> torch.optim.Optimizer:
+    """An optimizer that has made its state; `room` is of records of 64 KiB in the pool."""
+    gradient = {"device": settings.pop("gradient", "none")}
+    config = swapper.OffloadConfig(
+        nvme_path=path,
+        offload_optimizer={"device": "nvme", **settings},
+        offload_gradient=gradient,
+        bucket_bytes=bucket_bytes,
+        pool_bytes=room * (64 << 10) + (8 << 20),
+    )
+    return swapper.wrap_optimizer(torch.optim.AdamW(made), config)
+
+
+@pytest.mark.parametrize(("device", "room"), [("cpu", MANY), ("nvme", 3), ("nvme", MANY)], ids=["cpu", "nvme", "pool"])
+def test_a_step_does_the_same_for_each_record(nvme_path: Path, device: str, room: int) -> None:
+    def lines(count: int) -> int:
+        optimizer = swapped(parameters(count), nvme_path, room=room, device=device)
+        assert len(swapper.of(optimizer)._plan.buckets) == count
+        optimizer.step()
+        optimizer.step()
+        found = lines_of(optimizer.step)
+        swapper.of(optimizer).close()
+        return found
+
+    check_growth(lines)
+
+
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+@pytest.mark.parametrize("masters", [False, True], ids=["fp32", "masters"])
+def test_a_bucket_does_the_same_for_each_parameter(nvme_path: Path, device: str, masters: bool) -> None:
+    def lines(count: int) -> int:
+        dtype = torch.bfloat16 if masters else torch.float32
+        made = parameters(count, 4096, dtype)
+        optimizer = swapped(made, nvme_path, "64MiB", 4 << 10, device=device, master_weights=masters)
+        assert len(swapper.of(optimizer)._plan.buckets) == 1
+        optimizer.step()
+        found = lines_of(optimizer.step)
+        swapper.of(optimizer).close()
+        return found
+
+    check_growth(lines)
+
+
+@pytest.mark.parametrize("masters", [False, True], ids=["fp32", "masters"])
+def test_state_comes_and_goes_with_the_same_work_for_each_parameter(nvme_path: Path, masters: bool) -> None:
+    lines: dict[str, dict[int, int]] = {"out": {}, "in": {}}
+    for count in (FEW, MANY):
+        made = parameters(count, 4096, torch.bfloat16 if masters else torch.float32)
+        optimizer = swapped(made, nvme_path, "64MiB", 4 << 10, master_weights=masters)
+        optimizer.step()
+        state: list[dict[str, Any]] = []
+        lines["out"][count] = lines_of(lambda o=optimizer, s=state: s.append(o.state_dict()))  # type: ignore[misc]
+        lines["in"][count] = lines_of(lambda o=optimizer, s=state: o.load_state_dict(s[0]))  # type: ignore[misc]
+        swapper.of(optimizer).close()
+    for way in lines.values():
+        check_growth(way.__getitem__)
+
+
+def test_gradients_that_are_away_cost_the_same_each(nvme_path: Path) -> None:
+    lines: dict[str, dict[int, int]] = {"backward": {}, "step": {}, "zero_grad": {}}
+    for count in (FEW, MANY):
+        made = parameters(count)
+        optimizer = swapped(made, nvme_path, gradient="nvme")
+
+        def backward(made: list[torch.nn.Parameter] = made) -> None:
+            torch.stack([p.sum() for p in made]).sum().backward()
+
+        for turn in range(2):
+            optimizer.zero_grad()
+            count_or_run = lines_of if turn else lambda work: work() or 0
+            found = {"backward": count_or_run(backward), "step": count_or_run(optimizer.step)}
+            found["zero_grad"] = count_or_run(optimizer.zero_grad)
+            for what, number in found.items():
+                lines[what][count] = number
+        swapper.of(optimizer).close()
+    for way in lines.values():
+        check_growth(way.__getitem__)
+
+
+def test_the_parts_of_one_gradient_cost_the_same_each(nvme_path: Path) -> None:
+    def lines(count: int) -> int:
+        (p,) = made = parameters(1, count * NUMEL)
+        optimizer = swapped(made, nvme_path, gradient="nvme")
+        found = 0
+        for _ in range(2):
+            optimizer.zero_grad()
+            p.sum().backward()
+            found = lines_of(optimizer.step)
+        swapper.of(optimizer).close()
+        return found
+
+    check_growth(lines)
+
+
+def test_a_step_in_backward_does_the_same_for_each_bucket(nvme_path: Path) -> None:
+    def lines(count: int) -> int:
+        made = parameters(count)
+        for p in made:
+            p.grad = None
+        optimizer = swapped(made, nvme_path, step_in_backward=True)
+
+        def step() -> None:
+            torch.stack([p.sum() for p in made]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step()
+        step()
+        found = lines_of(step)
+        swapper.of(optimizer).close()
+        return found
+
+    check_growth(lines)
+
+
+def test_the_pool_does_the_same_for_each_lease() -> None:
+    class Busy:
+        """A transfer that is in flight for good."""
+
+        def done(self) -> bool:
+            return False
+
+        def wait(self, timeout: float | None = None) -> int:
+            return 0
+
+        def settle(self) -> None:
+            return
+
+        def times_s(self) -> tuple[float, float]:
+            return 0.0, 0.0
+
+    def lines(count: int) -> int:
+        with BufferPool(4 * count * 4096) as pool:
+            for _ in range(count):
+                lease = pool.acquire(4096)
+                lease.transfer = Busy()
+                lease.release()
+            held = []
+            found = lines_of(lambda: held.extend(pool.acquire(4096) for _ in range(count)))
+            found += lines_of(lambda: [lease.release() for lease in held])
+            assert pool.used_bytes == count * 4096
+            return found
+
+    check_growth(lines)
+
+
+def test_spare_files_are_found_without_a_look_at_all(tmp_path: Path) -> None:
+    def lines(count: int) -> int:
+        directory = tmp_path / f"{count}"
+        directory.mkdir()
+        spares = Spares(directory)
+        lengths = [4096 * (1 + i * 7 % count) for i in range(count)]
+
+        def work() -> None:
+            for i, length in enumerate(lengths):
+                path = directory / f"old-{i}"
+                path.write_bytes(b"")
+                os.truncate(path, length)
+                assert spares.adopt(path, 1 << 40)
+                assert spares.total_bytes == sum(lengths[: i + 1])
+            for i, length in enumerate(lengths):
+                new = directory / f"new-{i}"
+                assert spares.take(length - 1, new)
+                assert new.stat().st_size == length, "the nearest"
+            assert spares.total_bytes == 0
+            assert not spares.take(1, directory / "none")
+
+        return lines_of(work)
+
+    check_growth(lines)
+
+
+def test_a_lease_that_was_given_back_makes_no_more_views() -> None:
+    with BufferPool(1 << 16) as pool:
+        lease = pool.acquire(4096 + 64)
+        view = lease.strided_view(64, 12, torch.float32, (3, 4), (1, 3))
+        assert view.shape == (3, 4)
+        assert view.stride() == (1, 3)
+        assert view.data_ptr() == lease.address + 64 == lease.view(64, 12, torch.float32).data_ptr()
+        assert lease.pool_has(view)
+        assert lease.pool_has(torch.empty(0))
+        assert not lease.pool_has(torch.empty(3))
+        with pytest.raises(ValueError, match="do not fit"):
+            lease.strided_view(4096 + 64 - 44, 12, torch.float32, (12,), (1,))
+        lease.release()
+        for use in (
+            lambda: lease.view(0, 1, torch.float32),
+            lambda: lease.strided_view(0, 1, torch.float32, (1,), (1,)),
+            lambda: lease.pool_has(view),
+        ):
+            with pytest.raises(SwapError, match="given back"):
+                use()
