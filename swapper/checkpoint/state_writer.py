@@ -186,7 +186,7 @@ class _Sink:
         try:
             self._new.write_record(file, lease.tensor[: bucket.used_bytes()])
         finally:
-            records.pipeline.let_go(bucket.key)
+            records.cache.release(bucket.key)
 
     def _segment(self, segment: Segment, place: int | None) -> dict[str, Any]:
         if place is None:

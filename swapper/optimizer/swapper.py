@@ -36,8 +36,8 @@ from swapper.optimizer.state_dicts import (
 )
 from swapper.optimizer.stepper import ReadAhead, Stepper, SwappedGradients, SwappedParameters
 from swapper.storage.buffers import BufferPool
+from swapper.storage.cache import RecordCache
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.pipeline import Pipeline
 from swapper.storage.store import TensorStore
 from swapper.tensors.evicted import bring_back_gradients, raw_gradient
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
@@ -95,9 +95,9 @@ class OptimizerSwapper:
         self._closed = False
         self._released = False
         self.metrics = Metrics()
-        self._pipeline = Pipeline(pool, store, self.metrics)
-        self._stepper = Stepper(class_step(type(optimizer)), plan, pool, pool_bytes, self._pipeline, self.metrics)
-        self._records = StateRecords(plan, self._stepper, self._pipeline, store)
+        self._cache = RecordCache(pool, store, self.metrics)
+        self._stepper = Stepper(class_step(type(optimizer)), plan, pool, pool_bytes, self._cache, self.metrics)
+        self._records = StateRecords(plan, self._stepper, self._cache, store)
         self._window_lock = threading.Lock()
         self._read_ahead = False
         self._failure: Failure | None = None
@@ -118,7 +118,7 @@ class OptimizerSwapper:
             existing = [(cast(torch.nn.Parameter, p), entries) for p, entries in optimizer.state.items() if entries]
             if existing:
                 self._import(optimizer, existing, as_it_is=True)
-                self._pipeline.drain()  # The copy in memory must stay until the one on the drive is good.
+                self._cache.flush()  # The copy in memory must stay until the one on the drive is good.
             kept.update(self._own_state)
             self._own_state.clear()
             self._install(optimizer)
@@ -166,9 +166,9 @@ class OptimizerSwapper:
             SwapIOError: a write failed.
         """
         self._check_open()
-        self._pipeline.drain()
+        self._cache.flush()
         if self.gradients is not None:
-            self.gradients.drain()
+            self.gradients.flush()
 
     def rest(self) -> None:
         """As `flush`, when no step is to be expected soon: gives the buffers back that were leased for the next one.
@@ -355,7 +355,7 @@ class OptimizerSwapper:
 
     def share_pool(self, read_ahead_bytes: int) -> None:
         """Others need the pool too: read at most `read_ahead_bytes` ahead."""
-        self._pipeline.read_ahead_bytes = read_ahead_bytes
+        self._cache.read_ahead_bytes = read_ahead_bytes
 
     @property
     def backward_steps(self) -> BackwardSteps | None:
@@ -539,7 +539,7 @@ class OptimizerSwapper:
         parameters = [p for p in parameters if not self._plan.is_planned(p)]
         if not parameters:
             return
-        self._pipeline.drop_staged()
+        self._cache.drop_prefetched()
         self._drop_window()  # The new ones may need a larger one.
         buckets = self._plan.extend(optimizer, parameters)
         try:
@@ -557,13 +557,13 @@ class OptimizerSwapper:
         if self._store is None:
             return
         schedule = self._plan.schedule(self._pool_bytes)
-        self._pipeline.keep(self._plan.buckets[i].key for i in schedule.resident)
+        self._cache.keep(self._plan.buckets[i].key for i in schedule.resident)
         self._store.plan({bucket.key: bucket.length_bytes for bucket in buckets if bucket.length_bytes}, summed=True)
 
     def _forget_buckets(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
             if bucket.length_bytes:
-                self._pipeline.forget(bucket.key)
+                self._cache.forget(bucket.key)
 
     def _parameters_with_state(self) -> list[torch.nn.Parameter]:
         """Those that have state, in a group or not."""
@@ -576,7 +576,7 @@ class OptimizerSwapper:
         gathered = self._records.gather(outside, self._records.allocator(outside))
         state = [(p, gathered[id(p)]) for p in outside if id(p) in gathered]
         wanted = [p for p in parameters_of(optimizer) if p.requires_grad or raw_gradient(p) is not None]
-        self._pipeline.drop_staged()
+        self._cache.drop_prefetched()
         self._drop_window()  # The new cuts may need a larger one.
         with self._replacing("cutting optimizer state anew"):
             self._plan.threads = torch.get_num_threads()
@@ -642,7 +642,7 @@ class OptimizerSwapper:
             yield
         except BaseException as error:
             failure.explain(error)
-            self._pipeline.recover()
+            self._cache.recover()
             raise
         self._failure = before
 
@@ -840,12 +840,12 @@ class OptimizerSwapper:
             return
         self._stepper.abandon()
         try:
-            self._pipeline.drain()
+            self._cache.flush()
         finally:
             self._drop_window()
             for bucket in self._plan.buckets:
                 if bucket.length_bytes:
-                    self._pipeline.forget(bucket.key)
+                    self._cache.forget(bucket.key)
                 for segment in bucket.segments:
                     segment.forget()
             if self.gradients is not None:
