@@ -6,6 +6,7 @@ torch's own state-dict hooks, and each bucket is stepped by the class's own code
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
@@ -102,6 +103,7 @@ class OptimizerSwapper:
         self._read_ahead = False
         self._failure: Failure | None = None
         self._former_step: Any = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._loading: dict[int, dict[str, Any]] | None = None
         self._advised = False
@@ -113,6 +115,10 @@ class OptimizerSwapper:
             if plan.step_in_backward:
                 prepare, fail = _called_weakly(self._prepare_step), _called_weakly(self._fail)
                 self._backward = BackwardSteps(optimizer, plan, self._stepper, prepare, fail)
+            if not plan.swaps_state:
+                self._hooks.append(optimizer.register_step_post_hook(self._count_step))
+                vars(optimizer)["swapper"] = self
+                return
             self._add_buckets(plan.buckets)
             self._reconcile(optimizer)
             existing = [(cast(torch.nn.Parameter, p), entries) for p, entries in optimizer.state.items() if entries]
@@ -250,6 +256,8 @@ class OptimizerSwapper:
             KeyError: the optimizer does not have `parameter`.
         """
         self._check_usable("state")
+        if not self.swaps_state:
+            return copy.deepcopy(self._optimizer().state.get(parameter, {}))
         if not self._plan.is_planned(parameter) and not any(p is parameter for p in parameters_of(self._optimizer())):
             raise KeyError("the optimizer does not have this parameter")
         self._plan.check_unchanged(parameter)
@@ -262,6 +270,9 @@ class OptimizerSwapper:
         """
         self._check_open()
         optimizer = self._optimizer()
+        if not self.swaps_state:
+            optimizer.state.clear()
+            return
         self._note_cut_off(optimizer)
         with self._replacing("forgetting optimizer state"):
             self._records.forget()
@@ -295,7 +306,8 @@ class OptimizerSwapper:
             raise
         finally:
             self.close()
-        self._finalizer.detach()
+        if self._finalizer is not None:
+            self._finalizer.detach()
 
     def settled_records(self, operation: str) -> StateRecords:
         """The records of all state, in step with `param_groups`; what has files is in them.
@@ -337,6 +349,11 @@ class OptimizerSwapper:
                 self._failure.parameters = versions(parameters)
             raise
         self._made_anew()
+
+    @property
+    def swaps_state(self) -> bool:
+        """Whether the state is in records. With `device: none` it is in `optimizer.state`."""
+        return self._plan.swaps_state
 
     @property
     def store(self) -> TensorStore | None:
@@ -415,12 +432,13 @@ class OptimizerSwapper:
             optimizer.state = self._own_state
         if vars(optimizer).get("swapper") is not self:
             return
-        for name in ("step", "__getstate__"):
-            vars(optimizer).pop(name, None)
-        if self._former_step is not None:
-            optimizer.step = self._former_step  # type: ignore[method-assign]
-        elif any("initial_lr" in group for group in optimizer.param_groups):
-            _install_scheduler_wrapper(optimizer)
+        if self.swaps_state:
+            for name in ("step", "__getstate__"):
+                vars(optimizer).pop(name, None)
+            if self._former_step is not None:
+                optimizer.step = self._former_step  # type: ignore[method-assign]
+            elif any("initial_lr" in group for group in optimizer.param_groups):
+                _install_scheduler_wrapper(optimizer)
         del vars(optimizer)["swapper"]
 
     def _optimizer(self) -> Optimizer:
@@ -482,7 +500,7 @@ class OptimizerSwapper:
         return loss
 
     def _check_state(self, optimizer: Optimizer) -> None:
-        if optimizer.state is not self._state:
+        if self.swaps_state and optimizer.state is not self._state:
             raise SwapError(
                 "optimizer.state was replaced since the last step, but the state of a swapped optimizer is on disk. "
                 "Assign what single parameters are to have (optimizer.state[parameter] = {...}) or load all of it with "
@@ -602,6 +620,10 @@ class OptimizerSwapper:
             100 * waited_s / took_s,
             took_s,
         )
+
+    def _count_step(self, *_: object) -> None:
+        if not self._closed:
+            self.metrics.steps += 1
 
     def _prepare_step(self) -> None:
         """Before the first bucket that is stepped in backward: what `_step` does before it."""
