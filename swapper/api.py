@@ -28,9 +28,9 @@ from swapper.parameter.building import Nursery, initialisers_of
 from swapper.parameter.records import plan_parameter_records, summary_of_what_stays, where
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.session import Shared
+from swapper.sizes import PAGE_BYTES
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.layout import PAGE_BYTES
 from swapper.storage.schedule import IN_FLIGHT, READ_AHEAD
 from swapper.tensors import evicted
 from swapper.tensors.memory_overlap import check_memory, refuse_foreach_on_one_memory

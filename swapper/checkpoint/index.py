@@ -10,7 +10,7 @@ from typing import IO, Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from swapper.io import codec
+from swapper.io.checksums import checksum
 
 __all__ = [
     "FORMAT",
@@ -192,7 +192,7 @@ def open_index(path: Path) -> IO[bytes]:
 
 def crc32c_of(data: bytes | bytearray) -> int:
     """The CRC-32C of some bytes."""
-    return codec.checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else 0
+    return checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else 0
 
 
 class Glance(BaseModel):

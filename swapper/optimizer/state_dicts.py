@@ -15,8 +15,8 @@ from swapper.errors import ConfigError
 from swapper.optimizer.plan import OptimizerPlan
 from swapper.optimizer.segments import MASTER, Bucket, OptimizerParameter, Segment, is_edited
 from swapper.optimizer.stepper import ReadAhead, Stepper, progress
+from swapper.sizes import ALIGNMENT_BYTES, round_up
 from swapper.storage.buffers import Lease
-from swapper.storage.layout import ALIGNMENT_BYTES, round_up
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.pipeline import Pipeline
 from swapper.storage.store import TensorStore

@@ -32,17 +32,14 @@ from swapper.parameter.access_order import Use
 from swapper.parameter.cache import BY_ADDRESS, Held, State
 from swapper.parameter.records import OtherTensors, plan_record_of, why_not
 from swapper.parameter.swapper import ParameterSwapper
+from swapper.sizes import SMALL_BYTES, format_bytes
 from swapper.storage.buffers import BufferPool
-from swapper.storage.layout import format_bytes
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import home_of, make_ordinary, settle
 from swapper.tensors.unfilled import fill_with_nothing, has_nothing, mark_unfilled
 
 __all__ = ["Nursery"]
-
-SMALL_BYTES = 16384
-"""Parameters that are shorter wait for `offload` in memory."""
 
 _building: dict[int, Nursery] = {}
 """By thread: the nursery whose `building` it is in."""

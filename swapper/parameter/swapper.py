@@ -25,7 +25,7 @@ import torch
 
 from swapper.errors import ConfigError, SwapError
 from swapper.finalizers import finalizer
-from swapper.io import codec
+from swapper.io.checksums import checksum
 from swapper.parameter.access_order import Order, Use
 from swapper.parameter.cache import Held, ParameterCache, State, finalize
 from swapper.parameter.forward_hooks import Forward, ForwardHooks
@@ -42,8 +42,8 @@ from swapper.parameter.records import (
     where,
 )
 from swapper.parameter.saved_tensors import in_transform, refuse_in_transform, saves_places, saving_places
+from swapper.sizes import format_bytes
 from swapper.storage.buffers import BufferPool, PoolExhausted
-from swapper.storage.layout import format_bytes
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import EvictedParameter, Home, evict, home_of, refuse_copy, restore, settle
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
@@ -682,7 +682,7 @@ class ParameterSwapper(ParameterCache):
 
         self._check_open()
         with self._lock:
-            now = codec.checksum(held.values[index]) if held.state is State.HERE else held.checksums[index]
+            now = checksum(held.values[index]) if held.state is State.HERE else held.checksums[index]
             return self._lasting.get(place, now, fill)
 
     def _lets_go(self, held: Held) -> bool:
