@@ -83,7 +83,7 @@ class SavedSegment(_Part):
     `whole`: its tensors have their own shapes, else they are slices. Its tensors are "{number}.{key}" in the file, for
     each key in `present`. `strides` are those of tensors that do not lie in the order of their indices. `master`,
     `parameter_crc32c` (of the parameter's bits that the master goes with) and `tie_bits`: see [Note: split masters] of
-    `swapper.codec`. `small` is encoded state that is a slice and small.
+    `master_codec`. `small` is encoded state that is a slice and small.
     """
 
     parameter: Count
