@@ -29,7 +29,8 @@ from swapper.storage.layout import (
     plan_whole_tensors,
     round_up,
 )
-from swapper.tensors.evicted import home_of, is_ordinary
+from swapper.tensors.evicted import is_ordinary
+from swapper.tensors.homes import home_of
 from swapper.tensors.strides import is_dense, is_plain
 
 __all__ = [
