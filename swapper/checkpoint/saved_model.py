@@ -22,7 +22,10 @@ from swapper.parameter.cache import Held
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import stored_dtype
-from swapper.tensors.evicted import EvictedParameter, EvictedView, GradientAwayParameter, gathered
+from swapper.tensors.evicted import EvictedParameter
+from swapper.tensors.evicted_gradients import GradientEvictedParameter
+from swapper.tensors.evicted_views import EvictedView
+from swapper.tensors.homes import gathered
 from swapper.tensors.unfilled import refuse_unfilled
 
 __all__ = ["differences", "plain_model", "ready_to_load", "save_model", "save_state_dict", "stored_state_dict"]
@@ -34,7 +37,7 @@ _PIECE_BYTES = 16 << 20
 
 _KINDS = (
     *(torch.Tensor, torch.nn.Parameter, torch.nn.Buffer),
-    *(EvictedParameter, EvictedView, GradientAwayParameter),
+    *(EvictedParameter, EvictedView, GradientEvictedParameter),
 )
 """Classes whose values are all there is to them."""
 

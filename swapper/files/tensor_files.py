@@ -27,7 +27,7 @@ from swapper.errors import SwapError, SwapIOError, show, system_errors
 from swapper.io.handle import AsyncIOHandle, File
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.tensors.dtypes import DTYPES
-from swapper.tensors.evicted import Home
+from swapper.tensors.homes import Home
 
 __all__ = [
     "FromFile",
@@ -249,7 +249,7 @@ class TensorReader:
 
 
 class FromFile:
-    """The values of a tensor in a file. See `swapper.tensors.evicted.Source`."""
+    """The values of a tensor in a file. See `swapper.tensors.evicted_views.Source`."""
 
     def __init__(self, reader: TensorReader, stored: StoredTensor) -> None:
         self.shape, self.dtype = stored.shape, stored.dtype
@@ -265,6 +265,6 @@ class FromFile:
         """Read it, anew each time."""
         return self._reader.read(self._stored)
 
-    def lasting(self) -> torch.Tensor:
+    def mapped_copy(self) -> torch.Tensor:
         """The same."""
         return self.real()
