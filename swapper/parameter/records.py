@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from swapper.errors import ConfigError
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
 from swapper.storage.layout import Entry, RecordLayout, plan_whole_tensors
+from swapper.tensors.dtypes import NAMES
 from swapper.tensors.evicted import is_ordinary
 from swapper.tensors.homes import home_of
 from swapper.tensors.strides import is_dense, is_plain
