@@ -28,8 +28,8 @@ from swapper.bench.machine import swapper_version
 from swapper.cli import app
 from swapper.cli import runs as cli_runs
 from swapper.errors import ConfigError, SwapError, SwapIOError
+from swapper.sizes import format_bytes
 from swapper.storage import runs as runs_module
-from swapper.storage.layout import format_bytes
 from swapper.storage.runs import RunDirectory, RunState, find_runs, make_run_directory, remove_run
 
 pytestmark = pytest.mark.timeout(120)

@@ -40,7 +40,7 @@ from swapper.storage.buffers import BufferPool, Lease
 from swapper.storage.cache import RecordCache
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.storage.transfers import AnyTransfer
-from swapper.tensors.evicted import AwayGradient, raw_gradient
+from swapper.tensors.evicted_gradients import EvictedGradient, raw_gradient
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -279,7 +279,7 @@ def test_who_holds_a_gradient_sees_what_happens_to_it(nvme_path: Path) -> None:
         twin.backward()
         names = ("long.weight", "conv.weight", "twice.weight")
         held = [[net.get_parameter(name).grad for name in names] for net in twin.nets]
-        assert all(isinstance(gradient, AwayGradient) for gradient in held[1])
+        assert all(isinstance(gradient, EvictedGradient) for gradient in held[1])
         twin.backward()
         assert_same_gradients(twin.swapped, gradients(twin.plain))
         for theirs, mine in zip(*held, strict=True):

@@ -33,7 +33,7 @@ from swapper import SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.storage.cache import RecordCache
 from swapper.storage.store import RecordKey
-from swapper.tensors.evicted import raw_gradient
+from swapper.tensors.evicted_gradients import raw_gradient
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

@@ -34,7 +34,7 @@ from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import RecordKey, TensorStore
-from swapper.tensors.evicted import raw_gradient, set_raw_gradient
+from swapper.tensors.evicted_gradients import raw_gradient, set_raw_gradient
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -26,7 +26,8 @@ from twins import Run, bits, config_for, facts_of, on_meta, run_twice, small_rec
 
 import swapper
 from swapper.io.handle import AsyncIOHandle, FaultPlan
-from swapper.tensors.evicted import EvictedParameter, home_of
+from swapper.tensors.evicted import EvictedParameter
+from swapper.tensors.homes import home_of
 
 
 @pytest.fixture

@@ -21,7 +21,8 @@ from torch import nn
 from twins import Run, adamw, bits, close, config_for, facts_of, offloaded, run_twice, small_records, swapper_of
 
 import swapper
-from swapper.tensors.evicted import EvictedParameter, EvictedView
+from swapper.tensors.evicted import EvictedParameter
+from swapper.tensors.evicted_views import EvictedView
 
 DEPTH = 16
 """Of a model many times as long as the pool."""

@@ -93,7 +93,7 @@ def test_most_of_a_model_stays(kind: str, nvme_path: Path, caplog: pytest.LogCap
         swapper.offload(model, config=config_for(nvme_path))
     [message] = [record.getMessage() for record in caplog.records]
     total = length_bytes + 2 * 4 * WIDTH
-    shown = swapper.layout.format_bytes
+    shown = swapper.sizes.format_bytes
     assert message.startswith(f"{shown(length_bytes)} of the {shown(total)} of this model stay in memory:\n")
     assert (
         f"{shown(length_bytes)} in 5 of 7 parameters (layers.0.weight, layers.1.weight, layers.2.weight and 2 more)"

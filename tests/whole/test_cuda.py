@@ -22,7 +22,7 @@ from swapper.io import gds
 from swapper.io.gds import GDSHandle, probe_cufile
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.storage.cache import RecordCache
-from swapper.tensors.evicted import raw_gradient
+from swapper.tensors.evicted_gradients import raw_gradient
 
 pytestmark = [
     pytest.mark.cuda,
