@@ -28,11 +28,11 @@ from torch.nn.modules.module import (
 )
 
 from swapper.errors import ConfigError, SwapError
-from swapper.parameter.access_order import Use
-from swapper.parameter.cache import BY_ADDRESS, Held, State
+from swapper.parameter.cache import BY_ADDRESS, Held
 from swapper.parameter.records import OtherTensors, plan_record_of, why_not
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.sizes import SMALL_BYTES, format_bytes
+from swapper.storage.access_order import Use
 from swapper.storage.buffers import BufferPool
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import RecordKey, TensorStore
@@ -269,12 +269,8 @@ class Nursery(ParameterSwapper):
         parameter = held.plan.places[0].parameter
         if parameter in self._home:
             return
-        if held.lease is not None:
-            if held.lease.transfer is not None:
-                held.lease.transfer.settle()
-            self._release(held)
-        held.state = State.GONE
-        self._store.forget(held.key)
+        held.gone = True
+        self._cache.forget(held.key)
 
     def _finish(self) -> None:
         """The models are complete: put away what waits, and hook their modules so that they run as others do."""
@@ -324,15 +320,10 @@ class Nursery(ParameterSwapper):
     def _stay(self, held: Held, parameter: torch.nn.Parameter) -> None:
         with self._lock, self.present([held]):
             values = parameter.detach()
-        lease = held.lease
-        assert lease is not None
-        self._settle_write(held)
-        lease.abandon()
-        held.lease, held.values, held.state = None, [], State.GONE
-        del BY_ADDRESS[values.data_ptr()]
-        self._held_bytes -= lease.length_bytes
+        self._cache.wait(held.key)
+        held.gone = True
         self._drop(held, parameter)
-        self._store.forget(held.key)
+        self._cache.abandon(held.key)
         restore_for_good(parameter, values)
         if not self._home:
             self.close()
@@ -341,15 +332,11 @@ class Nursery(ParameterSwapper):
         """Forget a parameter that is not ours any more, and its record, unless views of it are left."""
         if not keep_home:
             parameter.__dict__.pop("_swapper_home", None)
-        if held.lease is not None:
-            self._settle_write(held)
-            if held.foreign_uses():
-                self._drop(held, parameter)
-                return
-            self._release(held)
-        held.state = State.GONE
+        self._cache.wait(held.key)
+        if not held.viewed():
+            held.gone = True
+            self._cache.forget(held.key)
         self._drop(held, parameter)
-        self._store.forget(held.key)
 
     def _drop(self, held: Held, parameter: torch.nn.Parameter) -> None:
         del self._home[parameter]

@@ -26,8 +26,7 @@ import torch
 from swapper.errors import ConfigError, SwapError
 from swapper.finalizers import finalizer
 from swapper.io.checksums import checksum
-from swapper.parameter.access_order import Order, Use
-from swapper.parameter.cache import Held, ParameterCache, State, finalize
+from swapper.parameter.cache import Held, ParameterCache, finalize
 from swapper.parameter.forward_hooks import Forward, ForwardHooks
 from swapper.parameter.mapped_copies import MappedCopies
 from swapper.parameter.records import (
@@ -43,7 +42,8 @@ from swapper.parameter.records import (
 )
 from swapper.parameter.saved_tensors import in_transform, refuse_in_transform, saves_places, saving_places
 from swapper.sizes import format_bytes
-from swapper.storage.buffers import BufferPool, PoolExhausted
+from swapper.storage.access_order import AccessOrder, Use
+from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import EvictedParameter, evict, refuse_copy, restore, restore_for_good
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
@@ -113,7 +113,7 @@ class _PlaceHome:
 
     @property
     def viewed(self) -> bool:
-        return self._held()[1].foreign_uses()
+        return self._held()[1].viewed()
 
     def forget(self, parameter: torch.nn.Parameter) -> None:
         swapper, held = self._held()
@@ -193,7 +193,7 @@ class ParameterSwapper(ParameterCache):
         forward = [Use("forward", i) for i in range(count)]
         backward = [Use("backward", i) for i in reversed(range(count))]
         step = [Use("step", i) for i in range(count)]
-        order = Order([*evaluation, *forward, *backward, *step], start=len(evaluation))
+        order = AccessOrder([*evaluation, *forward, *backward, *step], start=len(evaluation))
         held = [
             Held(record, RecordKey(owner, "param", record.number), resident=record in resident) for record in records
         ]
@@ -221,7 +221,7 @@ class ParameterSwapper(ParameterCache):
         except BaseException:
             self._give_everything_back()
             raise
-        self._finalizer = finalizer(self, finalize, self._all, self._dropped, store, release, self._pid)
+        self._finalizer = finalizer(self, finalize, self._all, self._cache, store, release, self._pid)
         formers, self._former = self._former, {}
         keepers = dict.fromkeys(former.keeper for former in formers.values())
         for parameter, former in formers.items():
@@ -245,7 +245,7 @@ class ParameterSwapper(ParameterCache):
         Raises:
             ConfigError: that is too little.
         """
-        self._budget_bytes = self._budget(budget_bytes, leave_bytes, self._pool)
+        self._cache.limit_bytes = self._budget_bytes = self._budget(budget_bytes, leave_bytes, self._pool)
 
     def where(self) -> Mapping[torch.Tensor, tuple[int, int]]:
         """See `parameter_records.where`."""
@@ -272,10 +272,9 @@ class ParameterSwapper(ParameterCache):
         self._check_open()
         with self._lock:
             for held in self._all:
-                if held.state is State.HERE and self._is_newer(held):
-                    self._write(held)
+                held.write_newer(self._cache)
             for held in self._all:
-                self._settle_write(held)
+                self._cache.wait(held.key)
 
     def settled_records(self) -> list[Held]:
         """The records that have the values of all their parameters, in their files.
@@ -397,38 +396,35 @@ class ParameterSwapper(ParameterCache):
     def _adopt(self, held: Held) -> None:
         """Write the values of a record, and take them from the parameters."""
         try:
-            self._fill(held)
+            lease = self._fill(held)
         except PoolExhausted:  # A value that is on disk already needs room too, and the pool may be in pieces.
             while self._pool.reclaim():
                 pass
-            self._fill(held)
-        self._write(held)
+            lease = self._fill(held)
+        held.checksums = held.pack(lease)
+        self._cache.put(held.key, held.plan.file_bytes)
         for index, place in enumerate(held.plan.places):
             if (former := home_of(place.parameter)) is not None:
                 self._former[place.parameter] = former
             self._home[place.parameter] = held
             evict(place.parameter, _PlaceHome(self, held, index))
 
-    def _fill(self, held: Held) -> None:
+    def _fill(self, held: Held) -> Lease:
         """Copy the values of a record into a buffer for it. After an exception it has none."""
-        self._make_room(held)
-        assert held.lease is not None
-        header = held.plan.layout.header(0)
-        held.lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        self._open(held)
-        filling = object()
+        lease, _ = self._cache.take(held.key, held.length_bytes)
         try:
-            held.holds.add(filling)
+            header = held.plan.layout.header(0)
+            lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            held.open(lease, self, arrived=False)
             for place, values in zip(held.plan.places, held.values, strict=True):
                 source = place.parameter.detach()
                 with torch._C.DisableTorchFunctionSubclass():  # Of one that nothing has filled yet, nothing is copied.
                     values.as_strided(place.shape, place.stride).copy_(source)
                 del source  # The buffer that it lies in may be needed for the next.
+            return lease
         except BaseException:
-            self._release(held)
+            self._cache.release(held.key)
             raise
-        finally:
-            held.holds.discard(filling)
 
     def _restore_values(self, held: Held) -> None:
         """Give the parameters of a record memory of their own; those that have it are left alone."""
@@ -455,7 +451,7 @@ class ParameterSwapper(ParameterCache):
                         restore_for_good(place.parameter, copy)
         self._closed = True
         self._remove_hooks()
-        finalize(self._all, self._dropped, self._store, lambda: None, self._pid)
+        finalize(self._all, self._cache, self._store, lambda: None, self._pid)
 
     def _install(self, model: torch.nn.Module) -> None:
         wanted = dict.fromkeys(module for _, module in modules_with_parameters(model))
@@ -527,7 +523,7 @@ class ParameterSwapper(ParameterCache):
             for held, _ in hold.parts:
                 self._bring(held, phase)
             for held, _ in hold.parts:
-                self._settle_write(held)
+                self._cache.wait(held.key)
             for held, indices in hold.parts:
                 if indices and not held.attached:
                     self.metrics.begin_use(held.key)
@@ -587,8 +583,8 @@ class ParameterSwapper(ParameterCache):
         if indices and not held.attached:
             self.metrics.end_use(held.key)
         held.holds.discard(hold)
-        if held.changed and not held.holds and held.state is State.HERE:
-            self._write(held)
+        if held.changed and not held.holds and held.values:
+            held.write(self._cache)
         if refused:
             raise SwapError(refused)
 
@@ -683,7 +679,7 @@ class ParameterSwapper(ParameterCache):
 
         self._check_open()
         with self._lock:
-            now = checksum(held.values[index]) if held.state is State.HERE else held.checksums[index]
+            now = checksum(held.values[index]) if held.values else held.checksums[index]
             return self._copies.get(place, now, fill)
 
     def _lets_go(self, held: Held) -> bool:
