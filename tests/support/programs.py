@@ -1145,7 +1145,7 @@ FILES = (
     *(
         "optimizer/swapper.py",
         "optimizer/stepper.py",
-        "storage/pipeline.py",
+        "storage/cache.py",
         "gradient/swapper.py",
         "parameter/swapper.py",
         "parameter/cache.py",
