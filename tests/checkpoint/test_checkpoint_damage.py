@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint_faults import Training
+from checkpoints import SmallTraining as Training
 
 import swapper
 from swapper.checkpoint.index import INDEX

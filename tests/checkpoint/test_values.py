@@ -25,9 +25,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
-from test_init import config_for
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
+from twins import config_for
 
 import swapper
 from swapper.checkpoint import values

@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_init import values_of
 from torch import nn
+from twins import values_of
 
 import swapper
 from swapper.files.tensor_files import read_header

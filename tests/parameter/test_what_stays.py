@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from isolation import alone
-from test_init import config_for, values_of
-from test_parameter_models import WIDTH, Mlp
+from models import WIDTH, Mlp
 from torch import nn
-from twins import bits, small_records, swapper_of
+from twins import bits, config_for, small_records, swapper_of, values_of
 
 import swapper
 

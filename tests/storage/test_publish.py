@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from drives import keys, mode_of, mounted, random_bytes
 from hypothesis import given
 from hypothesis import strategies as st
+from isolation import in_forked_child
 from safetensors import safe_open
-from test_lost_writes import thin_drive
-from test_optimizer import adamw, assert_same_state, make_model, run
-from test_store import as_nobody, in_forked_child, keys, mode_of, mounted, random_bytes, small_drive
+from training import adamw, assert_same_state, make_model, run
 
 import swapper
 from swapper.errors import SwapError, SwapIOError
@@ -30,8 +30,6 @@ from swapper.storage.buffers import BufferPool
 from swapper.storage.runs import NvmePathError
 from swapper.storage.speed import DriveSpeed
 from swapper.storage.store import RecordKey, TensorStore
-
-__all__ = ["as_nobody", "small_drive", "thin_drive"]
 
 pytestmark = pytest.mark.timeout(120)
 
