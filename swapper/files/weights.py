@@ -16,7 +16,7 @@ from swapper.errors import ConfigError, SwapError, SwapIOError, show, system_err
 from swapper.files.tensor_files import FromFile, StoredTensor, TensorReader, parse_json, read_header, read_small
 from swapper.io.handle import AsyncIOHandle
 from swapper.progress import progress_bar
-from swapper.tensors.evicted import EvictedView
+from swapper.tensors.evicted_views import EvictedView
 from swapper.tensors.unfilled import is_unfilled
 
 __all__ = ["find_weights", "load_weights"]

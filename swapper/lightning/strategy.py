@@ -33,7 +33,7 @@ from swapper.session import Shared
 from swapper.strategy.arguments import ARGUMENTS, ConfigLike, given_among, not_of_ddp, settings_of
 from swapper.strategy.ddp_sync import ddp_arguments, has_evicted_parameters, synchronize
 from swapper.strategy.swapping import OneDevice, SwappingStrategy, swapper_of, temporary_attribute
-from swapper.tensors.evicted import home_of
+from swapper.tensors.homes import home_of
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
