@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from lightning.fabric.plugins import TorchCheckpointIO
-from lightning.fabric.strategies import STRATEGY_REGISTRY, DDPStrategy, SingleDeviceStrategy
+from lightning.fabric.strategies import STRATEGY_REGISTRY
+from lightning.fabric.strategies.ddp import DDPStrategy
+from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
 from swapper.fabric.strategy import OnDDP, OnOneDevice
 from swapper.strategy.arguments import register

@@ -10,13 +10,10 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import logging
 import os
 import pickle
 import struct
 import sys
-import threading
-import warnings
 import zlib
 from collections.abc import Callable
 from typing import Any, Literal, overload
@@ -28,131 +25,20 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.files import archive
 from swapper.files.archive import BadArchive, Record
 from swapper.files.lazy_storages import AwayStorage, AwayStorages, StoragePart
+from swapper.files.saving import SaveHandle
 from swapper.files.whole_file import POOL_BYTES, InputFile, OutputFile
-from swapper.finalizers import finalizer
 from swapper.io.handle import AsyncIOHandle
 
-__all__ = ["FastWriter", "Prepared", "SaveHandle", "checked", "load", "save"]
+__all__ = ["Prepared", "checked", "load", "save"]
 
 _ARCHIVE = "archive"
-_END_BYTES = 22
-"""Of the end record of a ZIP file without a comment."""
 _DEFERRED_BYTES_MIN = 1 << 20
 _DEVICES = ("cuda",)
 """Types of devices whose storages are read without passing through host memory in whole."""
 
-log = logging.getLogger(__name__)
-
 AnyStorage = torch.UntypedStorage | AwayStorage
 
 MapLocation = Callable[[torch.UntypedStorage, str], Any] | torch.device | str | dict[str, str] | None
-
-
-class SaveHandle:
-    """A save that goes on in the background. From `save(..., background=True)` and `save_checkpoint`.
-
-    May be dropped: the save goes on, also at interpreter exit, which waits for it. A failure is then logged.
-
-    Attributes:
-        path: of the file or directory.
-    """
-
-    def __init__(self, path: str, write: Callable[[], None]) -> None:
-        self.path = path
-        self._pid = os.getpid()
-        self._outcome = _Outcome(path)
-        self._finalizer = finalizer(self, self._outcome.abandon)
-        self._thread = threading.Thread(target=self._outcome.run, args=(write,), name="swapper-save", daemon=False)
-        try:
-            self._thread.start()
-        except BaseException as error:
-            self._finalizer.detach()
-            if isinstance(error, RuntimeError):
-                raise SwapIOError(errno.EAGAIN, "start a thread for", path, detail=str(error)) from None
-            raise
-
-    @classmethod
-    def finished(cls, path: str) -> SaveHandle:
-        """The handle of a save that was complete before anybody could wait for it."""
-        handle = cls.__new__(cls)
-        handle.path = path
-        handle._pid = os.getpid()
-        handle._outcome = _Outcome(path)
-        handle._outcome.over.set()
-        handle._finalizer = finalizer(handle, handle._outcome.abandon)
-        return handle
-
-    def __repr__(self) -> str:
-        state = "done" if self.done() else "in progress"
-        return f"SaveHandle({self.path!r}, {state})"
-
-    def done(self) -> bool:
-        """Whether it is over, well or not. Never blocks or raises."""
-        return self._outcome.over.is_set()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until the file is complete and synced, under its name.
-
-        Ctrl-C interrupts the wait, not the save.
-
-        Args:
-            timeout: seconds; None waits for as long as it takes.
-
-        Raises:
-            SwapIOError: it failed; nothing is left of it, and what was under the name before is whole. The same at
-                every call. Other exceptions as from `save`.
-            TimeoutError: it is still in progress.
-            SwapError: in a forked child.
-        """
-        if os.getpid() != self._pid:
-            raise SwapError("this save was started before a fork: it can be waited for in the parent only")
-        if not self._outcome.over.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
-            raise TimeoutError(f"{self.path} is still being saved")
-        self._finalizer.detach()
-        self._outcome.observe()
-
-
-class _Outcome:
-    """How a save in the background ended. Apart from its handle, which may be dropped."""
-
-    def __init__(self, path: str) -> None:
-        self.over = threading.Event()
-        self._path = path
-        self._pid = os.getpid()
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._abandoned = False
-        self._seen = False
-
-    def run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:
-            self._error = error
-            part: BaseException | None = error
-            while part is not None:
-                part.with_traceback(None)  # Its frames hold what was saved.
-                part = part.__context__
-        del write  # With all that was saved: let go of it before anybody is told.
-        with self._lock:
-            self.over.set()
-            self._speak()
-
-    def observe(self) -> None:
-        self._seen = True
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-
-    def abandon(self) -> None:
-        if os.getpid() == self._pid:
-            with self._lock:
-                self._abandoned = True
-                self._speak()
-
-    def _speak(self) -> None:
-        if self._abandoned and self.over.is_set() and self._error is not None and not self._seen:
-            self._seen = True
-            log.error("saving %s failed, and nobody waited for it: %s", self._path, self._error)
 
 
 @overload
@@ -524,167 +410,3 @@ def _storage(length_bytes: int, device: torch.device) -> torch.UntypedStorage:
 
 def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
     return default_restore_location(storage, location)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class FastWriter:
-    """A file object to write with once, from start to end, through the engine: `torch.save(obj, FastWriter(path))`.
-
-    The file appears under its name only when it is complete and synced. When is it complete?
-
-    - In a `with` block: at its end, unless by an exception.
-    - `torch.save(obj, FastWriter(path))`: before `torch.save` returns; what it raises, a full drive included, leaves
-      nothing. So for the ZIP format, which is torch's default, nothing else is to be called.
-    - Otherwise at `close()`, unless an exception is being handled that was not when this object was made.
-
-    An object that is dropped before is discarded, with a `ResourceWarning` and an error in the log. Not thread-safe.
-
-    A write that fails is remembered, not raised: it may be called by C++ code that cannot bear it. `flush()`, which
-    `torch.save` ends with, and `close()` raise it.
-
-    Args:
-        path: of the file. One that exists is replaced and keeps its mode; a symbolic link is followed.
-        pool_bytes: page-locked memory to write from, at least 256 KiB.
-        handle: engine to write with, left open; None for one of its own.
-
-    Raises:
-        ValueError: `pool_bytes` is too small.
-        SwapIOError: the directory is not there or cannot be written, or `path` is not a regular file.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str], *, pool_bytes: int = POOL_BYTES, handle: AsyncIOHandle | None = None
-    ) -> None:
-        self._output: OutputFile | None = None
-        self._output = OutputFile(path, pool_bytes=pool_bytes, handle=handle)
-        self.name = self._output.path
-        self._pid = os.getpid()
-        self._handled = sys.exc_info()[1]
-        self._in_block = False
-        self._tail = b""
-        self._failure: BaseException | None = None
-        self._spoiled = False
-
-    def __repr__(self) -> str:
-        return f"FastWriter({self.name!r}{', closed' if self.closed else ''})"
-
-    @property
-    def closed(self) -> bool:
-        """Whether it takes no more bytes: it is complete, or was discarded."""
-        return self._output is None
-
-    def writable(self) -> bool:
-        """Whether it takes more bytes."""
-        return not self.closed
-
-    def tell(self) -> int:
-        """Bytes written so far.
-
-        Raises:
-            ValueError: it is closed.
-        """
-        return self._opened().tell()
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write bytes behind those before. What fails is raised by `flush` and `close`.
-
-        Returns:
-            The length of `data`.
-
-        Raises:
-            ValueError: it is closed.
-        """
-        output = self._opened()
-        length_bytes = memoryview(data).nbytes
-        if self._failure is None:
-            try:
-                output.append(data)
-                self._tail = (self._tail + bytes(memoryview(data).cast("B")[-_END_BYTES:] if length_bytes else b""))[
-                    -_END_BYTES:
-                ]
-            except BaseException as error:  # Ctrl-C too.
-                self._failure = error
-        return length_bytes
-
-    def flush(self) -> None:
-        """Outside of a `with` block: publish the file if what was written is a whole ZIP file, as by `torch.save`.
-
-        Raises:
-            SwapIOError: a write has failed; nothing is left of the file.
-        """
-        if self._output is None:
-            return
-        if self._failure is not None:
-            self._fail()
-        if self._in_flight():
-            self._spoiled = True
-        elif not self._in_block and self._tail.startswith(b"PK\5\6"):
-            self._commit()
-
-    def close(self) -> None:
-        """Publish the file, complete and synced; or discard it, if an exception is on its way. Idempotent.
-
-        Raises:
-            SwapIOError: a write has failed; nothing is left of the file.
-            SwapError: an exception had come while it was written, so it is not published.
-        """
-        if self._output is None:
-            return
-        if self._failure is not None:
-            self._fail()
-        if self._in_flight():
-            self.discard()
-        elif self._spoiled:
-            self.discard()
-            raise SwapError(f"{self.name}: what wrote it had failed, so it was not published")
-        else:
-            self._commit()
-
-    def discard(self) -> None:
-        """Forget what was written: nothing is left of it. Idempotent."""
-        output, self._output = self._output, None
-        self._handled = None
-        if output is not None:
-            output.discard()
-
-    def __enter__(self) -> FastWriter:
-        self._in_block = True
-        return self
-
-    def __exit__(self, exc_type: type[BaseException] | None, *rest: object) -> None:
-        if exc_type is not None:
-            self.discard()
-        else:
-            self.close()
-
-    def __del__(self) -> None:
-        if self._output is None or os.getpid() != self._pid:
-            return
-        quiet = self._spoiled
-        self.discard()
-        if not quiet:
-            why = f": {self._failure}" if self._failure is not None else "; it was never closed"
-            log.error("%s was not written%s", self.name, why)
-            warnings.warn(f"{self.name} was not written{why}", ResourceWarning, stacklevel=2, source=self)
-
-    def _opened(self) -> OutputFile:
-        if self._output is None:
-            raise ValueError(f"the file is closed: {self.name}")
-        return self._output
-
-    def _in_flight(self) -> bool:
-        """Whether an exception is being handled that was not when this object was made."""
-        handled = sys.exc_info()[1]
-        return handled is not None and handled is not self._handled
-
-    def _commit(self) -> None:
-        try:
-            self._opened().commit()
-        finally:
-            self.discard()
-
-    def _fail(self) -> None:
-        failure = self._failure
-        assert failure is not None
-        self._spoiled = True
-        self.discard()
-        raise failure

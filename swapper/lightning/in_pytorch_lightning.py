@@ -15,7 +15,7 @@ from swapper.strategy.arguments import register
 __all__ = ["SwapCheckpointIO", "SwapDDPStrategy", "SwapMonitor", "SwapStrategy"]
 
 
-class SwapCheckpointIO(CheckpointFiles, TorchCheckpointIO):  # type: ignore[misc]
+class SwapCheckpointIO(CheckpointFiles, TorchCheckpointIO):
     __doc__ = CheckpointFiles.__doc__
 
 

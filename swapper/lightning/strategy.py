@@ -86,7 +86,11 @@ class Swapping(SwappingStrategy, Strategy):
     def setup(self, trainer: Trainer) -> None:
         """As in the stock strategy. Parameters that an earlier Trainer has on the drive come back to be converted."""
         module = self.lightning_module
-        if module is not None and (swappers := _parameter_swappers(module)) and _converts(self.precision_plugin, module):
+        if (
+            module is not None
+            and (swappers := _parameter_swappers(module))
+            and _converts(self.precision_plugin, module)
+        ):
             for swapper in swappers:
                 swapper.close(keep_values=True)
         super().setup(trainer)
@@ -352,7 +356,7 @@ def _close(optimizer: Optimizer) -> None:
         log.error("when the optimizer of an earlier fit was closed: %s", error)
 
 
-_CLIPS = {
+_CLIPS: dict[str, Callable[[OptimizerSwapper, float], object]] = {
     "clip_grad_by_norm": OptimizerSwapper.clip_grad_norm_,
     "clip_grad_by_value": OptimizerSwapper.clip_grad_value_,
 }
@@ -367,8 +371,8 @@ def _clip(plugin: Precision, name: str, optimizer: Optimizer, clip_val: int | fl
         _CLIPS[name](swapper, clip_val)
 
 
-class OnOneDevice(Swapping, OneDevice, SingleDeviceStrategy):
-    __doc__ = f"""Train on one device, with optimizer state, gradients and parameters where a config says.
+class OnOneDevice(Swapping, OneDevice, SingleDeviceStrategy):  # noqa: D101  # It is composed.
+    __doc__: str | None = f"""Train on one device, with optimizer state, gradients and parameters where a config says.
 
     {ARGUMENTS}"""
 
@@ -404,8 +408,10 @@ class OnOneDevice(Swapping, OneDevice, SingleDeviceStrategy):
         )
 
 
-class OnDDP(Swapping, DDPStrategy):
-    __doc__ = f"""`DDPStrategy`, with optimizer state, gradients and parameters of each process where a config says.
+class OnDDP(Swapping, DDPStrategy):  # noqa: D101  # It is composed.
+    __doc__: (
+        str | None
+    ) = f"""`DDPStrategy`, with optimizer state, gradients and parameters of each process where a config says.
 
     {ARGUMENTS}"""
 

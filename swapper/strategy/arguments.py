@@ -179,8 +179,8 @@ def _from_arguments(name: str, given: Mapping[str, Any]) -> OffloadConfig:
         values["nvme_path"] = given.get("nvme_path") or _default_nvme_path()
     config = OffloadConfig.model_validate(values)
     if state == parameters == "none":
-        text = "was given arguments, and neither offload_optimizer=True nor offload_parameters=True: nothing is offloaded"
-        warnings.warn(f"{name} {text}", UserWarning, stacklevel=4)
+        why = "was given arguments, and neither offload_optimizer=True nor offload_parameters=True"
+        warnings.warn(f"{name} {why}: nothing is offloaded", UserWarning, stacklevel=4)
     elif unused:
         warnings.warn(f"arguments of {name} without effect:{''.join(unused)}", UserWarning, stacklevel=4)
     return config

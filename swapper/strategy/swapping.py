@@ -1,9 +1,9 @@
 """`SwappingStrategy`: the settings, checkpoint formats and devices that all strategies of Lightning and Fabric share.
 
 [Note: two Lightnings] `lightning` and `pytorch_lightning` (for Fabric `lightning_fabric`) are packages of the same
-content, and a Trainer of one refuses a strategy of the other. So no class in `strategy`, or in `strategy.py`, `files.py`
-and `monitor.py` of `lightning` and `fabric`, has a base of Lightning's. The modules `in_*` add that base, one module for
-each package. Type checkers see the base of `lightning`.
+content, and a Trainer of one refuses a strategy of the other. So only the modules `in_*` of `swapper.lightning` and
+`swapper.fabric`, one for each package, have classes with a base of Lightning's. In all others the base is missing; type
+checkers see that of `lightning`.
 
 [Note: the device of a named strategy] Lightning constructs a strategy that is given by name without arguments, and
 would train on the CPU whatever the accelerator. It sets `parallel_devices` of a strategy that has this attribute.
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.optim import Optimizer
@@ -37,8 +37,8 @@ class SwappingStrategy:
     """
 
     offload_config: OffloadConfig
-    files: ClassVar[type[CheckpointIO]]
-    wrapping: ClassVar[type[CheckpointIO] | tuple[()]] = ()
+    files: ClassVar[type[Any]]
+    wrapping: ClassVar[type[Any] | tuple[()]] = ()
     _checkpoint_io: CheckpointIO | None
 
     def _configure(self, config: OffloadConfig, checkpoint_format: str | None) -> None:
@@ -46,15 +46,15 @@ class SwappingStrategy:
             raise ConfigError(f"checkpoint_format: {show(checkpoint_format)} is not one of directory, full")
         self.offload_config = config
         self._wanted_format = checkpoint_format
-        self._own_io = self.files()
+        self._own_io: CheckpointIO = self.files()
 
     @property
     def checkpoint_io(self) -> CheckpointIO:
-        """Writes and reads files: the user's, or ours. One of the user's that wraps another and was given none wraps ours."""
+        """Writes and reads files: ours, or the user's, which wraps ours if it wraps another and was given none."""
         if self._checkpoint_io is None:
             return self._own_io
         if isinstance(self._checkpoint_io, self.wrapping):
-            self._checkpoint_io.checkpoint_io = self._own_io  # type: ignore[attr-defined]  # Without effect if it has one.
+            self._checkpoint_io.checkpoint_io = self._own_io  # Without effect if it has one.
         return self._checkpoint_io
 
     @checkpoint_io.setter
