@@ -20,9 +20,9 @@ log = logging.getLogger(__name__)
 
 
 class FastWriter:
-    """A file object to write with once, from start to end, through the engine: `torch.save(obj, FastWriter(path))`.
+    """Write a file once, from start to end, through the engine: `torch.save(obj, FastWriter(path))`.
 
-    The file appears under its name only when it is complete and synced. When is it complete?
+    The file appears under its name only when it is complete and synced. It is complete:
 
     - In a `with` block: at its end, unless by an exception.
     - `torch.save(obj, FastWriter(path))`: before `torch.save` returns; what it raises, a full drive included, leaves
@@ -91,9 +91,8 @@ class FastWriter:
         if self._failure is None:
             try:
                 output.append(data)
-                self._tail = (self._tail + bytes(memoryview(data).cast("B")[-_END_BYTES:] if length_bytes else b""))[
-                    -_END_BYTES:
-                ]
+                end = memoryview(data).cast("B")[-_END_BYTES:] if length_bytes else b""
+                self._tail = (self._tail + bytes(end))[-_END_BYTES:]
             except BaseException as error:  # Ctrl-C too.
                 self._failure = error
         return length_bytes
@@ -108,7 +107,7 @@ class FastWriter:
             return
         if self._failure is not None:
             self._fail()
-        if self._in_flight():
+        if self._is_raising():
             self._spoiled = True
         elif not self._in_block and self._tail.startswith(b"PK\5\6"):
             self._commit()
@@ -124,7 +123,7 @@ class FastWriter:
             return
         if self._failure is not None:
             self._fail()
-        if self._in_flight():
+        if self._is_raising():
             self.discard()
         elif self._spoiled:
             self.discard()
@@ -164,7 +163,7 @@ class FastWriter:
             raise ValueError(f"the file is closed: {self.name}")
         return self._output
 
-    def _in_flight(self) -> bool:
+    def _is_raising(self) -> bool:
         """Whether an exception is being handled that was not when this object was made."""
         handled = sys.exc_info()[1]
         return handled is not None and handled is not self._handled

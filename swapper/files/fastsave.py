@@ -1,8 +1,8 @@
 """`torch.save` and `torch.load` at the speed of the drive: the same files, moved by the I/O engine.
 
-[Note: parts] What an object is made of is torch's affair: the pickle is made with `Pickler` and a `persistent_id` like
-torch's own, and loading is `torch.load` itself, which is given a file object. Ours are the bytes between: payloads pass
-through page-locked buffers (`swapper.streams`), with their checksums computed on the way.
+[Note: parts] torch decides what an object consists of: the pickle is made with `Pickler` and a `persistent_id` like
+torch's own, and loading is `torch.load` itself, which is given a file object. The bytes between are ours: payloads pass
+through page-locked buffers (`whole_file`), with their checksums computed on the way.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import pickle
 import struct
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, overload
 
 import torch
@@ -24,7 +24,7 @@ from torch.serialization import default_restore_location, location_tag, normaliz
 from swapper.errors import SwapError, SwapIOError
 from swapper.files import archive
 from swapper.files.archive import BadArchive, Record
-from swapper.files.lazy_storages import AwayStorage, AwayStorages, StoragePart
+from swapper.files.lazy_storages import EvictedStorage, EvictedStorages, StoragePart
 from swapper.files.saving import SaveHandle
 from swapper.files.whole_file import POOL_BYTES, InputFile, OutputFile
 from swapper.io.handle import AsyncIOHandle
@@ -36,7 +36,7 @@ _DEFERRED_BYTES_MIN = 1 << 20
 _DEVICES = ("cuda",)
 """Types of devices whose storages are read without passing through host memory in whole."""
 
-AnyStorage = torch.UntypedStorage | AwayStorage
+AnyStorage = torch.UntypedStorage | EvictedStorage
 
 MapLocation = Callable[[torch.UntypedStorage, str], Any] | torch.device | str | dict[str, str] | None
 
@@ -108,7 +108,7 @@ def save(
         SwapIOError: the drive is full or has failed, the directory is not there, or `path` is not a regular file.
         Exception: what pickling raises.
     """
-    prepared = Prepared(obj, pickle_module, pickle_protocol, bring=not background)
+    prepared = Prepared(obj, pickle_module, pickle_protocol, stage_later=not background)
     devices = prepared.cuda_devices
     output = OutputFile(
         path, length_bytes=prepared.length_bytes, pool_bytes=pool_bytes, handle=handle, cuda=bool(devices)
@@ -138,25 +138,16 @@ def _on_streams(streams: list[torch.cuda.Stream], write: Callable[[], None]) -> 
         write()
 
 
-def _pickled(obj: object, pickle_module: Any, protocol: int, bring: bool = False) -> tuple[bytes, list[AnyStorage]]:
-    """The pickle of `obj`, as `torch.save` makes it, and the storages that it names, by their keys "0", "1", ...
+class _StorageTable:
+    """The storages of one pickle by their keys "0", "1", ..., and a `persistent_id` that is torch's."""
 
-    Args:
-        obj, pickle_module, protocol: as for `torch.save`.
-        bring: do not ask parameters that are away for their storages, but name those: see [Note: one at a time].
+    def __init__(self) -> None:
+        self.storages: list[AnyStorage] = []
+        self._keys: dict[int, str] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
 
-    Raises:
-        RuntimeError: tensors of different dtypes view the same memory, as from `torch.save`.
-        Exception: what pickling raises.
-    """
-    keys: dict[int, str] = {}
-    storages: list[AnyStorage] = []
-    dtypes: dict[int, torch.dtype] = {}
-    away = AwayStorages()
-
-    def persistent_id(part: object) -> tuple[object, ...] | None:
-        storage: AnyStorage
-        named = part.storage if isinstance(part, StoragePart) else None
+    def persistent_id(self, part: object) -> tuple[object, ...] | None:
+        evicted = part.storage if isinstance(part, StoragePart) else None
         if isinstance(part, StoragePart):
             part = part.like
         if isinstance(part, torch.storage.TypedStorage):
@@ -169,24 +160,40 @@ def _pickled(obj: object, pickle_module: Any, protocol: int, bring: bool = False
             numel = part.nbytes()
         else:
             return None
-        location = location_tag(storage)
-        address = storage.data_ptr() if storage.device.type != "meta" else 0
-        identity = storage._cdata
-        if named is not None:
-            storage, address, identity = named, 0, id(named)
-        if address and dtypes.setdefault(address, dtype) != dtype:
-            raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
-        if identity not in keys:
-            keys[identity] = str(len(keys))
-            storages.append(storage)
-        return ("storage", kind, keys[identity], location, numel)
+        if evicted is None:
+            address = storage.data_ptr() if storage.device.type != "meta" else 0
+            if address and self._dtypes.setdefault(address, dtype) != dtype:
+                raise RuntimeError(
+                    "Cannot save multiple tensors or storages that view the same data as different types"
+                )
+        identity = storage._cdata if evicted is None else id(evicted)
+        if identity not in self._keys:
+            self._keys[identity] = str(len(self._keys))
+            self.storages.append(storage if evicted is None else evicted)
+        return ("storage", kind, self._keys[identity], location_tag(storage), numel)
+
+
+def _pickled(
+    obj: object, pickle_module: Any, protocol: int, stage_later: bool = False
+) -> tuple[bytes, list[AnyStorage]]:
+    """The pickle of `obj`, as `torch.save` makes it, and the storages that it names, by their keys "0", "1", ...
+
+    Args:
+        obj, pickle_module, protocol: as for `torch.save`.
+        stage_later: name the storages of evicted parameters, see [Note: one at a time], instead of asking for them.
+
+    Raises:
+        RuntimeError: tensors of different dtypes view the same memory, as from `torch.save`.
+        Exception: what pickling raises.
+    """
+    table, evicted = _StorageTable(), EvictedStorages()
 
     class Pickler(pickle_module.Pickler):  # type: ignore[misc]
         def persistent_id(self, part: object) -> tuple[object, ...] | None:
-            return persistent_id(part)
+            return table.persistent_id(part)
 
         def reducer_override(self, part: object) -> Any:
-            found = away.reduce(part, protocol) if bring else None
+            found = evicted.reduce(part, protocol) if stage_later else None
             if found is not None:
                 return found
             override = getattr(super(), "reducer_override", None)
@@ -194,15 +201,15 @@ def _pickled(obj: object, pickle_module: Any, protocol: int, bring: bool = False
 
     buffer = io.BytesIO()
     Pickler(buffer, protocol=protocol).dump(obj)
-    return buffer.getvalue(), storages
+    return buffer.getvalue(), table.storages
 
 
 class Prepared:
-    """An object that is pickled, and where each record of its file will be. The tensors' bytes are still only there.
+    """A pickled object, and the offset of each record of its file. The bytes of tensors stay where they are.
 
     Args:
         obj, pickle_module, pickle_protocol: as for `torch.save`.
-        bring: bring parameters that are away when they are written, in the thread that writes; else their values are
+        stage_later: stage evicted parameters when they are written, in the thread that writes; else their values are
             copied to mapped files now.
 
     Attributes:
@@ -213,9 +220,9 @@ class Prepared:
     """
 
     def __init__(
-        self, obj: object, pickle_module: Any = pickle, pickle_protocol: int = 2, *, bring: bool = True
+        self, obj: object, pickle_module: Any = pickle, pickle_protocol: int = 2, *, stage_later: bool = True
     ) -> None:
-        data, self._storages = _pickled(obj, pickle_module, pickle_protocol, bring)
+        data, self._storages = _pickled(obj, pickle_module, pickle_protocol, stage_later)
         alignment_bytes = _storage_alignment_bytes()
         # In torch's order: the first must be the pickle, and storages follow one another.
         contents: dict[str, bytes | AnyStorage] = {
@@ -239,7 +246,7 @@ class Prepared:
 
     @property
     def cuda_devices(self) -> set[torch.device]:
-        """Where its CUDA tensors are."""
+        """The devices of its CUDA tensors."""
         storages = [storage for storage in self._storages if isinstance(storage, torch.UntypedStorage)]
         return {storage.device for storage in storages if storage.device.type == "cuda"}
 
@@ -247,38 +254,37 @@ class Prepared:
         """Write all of it, at the end of what `output` has.
 
         Raises:
-            SwapIOError: the drive has failed, or one that has parameters that are away.
+            SwapIOError: the drive has failed, or one that has evicted parameters.
             SwapError: a tensor was resized meanwhile.
         """
         done: list[tuple[Record, int]] = []
-        for record, header, content in self._records[:-1]:
-            done.append((record, self._write_record(output, record, header, content)))
-        # torch makes it of names and checksums too, and only shows it: 40 digits that differ where the content does.
-        crcs = struct.pack(f"<{len(done)}I", *(crc for _, crc in done))
-        record, header, _ = self._records[-1]
-        done.append((record, _append(output, record, header, f"{len(done):020d}{zlib.crc32(crcs):020d}".encode())))
+        for record, header, content in self._records:
+            if record is self._records[-1][0]:
+                # torch makes its `serialization_id` of names and checksums too, and only shows it: 40 digits that
+                # differ where the content does.
+                crcs = struct.pack(f"<{len(done)}I", *(crc for _, crc in done))
+                content = f"{len(done):020d}{zlib.crc32(crcs):020d}".encode()
+            if _length_bytes(content) != record.length_bytes:
+                raise SwapError(f"a tensor of {record.length_bytes} bytes was resized while it was saved")
+            output.append(header)
+            crc = 0
+            for piece in self.pieces(content):
+                crc = output.append(piece, crc)
+            output.append(archive.descriptor(record, crc))
+            done.append((record, crc))
         output.append(archive.directory(done, self._directory_offset_bytes))
 
-    def _write_record(self, output: OutputFile, record: Record, header: bytes, content: Any) -> int:
-        """Write one record. Returns the CRC-32 of its content."""
-        return _append(output, record, header, content)
+    def pieces(self, content: bytes | AnyStorage) -> Iterator[bytes | torch.UntypedStorage | torch.Tensor]:
+        """Yield the bytes of a record in pieces, each until the next is asked for."""
+        if isinstance(content, EvictedStorage):
+            with content.present() as memory:
+                yield memory
+        else:
+            yield content
 
 
 def _length_bytes(content: bytes | AnyStorage) -> int:
     return len(content) if isinstance(content, bytes) else content.nbytes()
-
-
-def _append(output: OutputFile, record: Record, header: bytes, content: bytes | AnyStorage) -> int:
-    if _length_bytes(content) != record.length_bytes:
-        raise SwapError(f"a tensor of {record.length_bytes} bytes was resized while it was saved")
-    output.append(header)
-    if isinstance(content, AwayStorage):
-        with content.present() as memory:
-            crc = output.append(memory)
-    else:
-        crc = output.append(content)
-    output.append(archive.descriptor(record, crc))
-    return crc
 
 
 def _storage_alignment_bytes() -> int:
