@@ -23,7 +23,7 @@ from swapper.io.devices import is_accelerator
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.probe import refuse_unsupported
 from swapper.optimizer.swapper import OptimizerSwapper
-from swapper.parameter.building import Nursery, initialisers_of
+from swapper.parameter.building import ModelBuilder, initialisers_of
 from swapper.parameter.records import plan_parameter_records, summary_of_what_stays, where
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.session import Shared
@@ -361,7 +361,7 @@ def init(config: ConfigLike) -> Iterator[None]:
         SwapError: used within itself.
         SwapIOError: the drive failed, or has too little free space.
     """
-    with _nursery(_as_config(config)).building():
+    with _builder(_as_config(config)).building():
         yield
 
 
@@ -390,9 +390,9 @@ def materialize(
         SwapIOError: the drive failed, or has too little free space.
     """
     initialisers = initialisers_of(model, initialiser)
-    nursery = _nursery(_as_config(config))
-    with nursery.building():
-        nursery.materialize(model, initialisers)
+    builder = _builder(_as_config(config))
+    with builder.building():
+        builder.materialize(model, initialisers)
     return model
 
 
@@ -445,7 +445,7 @@ def gathered(
 
 
 @torch.inference_mode(False)  # What is made here is used outside of that mode too.
-def _nursery(settings: OffloadConfig) -> Nursery:
+def _builder(settings: OffloadConfig) -> ModelBuilder:
     if settings.offload_param.device != "nvme":
         raise ConfigError(
             f"offload_param.device: {settings.offload_param.device} leaves parameters in memory; set it to nvme, or "
@@ -454,7 +454,9 @@ def _nursery(settings: OffloadConfig) -> Nursery:
     shared = Shared.of(settings, None)
     release = shared.hold(0, 0)
     try:
-        return Nursery(next(_owners), settings.bucket_bytes, settings.pool_bytes, shared.pool, shared.store, release)
+        return ModelBuilder(
+            next(_owners), settings.bucket_bytes, settings.pool_bytes, shared.pool, shared.store, release
+        )
     except BaseException:
         release()
         raise

@@ -129,7 +129,7 @@ class ParameterRecord:
 def why_not(parameter: torch.nn.Parameter) -> str:
     """Why `parameter` stays in memory; "" if it can be swapped."""
     if (home := home_of(parameter)) is not None:
-        return "" if home.temporary else _ALREADY
+        return _ALREADY if home.temporary is None else ""
     if torch.nn.parameter.is_lazy(parameter):
         return "it is lazy and has no values yet"
     if not is_ordinary(parameter) or not is_plain(parameter):
