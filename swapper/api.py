@@ -27,9 +27,9 @@ from swapper.parameter.building import ModelBuilder, initialisers_of
 from swapper.parameter.records import plan_parameter_records, summary_of_what_stays, where
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.session import Shared
+from swapper.sizes import PAGE_BYTES
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.layout import PAGE_BYTES
 from swapper.storage.schedule import IN_FLIGHT, READ_AHEAD
 from swapper.tensors import homes
 from swapper.tensors.evicted import let_viewed_stay

@@ -16,7 +16,7 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.storage.layout import PAGE_BYTES, format_bytes, round_up
+from swapper.sizes import PAGE_BYTES, SMALL_BYTES, format_bytes, round_up
 from swapper.storage.store import RecordKey
 from swapper.tensors.evicted import can_evict_gradient
 from swapper.tensors.evicted_gradients import EvictedGradient, raw_gradient
@@ -24,7 +24,6 @@ from swapper.tensors.strides import is_dense, same_layout
 
 __all__ = [
     "BUCKETS_AT_ONCE",
-    "SMALL_BYTES",
     "Change",
     "Gradient",
     "GradientPart",
@@ -44,9 +43,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-SMALL_BYTES = 16 * 1024
-"""Gradients smaller than this never move: the transfer would cost more than the memory."""
 
 BUCKETS_AT_ONCE = 2
 """Buckets whose gradients the pool must hold in a step: one in use, one arriving."""

@@ -32,8 +32,8 @@ from swapper.parameter.access_order import Order, Use
 from swapper.parameter.cache import BY_ADDRESS, Held, State
 from swapper.parameter.owner import ParameterHome, ParameterOwner
 from swapper.parameter.records import OtherTensors, plan_record_of, why_not
+from swapper.sizes import SMALL_BYTES, format_bytes
 from swapper.storage.buffers import BufferPool
-from swapper.storage.layout import format_bytes
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import make_ordinary, refuse_copy, restore_for_good
@@ -41,9 +41,6 @@ from swapper.tensors.homes import HOME, TemporaryHome, home_of
 from swapper.tensors.unfilled import fill_with_nothing, has_nothing, mark_unfilled
 
 __all__ = ["ModelBuilder", "initialisers_of"]
-
-SMALL_BYTES = 16384
-"""Parameters that are shorter wait for `offload` in memory."""
 
 _building: dict[int, ModelBuilder] = {}
 """By thread: the builder whose `building` it is in."""

@@ -24,15 +24,15 @@ import torch
 
 from swapper.errors import SwapError
 from swapper.finalizers import finalizer
-from swapper.io import codec
+from swapper.io.checksums import checksum
 from swapper.parameter.access_order import Order
 from swapper.parameter.cache import Held, ParameterCache, State, finalize
 from swapper.parameter.forward_hooks import Forward, ForwardHooks
 from swapper.parameter.mapped_copies import MappedCopies
 from swapper.parameter.records import ParameterPlace, modules_with_parameters, used_by
 from swapper.parameter.saved_tensors import in_transform, refuse_in_transform, saves_places, saving_places
+from swapper.sizes import format_bytes
 from swapper.storage.buffers import BufferPool, PoolExhausted
-from swapper.storage.layout import format_bytes
 from swapper.storage.store import TensorStore
 from swapper.tensors.evicted import EvictedParameter, evict, refuse_copy, restore, restore_for_good
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
@@ -363,7 +363,7 @@ class ParameterOwner(ParameterCache):
 
         self._check_open()
         with self._lock:
-            now = codec.checksum(held.values[slot]) if held.state is State.HERE else held.checksums[slot]
+            now = checksum(held.values[slot]) if held.state is State.HERE else held.checksums[slot]
             return self._copies.get(place, now, fill)
 
     def _attach(self, use: _Use, phase: str) -> None:

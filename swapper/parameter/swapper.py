@@ -22,8 +22,8 @@ from swapper.parameter.records import (
     summary_of_what_stays,
     where,
 )
+from swapper.sizes import format_bytes
 from swapper.storage.buffers import BufferPool
-from swapper.storage.layout import format_bytes
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import evict, restore_for_good
 from swapper.tensors.homes import home_of

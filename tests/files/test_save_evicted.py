@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_fastsave import without_id
-from test_memory import BENCHMARK
-from test_parameter_models import CASES, WIDTH, Llama, Mlp, loss_of, tokens, vectors
+from archives import without_id
+from models import CASES, WIDTH, Llama, Mlp, loss_of, tokens, vectors
+from repository import BENCHMARK
 from twins import Run, adamw, bits, close, offloaded, run_twice, swapper_of
 
 import swapper

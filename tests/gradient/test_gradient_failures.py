@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from interrupts import interrupted_at
-from test_gradient import (
+from gradient_twins import (
     Twin,
     adamw,
     assert_same,
@@ -25,8 +24,9 @@ from test_gradient import (
     make_config,
     wrapped,
 )
-from test_optimizer_exact import same_bits
+from interrupts import interrupted_at
 from torch import nn
+from training import same_bits
 
 import swapper
 from swapper import SwapError, SwapIOError

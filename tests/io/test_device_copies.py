@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from host_device import LateCopies
-from test_optimizer_exact import OPTIMIZERS, same_bits
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
+from training import OPTIMIZERS, same_bits
 
 import swapper
 from swapper.errors import SwapError, SwapIOError

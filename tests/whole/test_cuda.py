@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from gpt import GPT, SIZES
-from test_optimizer_exact import OPTIMIZERS, make_config, same_bits
 from torch import nn
+from training import OPTIMIZERS, make_config, same_bits
 
 import swapper
 from swapper.errors import SwapIOError
