@@ -5,24 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from swapper.errors import ConfigError
 from swapper.parameter.access_order import Order, Use
 from swapper.parameter.cache import Held, State, finalize
 from swapper.parameter.owner import ParameterOwner, parts_of
-from swapper.parameter.records import (
-    ParameterRecord,
-    first_of,
-    least_bytes,
-    plan_parameter_records,
-    summary_of_what_stays,
-    where,
-)
-from swapper.sizes import format_bytes
+from swapper.parameter.records import ParameterPlan
 from swapper.storage.buffers import BufferPool
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import evict, restore_for_good
@@ -41,57 +32,37 @@ class ParameterSwapper(ParameterOwner):
     Args:
         model: its parameters are taken away, its modules hooked. Only a weak reference is kept.
         owner: number of this swapper among those of the process; part of every record's key.
-        bucket_bytes: see `plan_parameter_records`.
-        budget_bytes: the most of the pool that records may hold.
-        leave_bytes: the part of it that others can make better use of; left to them as far as records can do without.
-        resident_bytes: the part of it for records that stay, the first in order of registration.
-        step_in_backward: records of the last bucket that was stepped stay beside those that backward uses.
-        pool, store: where buffers come from and records go.
+        plan: of its parameters.
+        budget_bytes: the most of the pool that records may hold; at least `plan.least_bytes`.
+        pool, store: give buffers, and keep the records.
         release: called once, when this is closed or dies.
 
     Raises:
-        ConfigError: the budget is too small for two of the largest record, or for what a module uses at once.
         SwapIOError: the records could not be written. The model is as it was.
     """
-
-    stays: dict[str, str]
-    """The parameters that stay in memory, by name, and why."""
 
     def __init__(
         self,
         model: torch.nn.Module,
         owner: int,
-        bucket_bytes: int,
+        plan: ParameterPlan,
         budget_bytes: int,
-        leave_bytes: int,
-        resident_bytes: int,
-        step_in_backward: bool,
         pool: BufferPool,
         store: TensorStore,
         release: Callable[[], None],
     ) -> None:
-        records, self.stays = plan_parameter_records(model, bucket_bytes)
-        resident = first_of(records, resident_bytes)
-        self._least = least_bytes(model, records, resident, step_in_backward)
-        count = len(records)
+        self.plan = plan
+        count = len(plan.records)
         evaluation = [Use("evaluation", i) for i in range(count)]
         forward = [Use("forward", i) for i in range(count)]
         backward = [Use("backward", i) for i in reversed(range(count))]
         step = [Use("step", i) for i in range(count)]
-        held = [
-            Held(record, RecordKey(owner, "param", record.number), resident=record in resident) for record in records
-        ]
-        super().__init__(
-            held,
-            Order([*evaluation, *forward, *backward, *step], start=count),
-            self._budget(budget_bytes, leave_bytes, pool),
-            pool,
-            store,
-            release,
-        )
+        order = Order([*evaluation, *forward, *backward, *step], start=count)
+        held = [Held(r, RecordKey(owner, "param", r.number), resident=r in plan.resident) for r in plan.records]
+        super().__init__(held, order, budget_bytes, pool, store, release)
         self._model = weakref.ref(model)
-        if summary := summary_of_what_stays(model, records, self.stays):
-            log.warning("%s\n  model.swapper.stays has the reason for each parameter", summary)
+        if plan.summary:
+            log.warning("%s\n  model.swapper.stays has the reason for each parameter", plan.summary)
         store.plan({held.key: held.plan.file_bytes for held in self._all})
         try:
             for each in self._all:
@@ -128,36 +99,14 @@ class ParameterSwapper(ParameterOwner):
         self._remove_hooks()
         finalize(self._all, self._dropped, self._store, lambda: None, self._pid)
 
-    def _budget(self, budget_bytes: int, leave_bytes: int, pool: BufferPool) -> int:
-        needed, why = self._least
-        if needed > budget_bytes:
-            raise ConfigError(
-                f"pool_bytes: {format_bytes(budget_bytes)} are left for parameters, and {why} are needed; set "
-                f"pool_bytes to at least {pool.capacity_bytes + needed - budget_bytes}"
-            )
-        return max(needed, budget_bytes - leave_bytes)
-
-    def share_pool(self, budget_bytes: int, leave_bytes: int) -> None:
-        """Others need the pool, too: hold as much of it as one that is made with these two.
-
-        Raises:
-            ConfigError: that is too little.
-        """
-        self._budget_bytes = self._budget(budget_bytes, leave_bytes, self._pool)
-
-    def where(self) -> Mapping[torch.Tensor, tuple[int, int]]:
-        """See `parameter_records.where`."""
-        return where(held.plan for held in self._all)
-
     @property
-    def records(self) -> list[ParameterRecord]:
-        """What each record holds."""
-        return [held.plan for held in self._all]
+    def stays(self) -> dict[str, str]:
+        """The parameters that stay in memory, by name, and why."""
+        return self.plan.stays
 
-    @property
-    def held_bytes_max(self) -> int:
-        """The most that records will ever hold of the pool."""
-        return min(self._budget_bytes, sum(held.plan.length_bytes for held in self._all))
+    def share_pool(self, budget_bytes: int) -> None:
+        """Others need the pool, too: hold at most `budget_bytes` of it, and no less than `plan.least_bytes`."""
+        self._budget_bytes = budget_bytes
 
     def flush(self) -> None:
         """Write what changed and wait until it is on disk.
