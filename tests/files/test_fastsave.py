@@ -260,7 +260,7 @@ class Stream:
         self.append(data)
         return len(data)
 
-    def append(self, data: Any) -> int:
+    def append(self, data: Any, crc: int = 0) -> int:
         is_storage = isinstance(data, torch.UntypedStorage)
         length = data.nbytes() if is_storage else len(data)
         # Both in one form: torch writes in more pieces.
