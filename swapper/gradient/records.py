@@ -171,8 +171,8 @@ def gradient_pool_bytes(parts: Iterable[GradientPart], stored: bool) -> int:
     return BUCKETS_AT_ONCE * of_bucket if stored else total
 
 
-def check_room(parts: Sequence[GradientPart], stored: bool, limit_bytes: int, pool_bytes: int) -> None:
-    """Refuse a pool of `pool_bytes` that leaves `limit_bytes` for gradients, if that is too little.
+def check_room(parts: Sequence[GradientPart], stored: bool, limit_bytes: int, others_bytes: int) -> None:
+    """Refuse a pool that leaves `limit_bytes` for gradients, if that is too little; others need `others_bytes` of it.
 
     Raises:
         ConfigError: with the sum.
@@ -185,7 +185,7 @@ def check_room(parts: Sequence[GradientPart], stored: bool, limit_bytes: int, po
         why = f"{BUCKETS_AT_ONCE} x {format_bytes(gradient_bytes(parts)[1])}: those of a bucket, and of the next"
     raise ConfigError(
         f"pool_bytes: {format_bytes(max(limit_bytes, 0))} are left for gradients, and {format_bytes(needed)} are "
-        f"needed ({why}); set pool_bytes to at least {pool_bytes + needed - limit_bytes}"
+        f"needed ({why}); set pool_bytes to at least {needed + others_bytes}"
     )
 
 

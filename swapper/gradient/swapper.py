@@ -146,7 +146,7 @@ class GradientSwapper:
         self._window_ref: weakref.ref[Window] | None = None  # Weak, as it has what has this.
         self._closed = False
         wanted = list(parts)
-        check_room(wanted, store is not None, limit_bytes, pool.capacity_bytes)
+        check_room(wanted, store is not None, limit_bytes, pool.capacity_bytes - limit_bytes)
         self._reserved_bytes = gradient_pool_bytes(wanted, store is not None)
         self.plan(wanted)
         GradientSwapper._open.add(self)

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twins import adamw, close, offloaded, swapper_of
 
-from swapper.parameter import swapper as parameter
+from swapper.parameter import owner as parameter
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.storage.cached_records import RecordState
 from swapper.tensors.evicted import EvictedParameter
@@ -96,7 +96,7 @@ def test_a_parameter_that_two_uses_have_stays_until_both_are_over(nvme_path: Pat
     close(model, optimizer)
 
 
-def test_data_that_do_not_fit_are_refused_and_everything_is_let_go_of(nvme_path: Path) -> None:
+def test_data_that_do_not_fit_are_refused_and_everything_is_released(nvme_path: Path) -> None:
     model, optimizer = offloaded(nvme_path, lambda: chain(4))
     swapper = swapper_of(model)
     expected = model(torch.ones(1, WIDTH))
@@ -114,7 +114,7 @@ def assert_at_rest(model: nn.Module, swapper: ParameterSwapper) -> None:
         assert not held.holds
         assert not held.attached
         assert not held.viewed()
-    assert not swapper._over
+    assert not swapper._ended
     cached = [swapper._cache.records.get(held.key) for held in swapper._all]
     assert all((record is not None) >= bool(held.values) for record, held in zip(cached, swapper._all, strict=True))
     assert swapper._cache.records.length_bytes == sum(record.lease.length_bytes for record in cached if record)
@@ -127,7 +127,7 @@ def assert_at_rest(model: nn.Module, swapper: ParameterSwapper) -> None:
 
 
 PLACES = {
-    "parameter/swapper.py": 197,
+    "parameter/owner.py": 197,
     "parameter/cache.py": 197,
     "tensors/evicted": 151,
     "storage/access_order.py": 997,
