@@ -59,6 +59,7 @@ class AccessOrder:
             return
         self._last = use
         if places := self._places.get(use):
+            use = self._log[places[-1]]  # One object for all that are equal: the log may be long.
             i = bisect_left(places, self._next)
             at = places[i] if i < len(places) else places[-1]
             if at < self._next:
