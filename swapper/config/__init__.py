@@ -1,5 +1,6 @@
 """All that a user can set: `OffloadConfig`, its sections, and sizes as people write them."""
 
+from swapper.config.files import read_mapping
 from swapper.config.settings import (
     AioConfig,
     CheckpointConfig,
@@ -10,7 +11,6 @@ from swapper.config.settings import (
     format_size,
     json_schema,
     parse_size,
-    read_mapping,
 )
 
 __all__ = [
