@@ -23,7 +23,6 @@ from swapper.io.devices import is_accelerator
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.probe import refuse_unsupported
 from swapper.optimizer.swapper import OptimizerSwapper
-from swapper.optimizer.unswapped import UnswappedOptimizer
 from swapper.parameter.building import Nursery, initialisers_of
 from swapper.parameter.records import plan_parameter_records, summary_of_what_stays, where
 from swapper.parameter.swapper import ParameterSwapper
@@ -114,11 +113,10 @@ def _wrap(
         _say_once("offload_param.device: cpu is the same as none for a model on the CPU: its parameters are there")
     asked = settings.offload_optimizer
     asks_more = asked.master_weights or asked.step_in_backward or moves_gradients
-    if device == "none" and not asks_more:
-        UnswappedOptimizer(optimizer)
-        return optimizer
-    refuse_foreach_on_one_memory(optimizer)
-    plan = OptimizerPlan(optimizer, settings, next(_owners), records)
+    swaps_state = device != "none" or asks_more
+    if swaps_state:
+        refuse_foreach_on_one_memory(optimizer)
+    plan = OptimizerPlan(optimizer, settings, next(_owners), records, swaps_state=swaps_state)
     if plan.device.type == "meta":
         raise ConfigError("the parameters are on the meta device and have no values; give the model memory first")
     pool: BufferPool | GrowingPool

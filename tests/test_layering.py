@@ -92,7 +92,7 @@ def imports(path: Path) -> Iterator[tuple[str, str, bool]]:
             assert node.level == 0, f"{path.name}, line {node.lineno}: import by the full name, not relatively"
             assert node.module is not None
             for alias in node.names:
-                # `from swapper.io import codec` names a module, `from swapper.io.codec import join_master` one of its names.
+                # `from swapper.io import codec` names a module, `from swapper.io.codec import x` one of its names.
                 module = f"{node.module}.{alias.name}"
                 known = module.removeprefix("swapper.")
                 is_module = module.startswith("swapper.") and (known in MODULES or known == "io._native")

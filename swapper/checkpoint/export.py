@@ -26,7 +26,6 @@ from swapper.checkpoint.plain_import import Imported, import_checkpoint
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.streams import StreamedState, TensorStream, contiguous_stride, model_stream
 from swapper.checkpoint.values import decode, encode
-from swapper.checkpoint.writer import progress_bar
 from swapper.errors import SwapError, SwapIOError
 from swapper.files import archive
 from swapper.files.archive import Record
@@ -36,6 +35,7 @@ from swapper.files.tensor_files import DTYPES
 from swapper.files.whole_file import OutputFile
 from swapper.io.handle import exchange
 from swapper.optimizer.segments import MASTER
+from swapper.progress import progress_bar
 from swapper.tensors.tensor_refs import OPTIMIZER_STATES, is_lightnings, resolve, without_model
 
 __all__ = ["Exported", "Format", "Imported", "export_checkpoint", "import_checkpoint"]

@@ -16,7 +16,6 @@ from swapper.optimizer.plan import parameters_of
 from swapper.optimizer.segments import MASTER, SMALL_BYTES, Bucket, Segment
 from swapper.optimizer.state_dicts import StateRecords
 from swapper.optimizer.swapper import OptimizerSwapper
-from swapper.optimizer.unswapped import UnswappedOptimizer
 from swapper.storage.store import RecordKey
 from swapper.tensors.strides import is_dense
 
@@ -37,7 +36,7 @@ _ROUNDED_NUMEL = 1 << 20
 def swapper_of(optimizer: Optimizer) -> OptimizerSwapper | None:
     """What swaps its state; None if that is in `optimizer.state`."""
     swapper = getattr(optimizer, "swapper", None)
-    return None if swapper is None or isinstance(swapper, UnswappedOptimizer) else swapper
+    return swapper if swapper is not None and swapper.swaps_state else None
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -186,7 +185,7 @@ class _Sink:
         try:
             self._new.write_record(file, lease.tensor[: bucket.used_bytes()])
         finally:
-            records.pipeline.let_go(bucket.key)
+            records.cache.release(bucket.key)
 
     def _segment(self, segment: Segment, place: int | None) -> dict[str, Any]:
         if place is None:

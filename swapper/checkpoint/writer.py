@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -46,12 +45,12 @@ from swapper.files.whole_file import OutputFile
 from swapper.finalizers import finalizer
 from swapper.io import codec
 from swapper.io.handle import AsyncIOHandle, exchange
-from swapper.progress import ProgressBar
+from swapper.progress import progress_bar
 from swapper.storage.layout import Entry, plan_whole_tensors
 from swapper.storage.record_files import Pinned
 from swapper.storage.store import RecordKey, TensorStore, all_at_once
 
-__all__ = ["VALUES", "NewCheckpoint", "progress_bar"]
+__all__ = ["VALUES", "NewCheckpoint"]
 
 log = logging.getLogger(__name__)
 
@@ -297,16 +296,6 @@ def _close_unattended(stack: contextlib.ExitStack, pid: int) -> None:
 def _remove_trees(paths: list[Path]) -> None:
     for path in paths:
         remove_tree(path)
-
-
-@contextlib.contextmanager
-def progress_bar(what: str, length_bytes: int) -> Iterator[Callable[[int], object]]:
-    """A bar on a terminal, for what takes long."""
-    with ProgressBar(
-        total=length_bytes, desc=what, unit="B", unit_scale=True, leave=False, delay=1,
-        disable=not sys.stderr.isatty(),
-    ) as bar:  # fmt: skip
-        yield bar.update
 
 
 def _as_stored(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:

@@ -25,7 +25,7 @@ from swapper.gradient.swapper import GradientSwapper
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.optimizer.swapper import Moves, OptimizerSwapper
 from swapper.storage.buffers import BufferPool, Lease
-from swapper.storage.pipeline import Pipeline
+from swapper.storage.cache import RecordCache
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.storage.transfers import AnyTransfer
 from swapper.tensors.evicted import AwayGradient, raw_gradient
@@ -284,21 +284,21 @@ def test_a_backward_waits_for_no_write_while_the_pool_has_room(
 
 def test_earlier_sums_are_read_ahead_in_the_order_of_arrival(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     events: list[tuple[str, RecordKey]] = []
-    read, take = TensorStore.read, Pipeline.take
+    read, take = TensorStore.read, RecordCache.take
 
     def log_read(store: TensorStore, key: RecordKey, lease: Lease) -> AnyTransfer:
         events.append(("read", key))
         return read(store, key, lease)
 
-    def log_take(pipeline: Pipeline, key: RecordKey, length_bytes: int) -> tuple[Lease, bool]:
+    def log_take(cache: RecordCache, key: RecordKey, length_bytes: int) -> tuple[Lease, bool]:
         events.append(("take", key))
-        return take(pipeline, key, length_bytes)
+        return take(cache, key, length_bytes)
 
     with Twin(nvme_path, 2, pool_bytes="8MiB") as twin:
         twin.backward()
         twin.swapper.flush()
         monkeypatch.setattr(TensorStore, "read", log_read)
-        monkeypatch.setattr(Pipeline, "take", log_take)
+        monkeypatch.setattr(RecordCache, "take", log_take)
         twin.backward()
         taken = [key for event, key in events if event == "take"]
         assert len(taken) > 8

@@ -31,7 +31,7 @@ from torch import nn
 import swapper
 from swapper import SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
-from swapper.storage.pipeline import Pipeline
+from swapper.storage.cache import RecordCache
 from swapper.storage.store import RecordKey
 from swapper.tensors.evicted import raw_gradient
 
@@ -216,24 +216,24 @@ def test_a_read_that_fails_in_a_step(nvme_path: Path, faults: FaultPlan) -> None
 
 
 class Interruption:
-    """Raises Ctrl-C at the n-th call of one of the pipeline's methods for gradients."""
+    """Raises Ctrl-C at the n-th call of one of the cache's methods for gradients."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, at: int, *, after: bool) -> None:
-        original = getattr(Pipeline, method)
+        original = getattr(RecordCache, method)
         self.left = at
 
-        def interrupted(pipeline: Pipeline, key: RecordKey, *args: Any) -> Any:
+        def interrupted(cache: RecordCache, key: RecordKey, *args: Any) -> Any:
             if key.kind != "grad":
-                return original(pipeline, key, *args)
+                return original(cache, key, *args)
             self.left -= 1
             if self.left == 0 and not after:
                 raise KeyboardInterrupt
-            result = original(pipeline, key, *args)
+            result = original(cache, key, *args)
             if self.left == 0:
                 raise KeyboardInterrupt
             return result
 
-        monkeypatch.setattr(Pipeline, method, interrupted)
+        monkeypatch.setattr(RecordCache, method, interrupted)
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

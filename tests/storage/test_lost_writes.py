@@ -20,7 +20,7 @@ from swapper.metrics import Metrics
 from swapper.storage import runs
 from swapper.storage import store as store_module
 from swapper.storage.buffers import BufferPool
-from swapper.storage.pipeline import Pipeline
+from swapper.storage.cache import RecordCache
 from swapper.storage.runs import NvmePathError
 from swapper.storage.speed import DriveSpeed
 from swapper.storage.store import RecordKey, TensorStore
@@ -73,20 +73,20 @@ def test_what_the_page_cache_lost_is_an_error_at_every_read(thin_drive: Path, wa
         pool = stack.enter_context(BufferPool(64 * MIB, stack.enter_context(handle)))
         store = stack.enter_context(contextlib.closing(TensorStore([thin_drive], "run", 0, [handle])))
         store.plan({KEY: 40 * MIB})
-        pipeline = Pipeline(pool, store, Metrics())
-        lease, _ = pipeline.take(KEY, 40 * MIB)
+        cache = RecordCache(pool, store, Metrics())
+        lease, _ = cache.take(KEY, 40 * MIB)
         lease.tensor.fill_(7)
-        pipeline.put(KEY, 40 * MIB)
-        pipeline.drain()
+        cache.put(KEY, 40 * MIB)
+        cache.flush()
         (part,) = store._records[KEY].parts
         push_out(part.file)
-        for attempt in (pipeline.drain, lambda: pipeline.take(KEY, 40 * MIB), pipeline.drain):
+        for attempt in (cache.flush, lambda: cache.take(KEY, 40 * MIB), cache.flush):
             with pytest.raises(SwapIOError, match="page cache") as caught:
                 attempt()
             assert caught.value.errno in (errno.EIO, errno.ENOSPC)
             assert caught.value.path == part.file.path
-        pipeline.discard(KEY)
-        pipeline.drain()
+        cache.discard(KEY)
+        cache.flush()
 
 
 def test_a_record_that_was_lost_and_is_written_again_is_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,22 +127,22 @@ def test_ctrl_c_while_a_start_that_failed_is_cleaned_up_leaves_nothing_in_flight
     with BufferPool(16 * MIB, *handles) as pool:
         store = TensorStore(paths, "run", 0, handles)
         store.plan({KEY: 8 * MIB})
-        pipeline = Pipeline(pool, store, Metrics())
-        lease, _ = pipeline.take(KEY, 8 * MIB)
+        cache = RecordCache(pool, store, Metrics())
+        lease, _ = cache.take(KEY, 8 * MIB)
         lease.tensor.fill_(7)
-        pipeline.put(KEY, 8 * MIB)
+        cache.put(KEY, 8 * MIB)
         del lease
-        pipeline.drain()
+        cache.flush()
         started, refusing = (part.share.drive for part in store._records[KEY].parts)
         plans[started].bytes_per_second = 4 * MIB
         handles[refusing].close()  # Its `read` raises.
         timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            pipeline.stage(KEY, 8 * MIB)
+            cache.stage(KEY, 8 * MIB)
         assert handles[started].in_flight == 0, "it would go on writing into memory that has another owner"
         timer.join()
-        pipeline.recover()
+        cache.recover()
         store.close()
     for handle in handles:
         handle.close()

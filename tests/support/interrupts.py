@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import signal
 import sys
 from collections.abc import Callable
 from types import CodeType, FrameType
@@ -16,15 +17,16 @@ def _names(code: CodeType) -> dict[int, str]:
 
 
 def interrupted_at(n: int, function: Callable[[], object], *files: str) -> bool:
-    """Call `function` with a KeyboardInterrupt at the n-th place, from 0, in the code of `files`.
+    """Call `function` and send SIGINT to the process at the n-th place, from 0, in the code of `files`.
 
-    The interpreter raises it on entry to a function, after a call, and where a loop goes back.
+    A place is where the interpreter runs handlers of signals: on entry to a function, after a call, and where a loop
+    goes back. The handler is that of the moment, so that what defers interrupts does so here.
 
     Args:
         files: each the name of a file in `swapper`, or a part of the path of files anywhere that begins with "/".
 
     Returns:
-        False if there are fewer places: `function` has returned.
+        False if `function` has returned: there are fewer places.
     """
     left = n
     parts = tuple(name if name.startswith("/") else f"swapper/{name}" for name in files)
@@ -47,8 +49,8 @@ def interrupted_at(n: int, function: Callable[[], object], *files: str) -> bool:
         elsewhere = name in ("RETURN_VALUE", "PUSH_EXC_INFO", "SWAP")
         if last.startswith(("RESUME", "CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE")) and not elsewhere:
             left -= 1
-            if left < 0:
-                raise KeyboardInterrupt
+            if left == -1:
+                signal.raise_signal(signal.SIGINT)
         return trace
 
     former = sys.gettrace()

@@ -1,0 +1,122 @@
+"""`interrupts_deferred`: Ctrl-C within it takes effect at its end, wherever it strikes; the handler stays."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Iterator
+
+import pytest
+from interrupts import interrupted_at
+
+from swapper.interrupts import interrupts_deferred
+
+
+@pytest.fixture(autouse=True)
+def _the_handler_stays() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGINT)
+    yield
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+def strike() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_a_signal_within_is_raised_at_the_end() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt):
+        with interrupts_deferred():
+            strike()
+            done.append(1)
+        done.append(2)
+    assert done == [1]
+
+
+def test_without_a_signal_nothing_happens() -> None:
+    with interrupts_deferred():
+        assert signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+
+
+def test_several_signals_are_one_interrupt() -> None:
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        strike()
+        strike()
+
+
+def test_nested_sections_end_with_the_outermost() -> None:
+    done = []
+    with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+        with interrupts_deferred():
+            strike()
+        done.append("inner")
+        strike()
+        done.append("outer")
+    assert done == ["inner", "outer"]
+
+
+def test_an_exception_of_the_body_is_the_context_of_the_interrupt() -> None:
+    with pytest.raises(KeyboardInterrupt) as caught, interrupts_deferred():
+        strike()
+        raise OSError("disk")
+    assert isinstance(caught.value.__context__, OSError)
+
+
+def test_an_exception_of_the_body_passes() -> None:
+    with pytest.raises(OSError, match="disk"), interrupts_deferred():
+        raise OSError("disk")
+
+
+def test_a_handler_of_the_users_is_called_once_at_the_end() -> None:
+    calls: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda signum, frame: calls.append(signum))
+    try:
+        with interrupts_deferred():
+            strike()
+            assert calls == []
+        assert calls == [signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("handler", [signal.SIG_IGN, signal.SIG_DFL], ids=["ignored", "default"])
+def test_what_is_no_handler_of_python_is_left_alone(handler: signal.Handlers) -> None:
+    before = signal.signal(signal.SIGINT, handler)
+    try:
+        with interrupts_deferred():
+            assert signal.getsignal(signal.SIGINT) is handler
+        assert signal.getsignal(signal.SIGINT) is handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def test_other_threads_change_no_handler() -> None:
+    seen = []
+
+    def run() -> None:
+        with interrupts_deferred():
+            seen.append(signal.getsignal(signal.SIGINT))
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [signal.default_int_handler]
+
+
+def test_no_place_leaves_the_handler_replaced_or_loses_a_hand_over() -> None:
+    """Ctrl-C at every place in the code of `interrupts_deferred` itself, and of what it protects."""
+    struck = 0
+    for n in range(200):
+        pool, held = ["buffer"], []
+
+        def take(pool: list[str] = pool, held: list[str] = held) -> None:
+            with interrupts_deferred():
+                held.append(pool.pop())
+
+        interrupted = interrupted_at(n, take, "interrupts.py", "/test_interrupts.py")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        assert len(pool) + len(held) == 1
+        if not interrupted:
+            break
+        struck += 1
+    assert struck > 8
