@@ -30,7 +30,7 @@ from swapper.bench.witness import Operation
 from swapper.bench.workspace import check_memory, workspace
 from swapper.config import format_size, parse_size
 from swapper.errors import SwapError
-from swapper.io import codec
+from swapper.io.host_memory import prefault
 
 DRIVE, OVERWRITE = "drive", "drive, overwrite"
 
@@ -64,7 +64,7 @@ def fresh_memory(size: int, rounds: int) -> Row:
     rates_bps = []
     for _ in range(rounds):
         memory = torch.empty(size, dtype=torch.uint8)
-        rates_bps.append(size / timed(functools.partial(codec.prefault, memory)))
+        rates_bps.append(size / timed(functools.partial(prefault, memory)))
         del memory
     low, middle, high = (f(rates_bps) / 1e9 for f in (min, statistics.median, max))
     return Row("fresh memory, all threads", f"{middle:.2f} ({low:.2f} - {high:.2f}) GB/s")

@@ -27,11 +27,12 @@ from swapper.parameter.building import Nursery, initialisers_of
 from swapper.parameter.records import plan_parameter_records, summary_of_what_stays, where
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.session import Shared
+from swapper.sizes import PAGE_BYTES
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.layout import PAGE_BYTES
 from swapper.storage.schedule import IN_FLIGHT, READ_AHEAD
-from swapper.tensors import evicted
+from swapper.tensors import homes
+from swapper.tensors.evicted import let_viewed_stay
 from swapper.tensors.memory_overlap import check_memory, refuse_foreach_on_one_memory
 
 __all__ = [
@@ -228,7 +229,7 @@ def offload(
             records = there.where()
         else:
             _check_can_be_offloaded(model)
-            evicted.let_viewed_stay(model.parameters())
+            let_viewed_stay(model.parameters())
             planned, stays = plan_parameter_records(model, settings.bucket_bytes)
             summary_of_what_stays(model, planned, stays)  # Refuses before anything is made.
             records = where(planned)
@@ -440,7 +441,7 @@ def gathered(
         parameters = parameters.parameters()
     elif isinstance(parameters, torch.nn.Parameter):
         parameters = [parameters]
-    return evicted.gathered(parameters)
+    return homes.gathered(parameters)
 
 
 @torch.inference_mode(False)  # What is made here is used outside of that mode too.

@@ -12,7 +12,7 @@ from swapper.bench.witness import Operation
 from swapper.config import AioConfig
 from swapper.io.gds import GDSHandle
 from swapper.io.handle import AsyncIOHandle, Checksums, File, Slab, Transfer
-from swapper.storage.buffers import PAGE_BYTES
+from swapper.sizes import PAGE_BYTES
 
 __all__ = ["EngineSettings", "Lane", "Site"]
 

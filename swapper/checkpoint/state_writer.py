@@ -11,12 +11,14 @@ from torch.optim import Optimizer
 
 from swapper.checkpoint.values import encode
 from swapper.checkpoint.writer import NewCheckpoint
-from swapper.io import codec
+from swapper.io.checksums import checksum, join_checksums
 from swapper.optimizer.plan import parameters_of
-from swapper.optimizer.segments import MASTER, SMALL_BYTES, Bucket, Segment
+from swapper.optimizer.segments import MASTER, Bucket, Segment
 from swapper.optimizer.state_dicts import StateRecords
 from swapper.optimizer.swapper import OptimizerSwapper
+from swapper.sizes import SMALL_BYTES
 from swapper.storage.store import RecordKey
+from swapper.tensors.dtypes import PLAIN_DTYPES
 from swapper.tensors.strides import is_dense
 
 __all__ = [
@@ -283,8 +285,8 @@ def _in_memory_order(value: torch.Tensor) -> torch.Tensor:
 
 def _checksum_rounded(master: torch.Tensor, dtype: torch.dtype) -> int:
     """The CRC-32C of the bits of a parameter that is `master` rounded."""
-    return codec.join_checksums(
-        (codec.checksum(part.to(dtype)), part.numel() * dtype.itemsize) for part in torch.split(master, _ROUNDED_NUMEL)
+    return join_checksums(
+        (checksum(part.to(dtype)), part.numel() * dtype.itemsize) for part in torch.split(master, _ROUNDED_NUMEL)
     )
 
 
@@ -293,7 +295,7 @@ def _is_large(value: object) -> bool:
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
         and value.nbytes >= SMALL_BYTES
-        and value.dtype in codec.SAFETENSORS_NAMES
+        and value.dtype in PLAIN_DTYPES
     )
 
 

@@ -24,7 +24,7 @@ from swapper.cli.arguments import asked_operations, check_device, directories_or
 from swapper.cli.output import fail_if, make_console, print_json, print_table
 from swapper.config import format_size
 from swapper.io.handle import BACKENDS, probe
-from swapper.storage.layout import format_bytes
+from swapper.sizes import format_bytes
 
 __all__ = ["DEEPNVME_STYLE", "bench"]
 

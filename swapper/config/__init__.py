@@ -8,10 +8,9 @@ from swapper.config.settings import (
     OffloadGradientConfig,
     OffloadOptimizerConfig,
     OffloadParamConfig,
-    format_size,
     json_schema,
-    parse_size,
 )
+from swapper.sizes import format_size, parse_size
 
 __all__ = [
     "AioConfig",

@@ -3,12 +3,6 @@
 [Note: copies] Both directions copy once, between the buffers and the memory of others. That is faster than transfers
 from and to ordinary memory: on pages of 4 KiB that nobody registered a drive has half its bandwidth, or less.
 
-[Note: publishing] A file that is being written has no name (O_TMPFILE), so that whatever ends the process, nothing is
-left of it. When it is complete and synced it gets its name by link(2); where that name is taken, it gets another and is
-renamed over it. Then the directory is synced. A file system without O_TMPFILE has it under a temporary name from the
-start: there, a process that is killed leaves a file `.swapper-*.tmp` behind, until the next save in that directory. See
-`temporary_files`.
-
 [Note: Ctrl-C] It is raised on entry to a function, too, before any `try` in there, and torch's C++ code, which calls
 `readinto`, makes an AttributeError of what comes out. A generator is suspended within its `try`, and goes on there. So
 `readinto` is the `send` of one: nothing ever comes out.
@@ -19,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import itertools
 import os
-import stat
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -32,17 +24,18 @@ import torch
 from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.archive import LOCAL_HEADER_BYTES, Entry, header_bytes
 from swapper.finalizers import finalizer
-from swapper.io import codec
+from swapper.io.checksums import checksum, copy_crc32, crc32, join_checksums
 from swapper.io.handle import AsyncIOHandle, File, Transfer
+from swapper.io.host_memory import prefault
+from swapper.sizes import PAGE_BYTES
+from swapper.storage.atomic import NewFile
 from swapper.storage.buffers import BufferPool, Lease
-from swapper.storage.temporary_files import claim, new_name, remove_leftovers
 
 __all__ = ["POOL_BYTES", "InputFile", "OutputFile"]
 
 POOL_BYTES = 32 << 20
 """Page-locked memory of one file, unless another size is asked for."""
 
-_PAGE_BYTES = 4096
 _BUFFERS_MIN, _BUFFERS_MAX = 4, 16
 _BUFFER_BYTES = 2 << 20
 """Of each, if that gives a number of them between the two. Many short ones keep a drive busier than a few long ones."""
@@ -52,7 +45,6 @@ _NEXT_TO_BYTES = 64 << 10
 _FRESH_BYTES_MIN = 1 << 20
 _HOSTS = ("cpu",)
 """Types of devices whose memory the processor reads and writes."""
-_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
 class _Buffers:
@@ -82,9 +74,9 @@ class _Buffers:
         if pool_bytes < _POOL_BYTES_MIN:
             raise ValueError(f"pool_bytes: {pool_bytes} is less than {_POOL_BYTES_MIN}")
         count = min(max(_BUFFERS_MIN, pool_bytes // _BUFFER_BYTES), _BUFFERS_MAX)
-        self.buffer_bytes = pool_bytes // count // _PAGE_BYTES * _PAGE_BYTES
+        self.buffer_bytes = pool_bytes // count // PAGE_BYTES * PAGE_BYTES
         if length_bytes is not None:
-            self.buffer_bytes = min(self.buffer_bytes, max(1, -(-length_bytes // _PAGE_BYTES)) * _PAGE_BYTES)
+            self.buffer_bytes = min(self.buffer_bytes, max(1, -(-length_bytes // PAGE_BYTES)) * PAGE_BYTES)
         self.free: deque[Lease] = deque()
         if length_bytes is not None:
             count = min(count, max(1, -(-length_bytes // self.buffer_bytes)))
@@ -113,7 +105,7 @@ class OutputFile:
         pool_bytes: page-locked memory to write from.
         handle: engine to write with; None for one of its own.
         cuda: lock the buffers for CUDA, too.
-        summed: compute CRC-32C, as `codec.checksum` does, instead of the CRC-32 that ZIP files have.
+        summed: compute CRC-32C, as `checksums.checksum` does, instead of the CRC-32 that ZIP files have.
 
     Attributes:
         checksum: if `summed`, the CRC-32C of all bytes so far.
@@ -143,65 +135,20 @@ class OutputFile:
         self._used_bytes = 0
         self._pid = os.getpid()
         self._over = False
-        self._descriptors: list[int | None] = [None]  # At the bottom, where `_stack` stops.
         self._stack = contextlib.ExitStack()
         self._finalizer = finalizer(self, _close_unattended, self._stack, self._pid)
         try:
-            # By C code alone, in which no Ctrl-C can be raised: none is closed twice, and none is forgotten.
-            self._stack.callback(deque, map(os.close, iter(self._descriptors.pop, None)), 0)
-            self._open_directory()
-            self._directory = self._last_descriptor()
-            self._temporaries: list[str] = []
-            self._stack.callback(_remove_all, self._temporaries, self._directory)
-            remove_leftovers(self._directory)
-            self._make()
-            self._descriptor = self._last_descriptor()
+            self._new = NewFile(path)
+            self._stack.callback(self._new.close)
             self._buffers = _Buffers(self._stack, pool_bytes, length_bytes, handle, cuda=cuda)
             with self._named():
-                self._file = self._buffers.handle.open(f"/proc/self/fd/{self._descriptor}", "rw", create=False)
+                self._file = self._buffers.handle.open(f"/proc/self/fd/{self._new.descriptor}", "rw", create=False)
                 self._stack.callback(self._file.close)
                 if length_bytes:
                     self._file.preallocate(length_bytes)
         except BaseException:
             self._close()
             raise
-
-    def _open_directory(self) -> None:
-        directory, name = os.path.split(self.path)
-        with system_errors("open", self.path):
-            with contextlib.suppress(FileNotFoundError):
-                if not stat.S_ISREG(os.stat(self.path).st_mode):
-                    kind = errno.EISDIR if os.path.isdir(self.path) else errno.EINVAL
-                    raise SwapIOError(kind, "open", self.path, detail="only a regular file can be replaced")
-            if not name:
-                raise SwapIOError(errno.EISDIR, "open", self.path)
-            self._open(directory, os.O_RDONLY | os.O_DIRECTORY)
-
-    def _make(self) -> None:
-        # See [Note: publishing].
-        try:
-            self._open(f"/proc/self/fd/{self._directory}", os.O_RDWR | os.O_TMPFILE)
-            claim(self._last_descriptor(), None, self._directory)
-            return
-        except OSError as error:
-            if error.errno not in _NO_TMPFILE:
-                raise SwapIOError(error.errno or errno.EIO, "open", self.path) from None
-        with system_errors("open", self.path):
-            claimed = False
-            while not claimed:
-                self._temporaries[:] = [new_name()]
-                place = f"/proc/self/fd/{self._directory}/{self._temporaries[0]}"
-                self._open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-                claimed = claim(self._last_descriptor(), self._temporaries[0], self._directory)
-
-    def _open(self, path: str, flags: int) -> None:
-        # Opened and kept in one call, in which no Ctrl-C can be raised.
-        self._descriptors.extend(itertools.starmap(os.open, [(path, flags | os.O_CLOEXEC, 0o666)]))
-
-    def _last_descriptor(self) -> int:
-        descriptor = self._descriptors[-1]
-        assert descriptor is not None
-        return descriptor
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -257,12 +204,12 @@ class OutputFile:
             room = room[: len(part)]
             if isinstance(part, torch.Tensor) and part.device.type not in _HOSTS:
                 room.copy_(part)
-                crc = codec.checksum(room, crc) if self._summed else codec.crc32(room, crc)
+                crc = checksum(room, crc) if self._summed else crc32(room, crc)
             elif self._summed:
-                codec.copy_crc32(room, part)
-                crc = codec.checksum(room, crc)
+                copy_crc32(room, part)
+                crc = checksum(room, crc)
             else:
-                crc = codec.copy_crc32(room, part, crc)
+                crc = copy_crc32(room, part, crc)
             self._used_bytes += len(part)
             self._position += len(part)
             done += len(part)
@@ -297,7 +244,7 @@ class OutputFile:
             self._current.transfer = handle.read(file, room, offset_bytes + done)
             self._current.transfer.wait()
             self._current.transfer = None
-            crc = codec.checksum(room, crc)
+            crc = checksum(room, crc)
             self._used_bytes += len(room)
             self._position += len(room)
             done += len(room)
@@ -306,7 +253,7 @@ class OutputFile:
 
     def _join(self, crc: int, length_bytes: int) -> None:
         if self._summed:
-            self.checksum = codec.join_checksums([(self.checksum, 0), (crc, length_bytes)])
+            self.checksum = join_checksums([(self.checksum, 0), (crc, length_bytes)])
 
     def commit(self) -> None:
         """Write what is left, sync, and let the file appear under its name. It is over then.
@@ -320,15 +267,13 @@ class OutputFile:
         with self._named():
             if self._current is not None and self._used_bytes:
                 # Whole pages, so that they go past the page cache; what is too much is cut off.
-                whole = -(-self._used_bytes // _PAGE_BYTES) * _PAGE_BYTES
+                whole = -(-self._used_bytes // PAGE_BYTES) * PAGE_BYTES
                 self._current.tensor[self._used_bytes : whole] = 0
                 self._send(whole, self._position - self._used_bytes)
             while self._in_flight:
                 self._wait_for_one()
             self._file.truncate(self._position)
-            self._file.sync()
-        with system_errors("publish", self.path):
-            self._publish()
+        self._new.publish()
         self._close()
 
     def discard(self) -> None:
@@ -381,27 +326,6 @@ class OutputFile:
         self._in_flight.popleft()
         self._buffers.free.append(lease)
 
-    def _publish(self) -> None:
-        name = os.path.basename(self.path)
-        with contextlib.suppress(FileNotFoundError):
-            os.fchmod(self._descriptor, stat.S_IMODE(os.stat(name, dir_fd=self._directory).st_mode))
-        if not self._temporaries:
-            try:
-                self._link(name)
-            except FileExistsError:
-                # Known before it exists, so that it is removed whatever strikes.
-                self._temporaries.append(new_name())
-                self._link(self._temporaries[0])
-        if self._temporaries:
-            os.rename(self._temporaries[0], name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
-            self._temporaries.clear()
-        os.fsync(self._directory)
-
-    def _link(self, name: str) -> None:
-        # With a directory, or Python would take link(2), which links the symbolic link in /proc itself.
-        source = f"/proc/self/fd/{self._descriptor}"
-        os.link(source, name, src_dir_fd=self._directory, dst_dir_fd=self._directory, follow_symlinks=True)
-
     def _close(self) -> None:
         self._over = True
         self._in_flight.clear()
@@ -414,12 +338,6 @@ def _close_unattended(stack: contextlib.ExitStack, pid: int) -> None:
     """Finalizer of a file that nobody closed."""
     if os.getpid() == pid:
         stack.close()
-
-
-def _remove_all(names: list[str], directory: int) -> None:
-    for name in names:
-        with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=directory)
 
 
 def _reader(of: weakref.ref[InputFile]) -> Callable[[memoryview], int]:
@@ -568,7 +486,7 @@ class InputFile(io.RawIOBase):
 
         def put(done: int, piece: torch.Tensor, crc: int) -> int:
             memory[done : done + len(piece)].copy_(piece)
-            return codec.crc32(piece, crc)
+            return crc32(piece, crc)
 
         self._read(offset_bytes, storage.nbytes(), put)
 
@@ -628,10 +546,10 @@ class InputFile(io.RawIOBase):
             # Memory that torch has just allocated: to touch it page after page would take longer than the drive does.
             # Huge pages take longer still where a host has to bring them (measured in a virtual machine: 5 times).
             if len(memory) >= _FRESH_BYTES_MIN:
-                codec.prefault(memory[start:stop])
+                prefault(memory[start:stop])
 
         def put(done: int, piece: torch.Tensor, crc: int) -> int:
-            return codec.copy_crc32(memory[done : done + len(piece)], piece, crc)
+            return copy_crc32(memory[done : done + len(piece)], piece, crc)
 
         self._read(offset_bytes, len(memory), put, expect)
 
@@ -683,7 +601,7 @@ class InputFile(io.RawIOBase):
         while self._pieces and not self._pieces[0].start <= at < self._pieces[0].stop:
             self._free_first()
         if not self._pieces:
-            self._next = at // _PAGE_BYTES * _PAGE_BYTES
+            self._next = at // PAGE_BYTES * PAGE_BYTES
         self._read_ahead(stop)
         return self._pieces[0]
 
@@ -692,7 +610,7 @@ class InputFile(io.RawIOBase):
         while self._buffers.free:
             start = self._next
             beyond = min(stop + self._ahead_bytes, self._file_bytes)
-            end = min(start + self._buffers.buffer_bytes, -(-beyond // _PAGE_BYTES) * _PAGE_BYTES, self._file_bytes)
+            end = min(start + self._buffers.buffer_bytes, -(-beyond // PAGE_BYTES) * PAGE_BYTES, self._file_bytes)
             # What is not wanted yet comes in long pieces, or many short reads would make many short transfers.
             short = end - start < min(self._ahead_bytes // 4, self._buffers.buffer_bytes) and end < self._file_bytes
             if end <= start or (start >= stop and short):

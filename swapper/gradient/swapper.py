@@ -56,10 +56,10 @@ from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import RecordKey, TensorStore
-from swapper.tensors.evicted import (
-    away_gradient,
+from swapper.tensors.evicted_gradients import (
     bring_back_gradients,
     clear_gradient_home,
+    evicted_gradient,
     fill_gradient,
     raw_gradient,
     set_gradient_home,
@@ -410,7 +410,7 @@ class GradientSwapper:
                 return self.bring_back(parameter)  # Some of torch's functions choose other kernels by the exact class.
             handed = gradient.somebody_has_it()
             if handed is None:
-                handed = away_gradient(parameter, None if self._closed else self, gradient.stride)
+                handed = evicted_gradient(parameter, None if self._closed else self, gradient.stride)
                 gradient.handed = weakref.ref(handed)
             return handed
 

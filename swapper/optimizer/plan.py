@@ -13,7 +13,7 @@ from swapper.errors import ConfigError, SwapError
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.probe import StateSpec, is_elementwise, keeps_bits, learn_state
 from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, grouped, plan_buckets, plan_segments
-from swapper.storage.layout import PAGE_BYTES, round_up
+from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.schedule import Schedule, plan_schedule
 from swapper.tensors.strides import is_plain
 

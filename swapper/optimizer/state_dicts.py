@@ -15,9 +15,9 @@ from swapper.errors import ConfigError
 from swapper.optimizer.plan import OptimizerPlan
 from swapper.optimizer.segments import MASTER, Bucket, OptimizerParameter, Segment, is_edited
 from swapper.optimizer.stepper import ReadAhead, Stepper, progress
+from swapper.sizes import ALIGNMENT_BYTES, round_up
 from swapper.storage.buffers import Lease
 from swapper.storage.cache import RecordCache
-from swapper.storage.layout import ALIGNMENT_BYTES, round_up
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import TensorStore
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode

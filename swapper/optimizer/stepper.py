@@ -26,7 +26,7 @@ from swapper.storage.buffers import BufferPool, Lease
 from swapper.storage.cache import RecordCache
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.malloc_trim import return_free_memory
-from swapper.tensors.evicted import gradient_lent, raw_gradient
+from swapper.tensors.evicted_gradients import gradient_attached, raw_gradient
 from swapper.tensors.strides import same_layout
 
 __all__ = ["ReadAhead", "Stepper", "SwappedGradients", "SwappedParameters", "Work", "progress"]
@@ -393,7 +393,7 @@ class Stepper:
                 continue
             part = stack.enter_context(gradients.taken(p, start))
             if mine[0].whole and not mine[0].master and not self._plan.remote:  # The class is given it itself.
-                stack.enter_context(gradient_lent(p, part.as_strided(p.shape, p.stride())))
+                stack.enter_context(gradient_attached(p, part.as_strided(p.shape, p.stride())))
                 continue
             for segment in mine:
                 self._gradient_slices[segment] = part[segment.start - start : segment.stop - start]

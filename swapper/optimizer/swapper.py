@@ -40,7 +40,7 @@ from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import TensorStore
-from swapper.tensors.evicted import bring_back_gradients, raw_gradient
+from swapper.tensors.evicted_gradients import bring_back_gradients, raw_gradient
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 
 __all__ = ["OptimizerSwapper"]

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.buffers import BufferPool, Lease
-from swapper.storage.layout import PAGE_BYTES, round_up
 
 __all__ = ["GrowingPool"]
 

@@ -11,7 +11,6 @@ import math
 import mmap
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,9 +18,11 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 from swapper.errors import SwapError, SwapIOError
 from swapper.finalizers import finalizer
-from swapper.io import codec
+from swapper.io.checksums import join_checksums
 from swapper.io.handle import AsyncIOHandle, Checksums, File, Transfer
-from swapper.storage.layout import PAGE_BYTES, Share, format_bytes, round_up, share_out
+from swapper.sizes import PAGE_BYTES, format_bytes, round_up
+from swapper.storage.atomic import all_at_once
+from swapper.storage.layout import Share, share_out
 from swapper.storage.record_files import Part, Pinned, PinnedPart, Record, link, remove, reopen, umask, used
 from swapper.storage.recycled_files import Spares, is_unread
 from swapper.storage.runs import (
@@ -39,7 +40,7 @@ from swapper.storage.transfers import RecordTransfer, start_all
 if TYPE_CHECKING:
     from swapper.storage.buffers import Lease
 
-__all__ = ["RecordKey", "TensorStore", "all_at_once"]
+__all__ = ["RecordKey", "TensorStore"]
 
 log = logging.getLogger(__name__)
 
@@ -47,40 +48,6 @@ STRIPE_BYTES = 1 << 20
 """The least that a drive gets of a record, so that its bandwidth counts and not its latency."""
 
 _CHECKED_BYTES = 64 << 10
-_SYNC_THREADS = 4
-"""Files that are synced at once."""
-
-
-def all_at_once(actions: Sequence[Callable[[], object]]) -> None:
-    """Call each, some at the same time. All are over when this returns, or raises what the first that failed did.
-
-    Without more threads, as there are none when the interpreter ends, it is one after the other.
-    """
-    left = list(reversed(actions))
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        with contextlib.suppress(IndexError):
-            while not failures:
-                action = left.pop()
-                try:
-                    action()
-                except BaseException as error:
-                    failures.append(error)
-
-    threads = [threading.Thread(target=work, name="swapper-sync") for _ in actions[1:_SYNC_THREADS]]
-    try:
-        with contextlib.suppress(RuntimeError):
-            for thread in threads:
-                thread.start()
-        work()
-    finally:
-        left.clear()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-    if failures:
-        raise failures[0]
 
 
 class RecordKey(NamedTuple):
@@ -422,7 +389,7 @@ class TensorStore:
             if part.checksums is None:
                 raise ValueError(f"no checksums are kept of the record {key.file_name}")
             crcs.append((part.checksums.joined(part_bytes), part_bytes))
-        return codec.join_checksums(crcs)
+        return join_checksums(crcs)
 
     def publish(self, key: RecordKey, path: Path, length_bytes: int) -> bool:
         """`publish_all` for one record. Returns whether it was possible."""

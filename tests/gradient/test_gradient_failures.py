@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from interrupts import interrupted_at
-from test_gradient import (
+from gradient_twins import (
     Twin,
     adamw,
     assert_same,
@@ -25,15 +24,16 @@ from test_gradient import (
     make_config,
     wrapped,
 )
-from test_optimizer_exact import same_bits
+from interrupts import interrupted_at
 from torch import nn
+from training import same_bits
 
 import swapper
 from swapper import SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.storage.cache import RecordCache
 from swapper.storage.store import RecordKey
-from swapper.tensors.evicted import raw_gradient
+from swapper.tensors.evicted_gradients import raw_gradient
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

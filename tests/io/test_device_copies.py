@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from host_device import LateCopies
-from test_optimizer_exact import OPTIMIZERS, same_bits
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
+from training import OPTIMIZERS, same_bits
 
 import swapper
 from swapper.errors import SwapError, SwapIOError
@@ -34,7 +34,7 @@ from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import RecordKey, TensorStore
-from swapper.tensors.evicted import raw_gradient, set_raw_gradient
+from swapper.tensors.evicted_gradients import raw_gradient, set_raw_gradient
 
 pytestmark = pytest.mark.timeout(60)
 

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import swapper
 from swapper import ConfigError, OffloadConfig, OptimizerSwapper, SwapError, SwapIOError
-from swapper.tensors.evicted import raw_gradient
+from swapper.tensors.evicted_gradients import raw_gradient
 
 WIDTH = 192
 

@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -29,31 +28,6 @@ KEY = RecordKey(0, "optim", 0)
 MIB = 1 << 20
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def thin_drive(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 of 64 MiB whose backing has room for half of that: it learns of it when it writes its pages back."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root to mount")
-    backing, mount = tmp_path / "backing", tmp_path / "mount"
-    backing.mkdir()
-    mount.mkdir()
-    commands = [
-        ["mount", "-t", "tmpfs", "-o", "size=32m", "swapper", str(backing)],
-        ["truncate", "-s", "64M", str(backing / "image")],
-        ["mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=1", "-O", "^has_journal", str(backing / "image")],
-        ["mount", "-o", "loop,errors=continue", str(backing / "image"), str(mount)],
-    ]
-    with contextlib.ExitStack() as stack:
-        for command in commands:
-            if command[0] == "mount":
-                stack.callback(subprocess.run, ["umount", "-l", command[-1]], capture_output=True)
-            try:
-                subprocess.run(command, check=True, capture_output=True)
-            except (OSError, subprocess.CalledProcessError) as error:
-                pytest.skip(f"cannot make such a drive: {error}")
-        yield mount
 
 
 def push_out(file: File) -> None:

@@ -11,16 +11,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_failures import STEPS, Snapshot, plain
-from test_optimizer import adamw, assert_same, assert_same_state, make_model, run
-from test_optimizer_exact import MasterWeights, same_bits
+from snapshots import STEPS, Snapshot
+from training import MasterWeights, adamw, assert_same, assert_same_state, make_model, run, same_bits
 
 import swapper
 from swapper.io.handle import AsyncIOHandle
 from swapper.storage.buffers import BufferPool
 from swapper.storage.store import RecordKey, TensorStore
-
-__all__ = ["plain"]
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 from gpt import GPT, SIZES
-from test_optimizer_exact import OPTIMIZERS, make_config, same_bits
 from torch import nn
+from training import OPTIMIZERS, make_config, same_bits
 
 import swapper
 from swapper.errors import SwapIOError
@@ -22,7 +22,7 @@ from swapper.io import gds
 from swapper.io.gds import GDSHandle, probe_cufile
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.storage.cache import RecordCache
-from swapper.tensors.evicted import raw_gradient
+from swapper.tensors.evicted_gradients import raw_gradient
 
 pytestmark = [
     pytest.mark.cuda,
