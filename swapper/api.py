@@ -26,6 +26,7 @@ from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.parameter.building import ModelBuilder, initialisers_of
 from swapper.parameter.records import ParameterPlan
 from swapper.parameter.swapper import ParameterSwapper
+from swapper.progress import warn_once
 from swapper.session import Shared
 from swapper.sizes import PAGE_BYTES
 from swapper.storage.budget import OptimizerNeeds, PoolBudget
@@ -211,20 +212,16 @@ def _plan(
             raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
         refuse_unsupported(optimizer)
         on_accelerator = any(is_accelerator(p.device) for p in parameters_of(optimizer))
-        if settings.offload_gradient.device == "cpu" and not on_accelerator:
-            _say_once(
-                "offload_gradient.device: cpu is the same as none for a model on the CPU: its gradients are there"
+        if settings.offload_param.device == "cpu" and on_accelerator:
+            raise ConfigError(
+                "offload_param.device: cpu is not there yet for a model on a GPU in this version of swapper; use none"
             )
-        if settings.offload_param.device == "cpu":
-            if on_accelerator:
-                raise ConfigError(
-                    "offload_param.device: cpu is not there yet for a model on a GPU in this version of swapper; use "
-                    "none"
-                )
-            _say_once("offload_param.device: cpu is the same as none for a model on the CPU: its parameters are there")
-        gradients_move = settings.offload_gradient.device == "nvme" or (
-            settings.offload_gradient.device == "cpu" and on_accelerator
-        )
+        for name, what in ("offload_gradient", "gradients"), ("offload_param", "parameters"):
+            if getattr(settings, name).device == "cpu" and not on_accelerator:
+                text = f"{name}.device: cpu is the same as none for a model on the CPU: its {what} are there"
+                warn_once(log, text)
+        device = settings.offload_gradient.device
+        gradients_move = device == "nvme" or (device == "cpu" and on_accelerator)
         swaps_state = asked.device != "none" or asked.master_weights or asked.step_in_backward or gradients_move
         if swaps_state:
             refuse_foreach_on_one_memory(optimizer)
@@ -322,15 +319,6 @@ def _parameters_on(model: torch.nn.Module, settings: OffloadConfig) -> Parameter
     if isinstance(swapper, ParameterSwapper) and shared is not None and swapper.store is shared.store:
         return swapper
     return None
-
-
-_said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        log.warning("%s", text)
 
 
 def _check_can_be_offloaded(model: torch.nn.Module) -> None:

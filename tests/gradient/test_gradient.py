@@ -36,6 +36,7 @@ from swapper.gradient.records import needs_of
 from swapper.gradient.swapper import GradientSwapper
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.optimizer.swapper import Moves
+from swapper.progress import warn_once
 from swapper.storage.buffers import BufferPool, Lease
 from swapper.storage.cache import RecordCache
 from swapper.storage.store import RecordKey, TensorStore
@@ -865,9 +866,7 @@ def test_gradients_alone_on_disk(nvme_path: Path, state: str) -> None:
 
 
 def test_the_host_is_said_to_be_the_host_once(nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from swapper import api
-
-    api._said.clear()
+    warn_once.cache_clear()
     for _ in range(2):
         with Twin(nvme_path, offload_gradient={"device": "cpu"}) as twin:
             assert swapper.of(twin.optimizer).gradients is None
