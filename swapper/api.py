@@ -13,12 +13,11 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from swapper.budget import OptimizerNeeds, PoolBudget, moves_gradients, plan_parameters
-from swapper.check import CheckReport, DriveReport, dry_run
+from swapper.check import CheckReport, DriveReport, dry_run, moves_gradients, needs_of, plan_parameters
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
 from swapper.files.weights import load_weights
-from swapper.gradient.records import gradient_bytes
+from swapper.gradient.records import needs_of as gradient_needs_of
 from swapper.gradient.swapper import GradientSwapper
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
@@ -27,8 +26,10 @@ from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.parameter.building import ModelBuilder, initialisers_of
 from swapper.parameter.records import ParameterPlan
 from swapper.parameter.swapper import ParameterSwapper
+from swapper.progress import warn_once
 from swapper.session import Shared
 from swapper.sizes import PAGE_BYTES
+from swapper.storage.budget import OptimizerNeeds, PoolBudget
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.tensors import homes
@@ -89,9 +90,10 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
         )
     with outside_of_inference():  # What is made here is used outside of that mode too.
         plans = _plan([optimizer], settings, {})
-        _budget(plans, settings, None).check()
+        budget = _budget(plans, settings, None)
+        budget.check()
         try:
-            _wrap(optimizer, plans[0], settings)
+            _wrap(optimizer, plans[0], budget.optimizers[0], settings)
         except BaseException:
             _unwrap([optimizer])
             raise
@@ -161,11 +163,11 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
     try:
         # State and gradients leave memory before parameters do: an optimizer that sets itself up then finds parameters
         # in memory, and does not read each of them from the drive.
-        for optimizer, plan in zip(optimizers, plans, strict=True):
-            _wrap(optimizer, plan, settings)
-        gradients = [each for one in optimizers if isinstance(each := of(one).gradients, GradientSwapper)]
-        for each in gradients:
-            each.watch(model.parameters())  # Before the hooks of parameters, which are then called after these.
+        for optimizer, plan, needs in zip(optimizers, plans, budget.optimizers, strict=True):
+            _wrap(optimizer, plan, needs, settings)
+        for optimizer in optimizers:
+            if isinstance(gradients := of(optimizer).gradients, GradientSwapper):
+                gradients.watch(model.parameters())  # Before parameters are hooked, so that their hooks come after.
         shares = budget.shares()
         if parameters is not None:
             if swapper is not None:
@@ -181,13 +183,14 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
                 )
                 object.__setattr__(model, "swapper", swapper)
         # Now the swappers get to know each other: until here none depended on one that comes later.
-        for optimizer in optimizers:
+        for optimizer, needs in zip(optimizers, budget.optimizers, strict=True):
+            each = of(optimizer)
             if parameters is not None:
-                of(optimizer).attach(parameters=swapper)
-            if settings.offload_optimizer.device == "nvme":
-                of(optimizer).share_pool(shares.state)
-        for each in gradients:
-            each.share_pool(each.reserved_bytes + shares.spare)
+                each.attach(parameters=swapper)
+            if needs.state is not None:
+                each.share_pool(shares.state)
+            if needs.gradients is not None and isinstance(each.gradients, GradientSwapper):
+                each.gradients.share_pool(needs.gradients.pool_bytes + shares.spare)
     except BaseException:
         _unwrap(optimizers)
         raise
@@ -209,21 +212,17 @@ def _plan(
             raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
         refuse_unsupported(optimizer)
         on_accelerator = any(is_accelerator(p.device) for p in parameters_of(optimizer))
-        if settings.offload_gradient.device == "cpu" and not on_accelerator:
-            _say_once(
-                "offload_gradient.device: cpu is the same as none for a model on the CPU: its gradients are there"
+        if settings.offload_param.device == "cpu" and on_accelerator:
+            raise ConfigError(
+                "offload_param.device: cpu is not there yet for a model on a GPU in this version of swapper; use none"
             )
-        if settings.offload_param.device == "cpu":
-            if on_accelerator:
-                raise ConfigError(
-                    "offload_param.device: cpu is not there yet for a model on a GPU in this version of swapper; use "
-                    "none"
-                )
-            _say_once("offload_param.device: cpu is the same as none for a model on the CPU: its parameters are there")
-        moves_gradients = settings.offload_gradient.device == "nvme" or (
-            settings.offload_gradient.device == "cpu" and on_accelerator
-        )
-        swaps_state = asked.device != "none" or asked.master_weights or asked.step_in_backward or moves_gradients
+        for name, what in ("offload_gradient", "gradients"), ("offload_param", "parameters"):
+            if getattr(settings, name).device == "cpu" and not on_accelerator:
+                text = f"{name}.device: cpu is the same as none for a model on the CPU: its {what} are there"
+                warn_once(log, text)
+        device = settings.offload_gradient.device
+        gradients_move = device == "nvme" or (device == "cpu" and on_accelerator)
+        swaps_state = asked.device != "none" or asked.master_weights or asked.step_in_backward or gradients_move
         if swaps_state:
             refuse_foreach_on_one_memory(optimizer)
         plan = OptimizerPlan(optimizer, settings, next(_owners), records, swaps_state=swaps_state)
@@ -240,21 +239,21 @@ def _plan(
 
 def _budget(plans: Sequence[OptimizerPlan], settings: OffloadConfig, parameters: ParameterPlan | None) -> PoolBudget:
     shared = Shared.existing(settings)
-    needs = [OptimizerNeeds.of(plan, settings) for plan in plans]
+    needs = [needs_of(plan, settings) for plan in plans]
+    least = None if parameters is None else parameters.needs
     if shared is None:
-        return PoolBudget(settings.pool_bytes, needs, parameters)
-    return PoolBudget(settings.pool_bytes, needs, parameters, shared.held_bytes, shared.pool.abandoned_bytes)
+        return PoolBudget(settings.pool_bytes, needs, least)
+    return PoolBudget(settings.pool_bytes, needs, least, shared.held_bytes, shared.pool.abandoned_bytes)
 
 
-def _wrap(optimizer: Optimizer, plan: OptimizerPlan, settings: OffloadConfig) -> None:
+def _wrap(optimizer: Optimizer, plan: OptimizerPlan, needs: OptimizerNeeds, settings: OffloadConfig) -> None:
     """Move the state of `optimizer`, and its gradients. After an exception it may be wrapped: see `_unwrap`."""
-    needs = OptimizerNeeds.of(plan, settings)
     wanted_bytes = plan.stored_bytes + plan.scratch_bytes * plan.scratch_count
     pool: BufferPool | GrowingPool
-    if needs.schedule is not None:
+    if needs.state is not None:
         shared = Shared.of(settings, plan.device)  # Makes run directories, engines and the pool, if it is the first.
         pool_bytes = settings.pool_bytes - shared.held_bytes  # Before `hold`, which counts this optimizer in.
-        release = shared.hold(needs.schedule.held_bytes, wanted_bytes)
+        release = shared.hold(needs.state.held_bytes, wanted_bytes)
         pool, store = shared.pool, shared.store
     else:  # In memory, in a pool that is as large as it has to be.
         pool_bytes = wanted_bytes
@@ -290,14 +289,17 @@ def _unwrap(optimizers: Iterable[Optimizer]) -> None:
 def _swap_gradients(plan: OptimizerPlan, needs: OptimizerNeeds, settings: OffloadConfig) -> GradientSwapper:
     parts = plan.gradient_parts()
     owner, steps = next(_owners), settings.gradient_accumulation_steps
-    if needs.schedule is None and not needs.gradients_stored:  # As for state, a pool as large as it has to be.
-        own = BufferPool(max(gradient_bytes(parts)[0], PAGE_BYTES), device=plan.device)
+    if needs.gradients is None:  # As for state in memory, a pool that is as large as it has to be.
+        own = BufferPool(max(gradient_needs_of(parts, stored=False).total_bytes, PAGE_BYTES), device=plan.device)
         return _made(lambda: GradientSwapper(parts, owner, steps, own, own.capacity_bytes, None, own.close), own.close)
     shared = Shared.of(settings, plan.device)
-    # What is kept by all so far, this optimizer's state included, and the records of that in a step are not for these.
-    limit_bytes = settings.pool_bytes - shared.held_bytes - needs.moving_state_bytes
-    store = shared.store if needs.gradients_stored else None
-    release = shared.hold(0 if store is not None else needs.gradient_bytes, gradient_bytes(parts)[0])
+    # Not for gradients are what all keep so far, this optimizer's state included, and the records of that in a step.
+    limit_bytes = settings.pool_bytes - shared.held_bytes
+    if needs.state is not None:
+        limit_bytes -= needs.state.pool_bytes - needs.state.held_bytes
+    store = shared.store if needs.gradients.stored else None
+    kept_bytes = 0 if needs.gradients.stored else needs.gradients.total_bytes
+    release = shared.hold(kept_bytes, needs.gradients.total_bytes)
     return _made(lambda: GradientSwapper(parts, owner, steps, shared.pool, limit_bytes, store, release), release)
 
 
@@ -317,15 +319,6 @@ def _parameters_on(model: torch.nn.Module, settings: OffloadConfig) -> Parameter
     if isinstance(swapper, ParameterSwapper) and shared is not None and swapper.store is shared.store:
         return swapper
     return None
-
-
-_said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        log.warning("%s", text)
 
 
 def _check_can_be_offloaded(model: torch.nn.Module) -> None:

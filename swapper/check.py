@@ -11,17 +11,19 @@ from pathlib import Path
 import torch
 from torch.optim import Optimizer
 
-from swapper.budget import OptimizerNeeds, PoolBudget, moves_gradients, plan_parameters
 from swapper.config import OffloadConfig
-from swapper.gradient.records import can_leave, gradient_bytes
+from swapper.gradient.records import can_leave
+from swapper.gradient.records import needs_of as gradient_needs_of
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
+from swapper.parameter import records
 from swapper.parameter.records import ParameterPlan
 from swapper.session import Engines
 from swapper.sizes import format_bytes
+from swapper.storage.budget import OptimizerNeeds, PoolBudget
 from swapper.storage.runs import check_nvme_paths, file_systems
 from swapper.storage.speed import measure_speeds
 
-__all__ = ["CheckReport", "DriveReport", "dry_run"]
+__all__ = ["CheckReport", "DriveReport", "dry_run", "moves_gradients", "needs_of", "plan_parameters"]
 
 log = logging.getLogger(__name__)
 
@@ -119,6 +121,31 @@ class CheckReport:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
+def moves_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> bool:
+    """True if gradients leave the memory that autograd puts them in; on the CPU, `device: cpu` is that already."""
+    device = settings.offload_gradient.device
+    return device == "nvme" or (device == "cpu" and plan.remote)
+
+
+def needs_of(plan: OptimizerPlan, settings: OffloadConfig) -> OptimizerNeeds:
+    """The needs of an optimizer of the shared pool. Without a drive there is none: each has pools of its own."""
+    stored = settings.offload_gradient.device == "nvme"
+    state = plan.schedule() if settings.offload_optimizer.device == "nvme" else None
+    if not moves_gradients(plan, settings) or (state is None and not stored):
+        return OptimizerNeeds(state, None)
+    return OptimizerNeeds(state, gradient_needs_of(plan.gradient_parts(), stored))
+
+
+def plan_parameters(model: torch.nn.Module, settings: OffloadConfig) -> ParameterPlan:
+    """See `parameter.records.plan_parameters`."""
+    return records.plan_parameters(
+        model,
+        bucket_bytes=settings.bucket_bytes,
+        resident_bytes=settings.offload_param.resident_bytes,
+        step_in_backward=settings.offload_optimizer.step_in_backward,
+    )
+
+
 def dry_run(
     model: torch.nn.Module,
     optimizers: Sequence[Optimizer],
@@ -138,12 +165,12 @@ def dry_run(
             log.warning("%s", parameters.summary)
     record_of = {} if parameters is None else parameters.where()
     plans = [OptimizerPlan(optimizer, settings, number, record_of) for number, optimizer in enumerate(optimizers)]
-    needs = [OptimizerNeeds.of(plan, settings) for plan in plans]
-    budget = PoolBudget(settings.pool_bytes, needs, parameters)
+    needs = [needs_of(plan, settings) for plan in plans]
+    budget = PoolBudget(settings.pool_bytes, needs, None if parameters is None else parameters.needs)
     budget.check()
     state_bytes = sum(plan.stored_bytes for plan in plans)
     all_parts = [plan.gradient_parts() if moves_gradients(plan, settings) else [] for plan in plans]
-    moved_gradient_bytes = sum(gradient_bytes(parts)[0] for parts in all_parts)
+    gradient_bytes = [gradient_needs_of(parts, stored=True).total_bytes for parts in all_parts]
     parameter_bytes = 0 if parameters is None else sum(record.file_bytes for record in parameters.records)
 
     state_stored = settings.offload_optimizer.device == "nvme"
@@ -152,21 +179,24 @@ def dry_run(
     micro_batches = settings.gradient_accumulation_steps
     if state_stored:
         # Records that stay in the pool are written and not read again.
-        read_bytes = sum(n.schedule.moving_bytes for n in needs if n.schedule is not None)
+        read_bytes = sum(each.state.moving_bytes for each in needs if each.state is not None)
         written_bytes = state_bytes
     if gradients_stored:
         # Of the first micro-batch nothing is read to add to it, but then all for the step.
-        read_bytes += moved_gradient_bytes * micro_batches
-        written_bytes += moved_gradient_bytes * micro_batches
+        read_bytes += sum(gradient_bytes) * micro_batches
+        written_bytes += sum(gradient_bytes) * micro_batches
     if parameters is not None:
         # In forward and backward of each pass, and for the step; what the pool has room for is not read again.
         read_bytes += parameter_bytes * (2 * micro_batches + 1)
         trained = [r for r in parameters.records if any(place.parameter.requires_grad for place in r.places)]
         written_bytes += sum(record.file_bytes for record in trained)
-    stored_bytes = parameter_bytes + state_stored * state_bytes + gradients_stored * moved_gradient_bytes
+    stored_bytes = parameter_bytes + state_stored * state_bytes + gradients_stored * sum(gradient_bytes)
     drives, free_bytes = _check_drives(settings, stored_bytes) if stored_bytes else ((), -1)
 
-    own_bytes = sum(n.own_bytes for n in needs)
+    own_bytes = 0  # of pools for what is not in the shared one
+    for plan, each, moved_bytes in zip(plans, needs, gradient_bytes, strict=True):
+        own_bytes += 0 if each.state is not None else plan.stored_bytes + plan.scratch_bytes * plan.scratch_count
+        own_bytes += 0 if each.gradients is not None else moved_bytes
     needed_bytes, pool_bytes = budget.needed_bytes, 0
     if state_stored or gradients_stored or parameter_bytes:
         pool_bytes = settings.pool_bytes
@@ -184,7 +214,7 @@ def dry_run(
         parameter_numel=sum(p.numel() for optimizer in optimizers for p in parameters_of(optimizer)),
         model_bytes=model_bytes,
         state_bytes=state_bytes,
-        gradient_bytes=moved_gradient_bytes,
+        gradient_bytes=sum(gradient_bytes),
         parameter_bytes=parameter_bytes,
         buckets=sum(len(plan.buckets) for plan in plans),
         pool_bytes=pool_bytes + own_bytes,

@@ -45,7 +45,7 @@ from swapper.files.whole_file import OutputFile
 from swapper.finalizers import finalizer
 from swapper.io.checksums import join_checksums
 from swapper.io.handle import AsyncIOHandle, exchange
-from swapper.progress import progress_bar
+from swapper.progress import progress_bar, warn_once
 from swapper.storage.atomic import all_at_once
 from swapper.storage.layout import Entry, plan_whole_tensors
 from swapper.storage.record_files import Pinned
@@ -200,9 +200,10 @@ class NewCheckpoint:
         paths = {key: (self.path / name, length_bytes) for key, (name, length_bytes, _) in records.items()}
         linked = store.publish_all(paths, synced=False)
         if len(linked) < len(records):
-            _say_once(
+            warn_once(
+                log,
                 f"records on {store.directories[0].parent} cannot be linked to {self.directory.parent}: they are "
-                "copied in the background instead; a checkpoint on the same drive would cost no copy"
+                "copied in the background instead; a checkpoint on the same drive would cost no copy",
             )
         for key, (name, length_bytes, crc32c) in records.items():
             if key in linked:
@@ -314,12 +315,3 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     for start in range(0, len(tensor), rows) if tensor.dim() else [0]:
         part = tensor[start : start + rows] if tensor.dim() else tensor
         yield part.contiguous().view(-1).view(torch.uint8)
-
-
-_said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        log.warning("%s", text)

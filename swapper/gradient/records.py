@@ -14,32 +14,27 @@ from typing import NoReturn
 
 import torch
 
-from swapper.errors import ConfigError, SwapError, SwapIOError
+from swapper.errors import SwapError, SwapIOError
 from swapper.gradient.clipping import Change, TakenNorm
-from swapper.sizes import PAGE_BYTES, SMALL_BYTES, format_bytes, round_up
+from swapper.sizes import PAGE_BYTES, SMALL_BYTES, round_up
+from swapper.storage.budget import GradientNeeds
 from swapper.storage.store import RecordKey
 from swapper.tensors.evicted import can_evict_gradient
 from swapper.tensors.evicted_gradients import EvictedGradient
 from swapper.tensors.strides import is_dense, same_layout
 
 __all__ = [
-    "BUCKETS_AT_ONCE",
     "Gradient",
     "GradientPart",
     "GradientState",
     "Part",
     "can_leave",
-    "check_room",
     "fitting",
-    "gradient_bytes",
-    "gradient_pool_bytes",
+    "needs_of",
     "record_bytes",
 ]
 
 log = logging.getLogger(__name__)
-
-BUCKETS_AT_ONCE = 2
-"""Buckets whose gradients the pool must hold in a step: one in use, one arriving."""
 
 GradientPart = tuple[int, torch.nn.Parameter, int, int]
 """What one bucket steps on: the bucket's number, a parameter, and from where to where, in elements in memory order."""
@@ -156,43 +151,19 @@ class Gradient:
         )
 
 
-def gradient_bytes(parts: Iterable[GradientPart]) -> tuple[int, int]:
-    """Bytes of all records of the gradients that are taken; and of those of one bucket, the most."""
+def needs_of(parts: Iterable[GradientPart], stored: bool) -> GradientNeeds:
+    """The needs of the gradients that are taken of `parts`."""
     of_bucket: dict[int, int] = {}
     for bucket, p, start, stop in parts:
         if can_leave(p):
             of_bucket[bucket] = of_bucket.get(bucket, 0) + record_bytes(p, start, stop)
-    return sum(of_bucket.values()), max(of_bucket.values(), default=0)
-
-
-def gradient_pool_bytes(parts: Iterable[GradientPart], stored: bool) -> int:
-    """What the pool must hold of gradients; all of them, unless they are stored."""
-    total, of_bucket = gradient_bytes(parts)
-    return BUCKETS_AT_ONCE * of_bucket if stored else total
-
-
-def check_room(parts: Sequence[GradientPart], stored: bool, limit_bytes: int, others_bytes: int) -> None:
-    """Refuse a pool that leaves `limit_bytes` for gradients, if that is too little; others need `others_bytes` of it.
-
-    Raises:
-        ConfigError: with the sum.
-    """
-    needed = gradient_pool_bytes(parts, stored)
-    if needed <= limit_bytes:
-        return
-    why = "all of them, which device: cpu keeps in the pool"
-    if stored:
-        why = f"{BUCKETS_AT_ONCE} x {format_bytes(gradient_bytes(parts)[1])}: those of a bucket, and of the next"
-    raise ConfigError(
-        f"pool_bytes: {format_bytes(max(limit_bytes, 0))} are left for gradients, and {format_bytes(needed)} are "
-        f"needed ({why}); set pool_bytes to at least {needed + others_bytes}"
-    )
+    return GradientNeeds(sum(of_bucket.values()), max(of_bucket.values(), default=0), stored)
 
 
 def fitting(parts: Sequence[GradientPart], known: Container[int], stored: bool, limit_bytes: int) -> list[GradientPart]:
     """Those of `parts` whose gradients are taken. If all are too many, the last not `known` by `id` are not."""
     chosen = [part for part in parts if can_leave(part[1])]
-    while chosen and gradient_pool_bytes(chosen, stored) > limit_bytes:
+    while chosen and needs_of(chosen, stored).pool_bytes > limit_bytes:
         dropped = next((p for _, p, _, _ in reversed(chosen) if id(p) not in known), chosen[-1][1])
         chosen = [part for part in chosen if part[1] is not dropped]
         log.warning("the pool has no room for the gradient of a parameter that came later: it stays in memory")

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from swapper.errors import ConfigError
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
+from swapper.storage.budget import ParameterNeeds
 from swapper.storage.layout import Entry, RecordLayout, plan_whole_tensors
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.evicted import is_ordinary
@@ -121,15 +122,14 @@ class ParameterPlan:
         records: in order of registration.
         stays: why each of the others stays in memory, by name.
         resident: records that stay in the pool.
-        least_bytes, why: the least of the pool that will do, and the sum in words.
+        needs: of the pool.
         summary: which parameters stay in memory, why, and what to do; "" if there is nothing to say.
     """
 
     records: list[ParameterRecord]
     stays: dict[str, str]
     resident: set[ParameterRecord]
-    least_bytes: int
-    why: str
+    needs: ParameterNeeds
     summary: str
 
     def where(self) -> Mapping[torch.Tensor, tuple[int, int]]:
@@ -161,7 +161,7 @@ def plan_parameters(
     records, stays = _group(model, bucket_bytes)
     summary = _summary_of_what_stays(model, records, stays)
     resident = _first_of(records, resident_bytes)
-    return ParameterPlan(records, stays, resident, *_least_bytes(model, records, resident, step_in_backward), summary)
+    return ParameterPlan(records, stays, resident, _needs(model, records, resident, step_in_backward), summary)
 
 
 def why_not(parameter: torch.nn.Parameter) -> str:
@@ -403,10 +403,9 @@ def _first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[Pa
     return chosen
 
 
-def _least_bytes(
+def _needs(
     model: torch.nn.Module, records: Sequence[ParameterRecord], resident: set[ParameterRecord], step_in_backward: bool
-) -> tuple[int, str]:
-    """What the pool must have for parameters, and the sum in words."""
+) -> ParameterNeeds:
     moving = [record for record in records if record not in resident]
     largest = max((record.length_bytes for record in moving), default=0)
     needed = 2 * largest
@@ -422,7 +421,7 @@ def _least_bytes(
         kept_bytes = sum(record.length_bytes for record in resident)
         needed += kept_bytes
         why += f" + {format_bytes(kept_bytes)} kept resident"
-    return needed, why
+    return ParameterNeeds(needed, why, sum(record.length_bytes for record in records))
 
 
 def _longest_together(model: torch.nn.Module, records: Iterable[ParameterRecord]) -> tuple[int, str]:

@@ -33,7 +33,7 @@ class ParameterSwapper(ParameterOwner):
         model: its parameters are taken away, its modules hooked. Only a weak reference is kept.
         owner: number of this swapper among those of the process; part of every record's key.
         plan: of its parameters.
-        budget_bytes: the most of the pool that records may hold; at least `plan.least_bytes`.
+        budget_bytes: the most of the pool that records may hold; at least `plan.needs.least_bytes`.
         pool, store: give buffers, and keep the records.
         release: called once, when this is closed or dies.
 
@@ -105,7 +105,7 @@ class ParameterSwapper(ParameterOwner):
         return self.plan.stays
 
     def share_pool(self, budget_bytes: int) -> None:
-        """Others need the pool, too: hold at most `budget_bytes` of it, and no less than `plan.least_bytes`."""
+        """Others need the pool, too: hold at most `budget_bytes` of it, and no less than `plan.needs.least_bytes`."""
         self._cache.limit_bytes = self._budget_bytes = budget_bytes
 
     def flush(self) -> None:

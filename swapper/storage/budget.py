@@ -17,84 +17,89 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
-
-from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
-from swapper.gradient.records import GradientPart, check_room, gradient_bytes, gradient_pool_bytes
-from swapper.optimizer.plan import OptimizerPlan
-from swapper.parameter import records
-from swapper.parameter.records import ParameterPlan
 from swapper.sizes import format_bytes
 from swapper.storage.schedule import IN_FLIGHT, READ_AHEAD, Schedule
 
-__all__ = ["OptimizerNeeds", "PoolBudget", "Shares", "moves_gradients", "plan_parameters"]
+__all__ = ["BUCKETS_AT_ONCE", "GradientNeeds", "OptimizerNeeds", "ParameterNeeds", "PoolBudget", "Shares"]
+
+BUCKETS_AT_ONCE = 2
+"""Buckets whose gradients the pool must hold in a step: one in use, one arriving."""
+
+
+@dataclass(frozen=True)
+class GradientNeeds:
+    """The needs of the gradients of one optimizer.
+
+    Attributes:
+        total_bytes: of all their records.
+        bucket_bytes: of those of one bucket, the most.
+        stored: they go to the drive; else all of them stay in the pool.
+    """
+
+    total_bytes: int
+    bucket_bytes: int
+    stored: bool
+
+    @property
+    def pool_bytes(self) -> int:
+        """The least of the pool that will do."""
+        return BUCKETS_AT_ONCE * self.bucket_bytes if self.stored else self.total_bytes
+
+    def check(self, limit_bytes: int, others_bytes: int) -> None:
+        """Refuse a pool that leaves `limit_bytes` for gradients, if that is too little; others need `others_bytes`.
+
+        Raises:
+            ConfigError: with the sum.
+        """
+        if self.pool_bytes <= limit_bytes:
+            return
+        why = "all of them, which device: cpu keeps in the pool"
+        if self.stored:
+            why = f"{BUCKETS_AT_ONCE} x {format_bytes(self.bucket_bytes)}: those of a bucket, and of the next"
+        raise ConfigError(
+            f"pool_bytes: {format_bytes(max(limit_bytes, 0))} are left for gradients, and "
+            f"{format_bytes(self.pool_bytes)} are needed ({why}); set pool_bytes to at least "
+            f"{self.pool_bytes + others_bytes}"
+        )
 
 
 @dataclass(frozen=True)
 class OptimizerNeeds:
-    """The needs of one optimizer. See [Note: the sum].
+    """The needs of one optimizer, of a pool that it shares; None for what is in no such pool."""
 
-    Attributes:
-        schedule: of its state; None if that is in no shared pool.
-        parts: its gradients that move; empty if they stay where they are.
-        gradients_stored: they go to the drive; else all of them stay in a pool.
-        own_bytes: pools of its own, for what is in memory with `device: cpu`.
-    """
-
-    schedule: Schedule | None
-    parts: Sequence[GradientPart]
-    gradients_stored: bool
-    own_bytes: int
-
-    @classmethod
-    def of(cls, plan: OptimizerPlan, settings: OffloadConfig) -> OptimizerNeeds:
-        """The needs of an optimizer with this plan."""
-        state_stored = settings.offload_optimizer.device == "nvme"
-        stored = settings.offload_gradient.device == "nvme"
-        parts = plan.gradient_parts() if moves_gradients(plan, settings) else []
-        own_bytes = 0 if state_stored else plan.stored_bytes + plan.scratch_bytes * plan.scratch_count
-        if not stored and not state_stored:  # Without a drive no pool is shared.
-            own_bytes += gradient_bytes(parts)[0]
-            parts = []
-        return cls(plan.schedule() if state_stored else None, parts, stored, own_bytes)
+    state: Schedule | None
+    gradients: GradientNeeds | None
 
     @property
     def gradient_bytes(self) -> int:
         """The least of the pool that its gradients can do with."""
-        return gradient_pool_bytes(self.parts, self.gradients_stored)
+        return 0 if self.gradients is None else self.gradients.pool_bytes
 
     @property
     def kept_bytes(self) -> int:
-        """Never free for others."""
-        state_bytes = 0 if self.schedule is None else self.schedule.held_bytes
-        return state_bytes + (0 if self.gradients_stored else self.gradient_bytes)
+        """Bytes that are never free for others."""
+        kept_bytes = 0 if self.state is None else self.state.held_bytes
+        return kept_bytes + (0 if self.gradients is None or self.gradients.stored else self.gradients.pool_bytes)
 
     @property
-    def moving_state_bytes(self) -> int:
-        """Records of state in a step."""
-        return 0 if self.schedule is None else self.schedule.pool_bytes - self.schedule.held_bytes
-
-    @property
-    def moving_bytes(self) -> int:
-        """Records in a step."""
-        return self.moving_state_bytes + (self.gradient_bytes if self.gradients_stored else 0)
+    def needed_bytes(self) -> int:
+        """All of it; beyond what is kept, only in a step."""
+        return (0 if self.state is None else self.state.pool_bytes) + self.gradient_bytes
 
 
-def moves_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> bool:
-    """True if gradients leave the place where autograd puts them. In the memory of the host they are there already."""
-    device = settings.offload_gradient.device
-    return device == "nvme" or (device == "cpu" and plan.remote)
+@dataclass(frozen=True)
+class ParameterNeeds:
+    """The needs of the parameters of one model.
 
+    Attributes:
+        least_bytes, why: the least of the pool that will do, and the sum in words.
+        total_bytes: of all their records.
+    """
 
-def plan_parameters(model: torch.nn.Module, settings: OffloadConfig) -> ParameterPlan:
-    """See `parameter.records.plan_parameters`."""
-    return records.plan_parameters(
-        model,
-        bucket_bytes=settings.bucket_bytes,
-        resident_bytes=settings.offload_param.resident_bytes,
-        step_in_backward=settings.offload_optimizer.step_in_backward,
-    )
+    least_bytes: int
+    why: str
+    total_bytes: int
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ class PoolBudget:
 
     pool_bytes: int
     optimizers: Sequence[OptimizerNeeds]
-    parameters: ParameterPlan | None = None
+    parameters: ParameterNeeds | None = None
     others_bytes: int = 0
     lost_bytes: int = 0
 
@@ -134,7 +139,7 @@ class PoolBudget:
     def needed_bytes(self) -> int:
         """The least pool that would do for all of it."""
         kept_bytes = self.others_bytes + sum(needs.kept_bytes for needs in self.optimizers)
-        moving = [needs.moving_bytes for needs in self.optimizers]
+        moving = [needs.needed_bytes - needs.kept_bytes for needs in self.optimizers]
         if self.parameters is None:
             return kept_bytes + max(moving, default=0)
         return kept_bytes + sum(moving) + self.lost_bytes + self.parameters.least_bytes
@@ -148,12 +153,11 @@ class PoolBudget:
         needed_bytes = self.needed_bytes
         free_bytes = self.pool_bytes - self.others_bytes
         for needs in self.optimizers:
-            if needs.schedule is not None:
-                needs.schedule.checked(free_bytes, needed_bytes - needs.schedule.pool_bytes)
-            if needs.parts:
-                state_bytes = 0 if needs.schedule is None else needs.schedule.pool_bytes
-                others_bytes = needed_bytes - needs.gradient_bytes
-                check_room(needs.parts, needs.gradients_stored, free_bytes - state_bytes, others_bytes)
+            state_bytes = 0 if needs.state is None else needs.state.pool_bytes
+            if needs.state is not None:
+                needs.state.checked(free_bytes, needed_bytes - state_bytes)
+            if needs.gradients is not None:
+                needs.gradients.check(free_bytes - state_bytes, needed_bytes - needs.gradient_bytes)
             free_bytes -= needs.kept_bytes
         if self.parameters is not None and self.parameters.least_bytes > self._left_bytes:
             raise ConfigError(
@@ -164,19 +168,18 @@ class PoolBudget:
     @property
     def _left_bytes(self) -> int:
         """What optimizers leave for parameters. Those of before do not count: these are for new ones."""
-        needed_bytes = sum(needs.kept_bytes + needs.moving_bytes for needs in self.optimizers)
-        return self.pool_bytes - self.lost_bytes - needed_bytes
+        return self.pool_bytes - self.lost_bytes - sum(needs.needed_bytes for needs in self.optimizers)
 
     def shares(self) -> Shares:
         """Share out the room beyond the sum."""
         left_bytes = self._left_bytes
-        record_bytes = max((n.schedule.largest_bytes for n in self.optimizers if n.schedule is not None), default=0)
+        record_bytes = max((each.state.largest_bytes for each in self.optimizers if each.state is not None), default=0)
         parameter_bytes = 0
         if self.parameters is not None:
             # Parameters leave what makes a step fast, reading ahead, as far as they can do without.
-            gradient_bytes = max((n.gradient_bytes // IN_FLIGHT for n in self.optimizers), default=0)
+            gradient_bytes = max((each.gradient_bytes // IN_FLIGHT for each in self.optimizers), default=0)
             leave_bytes = min(left_bytes // 2, READ_AHEAD * (record_bytes + gradient_bytes))
             parameter_bytes = max(self.parameters.least_bytes, left_bytes - leave_bytes)
-            left_bytes -= min(parameter_bytes, sum(record.length_bytes for record in self.parameters.records))
+            left_bytes -= min(parameter_bytes, self.parameters.total_bytes)
         # State and gradients each get half of the rest. Of the records in flight one is in use, and not prefetched.
         return Shares(parameter_bytes, (IN_FLIGHT - 1) * record_bytes + left_bytes // 2, left_bytes // 2)
