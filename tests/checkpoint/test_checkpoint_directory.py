@@ -337,6 +337,7 @@ print((peak.bytes - before.bytes - state) / 1e6)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("before", "after"), [("everything", "cut otherwise"), ("cpu", "everything"), ("plain", "nvme")]
 )
