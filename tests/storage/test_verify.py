@@ -15,9 +15,9 @@ from snapshots import STEPS, Snapshot
 from training import MasterWeights, adamw, assert_same, assert_same_state, make_model, run, same_bits
 
 import swapper
-from swapper.storage.speed import DriveSpeed
 from swapper.io.handle import AsyncIOHandle
 from swapper.storage.buffers import BufferPool
+from swapper.storage.speed import DriveSpeed
 from swapper.storage.store import RecordKey, TensorStore
 
 pytestmark = pytest.mark.timeout(120)

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from sampling import ALL
 from programs import Action, Difference, Placement, Program, generate, minimised, perform
+from sampling import ALL
 
 COUNT = int(os.environ.get("SWAPPER_PROGRAMS") or (100 if ALL else 20))
 SEED = int(os.environ.get("SWAPPER_PROGRAMS_SEED") or 0)
