@@ -8,10 +8,7 @@ whoever takes it out of a list of one: the thread in the background, or the call
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
-import functools
-import importlib.metadata
 import logging
 import os
 import secrets
@@ -26,14 +23,21 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.checkpoint.directories import check_replaceable, remove_checkpoint, remove_leftovers
-from swapper.checkpoint.index import INDEX, glance
+from swapper.checkpoint.index import Index, glance, made_by
 from swapper.checkpoint.reader import Checkpoint
-from swapper.checkpoint.saved_model import check_model, differences, plain_model, save_model, stored_state_dict
-from swapper.checkpoint.saved_model import ready_to_load as ready_to_load_model
-from swapper.checkpoint.saved_state import check_optimizers, loading, ready_to_load
-from swapper.checkpoint.state_writer import kind_of, save_state
-from swapper.checkpoint.values import decode, encode
-from swapper.checkpoint.writer import VALUES, NewCheckpoint
+from swapper.checkpoint.saved_model import (
+    check_model,
+    differences,
+    plain_model,
+    ready_to_load_model,
+    save_model,
+    stored_state_dict,
+)
+from swapper.checkpoint.state_loader import loading, optimizer_differences, ready_to_load_state
+from swapper.checkpoint.state_reader import StateReader
+from swapper.checkpoint.state_writer import names_of_parameters, save_state
+from swapper.checkpoint.values import decode
+from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError, show
 from swapper.files.fastsave import SaveHandle
 from swapper.storage.store import TensorStore
@@ -43,7 +47,6 @@ __all__ = [
     "Several",
     "is_checkpoint",
     "load_checkpoint",
-    "made_by",
     "refuse_unloadable",
     "remove",
     "save",
@@ -58,7 +61,7 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 @dataclass
 class _Training:
-    """What checkpoints of one training have in common."""
+    """The run that checkpoints of one training have in common, and how many there are."""
 
     run: str
     sequence: int
@@ -79,6 +82,9 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+# --- Saving ----------------------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(
@@ -143,9 +149,9 @@ def save(
         (new,) = owned
         index = _described(model, optimizers, extra, new)
         keep_last = _keep_last(optimizers) if prune else None
-        after = _After(new.directory, index["run"], keep_last, _stores(model, optimizers))
+        after = _After(new.directory, index.run, keep_last, _stores(model, optimizers))
         # In a handler of the program's end nobody waits for a thread any more.
-        if new.has_more_to_do and threading.main_thread().is_alive():
+        if new.has_copies_to_make and threading.main_thread().is_alive():
             del new  # It is the thread's.
             return _finish_in_background(owned, index, after)
         after.tidy(new.finish(index, refuse_unloadable))
@@ -161,7 +167,8 @@ def refuse_unloadable(written: Path) -> None:
     try:
         with torch.inference_mode(False), Checkpoint(written) as checkpoint:
             check_model(checkpoint)
-            check_optimizers(checkpoint)
+            for number in range(len(checkpoint.index.optimizers)):
+                StateReader(checkpoint, number).options()
     except SwapIOError:
         raise
     except SwapError as error:
@@ -176,7 +183,7 @@ def _discard(owned: list[NewCheckpoint]) -> None:
         owned.pop().discard()
 
 
-def _finish_in_background(owned: list[NewCheckpoint], index: dict[str, Any], after: _After) -> SaveHandle:
+def _finish_in_background(owned: list[NewCheckpoint], index: Index, after: _After) -> SaveHandle:
     """Let a thread take the only item of `owned`, and write the rest of it."""
     begun = threading.Event()
 
@@ -196,118 +203,26 @@ def _finish_in_background(owned: list[NewCheckpoint], index: dict[str, Any], aft
     return handle
 
 
-def load_checkpoint(directory: str | os.PathLike[str], model: torch.nn.Module, optimizer: Optimizers = None) -> Any:
-    """Bring model and optimizer to where they were when `directory` was saved, to the bit.
-
-    They need not be swapped as they were then: pool, buckets, drives and devices may be others, or none.
-
-    Args:
-        directory: from `save_checkpoint`.
-        model: of the same structure, shapes and dtypes. It has memory, or is offloaded.
-        optimizer: as was saved; of the same classes, with the same parameters in the same groups. Its options, as the
-            learning rate, become the saved ones. None loads the model alone.
-
-    Returns:
-        `extra`, as it was given to `save_checkpoint`.
-
-    Raises:
-        ConfigError: as from `save_checkpoint`; or it is the checkpoint of something else: each tensor that differs is
-            named. Nothing was changed.
-        SwapError: a file is damaged, and named. Nothing is used that is not as it was written; but what came before
-            it may be loaded already, so load another checkpoint before training goes on.
-        SwapIOError: a file is missing or cannot be read.
-    """
-    model = _checked_model(model)
-    optimizers = _listed(optimizer)
-    directory = Path(os.path.abspath(directory))
-    remove_leftovers(directory.parent)
-    # What is loaded is to be used everywhere, also if this is called in inference mode.
-    with torch.inference_mode(False), Checkpoint(directory) as checkpoint:
-        index = checkpoint.index
-        found = differences(model, checkpoint)
-        if optimizer is not None:
-            found += _optimizer_differences(model, optimizers, checkpoint)
-        _refuse(found, directory)
-        extra = decode(index.extra, "extra", checkpoint.small_tensor)
-        loads = [
-            ready_to_load(each, saved, checkpoint, number)
-            for number, (each, saved) in enumerate(zip(optimizers, index.optimizers, strict=False))
-        ]
-        load_parameters = ready_to_load_model(model, checkpoint)
-        parameters = list(model.parameters())
-        with contextlib.ExitStack() as half_loaded:
-            for each in optimizers:
-                half_loaded.enter_context(loading(each, parameters, directory))
-            load_parameters()
-            for load in loads:
-                load()
-    _trainings[_known_by(model)] = _Training(index.run, index.sequence)
-    return extra
-
-
-def _known_by(model: torch.nn.Module) -> torch.nn.Module:
-    """The module that is there as long as the training."""
-    return next(model.children(), model) if isinstance(model, Several) else model
-
-
-def _checked_model(model: object) -> torch.nn.Module:
-    """The user's own module, if it is one."""
-    if not isinstance(model, torch.nn.Module):
-        raise ConfigError(
-            f"model: a {type(model).__name__} is no torch.nn.Module; give the module itself, and several as one "
-            "torch.nn.ModuleDict of them"
-        )
-    return plain_model(model)
-
-
-def _refuse(found: Sequence[str], directory: Path) -> None:
-    """Raise if there are differences."""
-    if found:
-        rest = f"; and {len(found) - _SHOWN_DIFFERENCES} more" if len(found) > _SHOWN_DIFFERENCES else ""
-        raise ConfigError(
-            f"{directory} is not a checkpoint of this model and optimizer: "
-            f"{'; '.join(found[:_SHOWN_DIFFERENCES])}{rest}. Nothing was loaded"
-        )
-
-
-def _listed(optimizer: Optimizers) -> list[Optimizer]:
-    if optimizer is None:
-        return []
-    several = [optimizer] if not isinstance(optimizer, Sequence) else list(optimizer)
-    wrong = [each for each in several if not isinstance(each, Optimizer)]
-    if wrong:
-        raise ConfigError(
-            f"optimizer: a {type(wrong[0]).__name__} is no torch.optim.Optimizer; give an optimizer itself, a list of "
-            "them, or None, and what else is to be saved as extra"
-        )
-    return several
-
-
-def _described(
-    model: torch.nn.Module, optimizers: Sequence[Optimizer], extra: object, new: NewCheckpoint
-) -> dict[str, Any]:
+def _described(model: torch.nn.Module, optimizers: Sequence[Optimizer], extra: object, new: NewCheckpoint) -> Index:
     """Write everything, and return what the index says of it."""
-    values: dict[str, torch.Tensor] = {}
-    encoded = encode(extra, "extra", values, "extra.")
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        names.setdefault(id(parameter), name)
+    encoded = new.encode(extra, "extra", "extra.")
+    names = names_of_parameters(model)
     training = _trainings.setdefault(_known_by(model), _Training(secrets.token_hex(8), 0))
     # Those of a training that was taken back to an earlier checkpoint since were made before this one too.
     training.sequence = max([training.sequence, *(n for n, _ in _siblings(new.directory, training.run))]) + 1
     _say_what_is_not_saved(optimizers, names)
-    saved = [save_state(each, number, names, new, values) for number, each in enumerate(optimizers)]
-    index = {
+    saved = [save_state(each, number, names, new) for number, each in enumerate(optimizers)]
+    index = Index(
         **made_by(),
-        "run": training.run,
-        "sequence": training.sequence,
-        "step": saved[0][1] if saved else None,
-        "model": save_model(model, new, values),
-        "optimizers": [fields for fields, _ in saved],
-        "extra": encoded,
-    }
+        run=training.run,
+        sequence=training.sequence,
+        step=saved[0][1] if saved else None,
+        model=save_model(model, new),
+        optimizers=[each for each, _ in saved],
+        extra=encoded,
+    )
     new.publish_records()
-    new.write_tensors(VALUES, values)
+    new.write_values()
     return index
 
 
@@ -322,86 +237,6 @@ def _say_what_is_not_saved(optimizers: Sequence[Optimizer], names: Mapping[int, 
                 number,
                 lost,
             )
-
-
-@functools.cache
-def _version() -> str:
-    """Swapper's, read once: from then on the package may be gone or be another one."""
-    try:
-        return importlib.metadata.version("tensor-swapper")
-    except (importlib.metadata.PackageNotFoundError, OSError):  # Used from a source tree.
-        return "unknown"
-
-
-def made_by() -> dict[str, str]:
-    """What an index says of when it was written, and by what."""
-    saved_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"swapper": _version(), "torch": str(torch.__version__), "saved_at": saved_at}
-
-
-def _optimizer_differences(
-    model: torch.nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint
-) -> list[str]:
-    """Where the optimizers are not those of the checkpoint, in words."""
-    saved = checkpoint.index.optimizers
-    if len(saved) != len(optimizers):
-        return [f"there are {len(optimizers)} optimizers, and {len(saved)} in the checkpoint"]
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        names.setdefault(id(parameter), name)
-    found = []
-    for number, (optimizer, there) in enumerate(zip(optimizers, saved, strict=True)):
-        which = f"optimizer {number}" if len(saved) > 1 else "the optimizer"
-        if kind_of(optimizer) != there.kind:
-            found.append(f"{which} is a {kind_of(optimizer)}, and a {there.kind} in the checkpoint")
-        if [place for places in there.groups for place in places] != list(range(len(there.parameters))):
-            raise SwapError(f"{checkpoint.directory / INDEX} is damaged: the groups of {which} are not its parameters")
-        groups = [[_of_parameter(p, names) for p in group["params"]] for group in optimizer.param_groups]
-        were = []
-        for places in there.groups:
-            parameters = [there.parameters[place] for place in places]
-            were.append([(p.name, None if p.shape is None else tuple(p.shape), p.dtype) for p in parameters])
-        if len(groups) != len(were):
-            found.append(f"{which} has {len(groups)} parameter groups, and {len(were)} in the checkpoint")
-            continue
-        where_was = {p[0]: g for g, group in enumerate(were) for p in group if p[0]}
-        for g, (group, was) in enumerate(zip(groups, were, strict=True)):
-            if len(group) != len(was):
-                found.append(f"group {g} of {which} has {len(group)} parameters, and {len(was)} in the checkpoint")
-            for i, (one, other) in enumerate(zip(group, was, strict=False)):
-                if _agree(one, other):
-                    continue
-                if one[0] != other[0] and where_was.get(one[0], g) != g:
-                    found.append(
-                        f"{one[0]} is in group {g} of {which}, and in group {where_was[one[0]]} in the checkpoint"
-                    )
-                else:
-                    found.append(
-                        f"parameter {i} of group {g} of {which} is {_words(one)}, and {_words(other)} in the checkpoint"
-                    )
-    return found
-
-
-_Known = tuple[str, tuple[int, ...] | None, str]
-"""Name, shape and dtype of a parameter."""
-
-
-def _agree(one: _Known, other: _Known) -> bool:
-    """Whether `one` is what a checkpoint knows of it."""
-    if other[2]:
-        return one == other
-    return other[0] in ("", one[0]) and other[1] in (None, one[1])
-
-
-def _of_parameter(p: torch.Tensor, names: dict[int, str]) -> _Known:
-    return names.get(id(p), ""), tuple(p.shape), str(p.dtype).removeprefix("torch.")
-
-
-def _words(parameter: _Known) -> str:
-    name, shape, dtype = parameter
-    if not dtype:
-        return f"{name or 'one without a name'} ({'of unknown shape' if shape is None else list(shape)})"
-    return f"{name or 'one that the model does not have'} ({dtype}, {list(shape or ())})"
 
 
 # --- What is over ----------------------------------------------------------------------------------------------------
@@ -462,6 +297,97 @@ class _After:
 
     def _adopt(self, path: Path) -> bool:
         return any(store.adopt(path) for store in self.stores)
+
+
+# --- Loading ---------------------------------------------------------------------------------------------------------
+
+
+def load_checkpoint(directory: str | os.PathLike[str], model: torch.nn.Module, optimizer: Optimizers = None) -> Any:
+    """Bring model and optimizer to where they were when `directory` was saved, to the bit.
+
+    They need not be swapped as they were then: pool, buckets, drives and devices may be others, or none.
+
+    Args:
+        directory: from `save_checkpoint`.
+        model: of the same structure, shapes and dtypes. It has memory, or is offloaded.
+        optimizer: as was saved; of the same classes, with the same parameters in the same groups. Its options, as the
+            learning rate, become the saved ones. None loads the model alone.
+
+    Returns:
+        `extra`, as it was given to `save_checkpoint`.
+
+    Raises:
+        ConfigError: as from `save_checkpoint`; or it is the checkpoint of something else: each tensor that differs is
+            named. Nothing was changed.
+        SwapError: a file is damaged, and named. Nothing is used that is not as it was written; but what came before
+            it may be loaded already, so load another checkpoint before training goes on.
+        SwapIOError: a file is missing or cannot be read.
+    """
+    model = _checked_model(model)
+    optimizers = _listed(optimizer)
+    directory = Path(os.path.abspath(directory))
+    remove_leftovers(directory.parent)
+    # What is loaded is to be used everywhere, also if this is called in inference mode.
+    with torch.inference_mode(False), Checkpoint(directory) as checkpoint:
+        found = differences(model, checkpoint)
+        if optimizer is not None:
+            found += optimizer_differences(model, optimizers, checkpoint)
+        _refuse(found, directory)
+        extra = decode(checkpoint.index.extra, "extra", checkpoint.small_tensor)
+        loads = [ready_to_load_state(each, checkpoint, number) for number, each in enumerate(optimizers)]
+        load_parameters = ready_to_load_model(model, checkpoint)
+        # From here on something is changed: until all of it is loaded no optimizer steps.
+        with contextlib.ExitStack() as half_loaded:
+            for each in optimizers:
+                half_loaded.enter_context(loading(each, list(model.parameters()), directory))
+            load_parameters()  # First: masters are decoded with the parameters' values.
+            for load in loads:
+                load()
+        _continue_training(model, checkpoint)
+    return extra
+
+
+def _continue_training(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
+    """Let the next checkpoints of `model` belong to the training of `checkpoint`."""
+    _trainings[_known_by(model)] = _Training(checkpoint.index.run, checkpoint.index.sequence)
+
+
+def _known_by(model: torch.nn.Module) -> torch.nn.Module:
+    """The module that is there as long as the training."""
+    return next(model.children(), model) if isinstance(model, Several) else model
+
+
+def _checked_model(model: object) -> torch.nn.Module:
+    """The user's own module, if it is one."""
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigError(
+            f"model: a {type(model).__name__} is no torch.nn.Module; give the module itself, and several as one "
+            "torch.nn.ModuleDict of them"
+        )
+    return plain_model(model)
+
+
+def _refuse(found: Sequence[str], directory: Path) -> None:
+    """Raise if there are differences."""
+    if found:
+        rest = f"; and {len(found) - _SHOWN_DIFFERENCES} more" if len(found) > _SHOWN_DIFFERENCES else ""
+        raise ConfigError(
+            f"{directory} is not a checkpoint of this model and optimizer: "
+            f"{'; '.join(found[:_SHOWN_DIFFERENCES])}{rest}. Nothing was loaded"
+        )
+
+
+def _listed(optimizer: Optimizers) -> list[Optimizer]:
+    if optimizer is None:
+        return []
+    several = [optimizer] if not isinstance(optimizer, Sequence) else list(optimizer)
+    wrong = [each for each in several if not isinstance(each, Optimizer)]
+    if wrong:
+        raise ConfigError(
+            f"optimizer: a {type(wrong[0]).__name__} is no torch.optim.Optimizer; give an optimizer itself, a list of "
+            "them, or None, and what else is to be saved as extra"
+        )
+    return several
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -533,17 +459,14 @@ class OpenCheckpoint:
         model = plain_model(model)
         _refuse(differences(model, self._checkpoint), self.directory)
         ready_to_load_model(model, self._checkpoint)()
-        _trainings[_known_by(model)] = _Training(self._checkpoint.index.run, self._checkpoint.index.sequence)
+        _continue_training(model, self._checkpoint)
 
     @torch.inference_mode(False)
     def load_optimizers(self, model: torch.nn.Module, optimizer: Optimizers) -> None:
         """As `load_checkpoint`, without the model, which was loaded before."""
         optimizers = _listed(optimizer)
-        _refuse(_optimizer_differences(plain_model(model), optimizers, self._checkpoint), self.directory)
-        loads = [
-            ready_to_load(each, saved, self._checkpoint, number)
-            for number, (each, saved) in enumerate(zip(optimizers, self._checkpoint.index.optimizers, strict=True))
-        ]
+        _refuse(optimizer_differences(plain_model(model), optimizers, self._checkpoint), self.directory)
+        loads = [ready_to_load_state(each, self._checkpoint, number) for number, each in enumerate(optimizers)]
         with contextlib.ExitStack() as half_loaded:
             for each in optimizers:
                 half_loaded.enter_context(loading(each, [], self.directory))

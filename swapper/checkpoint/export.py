@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import mmap
 import os
 import re
-import secrets
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
@@ -21,21 +19,23 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from swapper.checkpoint.directories import MARK, remove_leftovers, remove_tree, sync_path
+from swapper.checkpoint.directories import NewDirectory, remove_leftovers, remove_replaced
 from swapper.checkpoint.plain_import import Imported, import_checkpoint
 from swapper.checkpoint.reader import Checkpoint
-from swapper.checkpoint.streams import StreamedState, TensorStream, contiguous_stride, model_stream
+from swapper.checkpoint.saved_model import model_values
+from swapper.checkpoint.state_reader import StateReader
+from swapper.checkpoint.streams import TensorStream, model_stream
 from swapper.checkpoint.values import decode, encode
-from swapper.checkpoint.writer import progress_bar
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files import archive
 from swapper.files.archive import Record
 from swapper.files.dcp import SwapStorageWriter
 from swapper.files.fastsave import Prepared
 from swapper.files.tensor_files import DTYPES
 from swapper.files.whole_file import OutputFile
-from swapper.io.handle import exchange
 from swapper.optimizer.segments import MASTER
+from swapper.progress import progress_bar
+from swapper.tensors.strides import contiguous_stride
 from swapper.tensors.tensor_refs import OPTIMIZER_STATES, is_lightnings, resolve, without_model
 
 __all__ = ["Exported", "Format", "Imported", "export_checkpoint", "import_checkpoint"]
@@ -117,9 +117,13 @@ def export_checkpoint(
         if to in _FILES:
             _FILES[to](job, target)
         else:
-            fill = _to_safetensors if to == "safetensors" else _to_dcp
-            with _new_directory(target) as path:
-                fill(job, path)
+            new = NewDirectory(target)
+            stack.callback(new.close)
+            with system_errors("write", target):
+                (_to_safetensors if to == "safetensors" else _to_dcp)(job, new.path)
+                replaced = new.publish(lambda: None)
+            if replaced is not None:
+                remove_replaced(replaced)
     files = [target] if to in _FILES else list(target.iterdir())
     notes = list(job.notes)
     if to in _FILES and (needs := torch.serialization.get_unsafe_globals_in_checkpoint(target)):
@@ -155,36 +159,6 @@ def _check_free(target: Path, directory: Path, to: Format, force: bool) -> None:
         raise SwapError(f"{target} exists; give another name, or replace it by force (--force)")
 
 
-@contextlib.contextmanager
-def _new_directory(target: Path) -> Iterator[Path]:
-    """A directory that gets the name `target` at the end of the block; by an exception nothing is left of it.
-
-    As a checkpoint that is being written: locked, so that what is left of a killed process is removed later.
-    """
-    path = target.parent / f".{target.name}.tmp-{secrets.token_hex(6)}"
-    with contextlib.ExitStack() as stack:
-        stack.callback(remove_tree, path)
-        try:
-            path.mkdir()
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            (path / MARK).touch()
-            yield path
-            (path / MARK).unlink()
-            sync_path(path)
-            if target.exists():
-                exchange(path, target)  # What was there is removed under the other name.
-                (path / MARK).touch()
-            else:
-                os.rename(path, target)
-            sync_path(target.parent)
-        except SwapError:
-            raise
-        except OSError as error:
-            raise SwapIOError(error.errno or errno.EIO, "write", target) from error
-
-
 class _Job:
     """What is exported.
 
@@ -200,7 +174,7 @@ class _Job:
         self.drop_masters = drop_masters
         self.done: Callable[[int], object] = lambda _: None
         self.notes: list[str] = []
-        self.states = [] if model_only else [StreamedState(checkpoint, n) for n in range(len(self.index.optimizers))]
+        self.states = [] if model_only else [StateReader(checkpoint, n) for n in range(len(self.index.optimizers))]
 
     def length_bytes(self) -> int:
         """About how much will be written."""
@@ -211,26 +185,12 @@ class _Job:
                 total += sum(value.length_bytes for value in values if isinstance(value, TensorStream))
         return total
 
-    def model_values(self) -> dict[str, Any]:
-        """What of the model's state dict is no tensor."""
-        values = self.index.model.values.items()
-        return {
-            name: decode(value, f"the state dict's {name!r}", self.checkpoint.small_tensor) for name, value in values
-        }
-
     def state_of(self, number: int, place: int) -> dict[str, Any]:
         """The state of a parameter; `TensorStream`s and small values."""
-        state = self.states[number]
-        found = state.tensors(place)
-        if self.drop_masters and state.has_masters:
+        found = self.states[number].state(place)
+        if self.drop_masters and self.states[number].with_master:
             found.pop(MASTER, None)
         return found
-
-    def options(self, number: int) -> list[dict[str, Any]]:
-        """The groups of an optimizer, without their parameters."""
-        saved = self.index.optimizers[number].options
-        options: list[dict[str, Any]] = decode(saved, f"optimizer {number}, options", self.checkpoint.small_tensor)
-        return options
 
     def extra(self, *names: str) -> Any:
         """What the user added; of what Lightning did only `names`, if there are any."""
@@ -284,7 +244,7 @@ class _Hollow:
         for name in saved.tensors:
             state[name] = self.tensor(model_stream(self._job.checkpoint, name))
         state.update({name: state[first] for name, first in saved.tied.items()})
-        state.update(self._job.model_values())
+        state.update(model_values(self._job.checkpoint))
         return state
 
     def state_of(self, number: int, place: int) -> dict[str, Any]:
@@ -298,7 +258,7 @@ class _Hollow:
         """An optimizer's state dict, as its class has it."""
         saved = self._job.index.optimizers[number]
         found = {place: self.state_of(number, place) for place in range(len(saved.parameters))}
-        groups = zip(self._job.options(number), saved.groups, strict=True)
+        groups = zip(self._job.states[number].options(), saved.groups, strict=True)
         return {
             "state": {place: state for place, state in found.items() if state},
             "param_groups": [{**options, "params": places} for options, places in groups],
@@ -317,7 +277,7 @@ class _Hollow:
                 )
             found = {name: self.state_of(number, place) for place, name in enumerate(names)}
             state |= {name: each for name, each in found.items() if each}
-            for options, places in zip(self._job.options(number), saved.groups, strict=True):
+            for options, places in zip(self._job.states[number].options(), saved.groups, strict=True):
                 groups.append({**options, "params": [names[place] for place in places]})
         return {"state": state, "param_groups": groups}
 
@@ -490,7 +450,7 @@ def _write_optimizer(job: _Job, number: int, path: Path, file: str) -> None:
             else:
                 rest.setdefault(name, {})[key] = encode(value, f"state {key!r} of {name}", more, f"{name}.{key}.")
     groups = []
-    for options, places in zip(job.options(number), saved.groups, strict=True):
+    for options, places in zip(job.states[number].options(), saved.groups, strict=True):
         encoded = encode(options, f"optimizer {number}, options", more, "param_groups.")
         groups.append({**encoded, "params": [names[place] for place in places]})
     tensors |= {name: _in_memory(tensor) for name, tensor in more.items()}

@@ -16,16 +16,17 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint.checkpoint import made_by, refuse_unloadable
+from swapper.checkpoint.checkpoint import refuse_unloadable
 from swapper.checkpoint.directories import remove_checkpoint
+from swapper.checkpoint.index import Index, SavedOptimizer, SavedParameter, made_by
 from swapper.checkpoint.saved_model import save_state_dict
 from swapper.checkpoint.state_writer import described_parameter, save_plain_state
-from swapper.checkpoint.values import encode
-from swapper.checkpoint.writer import VALUES, NewCheckpoint, progress_bar
+from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import SwapError, SwapIOError
 from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, header_bytes, read_directory
 from swapper.optimizer.segments import MASTER
-from swapper.tensors.strides import is_dense
+from swapper.progress import progress_bar
+from swapper.tensors.strides import contiguous_stride, is_dense
 
 __all__ = ["Imported", "import_checkpoint"]
 
@@ -114,7 +115,7 @@ def import_checkpoint(
         raise
     replaced = new.finish(index, refuse_unloadable)
     if replaced is not None:
-        remove_checkpoint(replaced, lambda _: False)
+        remove_checkpoint(replaced)
     return Imported(target, model_key, optimizer_key, kinds, extra_keys, notes)
 
 
@@ -327,30 +328,27 @@ def _written(
     extra: Any,
     new: NewCheckpoint,
     notes: list[str],
-) -> dict[str, Any]:
+) -> Index:
     """Write everything, and return what the index says of it."""
-    values: dict[str, torch.Tensor] = {}
     try:
-        encoded = encode(extra, "extra", values, "extra.")
+        encoded = new.encode(extra, "extra", "extra.")
     except SwapError as error:
         raise SwapError(f"{error}; or leave it out by drop (--drop) of its key in the file") from None
     model = _one_object_each(state_dict)
-    optimizers = []
-    steps = []
-    for number, (state, kind) in enumerate(zip(states, kinds, strict=True)):
-        fields, step = _optimizer(state, kind, number, model, new, values, notes)
-        optimizers.append(fields)
-        steps.append(step)
-    index = {
+    saved = [
+        _optimizer(state, kind, number, model, new, notes)
+        for number, (state, kind) in enumerate(zip(states, kinds, strict=True))
+    ]
+    index = Index(
         **made_by(),
-        "run": secrets.token_hex(8),
-        "sequence": 1,
-        "step": steps[0] if steps else None,
-        "model": save_state_dict(model, new, values),
-        "optimizers": optimizers,
-        "extra": encoded,
-    }
-    new.write_tensors(VALUES, values)
+        run=secrets.token_hex(8),
+        sequence=1,
+        step=saved[0][1] if saved else None,
+        model=save_state_dict(model, new),
+        optimizers=[each for each, _ in saved],
+        extra=encoded,
+    )
+    new.write_values()
     return index
 
 
@@ -373,9 +371,8 @@ def _optimizer(
     number: int,
     model: Mapping[str, Any],
     new: NewCheckpoint,
-    values: dict[str, torch.Tensor],
     notes: list[str],
-) -> tuple[dict[str, Any], int | None]:
+) -> tuple[SavedOptimizer, int | None]:
     what = f"optimizer {number}"
     groups = state["param_groups"]
     places = [each for group in groups for each in group["params"]]
@@ -394,7 +391,7 @@ def _optimizer(
         for place, (name, value, entry) in enumerate(zip(names, known, entries, strict=True))
     ]
     rounded_to = _rounded_to(model, known, entries, what)
-    return save_plain_state(kind, groups, described, entries, number, new, values, rounded_to)
+    return save_plain_state(kind, groups, described, entries, number, new, rounded_to)
 
 
 def _names(groups: Sequence[Mapping[str, Any]], places: Sequence[Any], by_name: bool) -> list[str]:
@@ -406,10 +403,10 @@ def _names(groups: Sequence[Mapping[str, Any]], places: Sequence[Any], by_name: 
     return [""] * len(places)
 
 
-def _described(name: str, value: object, entry: Mapping[str, Any], what: str, kind: str) -> dict[str, Any]:
+def _described(name: str, value: object, entry: Mapping[str, Any], what: str, kind: str) -> SavedParameter:
     """What is known of a parameter: by its name, else by the shapes of its state."""
     if isinstance(value, torch.Tensor):
-        stride = value.stride() if is_dense(value) else torch.empty(value.shape, device="meta").stride()
+        stride = value.stride() if is_dense(value) else contiguous_stride(value.shape)
         return described_parameter(name, value.shape, stride, value.dtype)
     tensors = [item for item in entry.values() if isinstance(item, torch.Tensor)]
     if not entry:
@@ -421,7 +418,7 @@ def _described(name: str, value: object, entry: Mapping[str, Any], what: str, ki
             "again with an optimizer made of model.named_parameters()"
         )
     like = next((tensor for tensor in tensors if list(tensor.shape) == shape and is_dense(tensor)), None)
-    stride = torch.empty(shape, device="meta").stride() if like is None else like.stride()
+    stride = contiguous_stride(tuple(shape)) if like is None else like.stride()
     return described_parameter("", shape, stride, None)
 
 

@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 
-from swapper.checkpoint.index import INDEX, START, Index, SavedFile, open_index, read_index, with_checksum
-from swapper.checkpoint.writer import VALUES
+from swapper.checkpoint.index import INDEX, START, VALUES, Index, SavedFile, open_index, read_index, with_checksum
 from swapper.errors import SwapError, SwapIOError
-from swapper.files.tensor_files import StoredTensor, TensorReader, read_header
+from swapper.files.tensor_files import StoredTensor, TensorReader, read_header, stored_dtype
 from swapper.io import codec
 from swapper.io.handle import AsyncIOHandle
 
 __all__ = ["Checkpoint"]
 
-PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 8 << 20
 
 
 class Checkpoint:
@@ -149,8 +150,8 @@ class Checkpoint:
             return
         expected = self.file(name)
         parts = []
-        for start in range(0, expected.length_bytes, PIECE_BYTES):
-            stop = min(start + PIECE_BYTES, expected.length_bytes)
+        for start in range(0, expected.length_bytes, _PIECE_BYTES):
+            stop = min(start + _PIECE_BYTES, expected.length_bytes)
             data = self.reader.read_bytes(self.directory / name, start, stop)
             parts.append((codec.checksum(data), stop - start))
             done(stop - start)
@@ -165,6 +166,39 @@ class Checkpoint:
                 f"{what}{self.directory / name} is damaged: its CRC-32C is {found:08x}, and was {expected:08x} when "
                 "it was saved; use another checkpoint"
             )
+
+    def model_tensor(self, name: str) -> StoredTensor:
+        """A tensor of the model, with the dtype and shape that the model knows.
+
+        Args:
+            name: in the state dict; not one that is tied to another.
+
+        Raises:
+            SwapError: its file and the index do not fit together.
+        """
+        saved = self.index.model.tensors[name]
+        stored = self.tensor(saved.file, name)
+        dtype, shape = getattr(torch, saved.dtype, None), torch.Size(saved.shape)
+        if (
+            not isinstance(dtype, torch.dtype)
+            or stored.dtype != stored_dtype(dtype)
+            or stored.stop_bytes - stored.start_bytes != math.prod(shape) * dtype.itemsize
+        ):
+            raise SwapError(f"{stored.path}: tensor {name!r} is not what the index says; the checkpoint is damaged")
+        return replace(stored, dtype=dtype, shape=shape)
+
+    def elements(self, stored: StoredTensor, start: int, stop: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Read elements `start` to `stop` of a tensor, in the order of its file: 1-D, in memory of their own.
+
+        Args:
+            dtype: of the elements, if the file has them as another one.
+        """
+        dtype = stored.dtype if dtype is None else dtype
+        start_bytes, stop_bytes = (stored.start_bytes + at * dtype.itemsize for at in (start, stop))
+        if stop_bytes > stored.stop_bytes:
+            raise SwapError(f"{stored.path}: tensor {stored.name!r} is shorter than the index says")
+        shape = torch.Size([stop - start])
+        return self.reader.read(StoredTensor(stored.path, stored.name, dtype, shape, start_bytes, stop_bytes))
 
     def small_tensor(self, name: str) -> torch.Tensor:
         """A tensor of the file of values."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.nn.modules.module import _IncompatibleKeys
 from swapper.errors import ConfigError, SwapError, SwapIOError, show, system_errors
 from swapper.files.tensor_files import FromFile, StoredTensor, TensorReader, parse_json, read_header, read_small
 from swapper.io.handle import AsyncIOHandle
-from swapper.progress import ProgressBar
+from swapper.progress import progress_bar
 from swapper.tensors.evicted import EvictedView
 from swapper.tensors.unfilled import is_unfilled
 
@@ -102,11 +101,8 @@ def _without_duplicates(tensors: list[StoredTensor]) -> list[StoredTensor]:
 @contextmanager
 def _reading(tensors: Sequence[StoredTensor]) -> Iterator[TensorReader]:
     total = sum(tensor.stop_bytes - tensor.start_bytes for tensor in tensors)
-    with ProgressBar(
-        total=total, desc="loading weights", unit="B", unit_scale=True, leave=False, delay=1,
-        disable=not sys.stderr.isatty(),
-    ) as progress:  # fmt: skip
-        reader = TensorReader(AsyncIOHandle(), progress.update)
+    with progress_bar("loading weights", total) as done:
+        reader = TensorReader(AsyncIOHandle(), done)
         try:
             yield reader
         finally:

@@ -22,7 +22,7 @@ from torch import nn
 from twins import bits, small_records
 
 import swapper
-from swapper.checkpoint import writer as checkpoint_files
+from swapper.checkpoint import directories, index
 from swapper.errors import SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, File
 
@@ -97,8 +97,8 @@ class CallFails:
             self._let_fail(patch, os, name)
         self._let_fail(patch, fcntl, "flock")
         self._let_fail(patch, io, "open")
-        self._let_fail(patch, checkpoint_files, "exchange")
-        self._let_fail(patch, checkpoint_files, "open", open)
+        self._let_fail(patch, directories, "exchange")
+        self._let_fail(patch, index, "open", open)
         self._let_fail(patch, AsyncIOHandle, "__init__", error=SwapIOError(errno.EAGAIN, "set up", "engine"))
         self._let_fail(patch, AsyncIOHandle, "open", error=SwapIOError(errno.EMFILE, "open", "a file"))
         self._let_fail(patch, File, "truncate", error=SwapIOError(errno.EIO, "truncate", "a file"))
@@ -229,7 +229,8 @@ def test_ctrl_c_while_it_is_loaded(tmp_path: Path) -> None:
         "checkpoint/reader.py": 41,
         "checkpoint/directories.py": 41,
         "checkpoint/saved_model.py": 37,
-        "checkpoint/saved_state.py": 97,
+        "checkpoint/state_loader.py": 97,
+        "checkpoint/state_reader.py": 97,
     }.items():
         n = 0
         while interrupted_at(n, lambda: training.load(tmp_path / "saved"), file_name):

@@ -208,7 +208,7 @@ def test_an_exception_in_configure_model_is_the_users(error: BaseException, nvme
 def test_a_progress_bar_starts_no_thread() -> None:
     program = (
         "import threading\n"
-        "from swapper.checkpoint.writer import progress_bar\n"
+        "from swapper.progress import progress_bar\n"
         "with progress_bar('saving', 10) as update:\n"
         "    update(10)\n"
         "assert threading.enumerate() == [threading.main_thread()], threading.enumerate()\n"
