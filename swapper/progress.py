@@ -1,10 +1,10 @@
-"""Progress bars: tqdm's, without the thread that it starts with the first bar, shown or not, and never ends."""
+"""Progress bars on a terminal: tqdm's, without the thread that it starts with its first bar and never ends."""
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from tqdm import tqdm
 
@@ -17,9 +17,12 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]  # Subscripts are for type ch
     monitor_interval = 0
 
 
-@contextlib.contextmanager
+@contextmanager
 def progress_bar(what: str, length_bytes: int) -> Iterator[Callable[[int], object]]:
-    """A bar on a terminal, for what takes longer than a second. Yields a function that takes the bytes of each step."""
+    """Show a bar of bytes, if stderr is a terminal and they take longer than a second.
+
+    Yields a function that counts bytes which are done.
+    """
     with ProgressBar(
         total=length_bytes, desc=what, unit="B", unit_scale=True, leave=False, delay=1,
         disable=not sys.stderr.isatty(),

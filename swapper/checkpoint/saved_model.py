@@ -17,11 +17,14 @@ from swapper.checkpoint.values import decode
 from swapper.checkpoint.writer import NewCheckpoint, RecordFile
 from swapper.errors import SwapError
 from swapper.files.tensor_files import FromFile, StoredTensor
-from swapper.io import codec
+from swapper.io.checksums import checksum, join_checksums
 from swapper.parameter.cache import Held
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.storage.store import RecordKey
-from swapper.tensors.evicted import EvictedParameter, EvictedView, GradientAwayParameter, gathered
+from swapper.tensors.evicted import EvictedParameter
+from swapper.tensors.evicted_gradients import GradientEvictedParameter
+from swapper.tensors.evicted_views import EvictedView
+from swapper.tensors.homes import gathered
 from swapper.tensors.unfilled import refuse_unfilled
 
 __all__ = [
@@ -42,7 +45,7 @@ _PIECE_BYTES = 16 << 20
 
 _KINDS = (
     *(torch.Tensor, torch.nn.Parameter, torch.nn.Buffer),
-    *(EvictedParameter, EvictedView, GradientAwayParameter),
+    *(EvictedParameter, EvictedView, GradientEvictedParameter),
 )
 """Classes whose values are all there is to them."""
 
@@ -142,10 +145,10 @@ def _record_file(held: Held, tensors: dict[str, SavedTensor]) -> RecordFile:
     parts = [(crc32c_of(header), len(header))]
     for place, crc in zip(held.plan.places, held.checksums, strict=True):
         if not place.parameter.is_contiguous():  # The file has its elements in another order than memory.
-            crc = codec.checksum(place.parameter.detach().contiguous())
+            crc = checksum(place.parameter.detach().contiguous())
         tensors[place.name] = _described(name, place.parameter, crc)
         parts.append((crc, place.length_bytes))
-    return RecordFile(name, layout.exact_bytes(), codec.join_checksums(parts))
+    return RecordFile(name, layout.exact_bytes(), join_checksums(parts))
 
 
 def _write_for_others(model: torch.nn.Module | None, new: NewCheckpoint, tensors: Mapping[str, SavedTensor]) -> None:
@@ -288,7 +291,7 @@ class _Checked(FromFile):
         checkpoint = self._checkpoint
         try:
             values = super().real()
-            checkpoint.check(self._saved.file, codec.checksum(values), self._saved.crc32c, self._name)
+            checkpoint.check(self._saved.file, checksum(values), self._saved.crc32c, self._name)
         except SwapError as error:
             if checkpoint.reader.closed:
                 raise SwapError(
@@ -311,6 +314,6 @@ def _fill(value: torch.Tensor, stored: StoredTensor, saved: SavedTensor, checkpo
         for row in range(0, stored.shape[0], rows):
             part = target[row : row + rows]
             data = checkpoint.elements(stored, row * row_numel, (row + part.shape[0]) * row_numel)
-            parts.append((codec.checksum(data), data.nbytes))
+            parts.append((checksum(data), data.nbytes))
             part.copy_(data.view(part.shape))
-    checkpoint.check(saved.file, codec.join_checksums(parts), saved.crc32c, stored.name)
+    checkpoint.check(saved.file, join_checksums(parts), saved.crc32c, stored.name)

@@ -24,7 +24,7 @@ from swapper.checkpoint.state_reader import StateReader, check_groups, same_orde
 from swapper.checkpoint.state_writer import kind_of, memory_stride, names_of_parameters, swapper_of
 from swapper.checkpoint.streams import TensorStream
 from swapper.errors import ConfigError, SwapError
-from swapper.io import codec
+from swapper.io.checksums import checksum
 from swapper.optimizer.plan import parameters_of
 from swapper.optimizer.segments import MASTER, Bucket, Segment
 from swapper.optimizer.state_dicts import StateRecords, as_plain_state
@@ -188,7 +188,7 @@ class _StateLoader:
         data = lease.tensor[: known.length_bytes]
         file = self._checkpoint.reader.open(self._checkpoint.directory / saved.file)
         self._checkpoint.reader.handle.read(file, data, 0).wait()
-        self._checkpoint.check(saved.file, codec.checksum(data), known.crc32c)
+        self._checkpoint.check(saved.file, checksum(data), known.crc32c)
         tie_bytes = sum((segment.tie_bits + 7) // 8 for segment in saved.segments)
         header = bucket.layout.header(tie_bytes)
         if bytes(data[: len(header)].numpy()) != header or data.numel() != bucket.layout.used_bytes(tie_bytes):

@@ -17,9 +17,11 @@ from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.streams import Read, TensorStream, model_stream
 from swapper.checkpoint.values import decode
 from swapper.errors import SwapError
-from swapper.files.tensor_files import StoredTensor, stored_dtype
-from swapper.io import codec
+from swapper.files.tensor_files import StoredTensor
+from swapper.io.checksums import checksum, join_checksums
+from swapper.optimizer.master_codec import join_master
 from swapper.optimizer.segments import MASTER
+from swapper.tensors.dtypes import PLAIN_DTYPES, stored_dtype
 from swapper.tensors.strides import contiguous_stride, is_dense
 
 __all__ = ["Bits", "StateReader", "check_groups", "same_order"]
@@ -172,7 +174,7 @@ class StateReader:
         if key == MASTER:
             return torch.float32
         dtype = getattr(torch, self.saved.parameters[slot].dtypes.get(key, ""), None)
-        if isinstance(dtype, torch.dtype) and dtype in codec.SAFETENSORS_NAMES:
+        if isinstance(dtype, torch.dtype) and dtype in PLAIN_DTYPES:
             return dtype
         small = self._slices[slot][0].small.get(key)
         if small is None:
@@ -310,7 +312,7 @@ class StateReader:
         if stop == each.segment.numel and before + count != each.segment.tie_bits:
             raise self._incomplete(each.segment.parameter)
         masters = torch.empty(stop - start)
-        codec.join_master(bits, low, self._packed_ties(each, before, before + count), count, masters)
+        join_master(bits, low, self._packed_ties(each, before, before + count), count, masters)
         return masters
 
     def is_edited(self, slot: int) -> bool:
@@ -321,9 +323,9 @@ class StateReader:
                 for each in self._slices[slot]
             ]
             bits = self._bits(slot, list(itertools.chain(*ranges)))
-            sums = ((codec.checksum(part.contiguous()), part.nbytes) for part in bits)
+            sums = ((checksum(part.contiguous()), part.nbytes) for part in bits)
             self.edited[slot] = any(
-                codec.join_checksums(itertools.islice(sums, len(those))) != each.segment.parameter_crc32c
+                join_checksums(itertools.islice(sums, len(those))) != each.segment.parameter_crc32c
                 for each, those in zip(self._slices[slot], ranges, strict=True)
             )
         return self.edited[slot]

@@ -18,8 +18,9 @@ import torch
 
 from swapper.checkpoint.reader import Checkpoint
 from swapper.errors import SwapError
-from swapper.io import codec
+from swapper.io.checksums import checksum, join_checksums
 from swapper.storage.malloc_trim import return_free_memory
+from swapper.tensors.dtypes import WORDS
 from swapper.tensors.strides import contiguous_stride
 
 __all__ = ["Read", "TensorStream", "model_stream"]
@@ -27,7 +28,6 @@ __all__ = ["Read", "TensorStream", "model_stream"]
 PIECE_BYTES = 4 << 20
 SLAB_BYTES = 16 << 20
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Read = Callable[[int, int], torch.Tensor]
 """Gives elements `start` to `stop`, 1-D."""
@@ -73,9 +73,9 @@ class TensorStream:
         for start in range(0, self.numel, step):
             piece = self.read(start, min(start + step, self.numel)).view(torch.uint8)
             if self.crc32c is not None:
-                parts.append((codec.checksum(piece), piece.numel()))
+                parts.append((checksum(piece), piece.numel()))
             yield piece
-        if self.crc32c is not None and codec.join_checksums(parts) != self.crc32c:
+        if self.crc32c is not None and join_checksums(parts) != self.crc32c:
             raise SwapError(f"{self.name} is damaged: it is not as it was saved; use another checkpoint")
 
     def contiguous(self) -> TensorStream:
@@ -125,7 +125,7 @@ class _Reordered:
     def __init__(self, read: Read, dtype: torch.dtype, sizes: Sequence[int], order: Sequence[int]) -> None:
         self._read = read
         self._dtype = dtype
-        self._words = _WORDS.get(dtype.itemsize, dtype)  # A copy of integers keeps all bits.
+        self._words = WORDS.get(dtype.itemsize, dtype)  # A copy of integers keeps all bits.
         self._sizes = list(sizes)
         self._order = list(order)
         self._wanted = [sizes[d] for d in order]

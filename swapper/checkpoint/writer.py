@@ -27,12 +27,13 @@ from swapper.checkpoint.index import INDEX, VALUES, Index, SavedFile, crc32c_of
 from swapper.checkpoint.values import encode
 from swapper.errors import SwapIOError, system_errors
 from swapper.files.whole_file import OutputFile
-from swapper.io import codec
+from swapper.io.checksums import join_checksums
 from swapper.io.handle import AsyncIOHandle
 from swapper.progress import progress_bar
 from swapper.storage.layout import Entry, plan_whole_tensors
 from swapper.storage.record_files import Pinned
 from swapper.storage.store import RecordKey, TensorStore
+from swapper.tensors.dtypes import NAMES
 
 __all__ = ["NewCheckpoint", "RecordFile"]
 
@@ -41,10 +42,6 @@ log = logging.getLogger(__name__)
 _PIECE_BYTES = 8 << 20
 _SMALL_BYTES = 1 << 20
 """A file of less is written by plain means: an engine and its buffers take longer to make."""
-_NAMES = codec.SAFETENSORS_NAMES | {
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
 
 
 class RecordFile(NamedTuple):
@@ -155,7 +152,7 @@ class NewCheckpoint:
                 for piece in _pieces(tensor):
                     parts.append((output.append(piece), piece.numel()))
                     done(piece.numel())
-                crcs[key] = codec.join_checksums(parts)
+                crcs[key] = join_checksums(parts)
             output.commit()
         self._add_file(RecordFile(name, length_bytes, output.checksum))
         return crcs
@@ -252,9 +249,9 @@ class NewCheckpoint:
 def _as_stored(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     """The dtype and shape that a safetensors file has for `tensor`."""
     shape = tuple(tensor.shape)
-    if tensor.dtype not in _NAMES:
+    if tensor.dtype not in NAMES:
         return "U8", (*shape, tensor.dtype.itemsize)
-    return _NAMES[tensor.dtype], (*shape, 2) if tensor.dtype.is_complex else shape
+    return NAMES[tensor.dtype], (*shape, 2) if tensor.dtype.is_complex else shape
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

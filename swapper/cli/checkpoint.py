@@ -21,7 +21,7 @@ from swapper.checkpoint.values import decode
 from swapper.cli.output import complain, make_console, print_json, print_table, printable
 from swapper.errors import SwapError, SwapIOError, show
 from swapper.progress import progress_bar
-from swapper.storage.layout import format_bytes
+from swapper.sizes import format_bytes
 
 __all__ = ["app"]
 
