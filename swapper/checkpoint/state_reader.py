@@ -22,7 +22,7 @@ from swapper.io.checksums import checksum, join_checksums
 from swapper.optimizer.master_codec import join_master
 from swapper.optimizer.segments import MASTER
 from swapper.tensors.dtypes import PLAIN_DTYPES, stored_dtype
-from swapper.tensors.strides import contiguous_stride, is_dense
+from swapper.tensors.strides import contiguous_stride, is_dense_stride
 
 __all__ = ["Bits", "StateReader", "check_groups", "same_order"]
 
@@ -128,7 +128,7 @@ class StateReader:
         if (
             not slices
             or saved.shape is None
-            or not _is_dense_stride(saved.shape, saved.stride)
+            or not is_dense_stride(saved.shape, saved.stride)
             or [each.segment.start for each in slices] != edges[:-1]
             or any(each.segment.numel < 0 for each in slices)
             or edges[-1] != math.prod(saved.shape)
@@ -144,7 +144,7 @@ class StateReader:
             return False
         for key in segment.present:
             shape = self._stored_shape(each, key, self._dtype(slot, key))
-            if segment.whole and not _is_dense_stride(shape, segment.strides.get(key, contiguous_stride(shape))):
+            if segment.whole and not is_dense_stride(shape, segment.strides.get(key, contiguous_stride(shape))):
                 return False
             if not segment.whole and shape != (segment.numel,):
                 return False
@@ -390,13 +390,3 @@ def _count_ties(low: torch.Tensor) -> int:
 def same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
     """Whether two strides, of dense tensors, put elements into the same order."""
     return len(one) == len(other) and all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)
-
-
-def _is_dense_stride(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether a tensor of so many elements in memory order can be looked at in this way."""
-    sizes = [max(1, size) for size in shape]
-    if len(shape) != len(stride) or any(
-        n > 1 and step > math.prod(sizes) for n, step in zip(sizes, stride, strict=True)
-    ):
-        return False
-    return is_dense(torch.empty_strided(tuple(shape), tuple(stride), device="meta"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-__all__ = ["contiguous_stride", "is_dense", "is_plain", "same_layout"]
+__all__ = ["contiguous_stride", "is_dense", "is_dense_stride", "is_plain", "same_layout"]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -15,11 +17,16 @@ def is_plain(tensor: torch.Tensor) -> bool:
 
 def is_dense(tensor: torch.Tensor) -> bool:
     """Whether the elements fill one block of memory, each place once, in whatever order of dimensions."""
+    return is_dense_stride(tensor.shape, tensor.stride())
+
+
+def is_dense_stride(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """As `is_dense`, of a tensor of this shape and stride, whose lengths may differ: then it is not dense."""
+    if len(shape) != len(stride):
+        return False
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected and 0 not in shape:
             return False
         expected *= size
     return True
