@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import os
 import secrets
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -149,7 +150,7 @@ def save(
         (new,) = owned
         index = _described(model, optimizers, extra, new)
         keep_last = _keep_last(optimizers) if prune else None
-        after = _After(new.directory, index.run, keep_last, _stores(model, optimizers))
+        after = _After(new.directory, index.run, keep_last, _adopter(model, optimizers))
         # In a handler of the program's end nobody waits for a thread any more.
         if new.has_copies_to_make and threading.main_thread().is_alive():
             del new  # It is the thread's.
@@ -248,11 +249,12 @@ def _keep_last(optimizers: Sequence[Optimizer]) -> int | None:
     return next((count for count in kept if count is not None), None)
 
 
-def _stores(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[TensorStore]:
-    """Where files of old checkpoints can be of use."""
+def _adopter(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[Path], bool]:
+    """Gives files of checkpoints that are removed to the stores of `model` and `optimizers`, which write them again."""
     swappers = [vars(model).get("swapper"), *(getattr(each, "swapper", None) for each in optimizers)]
-    stores = [getattr(swapper, "store", None) for swapper in swappers]
-    return list({id(store): store for store in stores if store is not None}.values())
+    found = [getattr(swapper, "store", None) for swapper in swappers]
+    stores: list[TensorStore] = list({id(store): store for store in found if store is not None}.values())
+    return lambda path: any(store.adopt(path) for store in stores)
 
 
 def _siblings(directory: Path, run: str) -> list[tuple[int, Path]]:
@@ -276,12 +278,12 @@ class _After:
     directory: Path
     run: str
     keep_last: int | None
-    stores: list[TensorStore]
+    adopt: Callable[[Path], bool]
 
     def tidy(self, replaced: Path | None) -> None:
         """Remove the checkpoint that was replaced, and those that are too many. Never raises for what cannot be."""
         if replaced is not None:
-            remove_checkpoint(replaced, self._adopt)
+            remove_checkpoint(replaced, self.adopt)
         try:
             too_many = _siblings(self.directory, self.run)[: -self.keep_last] if self.keep_last else []
         except SwapIOError as error:
@@ -293,10 +295,7 @@ class _After:
             except SwapError as error:
                 log.warning("an old checkpoint is left alone: %s", error)
                 continue
-            remove_checkpoint(path, self._adopt)
-
-    def _adopt(self, path: Path) -> bool:
-        return any(store.adopt(path) for store in self.stores)
+            remove_checkpoint(path, self.adopt)
 
 
 # --- Loading ---------------------------------------------------------------------------------------------------------
@@ -324,32 +323,10 @@ def load_checkpoint(directory: str | os.PathLike[str], model: torch.nn.Module, o
         SwapIOError: a file is missing or cannot be read.
     """
     model = _checked_model(model)
-    optimizers = _listed(optimizer)
-    directory = Path(os.path.abspath(directory))
-    remove_leftovers(directory.parent)
-    # What is loaded is to be used everywhere, also if this is called in inference mode.
-    with torch.inference_mode(False), Checkpoint(directory) as checkpoint:
-        found = differences(model, checkpoint)
-        if optimizer is not None:
-            found += optimizer_differences(model, optimizers, checkpoint)
-        _refuse(found, directory)
-        extra = decode(checkpoint.index.extra, "extra", checkpoint.small_tensor)
-        loads = [ready_to_load_state(each, checkpoint, number) for number, each in enumerate(optimizers)]
-        load_parameters = ready_to_load_model(model, checkpoint)
-        # From here on something is changed: until all of it is loaded no optimizer steps.
-        with contextlib.ExitStack() as half_loaded:
-            for each in optimizers:
-                half_loaded.enter_context(loading(each, list(model.parameters()), directory))
-            load_parameters()  # First: masters are decoded with the parameters' values.
-            for load in loads:
-                load()
-        _continue_training(model, checkpoint)
-    return extra
-
-
-def _continue_training(model: torch.nn.Module, checkpoint: Checkpoint) -> None:
-    """Let the next checkpoints of `model` belong to the training of `checkpoint`."""
-    _trainings[_known_by(model)] = _Training(checkpoint.index.run, checkpoint.index.sequence)
+    optimizers = None if optimizer is None else _listed(optimizer)
+    with contextlib.closing(OpenCheckpoint(directory)) as opened:
+        opened.load(model, optimizers)
+        return opened.extra
 
 
 def _known_by(model: torch.nn.Module) -> torch.nn.Module:
@@ -403,8 +380,7 @@ def remove(directory: str | os.PathLike[str], model: torch.nn.Module, optimizer:
     """
     path = Path(os.path.abspath(directory))
     check_replaceable(path)
-    stores = _stores(plain_model(model), _listed(optimizer))
-    remove_checkpoint(path, lambda file: any(store.adopt(file) for store in stores))
+    remove_checkpoint(path, _adopter(plain_model(model), _listed(optimizer)))
 
 
 class Several(torch.nn.Module):
@@ -426,8 +402,6 @@ class OpenCheckpoint:
     """A checkpoint whose parts are loaded one after another, where `load_checkpoint` would be too early or too late.
 
     Attributes:
-        extra: as it was given to `save_checkpoint`.
-        state_dict: the model's tensors by their names; each is read, and checked, whenever it is used.
         optimizers: how many it has.
 
     Raises:
@@ -438,14 +412,17 @@ class OpenCheckpoint:
         self.directory = Path(os.path.abspath(directory))
         remove_leftovers(self.directory.parent)
         self._checkpoint = Checkpoint(self.directory)
-        try:
-            index = self._checkpoint.index
-            self.extra = decode(index.extra, "extra", self._checkpoint.small_tensor)
-            self.state_dict = stored_state_dict(self._checkpoint)
-            self.optimizers = len(index.optimizers)
-        except BaseException:
-            self.close()
-            raise
+        self.optimizers = len(self._checkpoint.index.optimizers)
+
+    @functools.cached_property
+    def extra(self) -> Any:
+        """As it was given to `save_checkpoint`."""
+        return decode(self._checkpoint.index.extra, "extra", self._checkpoint.small_tensor)
+
+    @functools.cached_property
+    def state_dict(self) -> dict[str, Any]:
+        """The model's tensors by their names; each is read, and checked, whenever it is used."""
+        return stored_state_dict(self._checkpoint)
 
     def converts(self, model: torch.nn.Module) -> bool:
         """Whether tensors of `model` are of other dtypes than here, so that to load them is to convert them."""
@@ -453,25 +430,42 @@ class OpenCheckpoint:
         state = plain_model(model).state_dict()
         return any(name in here and getattr(value, "dtype", None) != here[name].dtype for name, value in state.items())
 
-    @torch.inference_mode(False)
     def load_model(self, model: torch.nn.Module) -> None:
         """As `load_checkpoint` without an optimizer."""
-        model = plain_model(model)
-        _refuse(differences(model, self._checkpoint), self.directory)
-        ready_to_load_model(model, self._checkpoint)()
-        _continue_training(model, self._checkpoint)
+        self.load(plain_model(model), None)
 
-    @torch.inference_mode(False)
     def load_optimizers(self, model: torch.nn.Module, optimizer: Optimizers) -> None:
         """As `load_checkpoint`, without the model, which was loaded before."""
-        optimizers = _listed(optimizer)
-        _refuse(optimizer_differences(plain_model(model), optimizers, self._checkpoint), self.directory)
-        loads = [ready_to_load_state(each, self._checkpoint, number) for number, each in enumerate(optimizers)]
+        self.load(plain_model(model), _listed(optimizer), model_too=False)
+
+    # What is loaded is to be used everywhere, also if this is called in inference mode.
+    @torch.inference_mode(False)
+    def load(self, model: torch.nn.Module, optimizers: Sequence[Optimizer] | None, *, model_too: bool = True) -> None:
+        """As `load_checkpoint`.
+
+        Args:
+            model: the user's own module.
+            optimizers: None leaves them alone.
+            model_too: False leaves the model alone.
+        """
+        checkpoint = self._checkpoint
+        found = differences(model, checkpoint) if model_too else []
+        if optimizers is not None:
+            found += optimizer_differences(model, optimizers, checkpoint)
+        _refuse(found, self.directory)
+        _ = self.extra  # Decoded now: what cannot be decoded is refused before anything is changed.
+        loads = [ready_to_load_state(each, checkpoint, number) for number, each in enumerate(optimizers or ())]
+        if model_too:  # First: masters are decoded with the parameters' values.
+            loads.insert(0, ready_to_load_model(model, checkpoint))
+        parameters = list(model.parameters()) if model_too else []
+        # From the first tensor that is changed to the last, and if that ends in the middle, no optimizer steps.
         with contextlib.ExitStack() as half_loaded:
-            for each in optimizers:
-                half_loaded.enter_context(loading(each, [], self.directory))
+            for each in optimizers or ():
+                half_loaded.enter_context(loading(each, parameters, self.directory))
             for load in loads:
                 load()
+        if model_too:  # Its next checkpoints belong to the same training.
+            _trainings[_known_by(model)] = _Training(checkpoint.index.run, checkpoint.index.sequence)
 
     def close(self) -> None:
         """Close its files. Idempotent."""
