@@ -22,7 +22,7 @@ from swapper.checkpoint.index import Index, SavedOptimizer, SavedParameter, made
 from swapper.checkpoint.saved_model import save_state_dict
 from swapper.checkpoint.state_writer import described_parameter, save_plain_state
 from swapper.checkpoint.writer import NewCheckpoint
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, header_bytes, read_directory
 from swapper.optimizer.segments import MASTER
 from swapper.progress import progress_bar
@@ -96,8 +96,7 @@ def import_checkpoint(
         raise SwapError(f"{os.fspath(file)} has a {type(found).__name__}, and no dictionary with a state dict")
     rest = dict(found)
     for key in drop:
-        if key not in rest:
-            raise SwapError(f"drop: {os.fspath(file)} has no {key!r}; it has {_listed(rest)}")
+        _item(rest, key, "drop", os.fspath(file))
         del rest[key]
     model_key, state_dict = _take_model(rest, model_key, os.fspath(file))
     optimizer_key, states = _take_optimizers(rest, optimizer_key, os.fspath(file))
@@ -109,11 +108,10 @@ def import_checkpoint(
         extra = rest["extra"]  # As `export_checkpoint` has it.
     new = NewCheckpoint(target)
     try:
-        index = _written(state_dict, states, kinds, extra, new, notes)
-    except BaseException:
+        index = _write(state_dict, states, kinds, extra, new, notes)
+        replaced = new.finish(index, refuse_unloadable)
+    finally:
         new.discard()
-        raise
-    replaced = new.finish(index, refuse_unloadable)
     if replaced is not None:
         remove_checkpoint(replaced)
     return Imported(target, model_key, optimizer_key, kinds, extra_keys, notes)
@@ -143,34 +141,33 @@ def _load(file: str | os.PathLike[str]) -> Any:
 
 
 def _check(path: str) -> None:
-    """Compare what a file has with its checksums, which torch does not do with a file that it maps.
+    """Compare a file with its checksums, which torch does not do with a file that it maps.
 
     What is no ZIP file is left to torch to refuse.
     """
-    try:
-        with open(path, "rb", buffering=0) as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            try:
-                entries = read_directory(lambda start, length: os.pread(file.fileno(), length, start), size_bytes)
-            except BadArchive:
-                return
-            with progress_bar("checking", size_bytes) as done:
-                for entry in entries:
-                    start = entry.offset_bytes
-                    start += header_bytes(os.pread(file.fileno(), LOCAL_HEADER_BYTES, start))
-                    crc = 0
-                    for at in range(start, start + entry.length_bytes, _PIECE_BYTES):
-                        piece = os.pread(file.fileno(), min(_PIECE_BYTES, start + entry.length_bytes - at), at)
-                        crc = zlib.crc32(piece, crc)
-                        done(len(piece))
-                    if entry.crc32 not in (None, crc):
-                        raise SwapError(f"{path} is damaged: its record {entry.name!r} does not match its checksum")
-    except BadArchive as error:
-        raise SwapError(f"{path} is damaged: {error}") from error
-    except OSError as error:
-        if isinstance(error, SwapError):
-            raise
-        raise SwapIOError(error.errno or errno.EIO, "read", path) from error
+    with system_errors("read", path), open(path, "rb", buffering=0) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+
+        def read(start: int, length: int) -> bytes:
+            return os.pread(file.fileno(), length, start)
+
+        try:
+            entries = read_directory(read, size_bytes)
+        except BadArchive:
+            return
+        with progress_bar("checking", size_bytes) as done:
+            for entry in entries:
+                try:
+                    start = entry.offset_bytes + header_bytes(read(entry.offset_bytes, LOCAL_HEADER_BYTES))
+                except BadArchive as error:
+                    raise SwapError(f"{path} is damaged: {error}") from error
+                crc = 0
+                for at in range(start, start + entry.length_bytes, _PIECE_BYTES):
+                    piece = read(at, min(_PIECE_BYTES, start + entry.length_bytes - at))
+                    crc = zlib.crc32(piece, crc)
+                    done(len(piece))
+                if entry.crc32 not in (None, crc):
+                    raise SwapError(f"{path} is damaged: its record {entry.name!r} does not match its checksum")
 
 
 def _unsafe_names(path: str) -> list[str]:
@@ -214,9 +211,7 @@ def _is_optimizer(value: object) -> bool:
 def _take_model(rest: dict[Any, Any], key: str | None, path: str) -> tuple[str | None, Mapping[str, Any]]:
     """Take the model's state dict out of `rest`. The key is None if that is it."""
     if key is not None:
-        if key not in rest:
-            raise SwapError(f"model_key: {path} has no {key!r}; it has {_listed(rest)}")
-        if not _is_state_dict(rest[key]):
+        if not _is_state_dict(_item(rest, key, "model_key", path)):
             raise SwapError(f"model_key: {key!r} of {path} is no state dict of a model")
         return key, rest.pop(key)
     candidates = [name for name in _MODEL_KEYS if name in rest and _is_state_dict(rest[name])]
@@ -239,21 +234,23 @@ def _take_model(rest: dict[Any, Any], key: str | None, path: str) -> tuple[str |
 def _take_optimizers(rest: dict[Any, Any], key: str | None, path: str) -> tuple[str | None, list[Mapping[str, Any]]]:
     """Take the optimizers' state dicts out of `rest`."""
     if key is not None:
-        if key not in rest:
-            raise SwapError(f"optimizer_key: {path} has no {key!r}; it has {_listed(rest)}")
-        if not (states := _optimizers_in(rest[key])):
+        found = {key: _optimizers_in(_item(rest, key, "optimizer_key", path))}
+        if not found[key]:
             raise SwapError(f"optimizer_key: {key!r} of {path} is no state dict of an optimizer, nor a list of them")
     else:
         found = {name: states for name in _OPTIMIZER_KEYS if (states := _optimizers_in(rest.get(name)))}
-        if len(found) > 1:
-            raise SwapError(
-                f"{path} has optimizers under {_listed(found)}; say which by optimizer_key (--optimizer-key)"
-            )
-        if not found:
-            return None, []
-        key, states = next(iter(found.items()))
-    del rest[key]
-    return key, states
+    if len(found) > 1:
+        raise SwapError(f"{path} has optimizers under {_listed(found)}; say which by optimizer_key (--optimizer-key)")
+    for name, states in found.items():
+        del rest[name]
+        return name, states
+    return None, []
+
+
+def _item(rest: Mapping[Any, Any], key: str, option: str, path: str) -> Any:
+    if key not in rest:
+        raise SwapError(f"{option}: {path} has no {key!r}; it has {_listed(rest)}")
+    return rest[key]
 
 
 def _optimizers_in(value: object) -> list[Mapping[str, Any]]:
@@ -321,7 +318,7 @@ def _fits(defaults: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
 # --- The checkpoint --------------------------------------------------------------------------------------------------
 
 
-def _written(
+def _write(
     state_dict: Mapping[str, Any],
     states: Sequence[Mapping[str, Any]],
     kinds: Sequence[str],
@@ -335,10 +332,9 @@ def _written(
     except SwapError as error:
         raise SwapError(f"{error}; or leave it out by drop (--drop) of its key in the file") from None
     model = _one_object_each(state_dict)
-    saved = [
-        _optimizer(state, kind, number, model, new, notes)
-        for number, (state, kind) in enumerate(zip(states, kinds, strict=True))
-    ]
+    saved = []
+    for number, (state, kind) in enumerate(zip(states, kinds, strict=True)):
+        saved.append(_optimizer(state, kind, number, model, new, notes))
     index = Index(
         **made_by(),
         run=secrets.token_hex(8),
