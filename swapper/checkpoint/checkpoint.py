@@ -240,11 +240,11 @@ def _say_what_is_not_saved(optimizers: Sequence[Optimizer], names: Mapping[int, 
             )
 
 
-# --- What is over ----------------------------------------------------------------------------------------------------
+# --- Old checkpoints -------------------------------------------------------------------------------------------------
 
 
 def _keep_last(optimizers: Sequence[Optimizer]) -> int | None:
-    """How many checkpoints are kept, as the first optimizer's config says."""
+    """The number of checkpoints to keep, from the config of the first optimizer that says it."""
     kept = (getattr(getattr(each, "swapper", None), "keep_last", None) for each in optimizers)
     return next((count for count in kept if count is not None), None)
 
@@ -368,7 +368,7 @@ def _listed(optimizer: Optimizers) -> list[Optimizer]:
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a directory that `save_checkpoint` made."""
+    """True if `path` is a directory that `save_checkpoint` made."""
     return os.path.isdir(path) and glance(Path(path)) is not None
 
 
@@ -425,7 +425,7 @@ class OpenCheckpoint:
         return stored_state_dict(self._checkpoint)
 
     def converts(self, model: torch.nn.Module) -> bool:
-        """Whether tensors of `model` are of other dtypes than here, so that to load them is to convert them."""
+        """True if tensors of `model` have other dtypes than here, so that loading converts them."""
         here = self.state_dict
         state = plain_model(model).state_dict()
         return any(name in here and getattr(value, "dtype", None) != here[name].dtype for name, value in state.items())

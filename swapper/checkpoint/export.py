@@ -56,12 +56,12 @@ _OURS = re.compile(
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export_checkpoint` has written.
+    """The result of `export_checkpoint`.
 
     Attributes:
         path: of the file or directory.
         length_bytes: of all its files.
-        notes: what whoever loads it should know, each a sentence.
+        notes: sentences for whoever loads it.
     """
 
     path: Path
@@ -197,14 +197,14 @@ class _Export:
         return found
 
     def extra(self, *names: str) -> Any:
-        """What the user added; of what Lightning did only `names`, if there are any."""
+        """The `extra` of the checkpoint, decoded; of one that Lightning made only `names`, if any are given."""
         data = self.index.extra
         if names and is_lightnings(data):
             data = {name: data[name] for name in names if name in data}
         return decode(data, "extra", self.checkpoint.small_tensor)
 
     def pieces(self, stream: TensorStream) -> Iterator[torch.Tensor]:
-        """Those of `stream`, counted."""
+        """The pieces of `stream`, counted by `done`."""
         for piece in stream.pieces():
             yield piece
             self.done(piece.numel())
@@ -328,7 +328,7 @@ class _Writer(SwapStorageWriter):
         self._job = job
 
     def prepared(self, tensor: torch.Tensor) -> Prepared:
-        """What is written of a tensor."""
+        """See `SwapStorageWriter`."""
         return _Streamed(tensor, self._job)
 
 

@@ -41,14 +41,14 @@ _ADDED_OPTIONS = {
 
 @dataclass(frozen=True)
 class Imported:
-    """What `import_checkpoint` has made.
+    """The result of `import_checkpoint`.
 
     Attributes:
         path: the checkpoint.
         model_key, optimizer_key: where in the file state dicts were; None if it is a state dict, or there are none.
         optimizers: the class of each.
-        extra_keys: what of the file became `extra`.
-        notes: what was found out, each a sentence.
+        extra_keys: keys of the file that became `extra`.
+        notes: sentences about what was guessed.
     """
 
     path: Path
@@ -190,7 +190,7 @@ def _listed(keys: Iterable[object]) -> str:
 
 
 def _is_state_dict(value: object) -> bool:
-    """Whether it may be a model's: names, and at least one tensor."""
+    """True if it may be a model's: names, and at least one tensor."""
     return (
         isinstance(value, Mapping)
         and all(isinstance(key, str) for key in value)
@@ -241,10 +241,11 @@ def _take_optimizers(rest: dict[Any, Any], key: str | None, path: str) -> tuple[
         found = {name: states for name in _OPTIMIZER_KEYS if (states := _optimizers_in(rest.get(name)))}
     if len(found) > 1:
         raise SwapError(f"{path} has optimizers under {_listed(found)}; say which by optimizer_key (--optimizer-key)")
-    for name, states in found.items():
-        del rest[name]
-        return name, states
-    return None, []
+    if not found:
+        return None, []
+    ((key, states),) = found.items()
+    del rest[key]
+    return key, states
 
 
 def _item(rest: Mapping[Any, Any], key: str, option: str, path: str) -> Any:
@@ -371,36 +372,36 @@ def _optimizer(
 ) -> tuple[SavedOptimizer, int | None]:
     what = f"optimizer {number}"
     groups = state["param_groups"]
-    places = [each for group in groups for each in group["params"]]
-    if len(set(places)) < len(places) or state["state"].keys() - set(places):
+    slots = [each for group in groups for each in group["params"]]
+    if len(set(slots)) < len(slots) or state["state"].keys() - set(slots):
         raise SwapError(f"{what}: its state and the parameters of its groups do not fit together")
-    by_name = bool(places) and all(isinstance(each, str) for each in places)
-    names = _names(groups, places, by_name)
+    by_name = bool(slots) and all(isinstance(each, str) for each in slots)
+    names = _names(groups, slots, by_name)
     known = [model.get(name) for name in names]
     if any(names) and (lost := [name for name, value in zip(names, known, strict=True) if value is None]):
         raise SwapError(f"{what}: the model's state dict has no {lost[0]}, which is a parameter of it")
     if not any(names):
         notes.append(f"{what}: the file does not name the parameters; they are taken to be in your optimizer's order")
-    entries = [state["state"].get(each) or {} for each in places]
+    entries = [state["state"].get(each) or {} for each in slots]
     described = [
-        _described(name, value, entry, f"{what}, parameter {name or place}", kind)
-        for place, (name, value, entry) in enumerate(zip(names, known, entries, strict=True))
+        _described(name, value, entry, f"{what}, parameter {name or slot}", kind)
+        for slot, (name, value, entry) in enumerate(zip(names, known, entries, strict=True))
     ]
     rounded_to = _rounded_to(model, known, entries, what)
     return save_plain_state(kind, groups, described, entries, number, new, rounded_to)
 
 
-def _names(groups: Sequence[Mapping[str, Any]], places: Sequence[Any], by_name: bool) -> list[str]:
+def _names(groups: Sequence[Mapping[str, Any]], slots: Sequence[Any], by_name: bool) -> list[str]:
     """Of the parameters in order; "" where they are not known."""
     if by_name:
-        return list(places)
+        return list(slots)
     if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
         return [str(name) for group in groups for name in group.get("param_names") or ()]
-    return [""] * len(places)
+    return [""] * len(slots)
 
 
 def _described(name: str, value: object, entry: Mapping[str, Any], what: str, kind: str) -> SavedParameter:
-    """What is known of a parameter: by its name, else by the shapes of its state."""
+    """Describe a parameter: by its name, else by the shapes of its state."""
     if isinstance(value, torch.Tensor):
         stride = value.stride() if is_dense(value) else contiguous_stride(value.shape)
         return described_parameter(name, value.shape, stride, value.dtype)

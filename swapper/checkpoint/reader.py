@@ -59,10 +59,10 @@ class Checkpoint:
             self.index = Index.model_validate_json(data)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(str(part) for part in first["loc"])
+            entry = ".".join(str(part) for part in first["loc"])
             raise SwapError(
                 f"{path} is not the index of a checkpoint that this version of swapper can read: "
-                f"{place + ': ' if place else ''}{first['msg']}"
+                f"{entry + ': ' if entry else ''}{first['msg']}"
             ) from None
         self._tables: dict[str, dict[str, StoredTensor]] = {}
         self._verified: set[str] = set()
@@ -106,7 +106,7 @@ class Checkpoint:
             )
 
     def file(self, name: str) -> SavedFile:
-        """What the index says of a file.
+        """The length and checksum of a file, from the index.
 
         Raises:
             SwapError: there is none of that name.

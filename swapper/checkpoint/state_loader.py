@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from swapper.checkpoint.index import SavedBucket, SavedHole, SavedOptimizer, SavedParameter, SavedSegment, dtype_name
 from swapper.checkpoint.reader import Checkpoint
-from swapper.checkpoint.state_reader import StateReader, check_groups, same_order
+from swapper.checkpoint.state_reader import StateReader, check_groups
 from swapper.checkpoint.state_writer import kind_of, memory_stride, names_of_parameters, swapper_of
 from swapper.checkpoint.streams import TensorStream
 from swapper.errors import ConfigError, SwapError
@@ -29,7 +29,7 @@ from swapper.optimizer.plan import parameters_of
 from swapper.optimizer.segments import MASTER, Bucket, Segment
 from swapper.optimizer.state_dicts import StateRecords, as_plain_state
 from swapper.storage.buffers import Lease
-from swapper.tensors.strides import contiguous_stride, is_dense
+from swapper.tensors.strides import contiguous_stride, is_dense, same_order
 
 __all__ = ["loading", "optimizer_differences", "ready_to_load_state"]
 
@@ -298,7 +298,7 @@ def _known(saved: SavedParameter) -> _Known:
 
 
 def _agree(one: _Known, other: _Known) -> bool:
-    """Whether `one` is what a checkpoint knows of it."""
+    """True if nothing that the checkpoint knows contradicts `one`."""
     if other[2]:
         return one == other
     return other[0] in ("", one[0]) and other[1] in (None, one[1])

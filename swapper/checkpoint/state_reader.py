@@ -24,7 +24,7 @@ from swapper.optimizer.segments import MASTER
 from swapper.tensors.dtypes import PLAIN_DTYPES, stored_dtype
 from swapper.tensors.strides import contiguous_stride, is_dense_stride
 
-__all__ = ["Bits", "StateReader", "check_groups", "same_order"]
+__all__ = ["Bits", "StateReader", "check_groups"]
 
 MASTERS_NUMEL = 1 << 20
 """Masters are decoded so many at a time."""
@@ -196,7 +196,7 @@ class StateReader:
         return found
 
     def has_state(self, slot: int) -> bool:
-        """Whether there is state of a parameter."""
+        """True if the checkpoint has state of the parameter."""
         return bool(self.saved.parameters[slot].keys) or slot in self.with_master
 
     def small(self, slot: int) -> dict[str, Any]:
@@ -316,7 +316,7 @@ class StateReader:
         return masters
 
     def is_edited(self, slot: int) -> bool:
-        """Whether the parameter is not what its masters were rounded to. See [Note: edited parameters]."""
+        """True if the parameter differs from its rounded masters. See [Note: edited parameters] of `segments`."""
         if slot not in self.edited:
             ranges = [
                 [(at, min(at + MASTERS_NUMEL, each.segment.stop)) for at in _starts(each.segment)]
@@ -331,7 +331,7 @@ class StateReader:
         return self.edited[slot]
 
     def _ties_before(self, each: _SavedSlice, position: int) -> int:
-        """How many ties there are in the first elements of a slice; `position` is a multiple of `MASTERS_NUMEL`."""
+        """The number of ties in the first `position` elements of a slice, a multiple of `MASTERS_NUMEL`."""
         if self._ties is None or self._ties[0] is not each:
             self._ties = each, {0: 0}
         known = self._ties[1]
@@ -385,8 +385,3 @@ def _starts(segment: SavedSegment) -> range:
 
 def _count_ties(low: torch.Tensor) -> int:
     return int((low == -0x8000).sum())
-
-
-def same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Whether two strides, of dense tensors, put elements into the same order."""
-    return len(one) == len(other) and all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)

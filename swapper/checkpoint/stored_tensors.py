@@ -29,7 +29,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """What is stored of a tensor: contiguous, on the CPU; it shares memory where it can."""
+    """The form in which a tensor is stored: contiguous, on the CPU; it shares memory where it can."""
     words = _words(tensor.resolve_conj().resolve_neg()).contiguous().cpu()
     dtype, shape = stored_as(tensor.dtype, tensor.shape)
     return words.reshape(-1).view(dtype).reshape(shape)

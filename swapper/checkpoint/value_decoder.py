@@ -29,7 +29,7 @@ __all__ = [
 ]
 
 DEPTH_MAX = 100
-"""How many containers may be in one another."""
+"""Depth to which containers may be nested."""
 
 _DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 FACTORIES: dict[str, Callable[[], Any]] = {f.__name__: f for f in (bool, dict, float, int, list, set, str, tuple)}

@@ -277,7 +277,7 @@ def _float(number: float) -> Any:
 
 
 def _is_unicode(text: str) -> bool:
-    """Whether it has no surrogates: JSON would join two that are neighbours."""
+    """True if it has no surrogates: JSON would join two that are neighbours."""
     return text.isascii() or not re.search("[\ud800-\udfff]", text)
 
 
@@ -319,7 +319,7 @@ def _name_of(kind: type) -> str:
 
 
 def _advice_on_tensor(tensor: torch.Tensor) -> str:
-    """What to do about a tensor that cannot be saved; "" if it can."""
+    """Advice about a tensor that cannot be saved; "" if it can."""
     if type(tensor) is not torch.Tensor:
         return "make it a plain tensor first"
     if tensor.is_nested:
@@ -336,7 +336,7 @@ _PLAIN = (dict, list, tuple, set, frozenset, deque, str, bytes, bytearray, int, 
 
 
 def _advice_on(value: object) -> str:
-    """What to do about a value that cannot be saved."""
+    """Advice about a value that cannot be saved."""
     kind = type(value)
     if isinstance(value, _CODE):
         return "it is code: leave it out, or save its name as a string and look it up after loading"

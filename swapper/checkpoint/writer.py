@@ -83,7 +83,7 @@ class NewCheckpoint:
 
     @property
     def has_copies_to_make(self) -> bool:
-        """Whether `finish` has records to copy, which takes long."""
+        """True if `finish` copies records, which takes long."""
         return bool(self._copies)
 
     def encode(self, value: object, what: str, prefix: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["contiguous_stride", "is_dense", "is_dense_stride", "is_plain", "same_layout"]
+__all__ = ["contiguous_stride", "is_dense", "is_dense_stride", "is_plain", "same_layout", "same_order"]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -33,9 +33,13 @@ def is_dense_stride(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether elements of two tensors of one shape lie in the same order. Strides of dimensions of one say nothing."""
-    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return all(stride_a == stride_b for size, stride_a, stride_b in strides if size > 1)
+    """Whether elements of two tensors of one shape lie in the same order."""
+    return same_order(a.shape, a.stride(), b.stride())
+
+
+def same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """As `same_layout`, of tensors with these strides. Strides of dimensions of one say nothing."""
+    return len(one) == len(other) and all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
