@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint.directories import check_replaceable, remove_checkpoint, remove_leftovers
+from swapper.checkpoint.directories import check_replaceable, remove_checkpoint, remove_leftovers, remove_replaced
 from swapper.checkpoint.index import Index, glance, made_by
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.saved_model import (
@@ -40,7 +40,7 @@ from swapper.checkpoint.state_writer import names_of_parameters, save_state
 from swapper.checkpoint.values import decode
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError, show
-from swapper.files.fastsave import SaveHandle
+from swapper.files.saving import SaveHandle
 from swapper.storage.store import TensorStore
 
 __all__ = [
@@ -156,7 +156,7 @@ def save(
             del new  # It is the thread's.
             return _finish_in_background(owned, index, after)
         after.tidy(new.finish(index, refuse_unloadable))
-        return SaveHandle.finished(str(new.directory))
+        return SaveHandle(str(new.directory), None)
 
 
 def refuse_unloadable(written: Path) -> None:
@@ -283,7 +283,7 @@ class _After:
     def tidy(self, replaced: Path | None) -> None:
         """Remove the checkpoint that was replaced, and those that are too many. Never raises for what cannot be."""
         if replaced is not None:
-            remove_checkpoint(replaced, self.adopt)
+            remove_replaced(replaced, self.adopt)
         try:
             too_many = _siblings(self.directory, self.run)[: -self.keep_last] if self.keep_last else []
         except SwapIOError as error:

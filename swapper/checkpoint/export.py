@@ -19,7 +19,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from swapper.checkpoint.directories import NewDirectory, remove_leftovers, remove_replaced
+from swapper.checkpoint.directories import remove_leftovers
 from swapper.checkpoint.plain_import import Imported, import_checkpoint
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.saved_model import model_values
@@ -27,14 +27,13 @@ from swapper.checkpoint.state_reader import StateReader
 from swapper.checkpoint.streams import TensorStream, model_stream
 from swapper.checkpoint.values import decode, encode
 from swapper.errors import SwapError, SwapIOError, system_errors
-from swapper.files import archive
-from swapper.files.archive import Record
 from swapper.files.dcp import SwapStorageWriter
 from swapper.files.fastsave import Prepared
 from swapper.files.whole_file import OutputFile
 from swapper.optimizer.segments import MASTER
 from swapper.progress import progress_bar
 from swapper.sizes import SMALL_BYTES
+from swapper.storage.atomic import NewDirectory, remove_tree
 from swapper.tensors.dtypes import DTYPES
 from swapper.tensors.strides import contiguous_stride
 from swapper.tensors.tensor_refs import OPTIMIZER_STATES, is_lightnings, resolve, without_model
@@ -116,13 +115,11 @@ def export_checkpoint(
         if to in _FILES:
             _FILES[to](job, target)
         else:
-            new = NewDirectory(target)
-            stack.callback(new.close)
-            with system_errors("write", target):
+            with system_errors("write", target), NewDirectory(target) as new:
                 (_to_safetensors if to == "safetensors" else _to_dcp)(job, new.path)
-                replaced = new.publish(lambda: None)
+                replaced = new.publish()
             if replaced is not None:
-                remove_replaced(replaced)
+                remove_tree(replaced)
     files = [target] if to in _FILES else list(target.iterdir())
     notes = list(job.notes)
     if to in _FILES and (needs := torch.serialization.get_unsafe_globals_in_checkpoint(target)):
@@ -275,18 +272,11 @@ class _Streamed(Prepared):
         super().__init__(obj)
         self._job = job
 
-    def _write_record(self, output: OutputFile, record: Record, header: bytes, content: Any) -> int:
-        stream = None
-        if isinstance(content, torch.UntypedStorage) and content.nbytes():
-            stream = self._job.streams.get(content.data_ptr())
-        if stream is None:
-            return super()._write_record(output, record, header, content)
-        output.append(header)
-        crc = 0
-        for piece in self._job.pieces(stream):
-            crc = output.append(piece, crc)
-        output.append(archive.descriptor(record, crc))
-        return crc
+    def pieces(self, content: Any) -> Iterator[Any]:
+        """As of `Prepared`; of a tensor that stands for a stream those of the stream."""
+        is_storage = isinstance(content, torch.UntypedStorage) and content.nbytes()
+        stream = self._job.streams.get(content.data_ptr()) if is_storage else None
+        return super().pieces(content) if stream is None else self._job.pieces(stream)
 
 
 def _to_torch(job: _Export, target: Path) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.checkpoint.checkpoint import refuse_unloadable
-from swapper.checkpoint.directories import remove_checkpoint
+from swapper.checkpoint.directories import remove_replaced
 from swapper.checkpoint.index import Index, SavedOptimizer, SavedParameter, made_by
 from swapper.checkpoint.saved_model import save_state_dict
 from swapper.checkpoint.state_writer import described_parameter, save_plain_state
@@ -113,7 +113,7 @@ def import_checkpoint(
     finally:
         new.discard()
     if replaced is not None:
-        remove_checkpoint(replaced)
+        remove_replaced(replaced)
     return Imported(target, model_key, optimizer_key, kinds, extra_keys, notes)
 
 

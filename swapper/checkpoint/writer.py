@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from swapper.checkpoint.directories import NewDirectory, check_replaceable, remove_leftovers, sync_path
+from swapper.checkpoint.directories import check_replaceable, remove_leftovers
 from swapper.checkpoint.index import INDEX, VALUES, Index, SavedFile, crc32c_of
 from swapper.checkpoint.values import encode
 from swapper.errors import SwapIOError, system_errors
@@ -30,6 +30,7 @@ from swapper.files.whole_file import OutputFile
 from swapper.io.checksums import join_checksums
 from swapper.io.handle import AsyncIOHandle
 from swapper.progress import progress_bar
+from swapper.storage.atomic import NewDirectory, sync_path
 from swapper.storage.layout import Entry, plan_whole_tensors
 from swapper.storage.record_files import Pinned
 from swapper.storage.store import RecordKey, TensorStore

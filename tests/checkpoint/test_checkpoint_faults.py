@@ -18,9 +18,10 @@ import pytest
 from checkpoints import SmallTraining, whole
 from interrupts import interrupted_at
 
-from swapper.checkpoint import directories, index
+from swapper.checkpoint import index
 from swapper.errors import SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, File
+from swapper.storage import atomic
 
 pytestmark = pytest.mark.timeout(40)
 
@@ -38,7 +39,7 @@ class CallFails:
             self._let_fail(patch, os, name)
         self._let_fail(patch, fcntl, "flock")
         self._let_fail(patch, io, "open")
-        self._let_fail(patch, directories, "exchange")
+        self._let_fail(patch, atomic, "exchange")
         self._let_fail(patch, index, "open", open)
         self._let_fail(patch, AsyncIOHandle, "__init__", error=SwapIOError(errno.EAGAIN, "set up", "engine"))
         self._let_fail(patch, AsyncIOHandle, "open", error=SwapIOError(errno.EMFILE, "open", "a file"))
@@ -135,6 +136,7 @@ EVERY = {
     "checkpoint/checkpoint.py": 11,
     "checkpoint/writer.py": 97,
     "checkpoint/directories.py": 97,
+    "storage/atomic.py": 97,
     "checkpoint/saved_model.py": 201,
     "checkpoint/state_writer.py": 201,
     "storage/store.py": 151,
