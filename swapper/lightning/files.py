@@ -14,6 +14,7 @@ from swapper.checkpoint.directories import check_replaceable, remove_replaced
 from swapper.errors import SwapError, system_errors
 from swapper.files.fastsave import load, save
 from swapper.files.saving import PendingSave
+from swapper.storage.atomic import put_in_place, temporary_path
 from swapper.tensors.evicted_views import EvictedView
 from swapper.tensors.tensor_refs import replaced
 
