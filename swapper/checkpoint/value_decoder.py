@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import enum
 import math
 import re
@@ -140,7 +139,12 @@ class Decoder(Walk):
             raise self.error(f"is malformed: {show(tag)} is not its only key")
         if tag not in self.readers:
             raise self.error(f"is of a kind that this version of swapper does not know: {show(tag)}")
-        return self.readers[tag](self, data[tag])
+        try:
+            return self.readers[tag](self, data[tag])
+        except RecursionError:
+            raise
+        except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+            raise self.error(f"is malformed: {error}") from error
 
     def _require(self, fine: bool, data: object) -> None:
         if not fine:
@@ -161,10 +165,7 @@ class Decoder(Walk):
 
     def _set(self, make: type, data: Any) -> Any:
         elements = self._list(data, "[element {}]")
-        try:
-            result = make(elements)
-        except TypeError as error:
-            raise self.error(f"is malformed: {error}") from error
+        result = make(elements)
         if len(result) != len(elements):
             raise self.error("is malformed: two elements are equal")
         return result
@@ -180,11 +181,7 @@ class Decoder(Walk):
         else:
             raise self._malformed(data)
         for key, value in pairs:
-            try:
-                known = key in into
-            except TypeError as error:
-                raise self.error(f"is malformed: {error}") from error
-            if known:
+            if key in into:
                 raise self.error(f"is malformed: it has the key {show(key)} twice")
             into[key] = self.within(("[{}]", key), self.value, value)
         return into
@@ -226,16 +223,11 @@ class Decoder(Walk):
         return complex(*parts)
 
     def _bytes(self, data: Any) -> bytes:
-        if type(data) is str and data.isascii():
-            with suppress(binascii.Error):
-                return base64.b64decode(data, validate=True)
-        raise self._malformed(data)
+        self._require(type(data) is str and data.isascii(), data)
+        return base64.b64decode(data, validate=True)
 
     def _str(self, data: Any) -> str:
-        try:
-            return self._bytes(data).decode("utf-8", "surrogatepass")
-        except UnicodeDecodeError as error:
-            raise self._malformed(data) from error
+        return self._bytes(data).decode("utf-8", "surrogatepass")
 
     def _dtype(self, data: Any) -> torch.dtype:
         if type(data) is not str or data not in _DTYPES:
@@ -243,10 +235,8 @@ class Decoder(Walk):
         return _DTYPES[data]
 
     def _device(self, data: Any) -> torch.device:
-        if type(data) is str:
-            with suppress(RuntimeError):
-                return torch.device(data)
-        raise self._malformed(data)
+        self._require(type(data) is str, data)
+        return torch.device(data)
 
     def _path(self, kind: Callable[[str], Any], data: Any) -> Any:
         text = self.value(data)
@@ -297,11 +287,8 @@ class Decoder(Walk):
         dtype, shape = self._dtype(dtype_name), self._sizes(shape)
         self._require(stride is None or is_dense_stride(shape, self._sizes(stride)), data)
         stored = self._stored(name, *stored_as(dtype, shape))
-        try:
-            tensor = from_stored(stored, dtype, shape)
-            return tensor if stride is None else with_stride(tensor, stride)
-        except RuntimeError as error:
-            raise self.error(f"is malformed: {error}") from error
+        tensor = from_stored(stored, dtype, shape)
+        return tensor if stride is None else with_stride(tensor, stride)
 
     def _array(self, data: Any) -> Any:
         name, dtype, shape, order = self._fields(data, "name dtype shape order")
@@ -309,17 +296,13 @@ class Decoder(Walk):
         self._require(order in ("C", "F"), data)
         numpy = self._numpy()
         element = self._numpy_dtype(dtype, numpy)
-        try:
-            if dtype in NUMPY_TO_TORCH:
-                kind = _DTYPES[NUMPY_TO_TORCH[dtype]]
-                values = from_stored(self._stored(name, *stored_as(kind, shape)), kind, shape).numpy()
-            else:
-                length_bytes = math.prod(shape) * element.itemsize
-                stored = self._stored(name, torch.uint8, (length_bytes,))
-                values = numpy.ndarray(shape, element, aligned(stored, 16).numpy())
-            return numpy.asfortranarray(values) if order == "F" else values
-        except (RuntimeError, ValueError, TypeError) as error:
-            raise self.error(f"is malformed: {error}") from error
+        if dtype in NUMPY_TO_TORCH:
+            kind = _DTYPES[NUMPY_TO_TORCH[dtype]]
+            values = from_stored(self._stored(name, *stored_as(kind, shape)), kind, shape).numpy()
+        else:
+            stored = self._stored(name, torch.uint8, (math.prod(shape) * element.itemsize,))
+            values = numpy.ndarray(shape, element, aligned(stored, 16).numpy())
+        return numpy.asfortranarray(values) if order == "F" else values
 
     def _scalar(self, data: Any) -> Any:
         dtype, value = self._fields(data, "dtype value")
@@ -332,11 +315,8 @@ class Decoder(Walk):
         if type(value) is bytes and len(value) == element.itemsize > 0:
             return numpy.frombuffer(value, element)[0]
         self._require(type(value) is {"b": bool, "i": int, "u": int, "f": float}.get(element.kind), data)
-        try:
-            with numpy.errstate(all="ignore"):
-                scalar = numpy.array(value, element)[()]
-        except OverflowError as error:
-            raise self._malformed(data) from error
+        with numpy.errstate(all="ignore"):
+            scalar = numpy.array(value, element)[()]
         self._require(scalar.item() == value or value != value, data)
         return scalar
 
