@@ -1,8 +1,7 @@
 """`save_checkpoint` and `load_checkpoint`: all of a training in one directory, without copying what is on disk already.
 
 [Note: one at a time] Two saves at once could publish out of order, and prune what the other counts on. So a process
-makes one after the other: the next waits for one that still goes on in the background. What is being written belongs to
-whoever takes it out of a list of one: the thread in the background, or the caller whom Ctrl-C strikes before that.
+makes one after the other: the next waits for one that still goes on in the background.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ from swapper.checkpoint.values import decode
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError, show
 from swapper.files.saving import SaveHandle
+from swapper.interrupts import interrupts_deferred
 from swapper.storage.store import TensorStore
 
 __all__ = [
@@ -145,18 +145,35 @@ def save(
     with _saving, contextlib.ExitStack() as undo:
         if _background is not None:
             _background.wait()
-        owned = [NewCheckpoint(directory, over_files=over_files)]
-        undo.callback(_discard, owned)
-        (new,) = owned
+        new = NewCheckpoint(directory, over_files=over_files)
+        undo.callback(new.discard)
         index = _described(model, optimizers, extra, new)
         keep_last = _keep_last(optimizers) if prune else None
         after = _After(new.directory, index.run, keep_last, _adopter(model, optimizers))
         # In a handler of the program's end nobody waits for a thread any more.
         if new.has_copies_to_make and threading.main_thread().is_alive():
-            del new  # It is the thread's.
-            return _finish_in_background(owned, index, after)
+            return _finish_in_background(new, index, after, undo)
         after.tidy(new.finish(index, refuse_unloadable))
         return SaveHandle(str(new.directory), None)
+
+
+def _finish_in_background(new: NewCheckpoint, index: Index, after: _After, undo: contextlib.ExitStack) -> SaveHandle:
+    """Hand `new`, which `undo` discards, to a thread that writes the rest of it."""
+    global _background
+    over = threading.Event()
+
+    def finish() -> None:
+        try:
+            after.tidy(new.finish(index, refuse_unloadable))
+        finally:
+            over.set()
+
+    # The thread has it as soon as it runs: this must not discard it then, and the next save must wait.
+    with interrupts_deferred():
+        handle = SaveHandle(str(after.directory), finish)
+        _background = over
+        undo.pop_all()
+    return handle
 
 
 def refuse_unloadable(written: Path) -> None:
@@ -177,31 +194,6 @@ def refuse_unloadable(written: Path) -> None:
             f"the checkpoint was not saved, because it could not be loaded again: {error}. Nothing was replaced; this "
             "is a defect of swapper, so please report it"
         ) from error
-
-
-def _discard(owned: list[NewCheckpoint]) -> None:
-    with contextlib.suppress(IndexError):
-        owned.pop().discard()
-
-
-def _finish_in_background(owned: list[NewCheckpoint], index: Index, after: _After) -> SaveHandle:
-    """Let a thread take the only item of `owned`, and write the rest of it."""
-    begun = threading.Event()
-
-    def finish() -> None:
-        global _background
-        _background = over = threading.Event()
-        try:
-            with contextlib.suppress(IndexError):
-                new = owned.pop()
-                begun.set()
-                after.tidy(new.finish(index, refuse_unloadable))
-        finally:
-            over.set()
-
-    handle = SaveHandle(str(after.directory), finish)
-    begun.wait()
-    return handle
 
 
 def _described(model: torch.nn.Module, optimizers: Sequence[Optimizer], extra: object, new: NewCheckpoint) -> Index:
