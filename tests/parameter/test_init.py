@@ -536,7 +536,7 @@ def test_a_drive_that_fails_while_parameters_are_put_away(
 
 
 def test_too_little_space_is_said_with_the_sum(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from swapper.storage.runs import FileSystem
+    from swapper.storage.mounts import FileSystem
     from swapper.storage.store import TensorStore
 
     full = lambda self: [FileSystem(tuple(range(len(self.directories))), 20_000)]  # noqa: E731
