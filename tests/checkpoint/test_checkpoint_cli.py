@@ -25,8 +25,7 @@ from training import MORE, OPTIMIZERS
 from twins import bits
 
 import swapper
-from swapper.checkpoint import export
-from swapper.checkpoint import streams as checkpoint_streams
+from swapper.checkpoint import export, state_reader, streams
 from swapper.checkpoint.export import export_checkpoint, import_checkpoint
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.streams import TensorStream
@@ -39,9 +38,9 @@ ALL_OPTIMIZERS = {**OPTIMIZERS, **MORE}
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that the tensors of a test have many."""
-    monkeypatch.setattr(checkpoint_streams, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(checkpoint_streams, "SLAB_BYTES", 10_000)
-    monkeypatch.setattr(checkpoint_streams, "_MASTERS_NUMEL", 1000)
+    monkeypatch.setattr(streams, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(streams, "SLAB_BYTES", 10_000)
+    monkeypatch.setattr(state_reader, "MASTERS_NUMEL", 1000)
 
 
 def saved(path: Path, way: str = "nvme", optimizer: str = "AdamW", steps: int = 3, **how: Any) -> tuple[Training, Path]:

@@ -19,9 +19,10 @@ from checkpoints import SmallTraining, whole
 from interrupts import interrupted_at
 from sampling import ALL, places
 
-from swapper.checkpoint import writer as checkpoint_files
+from swapper.checkpoint import index
 from swapper.errors import SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, File
+from swapper.storage import atomic
 
 pytestmark = pytest.mark.timeout(40)
 
@@ -39,8 +40,8 @@ class CallFails:
             self._let_fail(patch, os, name)
         self._let_fail(patch, fcntl, "flock")
         self._let_fail(patch, io, "open")
-        self._let_fail(patch, checkpoint_files, "exchange")
-        self._let_fail(patch, checkpoint_files, "open", open)
+        self._let_fail(patch, atomic, "exchange")
+        self._let_fail(patch, index, "open", open)
         self._let_fail(patch, AsyncIOHandle, "__init__", error=SwapIOError(errno.EAGAIN, "set up", "engine"))
         self._let_fail(patch, AsyncIOHandle, "open", error=SwapIOError(errno.EMFILE, "open", "a file"))
         self._let_fail(patch, File, "truncate", error=SwapIOError(errno.EIO, "truncate", "a file"))
@@ -137,6 +138,7 @@ EVERY = {
     "checkpoint/checkpoint.py": 11,
     "checkpoint/writer.py": 97,
     "checkpoint/directories.py": 97,
+    "storage/atomic.py": 97,
     "checkpoint/saved_model.py": 201,
     "checkpoint/state_writer.py": 201,
     "storage/store.py": 151,
@@ -172,7 +174,8 @@ def test_ctrl_c_while_it_is_loaded(tmp_path: Path) -> None:
         "checkpoint/reader.py": 41,
         "checkpoint/directories.py": 41,
         "checkpoint/saved_model.py": 37,
-        "checkpoint/saved_state.py": 97,
+        "checkpoint/state_loader.py": 97,
+        "checkpoint/state_reader.py": 97,
     }.items():
         for n in places(every, sample=3 * every):
             if not interrupted_at(n, lambda: training.load(tmp_path / "saved"), file_name):

@@ -190,8 +190,7 @@ def test_a_save_that_fails_leaves_what_it_was_to_replace(
     def fail(*_: Any) -> None:
         raise SwapIOError(errno.EIO, "exchange", tmp_path)
 
-    monkeypatch.setattr("swapper.checkpoint.writer.exchange", fail)
-    monkeypatch.setattr("swapper.lightning.files.exchange", fail)
+    monkeypatch.setattr("swapper.storage.atomic.exchange", fail)
     with pytest.raises(SwapIOError, match="exchange"):
         trainer.save_checkpoint(file)
     with pytest.raises(SwapIOError, match="exchange"):

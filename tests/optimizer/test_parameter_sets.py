@@ -452,9 +452,9 @@ def test_what_could_not_be_loaded_is_not_saved(
     right = checkpoint.save_state
 
     def wrong(*args: Any) -> Any:
-        fields, step = right(*args)
-        fields["buckets"][0]["segments"].append(fields["buckets"][0]["segments"][0])
-        return fields, step
+        saved, step = right(*args)
+        saved.buckets[0].segments.append(saved.buckets[0].segments[0])
+        return saved, step
 
     monkeypatch.setattr(checkpoint, "save_state", wrong)
     with pytest.raises(swapper.SwapError, match="not saved, because it could not be loaded"):
