@@ -13,10 +13,10 @@ Every later call raises the error again, until `discard` or `forget`: the record
 one. (Where the policy rewrites, the record stays KEPT instead, and the error is raised once, by who waits.)
 
 [Note: one cache for each owner] An optimizer, its gradients and a model's parameters each have a `RecordCache`, on one
-pool and one store, not one for all of them. A cache waits for transfers under its lock, and its owner may die at any
-moment, in any thread, when the garbage collector runs: with one lock for all, two models that are trained in two
-threads would wait for each other's drives, and an owner that dies within another's call would change its records. So
-what caches ask of each other goes through the pool's reclaimers, which never wait for a lock.
+pool and one store. A cache waits for transfers under its lock, and its owner may die at any moment, in any thread: with
+one lock for all, models in two threads would wait for each other's drives, and an owner that the garbage collector ends
+within another's call would change records there. Caches ask each other for buffers through the pool's reclaimers, which
+never wait for a lock.
 """
 
 from __future__ import annotations
@@ -153,11 +153,7 @@ class RecordCache:
                 self._read(key, self._acquire(key, length_bytes))
 
     def fetch(self, key: RecordKey) -> Lease:
-        """Wait until a record that was required has arrived. Then it is KEPT, and others may look at its buffer too.
-
-        Raises:
-            SwapIOError: reading failed.
-        """
+        """Wait until a record that was required has arrived. It is then KEPT. Raises SwapIOError if reading failed."""
         with self.lock:
             record = self.records.get(key)
             assert record is not None, f"{key} was not required"
@@ -259,11 +255,7 @@ class RecordCache:
             self._write(record, length_bytes, RecordState.KEPT)
 
     def wait(self, key: RecordKey) -> None:
-        """Wait for the write of a record, if one is in flight.
-
-        Raises:
-            SwapIOError: it failed.
-        """
+        """Wait for the write of a record, if one is in flight. Raises SwapIOError if it failed."""
         with self.lock:
             record = self.records.get(key)
             if record is not None and record.writing:
@@ -271,10 +263,7 @@ class RecordCache:
                     self._see_written(record)
 
     def release(self, key: RecordKey) -> None:
-        """Give back the buffer taken for `key`, which was not changed. If nothing is stored, nothing is kept either.
-
-        Does nothing if it is not in use, as after a `take` that was cut off.
-        """
+        """Give back the buffer taken for `key`, unchanged. Does nothing if it is not in use, as after a cut-off `take`."""
         with self.lock:
             record = self.records.get(key)
             if record is not None and record.state is RecordState.LIVE:
@@ -337,9 +326,9 @@ class RecordCache:
             self._collect()
 
     def recover(self) -> None:
-        """Give back what was prefetched or taken and not put; writes go on. For the way out of an exception.
+        """Give back what was prefetched or taken and not put; writes go on. After an exception; never raises.
 
-        Never raises. Without a store there is no other copy: then what was put before stays, as it is.
+        Without a store there is no other copy: then what was put before stays, as it is.
         """
         with self.lock:
             self.drop_prefetched()
@@ -591,8 +580,7 @@ class RecordCache:
                 failure = failure or error
         if failure is not None:
             raise failure
-        failed = self.records.first(RecordState.FAILED)
-        if failed is not None:
+        if (failed := self.records.first(RecordState.FAILED)) is not None:
             assert failed.lease.transfer is not None
             failed.lease.transfer.wait()
 
