@@ -188,7 +188,7 @@ def dry_run(
     if parameters is not None:
         # In forward and backward of each pass, and for the step; what the pool has room for is not read again.
         read_bytes += parameter_bytes * (2 * micro_batches + 1)
-        trained = [r for r in parameters.records if any(place.parameter.requires_grad for place in r.places)]
+        trained = [r for r in parameters.records if any(each.parameter.requires_grad for each in r.locations)]
         written_bytes += sum(record.file_bytes for record in trained)
     stored_bytes = parameter_bytes + state_stored * state_bytes + gradients_stored * sum(gradient_bytes)
     drives, free_bytes = _check_drives(settings, stored_bytes) if stored_bytes else ((), -1)

@@ -241,22 +241,22 @@ class ModelBuilder(ParameterOwner):
 
     def _is_orphan(self, held: Held) -> bool:
         """True if nobody has the parameter of a record any more, as that of a module that was only copied."""
-        # The references are that of the place, that of `_home`, and the argument. Autograd's are in C++.
-        if held.holds or sys.getrefcount(held.plan.places[0].parameter) > 3:
+        # The references are that of the record, that of `_home`, and the argument. Autograd's are in C++.
+        if held.holds or sys.getrefcount(held.plan.locations[0].parameter) > 3:
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            return held.plan.places[0].parameter._use_count() == 1  # type: ignore[attr-defined, no-any-return]
+            return held.plan.locations[0].parameter._use_count() == 1  # type: ignore[attr-defined, no-any-return]
 
     def _forget_orphans(self) -> None:
         """Delete the records of parameters that nobody has any more."""
         for held in [held for held in self._home.values() if self._is_orphan(held)]:
-            self._forget(held, held.plan.places[0].parameter)
+            self._forget(held, held.plan.locations[0].parameter)
 
     def _replace(self, former: Held, parameter: torch.nn.Parameter, name: str) -> None:
         """Put a parameter on disk that lies in the buffer of a record that is not needed any more."""
         self._offload_now(parameter, name)
-        if former.plan.places[0].parameter in self._home:
-            self._forget(former, former.plan.places[0].parameter)
+        if former.plan.locations[0].parameter in self._home:
+            self._forget(former, former.plan.locations[0].parameter)
 
     def _offload_now(self, parameter: torch.nn.Parameter, name: str) -> None:
         self._waiting.pop(id(parameter), None)
@@ -285,7 +285,7 @@ class ModelBuilder(ParameterOwner):
 
     def _give_up(self, held: Held) -> None:
         """After a failed `_adopt`: the parameter has its values still, unless all was done."""
-        parameter = held.plan.places[0].parameter
+        parameter = held.plan.locations[0].parameter
         if parameter in self._home:
             return
         if held.lease is not None:
@@ -337,7 +337,7 @@ class ModelBuilder(ParameterOwner):
             values = parameter.detach()
         lease = held.lease
         assert lease is not None
-        self._settle_write(held)
+        self._wait_write(held)
         lease.abandon()  # The memory is the views' now: the pool never gives it out again.
         held.lease, held.values, held.state = None, [], State.GONE
         del BY_ADDRESS[values.data_ptr()]
@@ -350,17 +350,17 @@ class ModelBuilder(ParameterOwner):
 
     def _forgets_converted(self, held: Held) -> bool:
         # The parameter was converted, as by `model.bfloat16()`: it is a new one, and waits to be put on disk.
-        parameter = held.plan.places[0].parameter
+        parameter = held.plan.locations[0].parameter
         parameter.__dict__.pop(HOME, None)
         self._forget(held, parameter)
         self._offload_waiting()
-        self._wait(parameter, held.plan.places[0].name)
+        self._wait(parameter, held.plan.locations[0].name)
         return True
 
     def _forget(self, held: Held, parameter: torch.nn.Parameter) -> None:
         """Forget a parameter that is not ours any more, and its record, unless views of it are left."""
         if held.lease is not None:
-            self._settle_write(held)
+            self._wait_write(held)
             if held.foreign_uses():
                 self._unhook(held, parameter)
                 return
@@ -386,7 +386,7 @@ class ModelBuilder(ParameterOwner):
                 self._seen.add(item)
                 break
         self._offload_waiting()
-        self._wait(copy, self._home[parameter].plan.places[0].name)
+        self._wait(copy, self._home[parameter].plan.locations[0].name)
         return copy
 
 
