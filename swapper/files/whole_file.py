@@ -484,7 +484,7 @@ class InputFile(io.RawIOBase):
         return True
 
     def tell(self) -> int:
-        """Where the next read starts."""
+        """Offset of the next read."""
         return self._position
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
