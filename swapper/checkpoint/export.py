@@ -29,7 +29,7 @@ from swapper.checkpoint.values import decode, encode
 from swapper.errors import SwapError, SwapIOError
 from swapper.files.dcp import SwapStorageWriter
 from swapper.files.fastsave import Prepared
-from swapper.files.whole_file import OutputFile
+from swapper.files.output_file import OutputFile
 from swapper.io.handle import exchange
 from swapper.optimizer.segments import MASTER
 from swapper.progress import progress_bar

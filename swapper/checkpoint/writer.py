@@ -41,7 +41,7 @@ from swapper.checkpoint.directories import (
 )
 from swapper.checkpoint.index import FORMAT, INDEX, SavedFile, crc32c_of, with_checksum
 from swapper.errors import SwapIOError, system_errors
-from swapper.files.whole_file import OutputFile
+from swapper.files.output_file import OutputFile
 from swapper.finalizers import finalizer
 from swapper.io.checksums import join_checksums
 from swapper.io.handle import AsyncIOHandle, exchange

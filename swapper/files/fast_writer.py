@@ -8,7 +8,8 @@ import sys
 import warnings
 
 from swapper.errors import SwapError
-from swapper.files.whole_file import POOL_BYTES, OutputFile
+from swapper.files.file_buffers import POOL_BYTES
+from swapper.files.output_file import OutputFile
 from swapper.io.handle import AsyncIOHandle
 
 __all__ = ["FastWriter"]

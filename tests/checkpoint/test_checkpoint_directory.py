@@ -22,7 +22,7 @@ from training import OPTIMIZERS
 from twins import bits
 
 import swapper
-from swapper.files.whole_file import POOL_BYTES
+from swapper.files.file_buffers import POOL_BYTES
 
 ADAMW = OPTIMIZERS["AdamW"]
 
