@@ -1,4 +1,4 @@
-"""Room for files that are removed again, whatever happens."""
+"""Directories for files that are removed again, whatever happens; refusals where space or memory is short."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import FrameType
 from swapper.bench.machine import machine
 from swapper.errors import SwapError
 from swapper.sizes import format_bytes
-from swapper.storage.runs import check_nvme_path
+from swapper.storage.mounts import check_nvme_path
 
 __all__ = ["check_memory", "workspace"]
 
@@ -76,8 +76,7 @@ def check_memory(needed_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _signals_end_it() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program the way an exception does, so that clean-up happens."""
-
+    # As an exception does, so that clean-up happens.
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 

@@ -201,6 +201,7 @@ def test_a_buffered_write_is_believed_only_if_it_was_synced(data: Path, synced: 
         assert "not synced" in refusal
 
 
+@pytest.mark.alone
 def test_a_write_that_claims_to_be_synced_is_caught_by_the_counters(data: Path) -> None:
     def write() -> bool:
         with open(data, "r+b") as file:
@@ -451,7 +452,8 @@ def fake_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., C
 def make_fio(path: Path, engine: str = "libaio", operation: Operation = "read", files: Sequence[Path] = ()) -> Fio:
     program = find_fio()
     assert program is not None
-    return Fio(program, engine, operation, files or [path], SIZE, block_bytes=1 << 20, queue_depth=4, threads=2)
+    settings = EngineSettings(block_bytes=1 << 20, queue_depth=4, threads=2)
+    return Fio(program, engine, operation, files or [path], SIZE, settings)
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
@@ -505,7 +507,7 @@ def test_several_files_are_one_job_of_fio(fake_fio: Callable[..., Any], drive: P
 
 def test_fio_that_cannot_be_started_has_no_figure(data: Path, tmp_path: Path) -> None:
     program = FioProgram(str(tmp_path / "gone"), "fio-0")
-    fio = Fio(program, "libaio", "read", [data], SIZE, block_bytes=1 << 20, queue_depth=4, threads=1)
+    fio = Fio(program, "libaio", "read", [data], SIZE, EngineSettings(block_bytes=1 << 20, queue_depth=4))
     assert "cannot be started" in figure_of(fio).refusal
 
 
@@ -756,6 +758,7 @@ def test_a_failing_write_is_an_error_and_leaves_nothing(
     assert "Input/output error" in error
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize(
     "command", [["bench", "--loops", "100000", "--dir"], ["tune", "--loops", "9999", "--nvme-dir"]]
