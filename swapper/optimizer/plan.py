@@ -270,17 +270,12 @@ class OptimizerPlan:
         """Bytes of all records at their longest."""
         return sum(bucket.length_bytes for bucket in self.buckets)
 
-    def schedule(self, pool_bytes: int) -> Schedule:
-        """The order of staging, for a pool of `pool_bytes`.
-
-        Raises:
-            ConfigError: the pool is too small.
-        """
+    def schedule(self) -> Schedule:
+        """The order of staging, and what it needs of the pool."""
         return plan_schedule(
             [bucket.length_bytes for bucket in self.buckets],
             self._config.offload_optimizer.resident_bytes,
             self.scratch_bytes * self.scratch_count,
-            pool_bytes,
         )
 
     def _plan_parameter(

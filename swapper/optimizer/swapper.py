@@ -574,7 +574,8 @@ class OptimizerSwapper:
         self._fit_pool()
         if self._store is None:
             return
-        schedule = self._plan.schedule(self._pool_bytes)
+        others_bytes = self._pool.capacity_bytes - self._pool_bytes
+        schedule = self._plan.schedule().checked(self._pool_bytes, others_bytes)
         self._cache.keep(self._plan.buckets[i].key for i in schedule.resident)
         self._store.plan({bucket.key: bucket.length_bytes for bucket in buckets if bucket.length_bytes}, summed=True)
 
