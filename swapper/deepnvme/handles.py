@@ -59,7 +59,7 @@ class aio_handle:
         self._single_submit = bool(single_submit)
         self._overlap_events = bool(overlap_events)
         self._intra_op_parallelism = _positive("intra_op_parallelism", intra_op_parallelism)
-        # The cuts of an operation do not show in its bytes: of all that DeepNVMe takes, the nearest that can be is taken.
+        # Cuts of an operation do not show in its bytes, so of all that DeepNVMe takes the nearest that can be is taken.
         block_bytes = round_up(self._block_size, PAGE_BYTES)
         self._handle = self._handle_type(
             block_bytes=min(block_bytes, _MAX_BLOCK_BYTES),
