@@ -14,10 +14,10 @@ __all__ = ["MappedCopies"]
 
 
 class MappedCopies:
-    """The copies that somebody has now, one of each parameter.
+    """The copies that somebody has now, one of each parameter. Their files have no names, and go with the last tensor.
 
     Args:
-        store: where the files are. They have no names, and go with the last tensor that shares their memory.
+        store: gives the files.
     """
 
     def __init__(self, store: TensorStore) -> None:
@@ -25,7 +25,7 @@ class MappedCopies:
         self._copies: dict[ParameterLocation, tuple[weakref.ref[torch.Tensor], int]] = {}
 
     def get(self, location: ParameterLocation, checksum: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """The copy of one parameter, made or brought up to date.
+        """Give the copy of one parameter, made or brought up to date.
 
         Args:
             location: of the parameter.

@@ -1,4 +1,4 @@
-"""Which parameters of a model are swapped, grouped into records, and how each record is laid out.
+"""The choice of parameters that are swapped, their records, and the layout of each record.
 
 A record holds whole tensors under their names in `model.state_dict()` and nothing else, one after another without
 holes, so that its published form opens with every tool that knows safetensors. Those whose size is a multiple of 64

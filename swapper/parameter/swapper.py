@@ -138,7 +138,7 @@ class ParameterSwapper(ParameterOwner):
 
     @property
     def store(self) -> TensorStore:
-        """Where the records are."""
+        """The store of the records."""
         return self._store
 
     def records_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[Held]:
