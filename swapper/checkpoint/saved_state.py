@@ -440,7 +440,7 @@ class SavedState:
 
     def _take_whole(self, bucket: Bucket, lease: Lease) -> int:
         """Have a record as it is, if `bucket` is cut as in the checkpoint. Returns its length; 0 if it is not."""
-        places = [self._place_of.get(id(s.parameter), -1) if s.is_live else -1 for s in bucket.segments]
+        places = [self._place_of.get(id(s.parameter), -1) if not s.is_hole else -1 for s in bucket.segments]
         saved = self._bucket_at.get((places[0], bucket.segments[0].start))
         if saved is None or saved.file is None or not self._is_cut_like(bucket, places, saved):
             return 0
@@ -471,14 +471,14 @@ class SavedState:
                 and (segment.master == other.master or not self.has_state(place))
                 and _same_order(segment.parameter.shape, p.stride, memory_stride(segment.parameter))
                 and all(
-                    key in segment.slots
+                    key in segment.locations
                     and _same_order(
-                        slot.shape if segment.whole else (segment.numel,),
-                        other.strides.get(key, contiguous_stride(slot.shape)),
-                        slot.stride,
+                        spec.shape if segment.whole else (segment.numel,),
+                        other.strides.get(key, contiguous_stride(spec.shape)),
+                        spec.stride,
                     )
                     for key in other.present
-                    for slot in [segment.slots[key]]
+                    for spec in [segment.locations[key].spec]
                 )
             )
 

@@ -71,7 +71,7 @@ def save_state(
     if swapper is None:
         buckets = sink.save_memory([optimizer.state.get(p) or {} for p in parameters])
     else:
-        buckets = sink.save_records(swapper.settled_records("save_checkpoint"), parameters)
+        buckets = sink.save_records(swapper.flushed_records("save_checkpoint"), parameters)
     fields = {
         "kind": kind_of(optimizer),
         "encoding": "exact",
@@ -182,12 +182,12 @@ class _Sink:
         return buckets
 
     def _write_record(self, records: StateRecords, bucket: Bucket, file: str) -> None:
-        lease = records.stepper.take(bucket)
-        assert lease is not None
+        opened = records.bucket_records.take(bucket)
+        assert opened.lease is not None
         try:
-            self._new.write_record(file, lease.tensor[: bucket.used_bytes()])
+            self._new.write_record(file, opened.lease.tensor[: bucket.used_bytes()])
         finally:
-            records.cache.release(bucket.key)
+            records.bucket_records.release(opened)
 
     def _segment(self, segment: Segment, place: int | None) -> dict[str, Any]:
         if place is None:
@@ -207,10 +207,10 @@ class _Sink:
         whole: dict[str, Any] = {}
         for key in segment.keys:
             if key in segment.present:
-                slot = segment.slots[key]
-                parameter["dtypes"][key] = dtype_name(slot.dtype)
-                if segment.whole and slot.stride != contiguous_stride(slot.shape):
-                    saved.setdefault("strides", {})[key] = list(slot.stride)
+                spec = segment.locations[key].spec
+                parameter["dtypes"][key] = dtype_name(spec.dtype)
+                if segment.whole and spec.stride != contiguous_stride(spec.shape):
+                    saved.setdefault("strides", {})[key] = list(spec.stride)
             else:
                 value = segment.small[key]
                 is_slice = not segment.whole and isinstance(value, torch.Tensor) and value.shape == (segment.numel,)
