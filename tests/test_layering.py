@@ -18,7 +18,8 @@ MOST_NAMES = 30
 """Packages, modules and files in `swapper/` itself."""
 
 INSIDE: dict[str, set[str]] = {
-    "io.bounce": {"io.devices"},
+    "io.host_handle": {"io._native", "io.backends", "io.file", "io.transfer"},
+    "io.bounce": {"io.devices", "io.transfer"},
     "io.host_memory": {"io._native"},
     "io.checksums": {"io.host_memory", "io._native"},
     "optimizer.cuts": set(),
@@ -29,7 +30,18 @@ INSIDE: dict[str, set[str]] = {
 }
 """Module: all that it may import of its own package, where a package has layers of its own that matter."""
 
-NATIVE = {"io.handle", "io.gds", "io.checksums", "io.host_memory", "optimizer.master_codec", "storage.buffers"}
+NATIVE = {
+    "io.handle",
+    "io.gds",
+    "io.backends",
+    "io.file",
+    "io.transfer",
+    "io.host_handle",
+    "io.checksums",
+    "io.host_memory",
+    "optimizer.master_codec",
+    "storage.buffers",
+}
 """Modules that import the native core, or take names of it from those that do."""
 
 PURE = {"errors", "optimizer.cuts", "storage.layout", "storage.schedule"}

@@ -35,7 +35,7 @@ from swapper.checkpoint.state_writer import kind_of, save_state
 from swapper.checkpoint.values import decode, encode
 from swapper.checkpoint.writer import VALUES, NewCheckpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError, show
-from swapper.files.fastsave import SaveHandle
+from swapper.files.saving import SaveHandle
 from swapper.storage.store import TensorStore
 
 __all__ = [
@@ -149,7 +149,7 @@ def save(
             del new  # It is the thread's.
             return _finish_in_background(owned, index, after)
         after.tidy(new.finish(index, refuse_unloadable))
-        return SaveHandle.finished(str(new.directory))
+        return SaveHandle(str(new.directory), None)
 
 
 def refuse_unloadable(written: Path) -> None:

@@ -27,8 +27,6 @@ from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.streams import StreamedState, TensorStream, contiguous_stride, model_stream
 from swapper.checkpoint.values import decode, encode
 from swapper.errors import SwapError, SwapIOError
-from swapper.files import archive
-from swapper.files.archive import Record
 from swapper.files.dcp import SwapStorageWriter
 from swapper.files.fastsave import Prepared
 from swapper.files.whole_file import OutputFile
@@ -329,18 +327,11 @@ class _Streamed(Prepared):
         self._job = job
         self._streams = streams
 
-    def _write_record(self, output: OutputFile, record: Record, header: bytes, content: Any) -> int:
-        stream = None
-        if isinstance(content, torch.UntypedStorage) and content.nbytes():
-            stream = self._streams.get(content.data_ptr())
-        if stream is None:
-            return super()._write_record(output, record, header, content)
-        output.append(header)
-        crc = 0
-        for piece in self._job.pieces(stream):
-            crc = output.append(piece, crc)
-        output.append(archive.descriptor(record, crc))
-        return crc
+    def pieces(self, content: Any) -> Iterator[Any]:
+        """As of `Prepared`; of a hollow tensor those of its stream."""
+        is_storage = isinstance(content, torch.UntypedStorage) and content.nbytes()
+        stream = self._streams.get(content.data_ptr()) if is_storage else None
+        return super().pieces(content) if stream is None else iter(self._job.pieces(stream))
 
 
 def _to_torch(job: _Job, target: Path) -> None:

@@ -46,9 +46,10 @@ from swapper.finalizers import finalizer
 from swapper.io.checksums import join_checksums
 from swapper.io.handle import AsyncIOHandle, exchange
 from swapper.progress import progress_bar
+from swapper.storage.atomic import all_at_once
 from swapper.storage.layout import Entry, plan_whole_tensors
 from swapper.storage.record_files import Pinned
-from swapper.storage.store import RecordKey, TensorStore, all_at_once
+from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.dtypes import NAMES
 
 __all__ = ["VALUES", "NewCheckpoint"]

@@ -3,12 +3,6 @@
 [Note: copies] Both directions copy once, between the buffers and the memory of others. That is faster than transfers
 from and to ordinary memory: on pages of 4 KiB that nobody registered a drive has half its bandwidth, or less.
 
-[Note: publishing] A file that is being written has no name (O_TMPFILE), so that whatever ends the process, nothing is
-left of it. When it is complete and synced it gets its name by link(2); where that name is taken, it gets another and is
-renamed over it. Then the directory is synced. A file system without O_TMPFILE has it under a temporary name from the
-start: there, a process that is killed leaves a file `.swapper-*.tmp` behind, until the next save in that directory. See
-`temporary_files`.
-
 [Note: Ctrl-C] It is raised on entry to a function, too, before any `try` in there, and torch's C++ code, which calls
 `readinto`, makes an AttributeError of what comes out. A generator is suspended within its `try`, and goes on there. So
 `readinto` is the `send` of one: nothing ever comes out.
@@ -19,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import io
-import itertools
 import os
-import stat
 import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -36,8 +28,8 @@ from swapper.io.checksums import checksum, copy_crc32, crc32, join_checksums
 from swapper.io.handle import AsyncIOHandle, File, Transfer
 from swapper.io.host_memory import prefault
 from swapper.sizes import PAGE_BYTES
+from swapper.storage.atomic import NewFile
 from swapper.storage.buffers import BufferPool, Lease
-from swapper.storage.temporary_files import claim, new_name, remove_leftovers
 
 __all__ = ["POOL_BYTES", "InputFile", "OutputFile"]
 
@@ -53,7 +45,6 @@ _NEXT_TO_BYTES = 64 << 10
 _FRESH_BYTES_MIN = 1 << 20
 _HOSTS = ("cpu",)
 """Types of devices whose memory the processor reads and writes."""
-_NO_TMPFILE = (errno.EOPNOTSUPP, errno.EISDIR, errno.ENOENT, errno.EINVAL)
 
 
 class _Buffers:
@@ -144,65 +135,20 @@ class OutputFile:
         self._used_bytes = 0
         self._pid = os.getpid()
         self._over = False
-        self._descriptors: list[int | None] = [None]  # At the bottom, where `_stack` stops.
         self._stack = contextlib.ExitStack()
         self._finalizer = finalizer(self, _close_unattended, self._stack, self._pid)
         try:
-            # By C code alone, in which no Ctrl-C can be raised: none is closed twice, and none is forgotten.
-            self._stack.callback(deque, map(os.close, iter(self._descriptors.pop, None)), 0)
-            self._open_directory()
-            self._directory = self._last_descriptor()
-            self._temporaries: list[str] = []
-            self._stack.callback(_remove_all, self._temporaries, self._directory)
-            remove_leftovers(self._directory)
-            self._make()
-            self._descriptor = self._last_descriptor()
+            self._new = NewFile(path)
+            self._stack.callback(self._new.close)
             self._buffers = _Buffers(self._stack, pool_bytes, length_bytes, handle, cuda=cuda)
             with self._named():
-                self._file = self._buffers.handle.open(f"/proc/self/fd/{self._descriptor}", "rw", create=False)
+                self._file = self._buffers.handle.open(f"/proc/self/fd/{self._new.descriptor}", "rw", create=False)
                 self._stack.callback(self._file.close)
                 if length_bytes:
                     self._file.preallocate(length_bytes)
         except BaseException:
             self._close()
             raise
-
-    def _open_directory(self) -> None:
-        directory, name = os.path.split(self.path)
-        with system_errors("open", self.path):
-            with contextlib.suppress(FileNotFoundError):
-                if not stat.S_ISREG(os.stat(self.path).st_mode):
-                    kind = errno.EISDIR if os.path.isdir(self.path) else errno.EINVAL
-                    raise SwapIOError(kind, "open", self.path, detail="only a regular file can be replaced")
-            if not name:
-                raise SwapIOError(errno.EISDIR, "open", self.path)
-            self._open(directory, os.O_RDONLY | os.O_DIRECTORY)
-
-    def _make(self) -> None:
-        # See [Note: publishing].
-        try:
-            self._open(f"/proc/self/fd/{self._directory}", os.O_RDWR | os.O_TMPFILE)
-            claim(self._last_descriptor(), None, self._directory)
-            return
-        except OSError as error:
-            if error.errno not in _NO_TMPFILE:
-                raise SwapIOError(error.errno or errno.EIO, "open", self.path) from None
-        with system_errors("open", self.path):
-            claimed = False
-            while not claimed:
-                self._temporaries[:] = [new_name()]
-                place = f"/proc/self/fd/{self._directory}/{self._temporaries[0]}"
-                self._open(place, os.O_RDWR | os.O_CREAT | os.O_EXCL)
-                claimed = claim(self._last_descriptor(), self._temporaries[0], self._directory)
-
-    def _open(self, path: str, flags: int) -> None:
-        # Opened and kept in one call, in which no Ctrl-C can be raised.
-        self._descriptors.extend(itertools.starmap(os.open, [(path, flags | os.O_CLOEXEC, 0o666)]))
-
-    def _last_descriptor(self) -> int:
-        descriptor = self._descriptors[-1]
-        assert descriptor is not None
-        return descriptor
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
@@ -327,9 +273,7 @@ class OutputFile:
             while self._in_flight:
                 self._wait_for_one()
             self._file.truncate(self._position)
-            self._file.sync()
-        with system_errors("publish", self.path):
-            self._publish()
+        self._new.publish()
         self._close()
 
     def discard(self) -> None:
@@ -382,27 +326,6 @@ class OutputFile:
         self._in_flight.popleft()
         self._buffers.free.append(lease)
 
-    def _publish(self) -> None:
-        name = os.path.basename(self.path)
-        with contextlib.suppress(FileNotFoundError):
-            os.fchmod(self._descriptor, stat.S_IMODE(os.stat(name, dir_fd=self._directory).st_mode))
-        if not self._temporaries:
-            try:
-                self._link(name)
-            except FileExistsError:
-                # Known before it exists, so that it is removed whatever strikes.
-                self._temporaries.append(new_name())
-                self._link(self._temporaries[0])
-        if self._temporaries:
-            os.rename(self._temporaries[0], name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
-            self._temporaries.clear()
-        os.fsync(self._directory)
-
-    def _link(self, name: str) -> None:
-        # With a directory, or Python would take link(2), which links the symbolic link in /proc itself.
-        source = f"/proc/self/fd/{self._descriptor}"
-        os.link(source, name, src_dir_fd=self._directory, dst_dir_fd=self._directory, follow_symlinks=True)
-
     def _close(self) -> None:
         self._over = True
         self._in_flight.clear()
@@ -415,12 +338,6 @@ def _close_unattended(stack: contextlib.ExitStack, pid: int) -> None:
     """Finalizer of a file that nobody closed."""
     if os.getpid() == pid:
         stack.close()
-
-
-def _remove_all(names: list[str], directory: int) -> None:
-    for name in names:
-        with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=directory)
 
 
 def _reader(of: weakref.ref[InputFile]) -> Callable[[memoryview], int]:

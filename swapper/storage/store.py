@@ -11,7 +11,6 @@ import math
 import mmap
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from swapper.finalizers import finalizer
 from swapper.io.checksums import join_checksums
 from swapper.io.handle import AsyncIOHandle, Checksums, File, Transfer
 from swapper.sizes import PAGE_BYTES, format_bytes, round_up
+from swapper.storage.atomic import all_at_once
 from swapper.storage.layout import Share, share_out
 from swapper.storage.record_files import Part, Pinned, PinnedPart, Record, link, remove, reopen, umask, used
 from swapper.storage.recycled_files import Spares, is_unread
@@ -40,7 +40,7 @@ from swapper.storage.transfers import RecordTransfer, start_all
 if TYPE_CHECKING:
     from swapper.storage.buffers import Lease
 
-__all__ = ["RecordKey", "TensorStore", "all_at_once"]
+__all__ = ["RecordKey", "TensorStore"]
 
 log = logging.getLogger(__name__)
 
@@ -48,40 +48,6 @@ STRIPE_BYTES = 1 << 20
 """The least that a drive gets of a record, so that its bandwidth counts and not its latency."""
 
 _CHECKED_BYTES = 64 << 10
-_SYNC_THREADS = 4
-"""Files that are synced at once."""
-
-
-def all_at_once(actions: Sequence[Callable[[], object]]) -> None:
-    """Call each, some at the same time. All are over when this returns, or raises what the first that failed did.
-
-    Without more threads, as there are none when the interpreter ends, it is one after the other.
-    """
-    left = list(reversed(actions))
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        with contextlib.suppress(IndexError):
-            while not failures:
-                action = left.pop()
-                try:
-                    action()
-                except BaseException as error:
-                    failures.append(error)
-
-    threads = [threading.Thread(target=work, name="swapper-sync") for _ in actions[1:_SYNC_THREADS]]
-    try:
-        with contextlib.suppress(RuntimeError):
-            for thread in threads:
-                thread.start()
-        work()
-    finally:
-        left.clear()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-    if failures:
-        raise failures[0]
 
 
 class RecordKey(NamedTuple):

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from swapper.errors import SwapIOError
-from swapper.io.handle import Transfer, end_all
+from swapper.io.transfer import Transfer, end_all
 
 __all__ = ["AnyTransfer", "JoinedTransfer", "RecordTransfer", "start_all"]
 

@@ -306,7 +306,7 @@ class World:
         except SwapIOError:
             raised = True
         assert all(pending.transfer.done() for pending in self.pending), "closed with transfers in flight"
-        unseen = [p for p in self.pending if p.transfer._native.failed() and not p.failure_seen]
+        unseen = [p for p in self.pending if p.transfer._moving.failed() and not p.failure_seen]
         assert raised == bool(unseen), "close() raises what nobody has seen, and nothing else"
 
     def give(self, step: Step, data: bytes) -> Transfer:
