@@ -19,7 +19,7 @@ file into the buffer, the class's own `step` runs on it there, and the buffer go
     ...         optimizer.param_groups = [{**groups[0], "params": bucket}]
     ...         optimizer.state.update({p: {**small[p], **state[p]} for p in bucket if p in small})
     ...         type(optimizer).step(optimizer)
-    ...         for p in bucket:  # What is small stays in memory. What the class has replaced is copied to the buffer.
+    ...         for p in bucket:  # Small state stays in memory. State that the class has replaced is copied.
     ...             left = optimizer.state.pop(p)
     ...             small[p] = {key: value for key, value in left.items() if key not in MOVES}
     ...             for key in MOVES:

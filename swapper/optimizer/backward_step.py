@@ -2,7 +2,7 @@
 
 A window is `gradient_accumulation_steps` backward passes and the `step()` that ends them. In the last pass each
 parameter's gradient is final when autograd has accumulated it; when that is so for all parameters of a bucket, the
-bucket is stepped there and then, on the thread of the backward pass. `step()` does what is left: buckets with
+bucket is stepped at once, on the thread of the backward pass. `step()` does what is left: buckets with
 parameters that had fewer gradients than the window has passes.
 
 [Note: what plain PyTorch would still have] After `backward()` a plain program may look at gradients, change them, or
@@ -26,6 +26,7 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
 from swapper.errors import ConfigError, SwapError
+from swapper.optimizer.failure import Guard
 from swapper.optimizer.loss_scaling import may_be_scaled
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.records import Prefetcher
@@ -42,7 +43,7 @@ from swapper.tensors.evicted_gradients import (
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 from swapper.tensors.memory_overlap import CANNOT_GO_WITH, check_memory, names_of
 
-__all__ = ["CANNOT_GO_WITH", "BackwardSteps"]
+__all__ = ["CANNOT_GO_WITH", "Arrivals", "BackwardSteps"]
 
 _Options = dict[str, Any]
 
@@ -90,13 +91,13 @@ class BackwardSteps:
         self._lock = threading.RLock()
         self._window = _Window()
         self._order: list[Bucket] = []  # of the last window: expected in the next
-        self._checked: list[Bucket] = []  # buckets whose parameters are known to lie each in memory of its own
+        self._checked: list[Bucket] = []  # buckets whose parameters are known to share no memory
         self._refuse(optimizer)
         check_memory(names_of(optimizer), parameters_of(optimizer))
 
     @property
     def under_way(self) -> bool:
-        """Whether buckets were stepped and `step()` was not called yet."""
+        """True if buckets were stepped and `step()` was not called yet."""
         return bool(self._window.stepped)
 
     def arrived(self, p: torch.nn.Parameter) -> None:
@@ -208,7 +209,7 @@ class BackwardSteps:
 
     def expected(self) -> list[Bucket]:
         """The buckets that are not stepped yet, in the order in which they probably will be."""
-        # What was stepped last comes first in a backward, so what is new is expected at the end, in reverse order.
+        # The last layers come first in a backward: so new buckets are expected at the end, in reverse order.
         present = dict.fromkeys(self._plan.buckets)
         known = dict.fromkeys([*(bucket for bucket in self._order if bucket in present), *reversed(present)])
         return [bucket for bucket in known if bucket not in self._window.stepped]
@@ -312,7 +313,7 @@ class BackwardSteps:
         window.prefetcher.look()
 
     def _is_another_pass(self) -> bool:
-        """Whether this is a later backward pass than the one in which buckets of the window were stepped.
+        """True in a later backward pass than the one in which buckets of the window were stepped.
 
         Autograd numbers passes as they start. Reentrant activation checkpointing makes passes within a pass: those
         have later numbers than what is around them.
@@ -361,6 +362,79 @@ class BackwardSteps:
             "backward passes before a step. (Reentrant activation checkpointing of modules that share parameters "
             "counts as several: use use_reentrant=False.)"
         )
+
+
+class Arrivals:
+    """Watches the gradients of one optimizer.
+
+    A window is the backward passes before a step, and the step. The first gradient of the last pass starts the reading.
+
+    Args:
+        plan: has the number of passes.
+        stepper: reads ahead.
+        guard: while it knows of a failure, nothing is read.
+        backward_steps: gets every gradient, if buckets are stepped in backward.
+    """
+
+    def __init__(
+        self, plan: OptimizerPlan, stepper: Stepper, guard: Guard, backward_steps: BackwardSteps | None
+    ) -> None:
+        self._plan = plan
+        self._stepper = stepper
+        self._guard = guard
+        self._backward_steps = backward_steps
+        self._lock = threading.Lock()
+        self._has_begun = False  # the last pass of the window
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Have a hook on each parameter that is in a group now, and no other swapper's."""
+        reference = weakref.ref(self)
+
+        def on_gradient(p: torch.Tensor) -> None:
+            arrivals = reference()
+            if arrivals is not None:
+                arrivals._on_gradient(p)
+
+        for p in parameters_of(optimizer):
+            known = self._plan.of(p)
+            if known is not None and known.hook is None and not known.left and p.requires_grad and p.is_leaf:
+                known.hook = p.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    def drop_window(self) -> None:
+        """Give scratch back; the next gradient is the first of a window."""
+        self._stepper.drop_scratch()
+        self._has_begun = False
+        for known in self._plan.planned() if self._backward_steps is None else ():
+            known.arrived = 0
+
+    def end_window(self) -> None:
+        """The step was made."""
+        self.drop_window()
+        if self._backward_steps is not None:
+            self._backward_steps.finish()
+            self._stepper.wish(self._backward_steps.expected())
+
+    def _on_gradient(self, p: torch.Tensor) -> None:
+        """Called on a thread of autograd, in the middle of backward."""
+        if self._guard.closed or self._guard.failure is not None or self._guard.is_forked:
+            return
+        if self._backward_steps is not None:
+            assert isinstance(p, torch.nn.Parameter)
+            gradients = self._stepper.gradients
+            if gradients is None or not gradients.watches(p):  # Else it will say when they are complete.
+                self._backward_steps.arrived(p)
+            return
+        if self._has_begun:
+            return
+        with self._lock:
+            known = self._plan.of(p)
+            if known is None:
+                return
+            known.arrived += 1
+            if self._has_begun or known.arrived < self._plan.gradient_accumulation_steps:
+                return
+            self._has_begun = True
+        self._stepper.wish(self._plan.buckets, scratch=True)
 
 
 def _members(bucket: Bucket) -> list[OptimizerParameter]:

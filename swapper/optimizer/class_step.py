@@ -7,11 +7,14 @@ runs, and what it left behind is taken out: whatever it does to all parameters a
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
+
+from swapper.optimizer.operands import Operand
+from swapper.optimizer.records import OpenBucket
 
 __all__ = ["ClassStep"]
 
@@ -34,26 +37,23 @@ class ClassStep:
         self._changes: _Groups = {}  # values of groups that the class changed
         self._seen: set[int] = set()  # groups that the class was shown in this step
 
-    def __call__(
-        self, optimizer: Optimizer, tensors: Iterable[tuple[int, torch.Tensor, dict[str, Any]]]
-    ) -> list[dict[str, Any]]:
-        """Step `tensors`: each with the number of its group, and its state.
-
-        Returns:
-            The state of each that the class left behind.
-        """
-        tensors = list(tensors)
+    def __call__(self, optimizer: Optimizer, operands: Sequence[Operand], opened: OpenBucket) -> list[dict[str, Any]]:
+        """Step `operands`, whose state is in `opened`. Returns the state of each that the class left behind."""
         groups: _Groups = {}
-        for number, tensor, _ in tensors:
+        states: dict[torch.Tensor, dict[str, Any]] = {}
+        for operand in operands:
+            number, tensor = operand.segment.of.group, operand.tensor
+            assert number is not None and tensor is not None
             if number not in groups:
                 groups[number] = self._narrowed(optimizer.param_groups[number])
             groups[number]["params"].append(tensor)
-        self._narrow(optimizer, groups, {tensor: state for _, tensor, state in tensors if state})
+            states[tensor] = opened.state_of(operand.segment)
+        self._narrow(optimizer, groups, {tensor: state for tensor, state in states.items() if state})
         self._step(optimizer)
-        states = [dict(optimizer.state.get(tensor, {})) for _, tensor, _ in tensors]
+        left = [dict(optimizer.state.get(tensor, {})) for tensor in states]
         self.widen(optimizer)
         self._note_changes(optimizer, groups)
-        return states
+        return left
 
     def finish(self, optimizer: Optimizer) -> None:
         """The step is over: apply what the class changed in its groups."""

@@ -41,7 +41,7 @@ class Conversion:
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
     def is_in_place(self, optimizer: Optimizer) -> bool:
-        """Whether `optimizer.state` is not replaced by the user."""
+        """True unless the user has replaced `optimizer.state`."""
         return not self._replaces_step or optimizer.state is self._state
 
     def give_state_back(self, optimizer: Optimizer) -> None:

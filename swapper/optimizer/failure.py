@@ -44,7 +44,7 @@ class Guard:
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a process that was forked since."""
+        """True in a process that was forked since."""
         return os.getpid() != self._pid
 
     def check_open(self) -> None:

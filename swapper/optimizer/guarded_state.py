@@ -38,7 +38,7 @@ class StoredEntries:
         self._parameter = parameter
 
     def belongs_to(self, state: GuardedState, parameter: object) -> bool:
-        """Whether this is the value that `state[parameter]` gives."""
+        """True if this is the value that `state[parameter]` gives."""
         return self._state is state and self._parameter is parameter
 
     def keys(self) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
             return ()
         return tuple(owner.state_keys(parameter))  # type: ignore[arg-type]
 
-    # Those of a dictionary would look into the empty one that this is.
+    # A dictionary's own methods would look into the empty one that this is.
     keys = MutableMapping.keys  # type: ignore[assignment]
     values = MutableMapping.values  # type: ignore[assignment]
     items = MutableMapping.items  # type: ignore[assignment]

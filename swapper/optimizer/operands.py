@@ -70,7 +70,7 @@ class Operand:
         bits: the parameter's elements, 1-D; on the host. A view of the parameter where it is on the CPU.
         gradient: the same of its gradient; None where the class is given the user's own parameter.
         master: decoded, fp32, 1-D; None without one.
-        tensor: what the class steps on.
+        tensor: given to the class.
         edited: the user has changed the parameter, so the master is made anew from it. Set before `make_tensors` where
             other segments say so, and by it where the segment's own bits do.
     """

@@ -100,7 +100,7 @@ class OptimizerPlan:
         return () if known is None else known.segments
 
     def is_planned(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the buckets have segments of the parameter."""
+        """True if the buckets have segments of the parameter."""
         return bool(self.segments_of(parameter))
 
     def check_unchanged(self, parameter: torch.nn.Parameter) -> None:
@@ -256,7 +256,7 @@ class OptimizerPlan:
     # --- Needs -----------------------------------------------------------------------------------------------------
 
     def strides_may_differ(self, segment: Segment) -> bool:
-        """Whether the class pairs a gradient of other strides with its parameter in vectors as in one by one.
+        """True if the class computes the same bits with a gradient that has other strides than the parameter.
 
         Measured: true of the fp32 and fp64 kernels that are not fused.
         """
@@ -363,7 +363,7 @@ def _check_unchanged(parameter: torch.nn.Parameter, known: OptimizerParameter) -
 
 
 def _same_order(parameter: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether the elements of a parameter lie in memory as with `stride`."""
+    """True if the elements of a parameter are in the order in memory that `stride` gives them."""
     mine = tuple(parameter.stride())
     return mine == stride or (
         len(mine) == len(stride)
@@ -372,7 +372,7 @@ def _same_order(parameter: torch.Tensor, stride: tuple[int, ...]) -> bool:
 
 
 def _is_cut_in_low_precision(known: OptimizerParameter) -> bool:
-    """Whether a parameter is cut, and its bits depend on the chunks of torch's threads, unless it is `fused`."""
+    """True if a parameter is cut, and its bits depend on the chunks of torch's threads, unless it is `fused`."""
     first = known.segments[0]
     return not first.whole and known.dtype in _LOW_PRECISION and not first.master
 
@@ -400,7 +400,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
 
 
 def is_remote(device: torch.device) -> bool:
-    """Whether parameters there must be copied to the host for a step."""
+    """True if parameters on `device` must be copied to the host for a step."""
     return is_accelerator(device)
 
 

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.optimizer.arrivals import Arrivals
-from swapper.optimizer.backward_step import BackwardSteps
+from swapper.optimizer.backward_step import Arrivals, BackwardSteps
 from swapper.optimizer.failure import Guard
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.records import BucketRecords
@@ -67,7 +66,7 @@ class PlanFollower:
             self.forget(dropped)
             self._fit_pool()
         under_way = self._backward_steps is not None and self._backward_steps.under_way
-        if not under_way:  # What is stepped would be stepped again: the next call cuts anew.
+        if not under_way:  # Stepped buckets would be stepped again: the next call cuts anew.
             if reason := self._plan.reason_to_cut_anew():
                 self._cut_anew(optimizer, reason)
             self._plan.threads = torch.get_num_threads()
@@ -157,5 +156,5 @@ class PlanFollower:
 
 
 def _is_wanted(p: torch.nn.Parameter) -> bool:
-    """Whether a parameter in a group gets state: a step may come to it."""
+    """True if a parameter in a group gets state: a step may come to it."""
     return p.requires_grad or raw_gradient(p) is not None

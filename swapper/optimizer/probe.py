@@ -35,7 +35,7 @@ __all__ = [
 ]
 
 OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__"})
-"""What wrapping puts on the user's instance."""
+"""Names that wrapping puts on the user's instance."""
 
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 _STEPS = 3
@@ -143,7 +143,7 @@ def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's `step` is that of a class known to be elementwise; a subclass with its own is not."""
+    """True if the optimizer's `step` is that of a class known to be elementwise; a subclass with its own is not."""
     return _is_one_of(optimizer, _elementwise)
 
 
@@ -164,7 +164,7 @@ def learn_state(
         optimizer: the user's.
         group: the parameter group that the parameter is in.
         like: the parameter: its shape, and its strides for state of the same shape. Its data are not read.
-        dtype: what the step will see: that of the parameter, or of its master.
+        dtype: that of the parameter, or of its master, which the step will see.
 
     Raises:
         ConfigError: the class fails in the probe.
@@ -196,7 +196,7 @@ def learn_state(
 def keeps_bits(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, threads: int, low_precision: bool
 ) -> bool:
-    """Whether this class, with these options, gives the same bits in segments as on the whole parameter."""
+    """True if this class, with these options, gives the same bits in segments as on the whole parameter."""
     numel = (32768 * threads if low_precision else 0) + 64 * 5 + 37
     whole = _Twin(optimizer, group, [_seeded((numel,), dtype, 0)])
     cuts = segment_cuts(numel, numel // 2, low_precision=low_precision, threads=threads)
@@ -374,7 +374,7 @@ class _Twin:
 
 
 def _makes_state_early(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the class, like Adagrad, makes its state when it is constructed and expects it in the first step."""
+    """True if the class, like Adagrad, makes its state when it is constructed and expects it in the first step."""
     cls = type(optimizer)
     if not any(_state_in_memory(optimizer).values()):
         return _early.get(cls, False)

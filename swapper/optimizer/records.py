@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Container, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,6 +15,9 @@ from swapper.optimizer.segments import MASTER, Bucket, Segment
 from swapper.sizes import SMALL_BYTES
 from swapper.storage.buffers import Lease
 from swapper.storage.cache import RecordCache
+
+if TYPE_CHECKING:
+    from swapper.optimizer.stepper import SwappedGradients
 
 __all__ = ["BucketRecords", "Masters", "OpenBucket", "Prefetcher", "Work"]
 
@@ -232,36 +235,36 @@ class Prefetcher:
     """Stages the buckets of a scan, in order, as far as there is room.
 
     Goes on where there was no room the last time, so that a bucket is staged once and not at each of the 64 looks that
-    come by it. When something that was prefetched has been dropped since, it begins anew at the bucket that is next.
+    come by it. If something that was prefetched has been dropped since, it begins anew at the bucket that is next.
 
     Args:
-        stage: starts reading what a bucket needs; False if there is no room.
-        drops: the count of what was prefetched and dropped again.
-        work: what the scan steps or reads, in order.
+        records: of the buckets.
+        work: of the scan, in order.
         done: buckets that are not needed any more; grows while the scan goes on.
+        gradients: staged too, if they are swapped.
     """
 
     def __init__(
         self,
-        stage: Callable[[Bucket, Sequence[Segment]], bool],
-        drops: Callable[[], int],
+        records: BucketRecords,
         work: Sequence[Work],
         done: Container[Bucket] = (),
+        gradients: SwappedGradients | None = None,
     ) -> None:
-        self._stage = stage
-        self._drops_now = drops
+        self._records = records
         self._work = work
         self._done = done
+        self._gradients = gradients
         self._start = 0
         self._next = 0
-        self._drops = drops()
+        self._drops = self._count_drops()
 
     def look(self, start: int = 0) -> None:
         """Stage up to `_AHEAD` buckets, from the first on that is not done and not before position `start`."""
         self._start = max(self._start, start)
         while self._start < len(self._work) and self._work[self._start][0] in self._done:
             self._start += 1
-        drops = self._drops_now()
+        drops = self._count_drops()
         if drops != self._drops:
             self._next, self._drops = self._start, drops
         self._next = max(self._next, self._start)
@@ -271,3 +274,14 @@ class Prefetcher:
             if bucket not in self._done and not self._stage(bucket, active):
                 return
             self._next += 1
+
+    def _stage(self, bucket: Bucket, active: Sequence[Segment]) -> bool:
+        # Gradients first: they are short, are asked for before the record, and would else queue behind it.
+        if self._gradients is not None:
+            for segment in active:
+                if not self._gradients.stage(segment.parameter, segment.start):
+                    return False
+        return self._records.stage(bucket)
+
+    def _count_drops(self) -> int:
+        return self._records.cache.drops + (0 if self._gradients is None else self._gradients.drops)

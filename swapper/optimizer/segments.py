@@ -72,7 +72,7 @@ class StateLocation:
         return lease.strided_view(self.offset_bytes, spec.numel, spec.dtype, spec.shape, spec.stride)
 
     def fits(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` can be stored here as it is."""
+        """True if `tensor` can be stored here as it is."""
         same = tensor.dtype is self.spec.dtype and tensor.shape == self.spec.shape
         return same and tensor.is_cpu and tensor.layout is torch.strided
 
@@ -81,11 +81,11 @@ class OptimizerParameter:
     """A parameter that an optimizer has, or had. See [Note: parameters come and go].
 
     Attributes:
-        numel, dtype, stride, device_type: when its state was laid out.
-        segments: those that hold its state, in order; there is one set of them at a time.
-        buckets: those that have some of `segments`, in order.
+        numel, dtype, stride, device_type: as they were when its state was laid out.
+        segments: hold its state, in order.
+        buckets: have its segments, in order.
         group: number of its group; None while it is in none, so that it is not stepped.
-        fused, cut_for_fused: whether its group has `fused=True`; and whether it had when the parameter was cut.
+        fused, cut_for_fused: its group has `fused=True`; it had that when the parameter was cut.
         keeps_whole: it is not cut when it is planned the next time, because a sparse gradient came.
         arrived: gradients that arrived since the last step.
         counted: the gradient that the last of them is in, if it stays in memory.
@@ -118,16 +118,16 @@ class OptimizerParameter:
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody holds the parameter any more."""
+        """True if nobody holds the parameter any more."""
         return self._reference() is None
 
     @property
     def has_state(self) -> bool:
-        """Whether it was stepped, or given state, before."""
+        """True if it was stepped, or given state, before."""
         return any(segment.has_state for segment in self.segments)
 
     def refers_to(self, parameter: torch.Tensor) -> bool:
-        """Whether this is of `parameter` itself, and not of a former one that had its `id`."""
+        """True of `parameter` itself, and not of another that has the `id` which it had."""
         return self._reference() is parameter
 
     def unhook(self) -> None:
@@ -142,7 +142,7 @@ class Segment:
     """A slice of a parameter, and everything that is kept in memory about its state.
 
     Attributes:
-        of: what is known of its parameter.
+        of: its parameter.
         start, stop: in elements of the parameter in memory order.
         whole: the class is given the parameter in its own shape; else a flat slice.
         master: dtype bf16 keeps the low 16 bits of an fp32 master ("split"), fp16 all of it ("stored"); "" has none.
@@ -179,7 +179,7 @@ class Segment:
 
     @property
     def is_hole(self) -> bool:
-        """Whether its parameter is gone: nobody can ask for the state."""
+        """True if its parameter is gone: nobody can ask for the state."""
         return self.of.is_gone
 
     @property
@@ -189,17 +189,17 @@ class Segment:
 
     @property
     def master_moves(self) -> bool:
-        """Whether the master is part of the record."""
+        """True if the master is part of the record."""
         return bool(self.master) and self.of.numel * 4 >= SMALL_BYTES
 
     @property
     def is_split(self) -> bool:
-        """Whether the low halves of its master, and their ties, are part of the record."""
+        """True if the low halves of its master, and their ties, are part of the record."""
         return self.master == "split" and self.master_moves
 
     @property
     def has_state(self) -> bool:
-        """Whether it was stepped, or given state, before."""
+        """True if it was stepped, or given state, before."""
         return bool(self.keys) or self.checksum is not None
 
     @property
@@ -274,7 +274,7 @@ def as_shaped(flat: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
 
 
 def is_edited(segments: Sequence[Segment]) -> bool:
-    """Whether a parameter was changed since its masters were encoded. See [Note: edited parameters].
+    """True if a parameter was changed since its masters were encoded. See [Note: edited parameters].
 
     Args:
         segments: all of the parameter's.
@@ -355,7 +355,7 @@ def plan_segments(
     """Cut one parameter.
 
     Args:
-        of: what is known of it.
+        of: the parameter.
         specs: its state, as the probe has learnt it for the whole parameter.
         segmented: its class may be stepped on slices.
         low_precision, threads: see `segment_cuts`.

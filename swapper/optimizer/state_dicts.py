@@ -13,9 +13,9 @@ from torch.optim import Optimizer
 
 from swapper.errors import ConfigError
 from swapper.optimizer.plan import OptimizerPlan
-from swapper.optimizer.records import BucketRecords, Masters, OpenBucket
+from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher
 from swapper.optimizer.segments import MASTER, Bucket, OptimizerParameter, Segment, as_shaped, is_edited
-from swapper.optimizer.stepper import Stepper, progress
+from swapper.optimizer.stepper import progress
 from swapper.sizes import ALIGNMENT_BYTES, round_up
 from swapper.storage.buffers import Lease
 from swapper.storage.malloc_trim import return_free_memory
@@ -39,7 +39,6 @@ class StateRecords:
 
     Args:
         plan: the buckets.
-        stepper: prefetches.
         bucket_records: brings records in and out.
         store: has the files; None if the records stay in the pool.
     """
@@ -47,14 +46,12 @@ class StateRecords:
     def __init__(
         self,
         plan: OptimizerPlan,
-        stepper: Stepper,
         bucket_records: BucketRecords,
         store: TensorStore | None,
     ) -> None:
         self.plan = plan
         self.bucket_records = bucket_records
         self.store = store
-        self._stepper = stepper
 
     def gather(self, parameters: Sequence[torch.nn.Parameter], allocate: Allocate) -> dict[int, dict[str, Any]]:
         """The state of `parameters`, by `id`, in the class's own format.
@@ -72,7 +69,7 @@ class StateRecords:
         try:
             with modes_kept():
                 set_grad_mode(False)
-                prefetcher = self._stepper.prefetcher([(bucket, []) for bucket in buckets])
+                prefetcher = Prefetcher(self.bucket_records, [(bucket, []) for bucket in buckets])
                 for i, bucket in enumerate(progress(buckets, "reading optimizer state", show)):
                     prefetcher.look(i)
                     opened = self.bucket_records.take(bucket)

@@ -54,7 +54,7 @@ class SwappedGradients(Protocol):
 
     @property
     def drops(self) -> int:
-        """How often a part that was prefetched was dropped."""
+        """Count of parts that were prefetched and dropped."""
 
     def plan(self, parts: Iterable[tuple[int, torch.nn.Parameter, int, int]]) -> None:
         """The buckets have changed: see `OptimizerPlan.gradient_parts`."""
@@ -63,10 +63,10 @@ class SwappedGradients(Protocol):
         """Raise what is known to be wrong with any gradient: a step must not find out in the middle."""
 
     def has(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether there is a gradient, in memory or not."""
+        """True if `parameter` has a gradient, in memory or not."""
 
     def is_away(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether it is not in memory."""
+        """True if it is not in memory."""
 
     def stage(self, parameter: torch.nn.Parameter, start: int) -> bool:
         """Start reading the part of it that starts at `start`. False if there is no room."""
@@ -75,7 +75,7 @@ class SwappedGradients(Protocol):
         """Within it that part is in memory: 1-D, in memory order."""
 
     def watches(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether its gradients are looked at when they arrive."""
+        """True if its gradients are looked at when they arrive."""
 
     def leave(self, parameters: Iterable[torch.Tensor]) -> None:
         """Take no more gradients of `parameters`."""
@@ -110,13 +110,13 @@ class Stepper:
         class_step: the class's own `step`, without hooks.
         plan: the buckets.
         pool: for scratch.
-        pool_bytes: how much of the pool there is; to know whether memory is short.
+        pool_bytes: the part of the pool that counts; to know if memory is short.
         records: brings records in and out.
 
     Attributes:
         parameters, gradients: swappers of those that are on disk too; None where they are in memory.
         entered: the buckets that the step that is being made, or was cut off, has touched.
-        done: how many of them are finished.
+        done: the number of them that are finished.
         stepping: a bucket is being stepped, or its step was cut off.
     """
 
@@ -153,7 +153,7 @@ class Stepper:
 
     def prefetcher(self, work: Sequence[Work], done: Container[Bucket] = ()) -> Prefetcher:
         """Reads ahead of a scan over `work`: records, and gradients that are evicted. See `Prefetcher`."""
-        return Prefetcher(self._stage, self._drops, work, done)
+        return Prefetcher(self._records, work, done, self.gradients)
 
     def run(self, optimizer: Optimizer, work: Sequence[Work], show: bool) -> None:
         """Step `work`, then `finish`.
@@ -260,7 +260,7 @@ class Stepper:
         self._scratches = []
 
     def has_gradient(self, p: torch.nn.Parameter) -> bool:
-        """Whether `p` has a gradient, in memory or evicted."""
+        """True if `p` has a gradient, in memory or evicted."""
         return raw_gradient(p) is not None if self.gradients is None else self.gradients.has(p)
 
     # --- What a bucket needs ---------------------------------------------------------------------------------------
@@ -271,18 +271,6 @@ class Stepper:
             for segment in bucket.segments
             if segment.of.group is not None and self.has_gradient(segment.parameter)
         ]
-
-    def _stage(self, bucket: Bucket, active: Sequence[Segment]) -> bool:
-        """Start reading a bucket, and the gradients of `active`. False if there is no room for all of it."""
-        # Gradients first: they are short, are asked for before the record, and would else queue behind it.
-        if self.gradients is not None:
-            for segment in active:
-                if not self.gradients.stage(segment.parameter, segment.start):
-                    return False
-        return self._records.stage(bucket)
-
-    def _drops(self) -> int:
-        return self._records.cache.drops + (0 if self.gradients is None else self.gradients.drops)
 
     def _staying(self, work: Sequence[Work], i: int) -> AbstractContextManager[None]:
         """Keep the parameter records that bucket `i` and the next are both windows of: they are then written once."""
@@ -363,14 +351,9 @@ class Stepper:
         for operand in operands:
             if operand.edited:
                 self._note_edited(operand.segment)
-        shown = []
-        for operand in operands:
-            assert operand.tensor is not None and operand.segment.of.group is not None
-            shown.append((operand.segment.of.group, operand.tensor, opened.state_of(operand.segment)))
         self.entered.append(bucket)  # From here on parameters change: a failure leaves the step half made.
         self.stepping = True
-        states = self._class_step(optimizer, shown)
-        del shown
+        states = self._class_step(optimizer, operands, opened)
         made_state = False
         masters: Masters = {}
         for operand, state in zip(operands, states, strict=True):
@@ -388,7 +371,7 @@ class Stepper:
         self.done += 1
 
     def _is_edited(self, segment: Segment) -> bool:
-        """Whether another segment, of this step or before it, shows that the user has changed the parameter.
+        """True if another segment, of this step or before it, shows that the user has changed the parameter.
 
         All are compared before the first is stepped. A parameter that is not cut is compared when it is opened.
         """

@@ -20,8 +20,7 @@ from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.finalizers import finalizer
 from swapper.interrupts import interrupts_deferred
 from swapper.metrics import Metrics, Moves, Stats, moves_of
-from swapper.optimizer.arrivals import Arrivals
-from swapper.optimizer.backward_step import CANNOT_GO_WITH, BackwardSteps
+from swapper.optimizer.backward_step import CANNOT_GO_WITH, Arrivals, BackwardSteps
 from swapper.optimizer.conversion import Conversion
 from swapper.optimizer.failure import Guard
 from swapper.optimizer.guarded_state import GuardedState
@@ -61,12 +60,12 @@ class OptimizerSwapper:
         plan: its buckets. Of a plan that swaps no state (`device: none`) only steps are counted, and everything that
             users call works on `optimizer.state`.
         pool: buffers for records and scratch.
-        pool_bytes: how much of the pool this optimizer may count on.
+        pool_bytes: the part of the pool that this optimizer may count on.
         store: has the records; None keeps them in the pool.
         release: called once, when this is closed.
 
     Attributes:
-        keep_last: how many checkpoints to keep; None keeps all.
+        keep_last: number of checkpoints to keep; None keeps all.
         store: has the records; None if they are in memory.
         parameters, gradients: swappers of those that are on disk too; None where they are in memory.
         backward_steps: steps buckets in backward, if that is asked for.
@@ -102,7 +101,7 @@ class OptimizerSwapper:
         self._cache = RecordCache(pool, store, self.metrics)
         records = BucketRecords(self._cache, self.metrics)
         self._stepper = Stepper(class_step(type(optimizer)), plan, pool, pool_bytes, records)
-        self._records = StateRecords(plan, self._stepper, records, store)
+        self._records = StateRecords(plan, records, store)
         self._guard = Guard(self._stepper, plan, self.metrics)
         self._conversion = Conversion(optimizer, GuardedState(self))
         self._loading: dict[int, dict[str, Any]] | None = None
@@ -183,7 +182,7 @@ class OptimizerSwapper:
 
     @property
     def closed(self) -> bool:
-        """Whether it has been closed: the state is gone."""
+        """True once it is closed: the state is gone."""
         return self._guard.closed
 
     def close(self) -> None:
@@ -334,12 +333,12 @@ class OptimizerSwapper:
 
     @property
     def swaps_state(self) -> bool:
-        """Whether the state is in records. With `device: none` it is in `optimizer.state`."""
+        """True if the state is in records. With `device: none` it is in `optimizer.state`."""
         return self._plan.swaps_state
 
     @property
     def has_masters(self) -> bool:
-        """Whether any parameter has an fp32 master copy."""
+        """True if any parameter has an fp32 master copy."""
         return any(segment.master for bucket in self._plan.buckets for segment in bucket.segments)
 
     def attach(self, *, parameters: SwappedParameters | None = None, gradients: SwappedGradients | None = None) -> None:
