@@ -1,4 +1,4 @@
-"""Room for files that are removed again, whatever happens."""
+"""Directories for files that are removed again, whatever happens; refusals where space or memory is short."""
 
 from __future__ import annotations
 
@@ -76,8 +76,7 @@ def check_memory(needed_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _signals_end_it() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program the way an exception does, so that clean-up happens."""
-
+    # As an exception does, so that clean-up happens.
     def leave(number: int, frame: FrameType | None) -> None:
         sys.exit(128 + number)
 

@@ -193,7 +193,7 @@ def _print_one(found: dict[str, Any]) -> None:
     console = make_console()
 
     def say(text: str) -> None:
-        console.print(printable(text), soft_wrap=True)
+        console.print(printable(text))
 
     step = "its optimizer counts no steps" if found["step"] is None else f"step {found['step']}"
     say(f"{found['path']}: {step}, {format_bytes(found['length_bytes'])}")
@@ -307,10 +307,10 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
     else:
         console = make_console()
         for name in found.unknown:
-            console.print(printable(f"not of the checkpoint: {name}"), soft_wrap=True)
+            console.print(printable(f"not of the checkpoint: {name}"))
         good = "all as they were written" if not found.damaged else f"{len(found.damaged)} damaged or missing"
         line = f"{checkpoint.directory}: {found.files} files, {format_bytes(found.length_bytes)}, {good}"
-        console.print(printable(line), soft_wrap=True)
+        console.print(printable(line))
     _end(list(found.damaged.values()), "verify")
 
 

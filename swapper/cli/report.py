@@ -26,7 +26,7 @@ from swapper.bench.machine import (
     swapper_version,
     try_slab,
 )
-from swapper.cli.directories import directories_or_default
+from swapper.cli.arguments import directories_or_default
 from swapper.cli.output import complain, make_console, print_json, printable
 from swapper.io.gds import CuFileProbe, probe_cufile
 from swapper.io.handle import Probe, probe
@@ -453,18 +453,18 @@ def _as_json(found: Report, lines: list[Finding]) -> dict[str, object]:
 
 def _print(found: Report, lines: list[Finding]) -> None:
     console = make_console()
-    console.print(f"swapper {found.version}", soft_wrap=True)
+    console.print(f"swapper {found.version}")
     section, width = "", max(len(line.name) for line in lines)
     for line in lines:
         if line.section != section:
             section = line.section
             console.print()
-            console.print(Text(printable(section), style="bold"), soft_wrap=True)
+            console.print(Text(printable(section), style="bold"))
         text = Text("  ").append(f"{line.mark.value:<2}", style=_STYLES[line.mark])
         text.append(f"  {line.name:<{width}}  {printable(line.value)}")
         if line.change:
             text.append(f" -> {printable(line.change)}", style="bold")
-        console.print(text, soft_wrap=True)
+        console.print(text)
     console.print()
     _print_summary(console, lines)
 
@@ -475,8 +475,8 @@ def _print_summary(console: Console, lines: list[Finding]) -> None:
         if line.change:
             changes.setdefault(line.change, []).append(f"{line.section}: {line.name}")
     if not changes:
-        console.print(Text("Nothing to change", style="bold green"), soft_wrap=True)
+        console.print(Text("Nothing to change", style="bold green"))
         return
-    console.print(Text("What to change", style="bold"), soft_wrap=True)
+    console.print(Text("What to change", style="bold"))
     for i, (change, places) in enumerate(changes.items(), 1):
-        console.print(f"  {i}. {printable(change)}  ({printable(', '.join(places))})", soft_wrap=True)
+        console.print(f"  {i}. {printable(change)}  ({printable(', '.join(places))})")

@@ -1,11 +1,12 @@
-"""Whole files, from start to end, through a few page-locked buffers: they appear when complete, and are read ahead.
+"""Whole files, from start to end, through a few page-locked buffers: `OutputFile` writes one, `InputFile` reads one.
 
 [Note: copies] Both directions copy once, between the buffers and the memory of others. That is faster than transfers
 from and to ordinary memory: on pages of 4 KiB that nobody registered a drive has half its bandwidth, or less.
 
-[Note: Ctrl-C] It is raised on entry to a function, too, before any `try` in there, and torch's C++ code, which calls
-`readinto`, makes an AttributeError of what comes out. A generator is suspended within its `try`, and goes on there. So
-`readinto` is the `send` of one: nothing ever comes out.
+[Note: Ctrl-C] torch's C++ code calls `readinto`, and makes an AttributeError of every exception that it raises.
+KeyboardInterrupt is raised on entry to a function, too, before any `try` or `with` in it, and to defer interrupts
+around all of `torch.load` would defer them for too long. A generator is suspended within its `try`, and goes on there.
+So `readinto` is the `send` of a generator, which raises nothing.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import torch
 from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.archive import LOCAL_HEADER_BYTES, Entry, header_bytes
 from swapper.finalizers import finalizer
+from swapper.interrupts import interrupts_deferred
 from swapper.io.checksums import checksum, copy_crc32, crc32, join_checksums
 from swapper.io.handle import AsyncIOHandle, File, Transfer
 from swapper.io.host_memory import prefault
-from swapper.sizes import PAGE_BYTES
+from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.atomic import NewFile
 from swapper.storage.buffers import BufferPool, Lease
 
@@ -38,7 +40,7 @@ POOL_BYTES = 32 << 20
 
 _BUFFERS_MIN, _BUFFERS_MAX = 4, 16
 _BUFFER_BYTES = 2 << 20
-"""Of each, if that gives a number of them between the two. Many short ones keep a drive busier than a few long ones."""
+"""Length of each, if that gives a count between the two. Many short ones keep a drive busier than a few long ones."""
 _POOL_BYTES_MIN = _BUFFERS_MIN * 64 * 1024
 _FIRST_AHEAD_BYTES = 256 << 10
 _NEXT_TO_BYTES = 64 << 10
@@ -51,15 +53,11 @@ class _Buffers:
     """The engine and the page-locked buffers of one file.
 
     Args:
-        stack: gives all of it back.
+        stack: its `close` releases everything.
         pool_bytes: at least 256 KiB; all buffers together.
-        length_bytes: of what will be moved, if that is known: a short file needs less.
+        length_bytes: of the file, or None if it is not known: a short file needs less.
         handle: the engine; its owner closes it. None for one of our own.
         cuda: lock the buffers for CUDA, too.
-
-    Raises:
-        ValueError: `pool_bytes` is too small.
-        SwapIOError: there is not so much memory.
     """
 
     def __init__(
@@ -68,7 +66,6 @@ class _Buffers:
         pool_bytes: int,
         length_bytes: int | None,
         handle: AsyncIOHandle | None,
-        *,
         cuda: bool,
     ) -> None:
         if pool_bytes < _POOL_BYTES_MIN:
@@ -76,10 +73,9 @@ class _Buffers:
         count = min(max(_BUFFERS_MIN, pool_bytes // _BUFFER_BYTES), _BUFFERS_MAX)
         self.buffer_bytes = pool_bytes // count // PAGE_BYTES * PAGE_BYTES
         if length_bytes is not None:
-            self.buffer_bytes = min(self.buffer_bytes, max(1, -(-length_bytes // PAGE_BYTES)) * PAGE_BYTES)
-        self.free: deque[Lease] = deque()
-        if length_bytes is not None:
+            self.buffer_bytes = min(self.buffer_bytes, round_up(max(1, length_bytes), PAGE_BYTES))
             count = min(count, max(1, -(-length_bytes // self.buffer_bytes)))
+        self.free: deque[Lease] = deque()
         self.handle = handle or stack.enter_context(AsyncIOHandle(block_bytes=min(4 << 20, self.buffer_bytes)))
         device = torch.device("cuda") if cuda else None
         pool = stack.enter_context(BufferPool(count * self.buffer_bytes, self.handle, device=device))
@@ -91,6 +87,17 @@ def _memory_of(storage: torch.UntypedStorage) -> torch.Tensor:
     """The bytes of a storage, on any device."""
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return empty.set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+def _bytes_of(data: bytes | bytearray | memoryview | torch.UntypedStorage | torch.Tensor) -> torch.Tensor | memoryview:
+    if isinstance(data, torch.UntypedStorage):
+        return _memory_of(data)
+    if isinstance(data, torch.Tensor):
+        if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
+            raise ValueError(f"data: {data.dtype} of shape {tuple(data.shape)} is no contiguous row of bytes")
+        return data
+    view = memoryview(data)
+    return view.cast("B") if view.nbytes else memoryview(b"")  # Shapes with a 0 cannot be cast.
 
 
 class OutputFile:
@@ -140,7 +147,7 @@ class OutputFile:
         try:
             self._new = NewFile(path)
             self._stack.callback(self._new.close)
-            self._buffers = _Buffers(self._stack, pool_bytes, length_bytes, handle, cuda=cuda)
+            self._buffers = _Buffers(self._stack, pool_bytes, length_bytes, handle, cuda)
             with self._named():
                 self._file = self._buffers.handle.open(f"/proc/self/fd/{self._new.descriptor}", "rw", create=False)
                 self._stack.callback(self._file.close)
@@ -152,7 +159,7 @@ class OutputFile:
 
     @contextlib.contextmanager
     def _named(self) -> Iterator[None]:
-        """Let errors name the file that it is going to be."""
+        """Let errors name the published file: the path that the handle has opened is in /proc."""
         try:
             yield
         except SwapIOError as error:
@@ -160,11 +167,6 @@ class OutputFile:
             raise SwapIOError(
                 number, error.operation, self.path, error.offset_bytes, error.length_bytes, error.detail
             ) from None
-
-    @property
-    def over(self) -> bool:
-        """Whether it was committed or discarded."""
-        return self._over
 
     def tell(self) -> int:
         """Bytes written so far."""
@@ -184,37 +186,18 @@ class OutputFile:
             SwapIOError: the drive has failed, maybe in a write before. All that is left then is `discard`.
             SwapError: it is over, or this is a forked child.
         """
-        self._check()
-        source: torch.Tensor | memoryview
-        if isinstance(data, torch.UntypedStorage):
-            source, length_bytes = _memory_of(data), data.nbytes()
-        elif isinstance(data, torch.Tensor):
-            if data.dtype != torch.uint8 or data.dim() != 1 or not data.is_contiguous():
-                raise ValueError(f"data: {data.dtype} of shape {tuple(data.shape)} is no contiguous row of bytes")
-            source, length_bytes = data, data.nbytes
-        else:
-            source = memoryview(data)
-            length_bytes = source.nbytes
-            source = source.cast("B") if length_bytes else source
         assert not (crc and self._summed)
-        done = 0
-        while done < length_bytes:
-            room = self._room()
+        source = _bytes_of(data)
+
+        def fill(room: torch.Tensor, done: int, crc: int) -> int:
             part = source[done : done + len(room)]
-            room = room[: len(part)]
-            if isinstance(part, torch.Tensor) and part.device.type not in _HOSTS:
-                room.copy_(part)
-                crc = checksum(room, crc) if self._summed else crc32(room, crc)
-            elif self._summed:
-                copy_crc32(room, part)
-                crc = checksum(room, crc)
-            else:
-                crc = copy_crc32(room, part, crc)
-            self._used_bytes += len(part)
-            self._position += len(part)
-            done += len(part)
-        self._join(crc, length_bytes)
-        return crc
+            if isinstance(part, memoryview) or part.device.type in _HOSTS:
+                copied = copy_crc32(room, part, crc)
+                return checksum(room, crc) if self._summed else copied
+            room.copy_(part)
+            return checksum(room, crc) if self._summed else crc32(room, crc)
+
+        return self._append(len(source), fill, crc)
 
     def append_file(self, handle: AsyncIOHandle, file: File, offset_bytes: int, length_bytes: int) -> int:
         """Write what another file holds behind what was written before: read into the buffers, without a second copy.
@@ -234,26 +217,37 @@ class OutputFile:
             SwapIOError: a drive has failed, or the file is shorter. All that is left then is `discard`.
             SwapError: it is over, or this is a forked child.
         """
+
+        def fill(room: torch.Tensor, done: int, crc: int) -> int:
+            lease = self._current
+            assert lease is not None
+            with interrupts_deferred():  # A lease that does not know its transfer would give the buffer to others.
+                transfer = lease.transfer = handle.read(file, room, offset_bytes + done)
+            transfer.wait()  # Meanwhile the buffers before it are written.
+            lease.transfer = None
+            return checksum(room, crc)
+
+        return self._append(length_bytes, fill, 0)
+
+    def _append(self, length_bytes: int, fill: Callable[[torch.Tensor, int, int], int], crc: int) -> int:
+        """Write so many bytes.
+
+        Args:
+            length_bytes: in all.
+            fill: fills a part of a buffer, given that, the bytes before it and their checksum; returns that of both.
+            crc: to start with.
+        """
         self._check()
-        crc = 0
         done = 0
         while done < length_bytes:
             room = self._room()[: length_bytes - done]
-            assert self._current is not None
-            # While it is read, the buffers before it are being written.
-            self._current.transfer = handle.read(file, room, offset_bytes + done)
-            self._current.transfer.wait()
-            self._current.transfer = None
-            crc = checksum(room, crc)
+            crc = fill(room, done, crc)
             self._used_bytes += len(room)
             self._position += len(room)
             done += len(room)
-        self._join(crc, length_bytes)
-        return crc
-
-    def _join(self, crc: int, length_bytes: int) -> None:
         if self._summed:
             self.checksum = join_checksums([(self.checksum, 0), (crc, length_bytes)])
+        return crc
 
     def commit(self) -> None:
         """Write what is left, sync, and let the file appear under its name. It is over then.
@@ -266,8 +260,8 @@ class OutputFile:
         self._check()
         with self._named():
             if self._current is not None and self._used_bytes:
-                # Whole pages, so that they go past the page cache; what is too much is cut off.
-                whole = -(-self._used_bytes // PAGE_BYTES) * PAGE_BYTES
+                # Whole pages, so that they go past the page cache; `truncate` cuts off the rest.
+                whole = round_up(self._used_bytes, PAGE_BYTES)
                 self._current.tensor[self._used_bytes : whole] = 0
                 self._send(whole, self._position - self._used_bytes)
             while self._in_flight:
@@ -281,9 +275,8 @@ class OutputFile:
         if os.getpid() != self._pid or self._over:
             return
         for _, transfer in self._in_flight:
-            transfer.settle()
-            with contextlib.suppress(SwapIOError):
-                transfer.wait()  # Seen, so that the engine does not speak of it later.
+            with contextlib.suppress(SwapIOError):  # Observed, so that the engine does not report it later.
+                transfer.wait()
         with contextlib.suppress(SwapIOError):
             self._close()
 
@@ -300,7 +293,7 @@ class OutputFile:
             raise SwapError(f"the file is closed: {self.path}")
 
     def _room(self) -> torch.Tensor:
-        """What is free of the current buffer: at least one byte."""
+        """The free part of the current buffer, at least one byte."""
         if self._current is not None and self._used_bytes == self._buffers.buffer_bytes:
             with self._named():
                 self._send(self._used_bytes, self._position - self._used_bytes)
@@ -312,12 +305,15 @@ class OutputFile:
         return self._current.tensor[self._used_bytes :]
 
     def _send(self, length_bytes: int, offset_bytes: int) -> None:
-        """Start writing the current buffer."""
+        """Start writing the current buffer, which belongs to its transfer from then on."""
         lease = self._current
         assert lease is not None
-        lease.transfer = self._buffers.handle.write(self._file, lease.tensor[:length_bytes], offset_bytes)
-        self._in_flight.append((lease, lease.transfer))
-        self._current, self._used_bytes = None, 0
+        with interrupts_deferred():
+            transfer = lease.transfer = self._buffers.handle.write(
+                self._file, lease.tensor[:length_bytes], offset_bytes
+            )
+            self._in_flight.append((lease, transfer))
+            self._current, self._used_bytes = None, 0
 
     def _wait_for_one(self) -> None:
         lease, transfer = self._in_flight[0]
@@ -327,11 +323,12 @@ class OutputFile:
         self._buffers.free.append(lease)
 
     def _close(self) -> None:
-        self._over = True
-        self._in_flight.clear()
-        self._current = None
-        self._stack.close()
-        self._finalizer.detach()
+        with interrupts_deferred():  # Nothing is in flight any more. An `ExitStack` forgets what it was about to call.
+            self._over = True
+            self._in_flight.clear()
+            self._current = None
+            self._stack.close()
+            self._finalizer.detach()
 
 
 def _close_unattended(stack: contextlib.ExitStack, pid: int) -> None:
@@ -340,34 +337,29 @@ def _close_unattended(stack: contextlib.ExitStack, pid: int) -> None:
         stack.close()
 
 
-def _reader(of: weakref.ref[InputFile]) -> Callable[[memoryview], int]:
-    """`InputFile.readinto`. See [Note: Ctrl-C]."""
-
-    def serve() -> Generator[int, memoryview, None]:
-        done = 0
-        while True:
-            try:
-                while True:
-                    buffer: memoryview | None = yield done
-                    done, file = 0, of()
-                    if buffer is not None and file is not None and not file.failed:
-                        done = file._serve(memoryview(buffer).cast("B"))
-                    buffer = file = None
-            except GeneratorExit:
-                return
-            except BaseException as error:
-                if (file := of()) is not None:
-                    file._fail(error)
-                buffer = file = None
-
-    serving = serve()
-    next(serving)
-    return serving.send
+def _serving(of: weakref.ref[InputFile]) -> Generator[int, memoryview, None]:
+    """`InputFile.readinto`: takes buffers, yields the bytes read into each. See [Note: Ctrl-C]."""
+    done = 0
+    while True:
+        try:
+            while True:
+                buffer: memoryview | None = yield done
+                done, file = 0, of()
+                if buffer is not None and file is not None:
+                    done = file._serve(memoryview(buffer).cast("B"))
+                buffer = file = None  # A suspended generator would keep them.
+        except GeneratorExit:
+            return
+        except BaseException as error:
+            if (file := of()) is not None:
+                file._failure = file._failure or error
+                file._failed = True
+            buffer = file = None
 
 
 @dataclass(slots=True)
 class _Piece:
-    """A part of the file that is in a buffer, or on its way there."""
+    """A part of the file that is in a buffer, or is being read into it."""
 
     lease: Lease
     transfer: Transfer
@@ -376,9 +368,9 @@ class _Piece:
 
 
 class InputFile(io.RawIOBase):
-    """A file that is read mostly from start to end, by reads of any length; what follows is read ahead.
+    """A file that is read mostly from start to end, by reads of any length; what follows is prefetched.
 
-    A file object, for `torch.load`. That goes through C++ code which does not bear exceptions: a read that fails
+    A file object, for `torch.load`. That calls it from C++ code which cannot handle exceptions: a read that fails
     returns nothing, as do all after it, and the reason is kept for `take_failure`. See [Note: Ctrl-C]. Not thread-safe.
 
     Args:
@@ -390,9 +382,9 @@ class InputFile(io.RawIOBase):
     Attributes:
         length_bytes: of the file, or of its part: see `restrict`.
         readinto: reads, as of any raw file.
-        deferred: the last read that was left out, on demand: see `defer_from_bytes`. Offset and length.
-        defer_from_bytes: reads of storages this long return with the memory untouched; 0 for none. What they asked for
-            must then be fetched by `fill`. Needs `check`.
+        defer_from_bytes: reads of storages of at least this length return with the memory untouched, for `fill` to read
+            them later; 0 for none. Needs `check`.
+        deferred: offset and length of the last such read.
 
     Raises:
         ValueError: `pool_bytes` is too small.
@@ -411,7 +403,9 @@ class InputFile(io.RawIOBase):
         self.path = os.fsdecode(path)
         self._failure: BaseException | None = None
         self._failed = False
-        self.readinto = _reader(weakref.ref(self))  # type: ignore[method-assign, assignment]
+        serving = _serving(weakref.ref(self))
+        next(serving)
+        self.readinto = serving.send  # type: ignore[method-assign, assignment]
         self.deferred: tuple[int, int] | None = None
         self.defer_from_bytes = 0
         self._base = 0
@@ -427,7 +421,7 @@ class InputFile(io.RawIOBase):
         try:
             with system_errors("open", self.path):
                 length_bytes = os.stat(self.path).st_size
-            self._buffers = _Buffers(self._stack, pool_bytes, length_bytes, handle, cuda=cuda)
+            self._buffers = _Buffers(self._stack, pool_bytes, length_bytes, handle, cuda)
             self._file: File = self._buffers.handle.open(self.path, "r")
             self._stack.callback(self._file.close)
             self.length_bytes = self._file_bytes = self._file.size_bytes()
@@ -436,7 +430,7 @@ class InputFile(io.RawIOBase):
             raise
 
     def restrict(self, offset_bytes: int, length_bytes: int) -> None:
-        """Be that part of the file from now on: every offset is counted from its start. Nothing is checked any more.
+        """Be that part of the file from now on: offsets count from its start, and no checksums are compared.
 
         Raises:
             SwapIOError: the file ends before (ENODATA).
@@ -447,12 +441,12 @@ class InputFile(io.RawIOBase):
         self.check(())
 
     def check(self, entries: Sequence[Entry]) -> None:
-        """Compare payloads with their checksums from now on. One is what is read after its local header."""
+        """Compare payloads with their checksums from now on. The read after that of a local header is a payload."""
         self._entries = {entry.offset_bytes: entry for entry in entries}
         self._announced = None
 
     def record(self, name: str) -> bytes | None:
-        """What a small record holds, without the archive's name before its own; None if there is none.
+        """The bytes of a small record, by its name without the archive's; None if there is none.
 
         Raises:
             SwapIOError: the drive has failed.
@@ -474,21 +468,12 @@ class InputFile(io.RawIOBase):
             return os.pread(self._file.fileno(), length_bytes, self._base + offset_bytes)
 
     def fill(self, storage: torch.UntypedStorage, offset_bytes: int) -> None:
-        """Read so many bytes as a storage on any device has, from `offset_bytes` on.
+        """Read the bytes of a storage, on any device, from `offset_bytes` on.
 
         Raises:
             SwapIOError: the drive has failed, or the bytes are not those that were written (EBADMSG).
         """
-        memory = _memory_of(storage)
-        if memory.device.type in _HOSTS:
-            self._read_into(memory, offset_bytes)
-            return
-
-        def put(done: int, piece: torch.Tensor, crc: int) -> int:
-            memory[done : done + len(piece)].copy_(piece)
-            return crc32(piece, crc)
-
-        self._read(offset_bytes, storage.nbytes(), put)
+        self._read(_memory_of(storage), offset_bytes)
 
     def readable(self) -> bool:
         """It is."""
@@ -509,71 +494,43 @@ class InputFile(io.RawIOBase):
         return self._position
 
     def _serve(self, view: memoryview) -> int:
+        if self._failed:
+            return 0
         length_bytes = min(len(view), max(0, self.length_bytes - self._position))
         entry = self._announced
         wanted = entry is not None and "/data/" in entry.name and entry.length_bytes == length_bytes
         if wanted and 0 < self.defer_from_bytes <= length_bytes:
             self.deferred = (self._position, length_bytes)
         else:
-            self._read_into(view[:length_bytes], self._position)
+            self._read(view[:length_bytes], self._position)
         self._position += length_bytes
         return length_bytes
 
-    def _fail(self, error: BaseException) -> None:
-        self._failure = self._failure or error
-
-    @property
-    def failed(self) -> bool:
-        """Whether a read has failed: none will bring anything."""
-        return self._failed or self._failure is not None
-
     def take_failure(self) -> BaseException | None:
-        """What a read met, once. It is not kept: its frames hold torch's reader, which holds this, unseen by Python."""
+        """The error of the read that failed, once. Not kept: its frames hold torch's reader, which holds this."""
         failure, self._failure = self._failure, None
-        self._failed = self._failed or failure is not None
         return failure
 
     def close(self) -> None:
-        """Give everything back. Idempotent."""
+        """Release everything. Idempotent."""
         if not self.closed:
-            self._drop_pieces()
-            self._stack.close()
-            self._finalizer.detach()
+            while self._pieces:
+                self._free_first()
+            with interrupts_deferred():  # Nothing is in flight any more.
+                self._stack.close()
+                self._finalizer.detach()
         super().close()
 
-    def _read_into(self, memory: memoryview | torch.Tensor, offset_bytes: int) -> None:
-        def expect(start: int, stop: int) -> None:
-            # Memory that torch has just allocated: to touch it page after page would take longer than the drive does.
-            # Huge pages take longer still where a host has to bring them (measured in a virtual machine: 5 times).
-            if len(memory) >= _FRESH_BYTES_MIN:
-                prefault(memory[start:stop])
-
-        def put(done: int, piece: torch.Tensor, crc: int) -> int:
-            return copy_crc32(memory[done : done + len(piece)], piece, crc)
-
-        self._read(offset_bytes, len(memory), put, expect)
-
-    def _read(
-        self,
-        offset_bytes: int,
-        length_bytes: int,
-        put: Callable[[int, torch.Tensor, int], int],
-        expect: Callable[[int, int], None] | None = None,
-    ) -> None:
-        """Hand over some bytes, piece by piece, and check them.
-
-        Args:
-            offset_bytes: where they start.
-            length_bytes: how many.
-            put: takes what was done before, a piece and the checksum so far; returns that with the piece.
-            expect: told where the next piece starts and stops, counted from the first byte, while it may be on its way.
-        """
+    def _read(self, memory: memoryview | torch.Tensor, offset_bytes: int) -> None:
+        """Fill `memory`, bytes on any device, and compare them with their checksum if they are a payload."""
+        length_bytes = len(memory)
         if not length_bytes:
             return
+        on_host = isinstance(memory, memoryview) or memory.device.type in _HOSTS
         crc = 0
         start = self._base + offset_bytes
         stop = start + length_bytes
-        # Small reads at scattered places bring nothing else; those that go on where the last one ended, more and more.
+        # A small read at a random offset prefetches nothing; one that goes on where the last one ended more and more.
         on = 0 <= start - self._end_of_last <= _NEXT_TO_BYTES
         self._ahead_bytes = max(_FIRST_AHEAD_BYTES, 2 * self._ahead_bytes) if on else 0
         self._end_of_last = stop
@@ -581,15 +538,24 @@ class InputFile(io.RawIOBase):
         while at < stop:
             piece = self._piece_at(at, stop)
             end = min(stop, piece.stop)
-            if expect is not None:
-                expect(at - start, end - start)
+            target = memory[at - start : end - start]
+            if on_host and length_bytes >= _FRESH_BYTES_MIN:
+                # While the drive reads. Memory that torch has just allocated: to touch it page after page would take
+                # longer than the drive does. Huge pages take longer still where a host has to bring them (measured in a
+                # virtual machine: 5 times).
+                prefault(target)
             piece.transfer.wait()
-            part = piece.lease.tensor[at - piece.start : end - piece.start]
-            crc = put(at - start, part, crc)
-            at += len(part)
+            source = piece.lease.tensor[at - piece.start : end - piece.start]
+            if on_host:
+                crc = copy_crc32(target, source, crc)
+            else:
+                assert isinstance(target, torch.Tensor)
+                target.copy_(source)
+                crc = crc32(source, crc)
+            at = end
         if at == self._pieces[0].stop:
             self._free_first()
-        self._read_ahead(stop)
+        self._prefetch(stop)
         entry = self._announced
         self._announced = self._entries.get(offset_bytes) if length_bytes == LOCAL_HEADER_BYTES else None
         if entry is not None and entry.length_bytes == length_bytes and entry.crc32 not in (None, crc):
@@ -597,38 +563,33 @@ class InputFile(io.RawIOBase):
             raise SwapIOError(errno.EBADMSG, "read", self.path, start, length_bytes, detail)
 
     def _piece_at(self, at: int, stop: int) -> _Piece:
-        """The piece that holds the byte `at`, of those up to `stop` that are wanted now."""
+        """The piece that holds the byte `at`, of a read up to `stop`."""
         while self._pieces and not self._pieces[0].start <= at < self._pieces[0].stop:
             self._free_first()
         if not self._pieces:
             self._next = at // PAGE_BYTES * PAGE_BYTES
-        self._read_ahead(stop)
+        self._prefetch(stop)
         return self._pieces[0]
 
-    def _read_ahead(self, stop: int) -> None:
-        """Start reads up to `stop`, which is wanted, and beyond, as far as there are buffers."""
+    def _prefetch(self, stop: int) -> None:
+        """Start reads up to `stop`, the end of the read of now, and beyond, while there are free buffers."""
         while self._buffers.free:
             start = self._next
             beyond = min(stop + self._ahead_bytes, self._file_bytes)
-            end = min(start + self._buffers.buffer_bytes, -(-beyond // PAGE_BYTES) * PAGE_BYTES, self._file_bytes)
-            # What is not wanted yet comes in long pieces, or many short reads would make many short transfers.
+            end = min(start + self._buffers.buffer_bytes, round_up(beyond, PAGE_BYTES), self._file_bytes)
+            # Beyond `stop` only long pieces, or many short reads would make many short transfers.
             short = end - start < min(self._ahead_bytes // 4, self._buffers.buffer_bytes) and end < self._file_bytes
             if end <= start or (start >= stop and short):
                 return
             lease = self._buffers.free.popleft()
-            transfer = self._buffers.handle.read(self._file, lease.tensor[: end - start], start)
-            lease.transfer = transfer
-            self._pieces.append(_Piece(lease, transfer, start, end))
+            with interrupts_deferred():  # A lease that does not know its transfer would give the buffer to others.
+                transfer = lease.transfer = self._buffers.handle.read(self._file, lease.tensor[: end - start], start)
+                self._pieces.append(_Piece(lease, transfer, start, end))
             self._next = end
 
     def _free_first(self) -> None:
         piece = self._pieces.popleft()
-        piece.transfer.settle()
-        with contextlib.suppress(SwapIOError):
-            piece.transfer.wait()  # Nobody wants it any more.
+        with contextlib.suppress(SwapIOError):  # Of a piece that nobody wants any more.
+            piece.transfer.wait()
         piece.lease.transfer = None
         self._buffers.free.append(piece.lease)
-
-    def _drop_pieces(self) -> None:
-        while self._pieces:
-            self._free_first()

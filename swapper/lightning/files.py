@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swapper.checkpoint.checkpoint import is_checkpoint
-from swapper.checkpoint.directories import check_replaceable, remove_checkpoint, sync_path
+from swapper.checkpoint.directories import check_replaceable, remove_checkpoint
 from swapper.errors import SwapError, system_errors
 from swapper.files.fastsave import load, save
 from swapper.files.saving import PendingSave
-from swapper.io.handle import exchange
+from swapper.storage.atomic import put_in_place, temporary_path
 from swapper.tensors.evicted_views import EvictedView
 from swapper.tensors.tensor_refs import replaced
 
@@ -91,16 +90,15 @@ class CheckpointFiles(TorchCheckpointIO):
 def _save_over(checkpoint: dict[str, Any], path: Path) -> None:
     """Save a file in the place of a link, which is not followed, or of a directory of ours, in one step."""
     check_replaceable(path, over_files=True)
-    written = path.parent / f".{path.name}.tmp-{secrets.token_hex(6)}"  # As a checkpoint that is left over.
+    written = temporary_path(path)
     try:
         save(checkpoint, written)
         with system_errors("publish", path):
-            exchange(written, path)
+            put_in_place(written, path)
     except BaseException:
         with contextlib.suppress(OSError):
             written.unlink()
         raise
-    sync_path(path.parent)
     remove_checkpoint(written, lambda _: False)
 
 

@@ -451,7 +451,8 @@ def fake_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., C
 def make_fio(path: Path, engine: str = "libaio", operation: Operation = "read", files: Sequence[Path] = ()) -> Fio:
     program = find_fio()
     assert program is not None
-    return Fio(program, engine, operation, files or [path], SIZE, block_bytes=1 << 20, queue_depth=4, threads=2)
+    settings = EngineSettings(block_bytes=1 << 20, queue_depth=4, threads=2)
+    return Fio(program, engine, operation, files or [path], SIZE, settings)
 
 
 @pytest.mark.parametrize("operation", ["read", "write"])
@@ -505,7 +506,7 @@ def test_several_files_are_one_job_of_fio(fake_fio: Callable[..., Any], drive: P
 
 def test_fio_that_cannot_be_started_has_no_figure(data: Path, tmp_path: Path) -> None:
     program = FioProgram(str(tmp_path / "gone"), "fio-0")
-    fio = Fio(program, "libaio", "read", [data], SIZE, block_bytes=1 << 20, queue_depth=4, threads=1)
+    fio = Fio(program, "libaio", "read", [data], SIZE, EngineSettings(block_bytes=1 << 20, queue_depth=4))
     assert "cannot be started" in figure_of(fio).refusal
 
 
