@@ -246,6 +246,7 @@ def test_the_fourth_argument_is_async_however_it_comes(tmp_path: Path) -> None:
 # --- Programs -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("pinned", [pytest.param(True, marks=NEEDS_LOCK), False], ids=["locked", "pageable"])
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
