@@ -286,17 +286,12 @@ class OptimizerPlan:
         """The most of a pool that it can use: all records at their longest, and the scratch of a step."""
         return self.stored_bytes + self.scratch_bytes * self.scratch_count
 
-    def schedule(self, pool_bytes: int) -> Schedule:
-        """The order of staging, for a pool of `pool_bytes`.
-
-        Raises:
-            ConfigError: the pool is too small.
-        """
+    def schedule(self) -> Schedule:
+        """The order of staging, and what it needs of the pool."""
         return plan_schedule(
             [bucket.length_bytes for bucket in self.buckets],
             self._config.offload_optimizer.resident_bytes,
             self.scratch_bytes * self.scratch_count,
-            pool_bytes,
         )
 
     def _plan_parameter(

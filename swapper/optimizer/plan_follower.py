@@ -98,7 +98,8 @@ class PlanFollower:
         try:
             self._fit_pool()
             if self._store is not None:
-                schedule = self._plan.schedule(self._pool_bytes)
+                others_bytes = self._pool.capacity_bytes - self._pool_bytes
+                schedule = self._plan.schedule().checked(self._pool_bytes, others_bytes)
                 self._records.cache.keep(self._plan.buckets[i].key for i in schedule.resident)
                 lengths = {bucket.key: bucket.length_bytes for bucket in buckets if bucket.length_bytes}
                 self._store.plan(lengths, summed=True)
