@@ -21,7 +21,7 @@ from training import adamw, assert_same_state, make_model, run
 
 import swapper
 from swapper.errors import SwapError, SwapIOError
-from swapper.files.whole_file import OutputFile
+from swapper.files.output_file import OutputFile
 from swapper.io import checksums
 from swapper.io.handle import AsyncIOHandle, FaultPlan, File, exchange
 from swapper.storage import record_files
