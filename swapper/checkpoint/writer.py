@@ -25,7 +25,7 @@ from swapper.checkpoint.directories import check_replaceable, remove_leftovers
 from swapper.checkpoint.index import INDEX, VALUES, Index, SavedFile, crc32c_of
 from swapper.checkpoint.values import encode
 from swapper.errors import SwapIOError, system_errors
-from swapper.files.whole_file import OutputFile
+from swapper.files.output_file import OutputFile
 from swapper.io.checksums import join_checksums
 from swapper.io.handle import AsyncIOHandle
 from swapper.progress import progress_bar, warn_once

@@ -18,7 +18,7 @@ import torch
 from swapper.errors import SwapError
 from swapper.io.checksums import checksum
 from swapper.metrics import Metrics
-from swapper.parameter.records import ParameterPlace, ParameterRecord
+from swapper.parameter.records import ParameterLocation, ParameterRecord
 from swapper.sizes import format_bytes
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
@@ -49,7 +49,7 @@ class Held:
     holds: set[object] = field(default_factory=set)
     """The uses of it that are not over. While there are any, it stays."""
     attached: dict[int, set[object]] = field(default_factory=dict)
-    """The parameters that see their values, by their place in the record, and the uses for which they do."""
+    """The parameters that see their values, by their slot in the record, and the uses for which they do."""
     changed: bool = False
     """Known to be newer than what is stored."""
     resident: bool = False
@@ -83,11 +83,11 @@ class Held:
     def open(self, lease: Lease, cache: ParameterCache, *, arrived: bool) -> None:
         """Make the views of the buffer; if the record has `arrived`, copy the values that the file has elsewhere."""
         opened = []
-        for index, place in enumerate(self.plan.places):
+        for index, location in enumerate(self.plan.locations):
             with outside_of_inference():  # They outlive that mode.
-                values = lease.own_view(place.offset_bytes, place.numel, place.dtype)
-            if arrived and place.offset_bytes != place.file_offset_bytes:
-                values.as_strided(place.shape, place.stride).copy_(_in_file(lease, place).view(place.shape))
+                values = lease.own_view(location.offset_bytes, location.numel, location.dtype)
+            if arrived and location.offset_bytes != location.file_offset_bytes:
+                location.view(values).copy_(_in_file(lease, location).view(location.shape))
             opened.append(values)
             BY_ADDRESS[values.data_ptr()] = (weakref.ref(cache), self, index)
         self.values = opened  # Until here nobody has seen the values, and all of it can be done again.
@@ -98,9 +98,9 @@ class Held:
 
     def pack(self, lease: Lease) -> list[int]:
         """Copy the values that the file has elsewhere to there. Returns the checksum of each parameter's."""
-        for place, values in zip(self.plan.places, self.values, strict=True):
-            if place.offset_bytes != place.file_offset_bytes:
-                _in_file(lease, place).view(place.shape).copy_(values.as_strided(place.shape, place.stride))
+        for location, values in zip(self.plan.locations, self.values, strict=True):
+            if location.offset_bytes != location.file_offset_bytes:
+                _in_file(lease, location).view(location.shape).copy_(location.view(values))
         return [checksum(values) for values in self.values]
 
     def write(self, cache: RecordCache) -> None:
@@ -211,11 +211,12 @@ class ParameterCache:
         Raises:
             RuntimeError: the parameter has another version now, as autograd raises it.
         """
-        place = held.plan.places[index]
-        if place.parameter._version != version:
+        location = held.plan.locations[index]
+        if location.parameter._version != version:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"parameter {place.name} is at version {place.parameter._version}; expected version {version} instead"
+                f"parameter {location.name} is at version {location.parameter._version}; expected version {version} "
+                "instead"
             )
         self._check_open()
         hold = object()
@@ -240,11 +241,11 @@ def finalize(
     release()
 
 
-def _in_file(lease: Lease, place: ParameterPlace) -> torch.Tensor:
+def _in_file(lease: Lease, location: ParameterLocation) -> torch.Tensor:
     """The values of a parameter where the file has them, in the order of indices, 1-D."""
-    data = lease.tensor[place.file_offset_bytes : place.file_offset_bytes + place.length_bytes]
-    if place.file_offset_bytes % place.dtype.itemsize == 0:
-        return data.view(place.dtype)
+    data = lease.tensor[location.file_offset_bytes : location.file_offset_bytes + location.length_bytes]
+    if location.file_offset_bytes % location.dtype.itemsize == 0:
+        return data.view(location.dtype)
     raise AssertionError("tensors of smaller items come after those of larger ones")
 
 

@@ -263,7 +263,7 @@ class RecordCache:
                     self._see_written(record)
 
     def release(self, key: RecordKey) -> None:
-        """Give back the buffer taken for `key`, unchanged. Does nothing if it is not in use, as after a cut-off `take`."""
+        """Give back the buffer taken for `key` unchanged. Does nothing if it is not LIVE, as after a failed `take`."""
         with self.lock:
             record = self.records.get(key)
             if record is not None and record.state is RecordState.LIVE:
