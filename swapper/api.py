@@ -248,7 +248,7 @@ def _budget(plans: Sequence[OptimizerPlan], settings: OffloadConfig, parameters:
 
 def _wrap(optimizer: Optimizer, plan: OptimizerPlan, needs: OptimizerNeeds, settings: OffloadConfig) -> None:
     """Move the state of `optimizer`, and its gradients. After an exception it may be wrapped: see `_unwrap`."""
-    wanted_bytes = plan.stored_bytes + plan.scratch_bytes * plan.scratch_count
+    wanted_bytes = plan.wanted_bytes
     pool: BufferPool | GrowingPool
     if needs.state is not None:
         shared = Shared.of(settings, plan.device)  # Makes run directories, engines and the pool, if it is the first.

@@ -195,7 +195,7 @@ def dry_run(
 
     own_bytes = 0  # of pools for what is not in the shared one
     for plan, each, moved_bytes in zip(plans, needs, gradient_bytes, strict=True):
-        own_bytes += 0 if each.state is not None else plan.stored_bytes + plan.scratch_bytes * plan.scratch_count
+        own_bytes += 0 if each.state is not None else plan.wanted_bytes
         own_bytes += 0 if each.gradients is not None else moved_bytes
     needed_bytes, pool_bytes = budget.needed_bytes, 0
     if state_stored or gradients_stored or parameter_bytes:
