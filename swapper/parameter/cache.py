@@ -2,13 +2,13 @@
 
 [Note: when a buffer may go] A record's buffer is given up only when no tensor but ours shares its memory: each
 parameter's values have a storage of their own while they are in the pool, and its use count says whether a view of
-them is left anywhere. And its bytes are compared, by checksum, with what is stored: what user code changed in place,
+them is left anywhere. And its bytes are compared, by checksum, with what is stored: what user code changed in location,
 even behind autograd's back, is written first.
 
 [Note: pools in pieces] A record that is in use cannot be moved, and one in the middle of a short pool may leave no
 piece that is long enough for the next, though their sum is what the pool must hold. So in pools of a few records a
 buffer is chosen from the end of the pool where less is in use, and what lies in between goes first. A record that is in
-memory and lies badly is let go, and read again to a better place, before it is used.
+memory and lies badly is let go, and read again to a better location, before it is used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.io.checksums import checksum
 from swapper.metrics import Metrics
 from swapper.parameter.access_order import Order, Use
-from swapper.parameter.records import ParameterPlace, ParameterRecord
+from swapper.parameter.records import ParameterLocation, ParameterRecord
 from swapper.sizes import format_bytes
 from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.store import RecordKey, TensorStore
@@ -78,7 +78,7 @@ class Held:
     holds: set[object] = field(default_factory=set)
     """The uses of it that are not over. While there are any, it stays."""
     attached: dict[int, set[object]] = field(default_factory=dict)
-    """The parameters that see their values, by their place in the record, and the uses for which they do."""
+    """The parameters that see their values, by their slot in the record, and the uses for which they do."""
     changed: bool = False
     """Known to be newer than what is stored."""
     resident: bool = False
@@ -167,16 +167,16 @@ class ParameterCache:
         lease = held.lease
         assert lease is not None
         held.values = []
-        for index, place in enumerate(held.plan.places):
+        for index, location in enumerate(held.plan.locations):
             with outside_of_inference():  # They outlive that mode.
-                values = lease.own_view(place.offset_bytes, place.numel, place.dtype)
+                values = lease.own_view(location.offset_bytes, location.numel, location.dtype)
             held.values.append(values)
             BY_ADDRESS[values.data_ptr()] = (weakref.ref(self), held, index)
         if held.state is State.ARRIVING:
-            for place, values in zip(held.plan.places, held.values, strict=True):
-                if place.offset_bytes != place.file_offset_bytes:
-                    stored = _in_file(lease, place)
-                    values.as_strided(place.shape, place.stride).copy_(stored.view(place.shape))
+            for location, values in zip(held.plan.locations, held.values, strict=True):
+                if location.offset_bytes != location.file_offset_bytes:
+                    stored = _in_file(lease, location)
+                    location.view(values).copy_(stored.view(location.shape))
         held.state = State.HERE
 
     def _is_newer(self, held: Held) -> bool:
@@ -185,18 +185,18 @@ class ParameterCache:
 
     def _write(self, held: Held) -> None:
         """Start writing a record that is HERE."""
-        self._settle_write(held)
+        self._wait_write(held)
         lease = held.lease
         assert lease is not None
-        for place, values in zip(held.plan.places, held.values, strict=True):
-            if place.offset_bytes != place.file_offset_bytes:
-                _in_file(lease, place).view(place.shape).copy_(values.as_strided(place.shape, place.stride))
+        for location, values in zip(held.plan.locations, held.values, strict=True):
+            if location.offset_bytes != location.file_offset_bytes:
+                _in_file(lease, location).view(location.shape).copy_(location.view(values))
         checksums = [checksum(values) for values in held.values]
         lease.transfer = self._store.write(held.key, lease, held.plan.file_bytes)
         held.checksums, held.changed = checksums, False
         self.metrics.count_write(held.key, held.plan.file_bytes, lease.transfer)
 
-    def _settle_write(self, held: Held) -> None:
+    def _wait_write(self, held: Held) -> None:
         """Wait for the write of a record that is HERE, if one is in flight.
 
         Raises:
@@ -291,7 +291,7 @@ class ParameterCache:
         return sum(stop - start if stop <= middle else start - stop for start, stop in self._in_use(held)) > 0
 
     def _splits_pool(self, held: Held, lease: Lease) -> bool:
-        """Whether a record that is used at that place leaves no piece for the next. See [Note: pools in pieces]."""
+        """Whether a record that is used there leaves no piece for the next. See [Note: pools in pieces]."""
         if self._is_roomy():
             return False
         capacity_bytes = self._pool.capacity_bytes
@@ -326,10 +326,10 @@ class ParameterCache:
     def _evict(self, held: Held) -> None:
         """Give up the buffer of a record that nobody uses; what is newer in it is written first."""
         if held.state is State.HERE:
-            self._settle_write(held)
+            self._wait_write(held)
             if self._is_newer(held):
                 self._write(held)
-                self._settle_write(held)
+                self._wait_write(held)
         self._release(held)
 
     def _release(self, held: Held) -> None:
@@ -380,11 +380,12 @@ class ParameterCache:
         Raises:
             RuntimeError: the parameter has another version now, as autograd raises it.
         """
-        place = held.plan.places[index]
-        if place.parameter._version != version:
+        location = held.plan.locations[index]
+        if location.parameter._version != version:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"parameter {place.name} is at version {place.parameter._version}; expected version {version} instead"
+                f"parameter {location.name} is at version {location.parameter._version}; "
+                f"expected version {version} instead"
             )
         self._check_open()
         hold = object()
@@ -431,11 +432,11 @@ def finalize(
     release()
 
 
-def _in_file(lease: Lease, place: ParameterPlace) -> torch.Tensor:
+def _in_file(lease: Lease, location: ParameterLocation) -> torch.Tensor:
     """The values of a parameter where the file has them, in the order of indices, 1-D."""
-    data = lease.tensor[place.file_offset_bytes : place.file_offset_bytes + place.length_bytes]
-    if place.file_offset_bytes % place.dtype.itemsize == 0:
-        return data.view(place.dtype)
+    data = lease.tensor[location.file_offset_bytes : location.file_offset_bytes + location.length_bytes]
+    if location.file_offset_bytes % location.dtype.itemsize == 0:
+        return data.view(location.dtype)
     raise AssertionError("tensors of smaller items come after those of larger ones")
 
 

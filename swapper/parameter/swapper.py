@@ -86,15 +86,16 @@ class ParameterSwapper(ParameterOwner):
         for parameter, former in self._former.items():
             evict(parameter, former)
         for held in self._all:
-            places = held.plan.places
-            mine = [i for i, p in enumerate(places) if p.parameter in self._home and p.parameter not in self._former]
-            if mine:
-                with self._lock:
-                    held.holds.add(self)
-                    self._bring(held, "forward")
-                    for place, values in [(places[i], held.values[i]) for i in mine]:
-                        copy = values.as_strided(place.shape, place.stride).clone(memory_format=torch.preserve_format)
-                        restore_for_good(place.parameter, copy)
+            parameters = [location.parameter for location in held.plan.locations]
+            if not any(p in self._home and p not in self._former for p in parameters):
+                continue
+            with self._lock:
+                held.holds.add(self)
+                self._bring(held, "forward")
+                for location, values in zip(held.plan.locations, held.values, strict=True):
+                    p = location.parameter
+                    if p in self._home and p not in self._former:
+                        restore_for_good(p, location.view(values).clone(memory_format=torch.preserve_format))
         self._closed = True
         self._remove_hooks()
         finalize(self._all, self._dropped, self._store, lambda: None, self._pid)
@@ -120,7 +121,7 @@ class ParameterSwapper(ParameterOwner):
                 if held.state is State.HERE and self._is_newer(held):
                     self._write(held)
             for held in self._all:
-                self._settle_write(held)
+                self._wait_write(held)
 
     def settled_records(self) -> list[Held]:
         """The records that have the values of all their parameters, in their files.
@@ -132,12 +133,12 @@ class ParameterSwapper(ParameterOwner):
         return [
             held
             for held in self._all
-            if all(self._home.get(place.parameter) is held and home_of(place.parameter) for place in held.plan.places)
+            if all(self._home.get(p) is held and home_of(p) for p in (each.parameter for each in held.plan.locations))
         ]
 
     @property
     def store(self) -> TensorStore:
-        """Where the records are."""
+        """The store of the records."""
         return self._store
 
     def records_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[Held]:

@@ -89,7 +89,7 @@ def test_a_parameter_that_two_uses_have_stays_until_both_are_over(nvme_path: Pat
         assert type(weight) is nn.Parameter
         model(torch.ones(1, WIDTH))
         assert type(weight) is nn.Parameter
-        assert len(held.attached) == len(held.plan.places)
+        assert len(held.attached) == len(held.plan.locations)
     assert isinstance(weight, EvictedParameter)
     assert not held.attached
     assert not held.holds
