@@ -93,22 +93,22 @@ class RecycledFiles:
         Returns:
             False: it stays where it is, as it is.
         """
-        path_here = self._directory / f"spare-{next(self._numbers):06d}"
+        recycled = self._directory / f"spare-{next(self._numbers):06d}"
         try:
             with _leased(path) as descriptor:
                 status = os.fstat(descriptor)
                 usable = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size <= room_bytes
                 if not usable or not status.st_size:
                     return False
-                os.rename(path, path_here)
+                os.rename(path, recycled)
                 if not _nobody_waits(descriptor):  # It was opened before it lost its name.
-                    os.rename(path_here, path)
+                    os.rename(recycled, path)
                     return False
                 os.fchmod(descriptor, 0o600)
         except OSError:
             return False
         with self._lock:
-            bisect.insort(self._all, _RecycledFile(path_here, status.st_size), key=attrgetter("size_bytes"))
+            bisect.insort(self._all, _RecycledFile(recycled, status.st_size), key=attrgetter("size_bytes"))
             self._total_bytes += status.st_size
         return True
 
