@@ -237,7 +237,9 @@ def test_a_config_in_each_form(nvme_path: Path, form: str, tmp_path: Path) -> No
     swapper.of(optimizer).close()
 
 
-@pytest.mark.parametrize("config", [None, 3, ["nvme"], b"config.yaml", object(), ""], ids=repr)
+@pytest.mark.parametrize(
+    "config", [None, 3, ["nvme"], b"config.yaml", object(), ""], ids=lambda config: type(config).__name__
+)
 def test_a_config_of_the_wrong_type(config: Any) -> None:
     with refused(swapper.ConfigError, "config") as optimizer:
         swapper.wrap_optimizer(optimizer, config)
@@ -537,7 +539,7 @@ def test_ctrl_c_in_wrap_and_close(nvme_path: Path, leaves_nothing: None, plain: 
         except KeyboardInterrupt:
             pass
         swapped = getattr(optimizer, "swapper", None)
-        if swapped is not None and not swapped._closed:  # It was complete.
+        if swapped is not None and not swapped.closed:  # It was complete.
             run(model, optimizer, range(2, STEPS))
             assert all(same_bits(p, plain[STEPS].model[name]) for name, p in model.named_parameters())
         elif swapped is None:
