@@ -93,9 +93,7 @@ def ready_to_load_state(optimizer: Optimizer, checkpoint: Checkpoint, number: in
         raise ConfigError(
             "offload_optimizer.master_weights: the checkpoint has master weights, but they are off here; set it to true"
         )
-    slots = loader.reader.saved.groups
-    groups = [{**group, "params": those} for group, those in zip(loader.reader.options(), slots, strict=True)]
-    return functools.partial(loader.load, groups)
+    return functools.partial(loader.load, loader.reader.groups(range(len(loader.reader.saved.parameters))))
 
 
 class _StateLoader:
