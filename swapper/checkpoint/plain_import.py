@@ -20,7 +20,7 @@ from swapper.checkpoint.checkpoint import refuse_unloadable
 from swapper.checkpoint.directories import remove_replaced
 from swapper.checkpoint.index import Index, SavedOptimizer, SavedParameter, made_by
 from swapper.checkpoint.saved_model import save_state_dict
-from swapper.checkpoint.state_writer import described_parameter, save_plain_state
+from swapper.checkpoint.state_writer import StateWriter, described_parameter
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, header_bytes, read_directory
@@ -388,7 +388,9 @@ def _optimizer(
         for slot, (name, value, entry) in enumerate(zip(names, known, entries, strict=True))
     ]
     rounded_to = _rounded_to(model, known, entries, what)
-    return save_plain_state(kind, groups, described, entries, number, new, rounded_to)
+    writer = StateWriter(new, number, kind, groups, described)
+    writer.save_memory(entries, rounded_to)
+    return writer.saved, writer.step
 
 
 def _names(groups: Sequence[Mapping[str, Any]], slots: Sequence[Any], by_name: bool) -> list[str]:
