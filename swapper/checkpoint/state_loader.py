@@ -189,6 +189,7 @@ class _StateLoader:
             return 0
         data = lease.tensor[: known.length_bytes]
         file = self._checkpoint.reader.open(self._checkpoint.directory / saved.file)
+        # Over before the lease is put back, or the cache could write or reuse it under the transfer.
         self._checkpoint.reader.handle.read(file, data, 0).wait()
         self._checkpoint.check(saved.file, checksum(data), known.crc32c)
         tie_bytes = sum((segment.tie_bits + 7) // 8 for segment in saved.segments)

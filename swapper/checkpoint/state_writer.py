@@ -156,6 +156,7 @@ class StateWriter:
         lease = records.stepper.take(bucket)
         assert lease is not None
         try:
+            # Copied from the lease, which is the cache's again in the next line: no step may run in between.
             self._new.write_record(file, lease.tensor[: bucket.used_bytes()])
         finally:
             records.cache.release(bucket.key)

@@ -25,7 +25,7 @@ from torch import nn
 from twins import bits
 
 import swapper
-from swapper.checkpoint import writer as checkpoint_files
+from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io.handle import File
 from swapper.storage.store import TensorStore
@@ -169,7 +169,7 @@ def test_a_full_disk_in_the_background_is_said_in_the_log(
         raise SwapIOError(errno.ENOSPC, "write", elsewhere / "saved")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files.NewCheckpoint, "_copy", fail)
+        patch.setattr(NewCheckpoint, "_copy", fail)
         training.save(elsewhere / "saved")  # The handle is dropped.
         training.steps(1)
         go.set()
