@@ -173,7 +173,7 @@ class _StateLoader:
         return (flat[start:stop] for start, stop in ranges)
 
     def _slot(self, segment: Segment) -> int:
-        return self._slot_of.get(id(segment.parameter), -1) if segment.is_live else -1
+        return self._slot_of.get(id(segment.parameter), -1) if not segment.is_hole else -1
 
     # --- Records that pass whole -------------------------------------------------------------------------------------
 
@@ -214,12 +214,12 @@ class _StateLoader:
         p = segment.parameter
         if not same_order(p.shape, self._saved[slot].stride, memory_stride(p)):
             return False
-        if not segment.slots.keys() >= {*saved.present}:
+        if not segment.locations.keys() >= {*saved.present}:
             return False
+        specs = {key: segment.locations[key].spec for key in saved.present}
         return all(
-            same_order(there.shape, saved.strides.get(key, contiguous_stride(there.shape)), there.stride)
-            for key in saved.present
-            for there in [segment.slots[key]]
+            same_order(spec.shape, saved.strides.get(key, contiguous_stride(spec.shape)), spec.stride)
+            for key, spec in specs.items()
         )
 
     def _describe(self, segment: Segment, saved: SavedSegment) -> None:

@@ -12,6 +12,7 @@ import yaml
 
 from swapper.config import AioConfig, OffloadConfig, read_mapping
 from swapper.errors import ConfigError, SwapError
+from swapper.storage.atomic import NewFile
 
 __all__ = ["aio_yaml", "check_config_file", "write_aio"]
 
@@ -45,17 +46,11 @@ def write_aio(path: Path, aio: AioConfig, nvme_paths: Sequence[Path]) -> None:
     path = path.resolve()  # A link stays one.
     text = _render(path, aio, nvme_paths)
     _check(text, path)
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+    with NewFile(path) as new:
+        with open(new.descriptor, "w", encoding="utf-8", closefd=False) as file:
             file.write(text)
-            os.fchmod(file.fileno(), path.stat().st_mode & 0o7777 if path.exists() else 0o644)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+        os.fchmod(new.descriptor, 0o644)  # Of a new file; one that is replaced keeps its mode.
+        new.publish()
 
 
 def _render(path: Path, aio: AioConfig, nvme_paths: Sequence[Path]) -> str:

@@ -92,6 +92,7 @@ def test_plain_pytorch_resumes_from_an_export(way: str, tmp_path: Path, small_pi
     check_torch_export(tmp_path, way, "AdamW")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["SGD", "SGD-plain", "Adafactor", "Muon", "Adagrad-initial", "ASGD"])
 def test_every_kind_of_state_is_exported(optimizer: str, tmp_path: Path, small_pieces: None) -> None:
     check_torch_export(tmp_path, "nvme", optimizer, kind=Words)

@@ -24,7 +24,7 @@ from twins import bits
 import swapper
 from swapper.checkpoint.directories import remove_leftovers
 from swapper.checkpoint.writer import NewCheckpoint
-from swapper.files.whole_file import POOL_BYTES
+from swapper.files.file_buffers import POOL_BYTES
 
 ADAMW = OPTIMIZERS["AdamW"]
 
@@ -339,6 +339,7 @@ print((peak.bytes - before.bytes - state) / 1e6)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("before", "after"), [("everything", "cut otherwise"), ("cpu", "everything"), ("plain", "nvme")]
 )

@@ -83,6 +83,7 @@ def without_losses(trainer: L.Trainer) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_resumed_run_ends_in_the_same_bits(source: str, precision: str, nvme_path: Path, tmp_path: Path) -> None:
@@ -141,6 +142,7 @@ def test_model_checkpoint_keeps_the_same_ones(what: str, link: Any, nvme_path: P
     assert all(is_checkpoint(path) for path in (tmp_path / "directory").iterdir())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("link", [True, "link"])
 @pytest.mark.parametrize("target", ["full", "directory"])
 @pytest.mark.parametrize("source", ["stock", "full", "directory"])

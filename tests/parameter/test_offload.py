@@ -22,6 +22,7 @@ import swapper
 from swapper import ConfigError, OffloadConfig, ParameterSwapper, SwapError
 from swapper.parameter import records as parameter_records
 from swapper.parameter.cache import State
+from swapper.progress import warn_once
 from swapper.tensors.evicted import EvictedParameter
 
 WIDTH = 256
@@ -379,9 +380,9 @@ def test_a_failed_offload_leaves_model_and_optimizer_as_they_were(
 
 
 def test_parameters_in_host_memory_are_where_they_are_said_once(
-    nvme_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    nvme_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(swapper.api, "_said", set())
+    warn_once.cache_clear()
     config = OffloadConfig(nvme_path=nvme_path, offload_param={"device": "cpu"})
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -476,6 +477,7 @@ def _peak_bytes(nvme_path: Path, *, blocks: int, swapped: bool, in_backward: boo
     return int(json.loads(output))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step at the end", "step in backward"])
 def test_memory_does_not_grow_with_the_model(in_backward: bool, nvme_path: Path) -> None:
     """The baseline is the forward and backward of a model that is one block long: what a block takes, and no more.

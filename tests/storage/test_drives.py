@@ -911,6 +911,7 @@ def test_check_says_how_much_all_drives_can_take_when_one_is_full_first(
 # --- A capped handle --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", ["auto", "threads"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_cap_holds_over_all_threads_and_both_directions(tmp_path: Path, backend: str, threads: int) -> None:
@@ -953,6 +954,7 @@ def seconds_of_steps(paths: list[Path], steps: int = 2) -> float:
     return elapsed_s
 
 
+@pytest.mark.alone
 def test_a_second_directory_adds_its_bandwidth(paths: list[Path], plans: Callable[..., list[FaultPlan]]) -> None:
     cap = {"bytes_per_second": 30_000_000}
     plans(cap)
@@ -962,6 +964,7 @@ def test_a_second_directory_adds_its_bandwidth(paths: list[Path], plans: Callabl
     assert one_s / seconds_of_steps(paths) > 1.5, "about twice as fast"
 
 
+@pytest.mark.alone
 def test_shares_follow_measured_speed(
     paths: list[Path], plans: Callable[..., list[FaultPlan]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
