@@ -119,7 +119,8 @@ def export_checkpoint(
                 (_to_safetensors if to == "safetensors" else _to_dcp)(job, new.path)
                 replaced = new.publish()
             if replaced is not None:
-                remove_tree(replaced)
+                with contextlib.suppress(OSError):  # The next export or save sweeps the rest.
+                    remove_tree(replaced)
     files = [target] if to in _FILES else list(target.iterdir())
     notes = list(job.notes)
     if to in _FILES and (needs := torch.serialization.get_unsafe_globals_in_checkpoint(target)):
