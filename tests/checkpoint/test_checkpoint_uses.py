@@ -682,3 +682,17 @@ def test_a_step_that_is_no_count(step: Any, tmp_path: Path) -> None:
     swapper.load_checkpoint(tmp_path / "saved", model, optimizer)
     found = optimizer.state[model.one.bias]["step"]
     assert bits(found) == bits(step) or found != found
+
+
+def test_state_of_a_parameter_without_elements_comes_back(tmp_path: Path) -> None:
+    def make() -> tuple[nn.ParameterDict, torch.optim.Optimizer]:
+        model = nn.ParameterDict({"empty": nn.Parameter(torch.empty(2, 0, 3)), "full": nn.Parameter(torch.ones(4))})
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make()
+    (model["empty"].sum() + model["full"].sum()).backward()
+    optimizer.step()
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+    again, other = make()
+    swapper.load_checkpoint(tmp_path / "saved", again, other)
+    assert bits([dict(again), other.state_dict()["state"]]) == bits([dict(model), optimizer.state_dict()["state"]])
