@@ -85,15 +85,12 @@ RETIRED = {
 """Words that no name in `swapper/` has any more, and the words to use: see the table of words in ARCHITECTURE.md."""
 
 STILL_SAID = {
-    "away": {"check", "gradient", "optimizer", "parameter"},
-    "dry_run": {"check", "cli"},  # In `cli` it is an option of `swapper clean`, as users know it.
+    "away": {"gradient", "optimizer"},
+    "dry_run": {"cli"},  # In `cli` it is an option of `swapper clean`, as users know it.
     "endings": {"cli"},
-    "let_go": {"parameter"},
     "lose": {"gradient"},
-    "nursery": {"api", "parameter"},
-    "settle": {"gradient", "io", "parameter", "storage"},
+    "settle": {"gradient", "io", "storage"},
     "spares": {"storage"},
-    "surrender": {"parameter"},
     "trial": {"bench", "optimizer"},
 }
 """The packages in which a retired word is still said. To be emptied, but for what users know."""
