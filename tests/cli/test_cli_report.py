@@ -437,7 +437,7 @@ def test_a_raid_names_its_members(empty: Path) -> None:
         ("nvme0n1", "NVMe", "Drive 0"),
         ("nvme1n1", "NVMe", "Drive 1"),
     ]
-    lines = list(report_module._of_drive("/mnt", found, "drive"))
+    lines = list(report_module._of_drive(found, "drive"))
     assert [line.name for line in lines] == ["drive", "drive member", "drive member"]
     assert [line.change for line in lines[1:]] == [
         f"echo none | sudo tee /sys/block/nvme{i}n1/queue/scheduler" for i in (0, 1)
