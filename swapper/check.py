@@ -25,7 +25,7 @@ from swapper.parameter.records import (
 )
 from swapper.session import Engines
 from swapper.sizes import format_bytes
-from swapper.storage.runs import check_nvme_paths, file_systems
+from swapper.storage.mounts import check_nvme_paths, file_systems
 from swapper.storage.speed import measure_speeds
 
 __all__ = ["CheckReport", "DriveReport", "dry_run"]

@@ -18,8 +18,8 @@ import torch
 
 from swapper.io import _native
 
-# Support modules that define fixtures, and those whose asserts shall say what differs.
-pytest_plugins = ["drives", "mock_cufile", "snapshots"]
+# Support modules that define fixtures and hooks, and those whose asserts shall say what differs.
+pytest_plugins = ["drives", "mock_cufile", "sampling", "snapshots", "turns"]
 pytest.register_assert_rewrite("checkpoints", "command", "gradient_twins", "isolation", "training", "twins")
 
 

@@ -18,7 +18,8 @@ from swapper.bench import machine
 from swapper.bench.machine import read_int, read_text
 from swapper.errors import SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle
-from swapper.storage.runs import Mount, RunState, find_runs, mount_of
+from swapper.storage.mounts import Mount, mount_of
+from swapper.storage.runs import RunState, find_runs
 
 __all__ = ["Directory", "Drive", "look_at_directory"]
 

@@ -15,7 +15,7 @@ import torch
 
 from swapper.errors import SwapError
 from swapper.io.handle import AsyncIOHandle, Slab
-from swapper.storage.runs import mounts
+from swapper.storage.mounts import mounts
 
 __all__ = [
     "CudaDevice",

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from swapper.bench.machine import read_text
-from swapper.storage.runs import MEMORY_FILE_SYSTEMS, mount_of
+from swapper.storage.mounts import MEMORY_FILE_SYSTEMS, mount_of
 
 __all__ = ["Operation", "Proof", "Witness", "resident_bytes"]
 

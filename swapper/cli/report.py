@@ -30,7 +30,7 @@ from swapper.cli.output import fail_if, make_console, print_json, printable
 from swapper.io.gds import CuFileProbe, probe_cufile
 from swapper.io.handle import Probe, probe
 from swapper.sizes import format_bytes
-from swapper.storage.runs import MEMORY_FILE_SYSTEMS, is_network_file_system
+from swapper.storage.mounts import MEMORY_FILE_SYSTEMS, is_network_file_system
 
 __all__ = ["Finding", "Mark", "Report", "findings", "make_report", "report"]
 

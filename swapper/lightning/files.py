@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swapper.checkpoint.checkpoint import is_checkpoint
-from swapper.checkpoint.directories import check_replaceable, remove_checkpoint
+from swapper.checkpoint.directories import check_replaceable, remove_replaced
 from swapper.errors import SwapError, system_errors
 from swapper.files.fastsave import load, save
 from swapper.files.saving import PendingSave
@@ -99,7 +99,7 @@ def _save_over(checkpoint: dict[str, Any], path: Path) -> None:
         with contextlib.suppress(OSError):
             written.unlink()
         raise
-    remove_checkpoint(written, lambda _: False)
+    remove_replaced(written)
 
 
 def _snapshot(checkpoint: dict[str, Any]) -> Any:

@@ -23,17 +23,10 @@ from swapper.io.handle import AsyncIOHandle, Checksums, File, Transfer
 from swapper.sizes import PAGE_BYTES, format_bytes, round_up
 from swapper.storage.atomic import all_at_once
 from swapper.storage.layout import Share, share_out
+from swapper.storage.mounts import FileSystem, NvmePathError, check_nvme_paths, file_systems
 from swapper.storage.record_files import Part, Pinned, PinnedPart, Record, link, remove, reopen, umask, used
 from swapper.storage.recycled_files import Spares, is_unread
-from swapper.storage.runs import (
-    FileSystem,
-    NvmePathError,
-    check_nvme_paths,
-    file_systems,
-    make_run_directory,
-    remove_run_directory,
-    remove_stale_runs,
-)
+from swapper.storage.runs import make_run_directory, remove_run_directory, remove_stale_runs
 from swapper.storage.speed import measure_speeds
 from swapper.storage.transfers import RecordTransfer, start_all
 

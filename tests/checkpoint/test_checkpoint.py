@@ -31,6 +31,7 @@ def check_resume(path: Path, make: Make, before: str, after: str, **how: Any) ->
     assert options_of(second) == options_of(reference)
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_every_optimizer_resumes_to_the_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -41,6 +42,7 @@ def test_every_optimizer_resumes_to_the_bit(name: str, dtype: torch.dtype, tmp_p
     check_resume(tmp_path, make, "nvme", "cut otherwise", dtype=dtype, kind=kind)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_master_weights_resume_to_the_bit(name: str, tmp_path: Path) -> None:
     how: dict[str, Any] = {"dtype": torch.bfloat16, "masters": True, "kind": Words if name == "Adafactor" else Odd}
@@ -52,6 +54,7 @@ def some_pairs(ways: list[str]) -> list[tuple[str, str]]:
     return [(a, b) for i, a in enumerate(ways) for j, b in enumerate(ways) if (i + 2 * j) % 3 == 0]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("before", "after"), some_pairs(ALL))
 def test_from_any_device_to_any_other(before: str, after: str, tmp_path: Path) -> None:
     check_resume(tmp_path, OPTIMIZERS["AdamW"], before, after)
@@ -60,6 +63,7 @@ def test_from_any_device_to_any_other(before: str, after: str, tmp_path: Path) -
 MASTERS = ["nvme", "cut otherwise", "drives", "cpu", "resident", "everything"]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("before", "after"), some_pairs(MASTERS))
 def test_master_weights_from_any_device_to_any_other(before: str, after: str, tmp_path: Path) -> None:
     check_resume(tmp_path, OPTIMIZERS["AdamW"], before, after, dtype=torch.bfloat16, masters=True)

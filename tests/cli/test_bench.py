@@ -201,6 +201,7 @@ def test_a_buffered_write_is_believed_only_if_it_was_synced(data: Path, synced: 
         assert "not synced" in refusal
 
 
+@pytest.mark.alone
 def test_a_write_that_claims_to_be_synced_is_caught_by_the_counters(data: Path) -> None:
     def write() -> bool:
         with open(data, "r+b") as file:
@@ -757,6 +758,7 @@ def test_a_failing_write_is_an_error_and_leaves_nothing(
     assert "Input/output error" in error
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize(
     "command", [["bench", "--loops", "100000", "--dir"], ["tune", "--loops", "9999", "--nvme-dir"]]

@@ -28,7 +28,7 @@ from swapper.cli.report import Finding, Mark, Report, findings
 from swapper.errors import SwapIOError
 from swapper.io.gds import CuFileProbe, probe_cufile
 from swapper.io.handle import BACKENDS, AsyncIOHandle, File, Probe, probe
-from swapper.storage.runs import Mount
+from swapper.storage.mounts import Mount
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -26,6 +26,7 @@ import pytest
 import torch
 from interrupts import interrupted_at
 
+from swapper import deepnvme
 from swapper.deepnvme import (
     AsyncIOBuilder,
     GDSBuilder,
@@ -34,8 +35,9 @@ from swapper.deepnvme import (
     aio_handle,
     cast_from_byte_tensor,
     cast_to_byte_tensor,
-    deepnvme,
     gds_handle,
+    locked_memory,
+    operations,
 )
 from swapper.errors import SwapError, SwapIOError
 from swapper.io.gds import probe_cufile
@@ -246,6 +248,7 @@ def test_the_fourth_argument_is_async_however_it_comes(tmp_path: Path) -> None:
 # --- Programs -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(32)
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("pinned", [pytest.param(True, marks=NEEDS_LOCK), False], ids=["locked", "pageable"])
 @pytest.mark.parametrize("asynchronous", [True, False], ids=["async", "sync"])
@@ -1008,7 +1011,7 @@ def test_a_failure_that_made_way_for_another_operation_is_logged_if_nobody_waits
 def test_validation_passes_what_is_right(
     make: type[aio_handle], tmp_path: Path, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deepnvme, "_VALIDATE_BYTES", chunk)
+    monkeypatch.setattr(operations, "_VALIDATE_BYTES", chunk)
     h, path = make(), str(tmp_path / "file")
     for size in (0, 1, 4096, 10_000):
         t = random_bytes(size, size)
@@ -1025,7 +1028,7 @@ def test_validation_passes_what_is_right(
 def test_validation_finds_a_flipped_bit(
     tmp_path: Path, operation: str, at: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(deepnvme, "_VALIDATE_BYTES", 4096)
+    monkeypatch.setattr(operations, "_VALIDATE_BYTES", 4096)
     h, path, t = aio_handle(), tmp_path / "file", random_bytes(10_000)
     path.write_bytes(bytes(300) + contents(t))
     (h.pread if operation == "read" else h.pwrite)(t, str(path), True, True, 300)
@@ -1087,7 +1090,7 @@ def test_a_locked_tensor_is_what_was_asked_for(make: type[aio_handle], tmp_path:
         t = h.new_cpu_locked_tensor(numel, example)
         assert (t.dtype, t.shape, t.device.type, t.requires_grad) == (dtype, (numel,), "cpu", False)
         assert t._base is None and t.is_leaf and not cast_to_byte_tensor(t).any()
-        assert deepnvme._address(t) % 4096 == 0
+        assert locked_memory.address_of(t) % 4096 == 0
         assert h.is_pinned(t) and h.is_pinned(t[numel // 2 :])
         source = cast_from_byte_tensor(random_bytes(t.nbytes, 1).bitwise_and_(1), dtype)
         t.copy_(source)
@@ -1161,7 +1164,7 @@ def test_a_pin_handle_has_the_names_of_deepspeed() -> None:
 @NEEDS_LOCK
 @pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.bfloat16, torch.complex128])
 def test_a_pin_handle_allocates_and_frees(dtype: torch.dtype) -> None:
-    before = len(deepnvme._locked)
+    before = len(locked_memory._locked)
     h = PinMemoryBuilder().load().pin_handle()
     t = h.new_cpu_locked_tensor(num_elem=4096, example_tensor=torch.empty(0, dtype=dtype))
     assert (t.dtype, tuple(t.shape), t.requires_grad, t.data_ptr() % 4096) == (dtype, (4096,), False, 0)
@@ -1176,7 +1179,7 @@ def test_a_pin_handle_allocates_and_frees(dtype: torch.dtype) -> None:
     assert empty.numel() == 0 and h.free_cpu_locked_tensor(empty)
     with pytest.raises(ValueError, match="num_elem: -1 is negative"):
         h.new_cpu_locked_tensor(-1, t)
-    assert len(deepnvme._locked) == before
+    assert len(locked_memory._locked) == before
 
 
 @NEEDS_LOCK
@@ -1275,7 +1278,7 @@ def test_locked_memory_that_is_dropped_is_given_back_and_unregistered(tmp_path: 
             assert h.free_cpu_locked_tensor(t)
             assert h.wait() == 2
         del t
-    assert locked_bytes() == locked and not deepnvme._locked
+    assert locked_bytes() == locked and not locked_memory._locked
     assert resident_bytes() - resident < 40 << 20
     assert (tmp_path / "file").read_bytes()[:4] == contents(torch.tensor(39.0))
 
@@ -1288,11 +1291,11 @@ def test_more_locked_tensors_than_are_registered(tmp_path: Path, monkeypatch: py
         aio_handle._handle_type, "register", lambda self, slab: registered.append(slab.address) or real(self, slab)
     )
     h = aio_handle()
-    tensors = [h.new_cpu_locked_tensor(1000, torch.zeros(1)).fill_(i) for i in range(deepnvme._MAX_REGISTERED + 6)]
-    assert len(registered) == deepnvme._MAX_REGISTERED
+    tensors = [h.new_cpu_locked_tensor(1000, torch.zeros(1)).fill_(i) for i in range(locked_memory._MAX_REGISTERED + 6)]
+    assert len(registered) == locked_memory._MAX_REGISTERED
     assert h.free_cpu_locked_tensor(tensors[0])
     tensors.append(h.new_cpu_locked_tensor(1000, torch.zeros(1)).fill_(len(tensors)))
-    assert len(registered) == deepnvme._MAX_REGISTERED + 0  # the six beyond still count
+    assert len(registered) == locked_memory._MAX_REGISTERED + 0  # the six beyond still count
     for i, t in enumerate(tensors):
         h.async_pwrite(t, str(tmp_path / "file"), 4000 * i)
     assert h.wait() == len(tensors)
@@ -1345,7 +1348,7 @@ def test_ctrl_c_in_a_call_leaves_a_handle_that_knows_what_is_in_flight(tmp_path:
     for n in itertools.count():
         path.write_bytes(bytes(100))
         source.fill_(1)
-        interrupted = interrupted_at(n, lambda: call(source, str(path)), "deepnvme/deepnvme.py")
+        interrupted = interrupted_at(n, lambda: call(source, str(path)), "deepnvme/")
         if method == "async_pwrite" and not interrupted:
             assert h.wait() == 1
         else:
@@ -1354,7 +1357,7 @@ def test_ctrl_c_in_a_call_leaves_a_handle_that_knows_what_is_in_flight(tmp_path:
                 assert h.wait() == 1
             except SwapError as error:
                 assert "without a pending" in str(error)
-        assert h._handle.in_flight == 0 and not h._pending
+        assert h._handle.in_flight == 0 and not h._operations._pending
         source.fill_(2)
         outcomes.add(path.read_bytes())
         assert h.sync_pwrite(source, str(path)) == 1 and path.read_bytes() == b"\2" * 100
@@ -1381,16 +1384,16 @@ def test_ctrl_c_in_wait_loses_no_failure(tmp_path: Path) -> None:
                 raise
 
         try:
-            interrupted = interrupted_at(n, wait, "deepnvme/deepnvme.py")
+            interrupted = interrupted_at(n, wait, "deepnvme/")
         except SwapIOError:
             break
         assert interrupted
-        if h._pending:
+        if h._operations._pending:
             with pytest.raises(SwapIOError, match="full"):
                 h.wait()
         else:
             assert isinstance(raised[0], SwapIOError), n  # the failure was on its way
-        assert not h._pending and h._handle.unobserved_failures == 0
+        assert not h._operations._pending and h._handle.unobserved_failures == 0
     assert n > 20
 
 

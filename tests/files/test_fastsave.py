@@ -29,6 +29,7 @@ import torch
 from archives import without_id
 from interrupts import interrupted_at
 from repository import BENCHMARKS
+from sampling import places
 from torch import Tensor, nn
 
 import swapper
@@ -725,7 +726,7 @@ def test_ctrl_c_anywhere_in_a_save_leaves_the_old_file_or_the_new(tmp_path: Path
     torch.save(OLD, path)
     before = descriptors()
     with AsyncIOHandle() as handle:
-        for n in itertools.count(step=5):  # All of them take minutes.
+        for n in places(5, sample=25):  # All of them take minutes.
             cut = interrupted_at(n, lambda: swapper.save(new, path, pool_bytes=1 << 18, handle=handle), module)
             gc.collect()
             found = torch.load(path)
@@ -747,7 +748,7 @@ def test_ctrl_c_anywhere_in_a_load_is_raised(tmp_path: Path) -> None:
     swapper.save(tensors, tmp_path / "x")
     before = descriptors()
     with AsyncIOHandle() as handle:
-        for n in itertools.count():
+        for n in places(1, sample=8):
             loaded: list[Any] = []
             load = lambda: loaded.append(swapper.load(tmp_path / "x", pool_bytes=1 << 18, handle=handle))  # noqa: B023, E731
             if not interrupted_at(n, load, "files/whole_file.py"):

@@ -56,6 +56,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 # --- Exactness -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["", "clipped"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)

@@ -81,6 +81,7 @@ def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 KINDS = list(itertools.product(["nvme", "cpu"], ["none", "nvme", "cpu"], [1, 2], [False, True]))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("state", "gradients", "micro_batches", "in_backward"), KINDS)
 def test_same_bits_with_copies_that_come_late(
     nvme_path: Path,
@@ -207,6 +208,7 @@ def failure(kind: str, at: int) -> Iterator[None]:
 FAILURES = list(itertools.product(["class", "put", "fetch", "copy", "started"], [1, 2, 5]))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("state", ["nvme", "cpu"])
 @pytest.mark.parametrize(("kind", "at"), FAILURES)
 def test_what_comes_after_a_step_that_failed_is_not_overwritten(

@@ -83,6 +83,7 @@ def without_losses(trainer: L.Trainer) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("precision", ["32-true", "16-mixed"])
 @pytest.mark.parametrize("source", SOURCES)
 def test_a_resumed_run_ends_in_the_same_bits(source: str, precision: str, nvme_path: Path, tmp_path: Path) -> None:
@@ -141,6 +142,7 @@ def test_model_checkpoint_keeps_the_same_ones(what: str, link: Any, nvme_path: P
     assert all(is_checkpoint(path) for path in (tmp_path / "directory").iterdir())
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("link", [True, "link"])
 @pytest.mark.parametrize("target", ["full", "directory"])
 @pytest.mark.parametrize("source", ["stock", "full", "directory"])
@@ -188,8 +190,7 @@ def test_a_save_that_fails_leaves_what_it_was_to_replace(
     def fail(*_: Any) -> None:
         raise SwapIOError(errno.EIO, "exchange", tmp_path)
 
-    monkeypatch.setattr("swapper.checkpoint.writer.exchange", fail)
-    monkeypatch.setattr("swapper.lightning.files.exchange", fail)
+    monkeypatch.setattr("swapper.storage.atomic.exchange", fail)
     with pytest.raises(SwapIOError, match="exchange"):
         trainer.save_checkpoint(file)
     with pytest.raises(SwapIOError, match="exchange"):

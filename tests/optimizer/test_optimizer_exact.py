@@ -66,6 +66,7 @@ def compare(nvme_path: Path, make: Make, dtype: torch.dtype, steps: int, **setti
         swapper.of(wrapped).close()
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-masters"])
 def test_twenty_steps_end_in_the_bits_of_plain_pytorch(nvme_path: Path, name: str, precision: str) -> None:
@@ -76,12 +77,14 @@ def test_twenty_steps_end_in_the_bits_of_plain_pytorch(nvme_path: Path, name: st
         assert stats.bytes_read > 0 and stats.bytes_written > stats.bytes_read
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_other_classes_and_flags(nvme_path: Path, name: str, dtype: torch.dtype) -> None:
     compare(nvme_path, MORE[name], dtype, 4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-masters", "fp16-masters"])
 def test_any_number_of_threads(nvme_path: Path, threads: int, precision: str) -> None:
     dtype = {"fp32": torch.float32, "fp16-masters": torch.float16}.get(precision, torch.bfloat16)
@@ -101,6 +104,7 @@ def test_resident_records_are_written_and_never_read(nvme_path: Path) -> None:
     assert stats.bytes_read == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("remote_is", ["AdamW", "Muon", "AdamW-fused"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-masters"])
 def test_parameters_elsewhere_are_copied_both_ways(
@@ -255,6 +259,7 @@ def test_special_values_survive_the_master_encoding(nvme_path: Path) -> None:
     assert same_bits(plain.nan_to_num(), swapped.nan_to_num())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["Adam", "Adagrad", "RMSprop", "Adam-amsgrad", "SGD-nesterov"])
 def test_low_precision_respects_the_chunks_of_torchs_threads(nvme_path: Path, threads: int, name: str) -> None:
     """Kernels whose scalar tails round otherwise than their vectors, on sizes whose chunks all have tails."""

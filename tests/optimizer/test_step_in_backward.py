@@ -159,6 +159,7 @@ def losses_and_bits(
     return losses, [p.detach().clone() for p in model.parameters()], optimizer
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("devices", DEVICES)

@@ -132,6 +132,7 @@ def built(way: str, make: MakeModel, config: swapper.OffloadConfig, state: dict[
     return make()
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("way", ["plain", "init", "materialize"])
 @pytest.mark.parametrize("kind", KINDS)

@@ -33,6 +33,7 @@ def step(run: Run) -> None:
     run.finish_step()
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_that_of_the_plain_model(name: str, nvme_path: Path) -> None:
     case = CASES[name]

@@ -476,6 +476,7 @@ def _peak_bytes(nvme_path: Path, *, blocks: int, swapped: bool, in_backward: boo
     return int(json.loads(output))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step at the end", "step in backward"])
 def test_memory_does_not_grow_with_the_model(in_backward: bool, nvme_path: Path) -> None:
     """The baseline is the forward and backward of a model that is one block long: what a block takes, and no more.

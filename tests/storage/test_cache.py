@@ -168,6 +168,7 @@ def test_a_record_may_be_shorter_than_its_buffer(nvme_path: Path) -> None:
         cache.release(key(0))
 
 
+@pytest.mark.alone
 def test_put_returns_at_once_and_flush_waits(nvme_path: Path) -> None:
     with world(nvme_path, delay_us=SLOW_US) as w:
         cache = w.cache()

@@ -27,7 +27,7 @@ from swapper.io.handle import AsyncIOHandle, FaultPlan, File, exchange
 from swapper.storage import record_files
 from swapper.storage import recycled_files as spares
 from swapper.storage.buffers import BufferPool
-from swapper.storage.runs import NvmePathError
+from swapper.storage.mounts import NvmePathError
 from swapper.storage.speed import DriveSpeed
 from swapper.storage.store import RecordKey, TensorStore
 

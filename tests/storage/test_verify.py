@@ -17,6 +17,7 @@ from training import MasterWeights, adamw, assert_same, assert_same_state, make_
 import swapper
 from swapper.io.handle import AsyncIOHandle
 from swapper.storage.buffers import BufferPool
+from swapper.storage.speed import DriveSpeed
 from swapper.storage.store import RecordKey, TensorStore
 
 pytestmark = pytest.mark.timeout(120)
@@ -27,8 +28,10 @@ PAGE = 4096
 
 @pytest.fixture(params=[1, 2], ids=["one drive", "two drives"])
 def paths(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
-    """Directories to swap to, empty again after the test. Small records are spread over them."""
+    """Directories to swap to, empty again after the test. Small records are spread evenly over them."""
     monkeypatch.setattr("swapper.storage.store.STRIPE_BYTES", PAGE)
+    even = lambda paths, _: [DriveSpeed(1e9, 1e9) for _ in paths]  # noqa: E731
+    monkeypatch.setattr("swapper.storage.store.measure_speeds", even)
     made = [tmp_path / name for name in "ab"[: request.param]]
     for path in made:
         path.mkdir()

@@ -33,7 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from twins import bits, difference
 
 import swapper
-from swapper.checkpoint import saved_state, state_writer
+from swapper.checkpoint import state_writer
 from swapper.errors import ConfigError, SwapError
 from swapper.gradient import records as gradient_records
 from swapper.optimizer import segments
@@ -1164,7 +1164,7 @@ FILES = (
     *(
         "optimizer/state_dicts.py",
         "checkpoint/saved_model.py",
-        "checkpoint/saved_state.py",
+        "checkpoint/state_loader.py",
         "checkpoint/checkpoint.py",
         "storage/buffers.py",
     ),
@@ -1191,7 +1191,7 @@ def limits(moves_all: bool) -> Iterator[None]:
     """Records of parameters are short; and if `moves_all`, small state and gradients move as well."""
     changed: list[tuple[Any, str, int]] = [(parameter_records, "GROUP_BYTES", 8192), (nursery, "SMALL_BYTES", 1)]
     if moves_all:
-        changed += [(m, "SMALL_BYTES", 256) for m in (segments, gradient_records, saved_state, state_writer)]
+        changed += [(m, "SMALL_BYTES", 256) for m in (segments, gradient_records, state_writer)]
     before = [getattr(module, name) for module, name, _ in changed]
     for module, name, value in changed:
         setattr(module, name, value)

@@ -310,6 +310,7 @@ STOP = """
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_stopped_leaves_nothing_for_long(
     nvme_path: Path, leaves_nothing: None, caplog: pytest.LogCaptureFixture, number: signal.Signals
@@ -332,6 +333,7 @@ def test_a_run_that_is_stopped_leaves_nothing_for_long(
     assert str(left[0]) in message and "freed" in message
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.1])
 def test_sigterm_while_starting(nvme_path: Path, leaves_nothing: None, delay_s: float) -> None:
     program = """
@@ -353,6 +355,7 @@ def test_sigterm_while_starting(nvme_path: Path, leaves_nothing: None, delay_s: 
         assert len(list(nvme_path.iterdir())) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["", "sys.exit()", "del optimizer"])
 def test_the_interpreter_ends_with_transfers_in_flight(nvme_path: Path, leaves_nothing: None, how: str) -> None:
     program = """
@@ -562,6 +565,7 @@ def test_ctrl_c_in_unwrap(nvme_path: Path, leaves_nothing: None, plain: list[Sna
             training.ends_in(plain[STEPS], range(2, STEPS))
 
 
+@pytest.mark.sampled(1)
 @unraisable
 @pytest.mark.parametrize("seed", range(2))
 def test_real_signals_at_random_times(
