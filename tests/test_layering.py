@@ -87,14 +87,13 @@ RETIRED = {
 STILL_SAID = {
     "away": {"check", "gradient", "optimizer", "parameter"},
     "dry_run": {"check", "cli"},  # In `cli` it is an option of `swapper clean`, as users know it.
-    "endings": {"cli"},
     "let_go": {"parameter"},
     "lose": {"gradient"},
     "nursery": {"api", "parameter"},
     "settle": {"gradient", "io", "parameter", "storage"},
     "spares": {"storage"},
     "surrender": {"parameter"},
-    "trial": {"bench", "optimizer"},
+    "trial": {"optimizer"},
 }
 """The packages in which a retired word is still said. To be emptied, but for what users know."""
 

@@ -141,17 +141,17 @@ def _check_arguments(size: int, block_size: int, backend: str, device: str) -> N
 def _measure(plan: _Plan, directories: list[Path]) -> _Result:
     writes = "write" in plan.operations
     files = 1 + writes + plan.torch  # ours and fio's; a new one; torch's
-    with workspace(directories, needed_bytes=files * plan.size_bytes + (16 << 20)) as places:
+    with workspace(directories, needed_bytes=files * plan.size_bytes + (16 << 20)) as rooms:
         # The tensors, one on ordinary pages, and what torch.load makes.
-        check_memory(plan.size_bytes * (len(places) + 1 + plan.torch) if plan.device == "cpu" else plan.size_bytes)
+        check_memory(plan.size_bytes * (len(rooms) + 1 + plan.torch) if plan.device == "cpu" else plan.size_bytes)
         looked_at = [look_at_directory(directory) for directory in directories]
         with contextlib.ExitStack() as stack:
-            field = _Field(plan, [Site(place, plan.size_bytes, plan.device) for place in places], stack)
+            field = _Field(plan, [Site(room, plan.size_bytes, plan.device) for room in rooms], stack)
             figures = alternate(field.contestants, plan.loops)
-        proof = Witness(places).describe()
-    names = {str(place): str(directory) for place, directory in zip(places, directories, strict=True)}
+        proof = Witness(rooms).describe()
+    names = {str(room): str(directory) for room, directory in zip(rooms, directories, strict=True)}
     for figure in figures:
-        figure.directories = tuple(names[place] for place in figure.directories)
+        figure.directories = tuple(names[room] for room in figure.directories)
     return _Result(figures, looked_at, field.backend, proof, field.notes)
 
 

@@ -130,8 +130,8 @@ def _optimizer(checkpoint: Checkpoint, number: int) -> dict[str, Any]:
         "state": state,
         "masters_numel": _masters(saved),
         "groups": [
-            {"parameters": len(places), "options": {key: _plain(value) for key, value in group.items()}}
-            for group, places in zip(options, saved.groups, strict=True)
+            {"parameters": len(slots), "options": {key: _plain(value) for key, value in group.items()}}
+            for group, slots in zip(options, saved.groups, strict=True)
         ],
     }
 
@@ -202,9 +202,9 @@ def _print_one(found: dict[str, Any]) -> None:
         for way, numel in optimizer["masters_numel"].items():
             beside = "low halves beside the parameters" if way == "split" else "whole"
             say(f"  master weights of {numel:,} elements, {beside}")
-        for place, group in enumerate(optimizer["groups"]):
+        for position, group in enumerate(optimizer["groups"]):
             options = ", ".join(f"{k} {v}" for k, v in group["options"].items() if v is not None and v is not False)
-            say(f"  group {place}: {group['parameters']} parameters; {options}")
+            say(f"  group {position}: {group['parameters']} parameters; {options}")
     for key, words in found["extra"].items():
         say(f"extra{f'[{key!r}]' if key else ''}: {words}")
 
@@ -325,9 +325,9 @@ def export(
         swapper checkpoint export runs/step-1000 --to safetensors --model-only weights/
         swapper checkpoint export runs/step-1000 --to dcp step-1000-dcp/
     """
-    endings = {"torch": ".pt", "safetensors": "-safetensors", "dcp": "-dcp", "lightning": "-lightning.ckpt"}
+    suffixes = {"torch": ".pt", "safetensors": "-safetensors", "dcp": "-dcp", "lightning": "-lightning.ckpt"}
     name = Path(os.path.abspath(directory))
-    out = out or name.with_name(name.name + endings[to.value])
+    out = out or name.with_name(name.name + suffixes[to.value])
     made = export_checkpoint(directory, to.value, out, model_only=model_only, drop_masters=drop_masters, force=force)
     _print_made(made, format_bytes(made.length_bytes), as_json)
 

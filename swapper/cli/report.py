@@ -17,13 +17,13 @@ from swapper.bench.machine import (
     CudaDevice,
     Limits,
     Machine,
-    SlabTrial,
+    SlabProbe,
     cuda_devices,
     has_nvidia_driver,
     limits,
     machine,
+    probe_slab,
     swapper_version,
-    try_slab,
 )
 from swapper.cli.arguments import AsJson, directories_or_default
 from swapper.cli.output import fail_if, make_console, print_json, printable
@@ -51,7 +51,7 @@ class Report:
     machine: Machine
     backends: tuple[Probe, ...]
     limits: Limits
-    slab: SlabTrial
+    slab: SlabProbe
     cuda: list[CudaDevice]
     cuda_reason: str
     nvidia_driver: bool
@@ -72,7 +72,7 @@ def make_report(directories: list[Path]) -> Report:
         machine=machine(),
         backends=probe(),
         limits=limits(),
-        slab=try_slab(),
+        slab=probe_slab(),
         cuda=cuda,
         cuda_reason=cuda_reason,
         nvidia_driver=has_nvidia_driver(),
@@ -221,7 +221,7 @@ def _of_memory(found: Report) -> Iterator[Finding]:
     yield _huge_pages(slab)
 
 
-def _huge_pages(slab: SlabTrial) -> Finding:
+def _huge_pages(slab: SlabProbe) -> Finding:
     name, setting, huge = "huge pages", slab.transparent_hugepage, slab.huge_bytes
     if setting is None and huge is None:
         return _neutral(name, None)
@@ -445,5 +445,5 @@ def _print(found: Report, lines: list[Finding]) -> None:
         console.print(Text("Nothing to change", style="bold green"))
         return
     console.print(Text("What to change", style="bold"))
-    for i, (change, places) in enumerate(changes.items(), 1):
-        console.print(f"  {i}. {printable(change)}  ({printable(', '.join(places))})")
+    for i, (change, named) in enumerate(changes.items(), 1):
+        console.print(f"  {i}. {printable(change)}  ({printable(', '.join(named))})")

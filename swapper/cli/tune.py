@@ -165,10 +165,10 @@ def tune(
     if flush_page_cache and not flush:
         console.print("not root: only the files that are read are dropped from the page cache")
 
-    with workspace(directories, needed_bytes=io_size + (16 << 20)) as places:
+    with workspace(directories, needed_bytes=io_size + (16 << 20)) as rooms:
         if not gpu:
-            check_memory(io_size * len(places))
-        sites = [Site(place, io_size, "cuda" if gpu else "cpu") for place in places]
+            check_memory(io_size * len(rooms))
+        sites = [Site(room, io_size, "cuda" if gpu else "cpu") for room in rooms]
         tried = [
             _Tried(setting, operation, sites, gds=gds, flush=flush) for setting in settings for operation in operations
         ]

@@ -21,7 +21,7 @@ from typer.testing import CliRunner, Result
 
 from swapper.bench import drive, machine
 from swapper.bench.drive import Directory, Drive
-from swapper.bench.machine import CudaDevice, Limits, Machine, SlabTrial
+from swapper.bench.machine import CudaDevice, Limits, Machine, SlabProbe
 from swapper.cli import app
 from swapper.cli import report as report_module
 from swapper.cli.report import Finding, Mark, Report, findings
@@ -633,7 +633,7 @@ GOOD = Report(
     ),
     backends=tuple(Probe(backend, True, "") for backend in BACKENDS),
     limits=Limits(None, None, False, 65536, 0, 0, "none"),
-    slab=SlabTrial(64 * MiB, True, "", True, "", True, "", 64 * MiB, "madvise"),
+    slab=SlabProbe(64 * MiB, True, "", True, "", True, "", 64 * MiB, "madvise"),
     cuda=[],
     cuda_reason="none was found",
     nvidia_driver=False,
