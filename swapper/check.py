@@ -12,23 +12,18 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
-from swapper.errors import ConfigError
-from swapper.gradient.records import can_leave, check_room, gradient_bytes, gradient_pool_bytes
+from swapper.gradient.records import can_leave
+from swapper.gradient.records import needs_of as gradient_needs_of
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
-from swapper.parameter.records import (
-    ParameterRecord,
-    first_of,
-    least_bytes,
-    plan_parameter_records,
-    summary_of_what_stays,
-    where,
-)
+from swapper.parameter import records
+from swapper.parameter.records import ParameterPlan
 from swapper.session import Engines
 from swapper.sizes import format_bytes
+from swapper.storage.budget import OptimizerNeeds, PoolBudget
 from swapper.storage.mounts import check_nvme_paths, file_systems
 from swapper.storage.speed import measure_speeds
 
-__all__ = ["CheckReport", "DriveReport", "dry_run"]
+__all__ = ["CheckReport", "DriveReport", "dry_run", "moves_gradients", "needs_of", "plan_parameters"]
 
 log = logging.getLogger(__name__)
 
@@ -126,83 +121,92 @@ class CheckReport:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
+def moves_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> bool:
+    """True if gradients leave the memory that autograd puts them in; on the CPU, `device: cpu` is that already."""
+    device = settings.offload_gradient.device
+    return device == "nvme" or (device == "cpu" and plan.remote)
+
+
+def needs_of(plan: OptimizerPlan, settings: OffloadConfig) -> OptimizerNeeds:
+    """The needs of an optimizer of the shared pool. Without a drive there is none: each has pools of its own."""
+    stored = settings.offload_gradient.device == "nvme"
+    state = plan.schedule() if settings.offload_optimizer.device == "nvme" else None
+    if not moves_gradients(plan, settings) or (state is None and not stored):
+        return OptimizerNeeds(state, None)
+    return OptimizerNeeds(state, gradient_needs_of(plan.gradient_parts(), stored))
+
+
+def plan_parameters(model: torch.nn.Module, settings: OffloadConfig) -> ParameterPlan:
+    """See `parameter.records.plan_parameters`."""
+    return records.plan_parameters(
+        model,
+        bucket_bytes=settings.bucket_bytes,
+        resident_bytes=settings.offload_param.resident_bytes,
+        step_in_backward=settings.offload_optimizer.step_in_backward,
+    )
+
+
 def dry_run(
     model: torch.nn.Module,
     optimizers: Sequence[Optimizer],
     settings: OffloadConfig,
-    records: Sequence[ParameterRecord] | None = None,
+    parameters: ParameterPlan | None = None,
 ) -> CheckReport:
     """See `swapper.check`.
 
     Args:
-        records: of the model's parameters, if they are on the drive already.
+        parameters: of the model, if they are on the drive already.
     """
     if settings.offload_param.device != "nvme":
-        records = ()
-    elif records is None:
-        records, stays = plan_parameter_records(model, settings.bucket_bytes)
-        if summary := summary_of_what_stays(model, records, stays):
-            log.warning("%s", summary)
-    record_of = where(records)
+        parameters = None
+    elif parameters is None:
+        parameters = plan_parameters(model, settings)
+        if parameters.summary:
+            log.warning("%s", parameters.summary)
+    record_of = {} if parameters is None else parameters.where()
     plans = [OptimizerPlan(optimizer, settings, number, record_of) for number, optimizer in enumerate(optimizers)]
-    remote = any(plan.remote for plan in plans)
+    needs = [needs_of(plan, settings) for plan in plans]
+    budget = PoolBudget(settings.pool_bytes, needs, None if parameters is None else parameters.needs)
+    budget.check()
+    state_bytes = sum(plan.stored_bytes for plan in plans)
+    all_parts = [plan.gradient_parts() if moves_gradients(plan, settings) else [] for plan in plans]
+    gradient_bytes = [gradient_needs_of(parts, stored=True).total_bytes for parts in all_parts]
+    parameter_bytes = 0 if parameters is None else sum(record.file_bytes for record in parameters.records)
+
     state_stored = settings.offload_optimizer.device == "nvme"
     gradients_stored = settings.offload_gradient.device == "nvme"
-    gradients_move = gradients_stored or (settings.offload_gradient.device == "cpu" and remote)
-    all_parts = [plan.gradient_parts() for plan in plans]
-    gradient_total = sum(gradient_bytes(parts)[0] for parts in all_parts) if gradients_move else 0
-    pool_bytes = settings.pool_bytes if state_stored or gradients_stored or records else 0
-    held_bytes = own_bytes = read_bytes = written_bytes = stored_bytes = 0
-    moving_bytes = []  # what each optimizer needs of the pool while it steps
-    for plan, parts in zip(plans, all_parts, strict=True):
-        scratch_bytes = plan.scratch_bytes * plan.scratch_count
-        limit_bytes = settings.pool_bytes - held_bytes
-        moving_bytes.append(0)
-        if state_stored:
-            schedule = plan.schedule(limit_bytes)
-            moving_bytes[-1] += schedule.pool_bytes - schedule.held_bytes
-            held_bytes += schedule.held_bytes
-            limit_bytes -= schedule.pool_bytes
-            read_bytes += plan.stored_bytes - (schedule.held_bytes - scratch_bytes)
-        else:
-            own_bytes += plan.stored_bytes + scratch_bytes
-        if gradients_stored or (gradients_move and state_stored):
-            check_room(parts, gradients_stored, limit_bytes, settings.pool_bytes)
-            moving_bytes[-1] += gradient_pool_bytes(parts, gradients_stored)
-        elif gradients_move:
-            own_bytes += gradient_bytes(parts)[0]
-    # Parameters take what no optimizer needs. Without them optimizers, which step one after another, share their part.
-    needed_bytes = held_bytes + (sum(moving_bytes) if records else max(moving_bytes, default=0))
-    state_bytes = sum(plan.stored_bytes for plan in plans)
+    read_bytes = written_bytes = 0
+    micro_batches = settings.gradient_accumulation_steps
     if state_stored:
-        written_bytes = stored_bytes = state_bytes
+        # Records that stay in the pool are written and not read again.
+        read_bytes = sum(each.state.moving_bytes for each in needs if each.state is not None)
+        written_bytes = state_bytes
     if gradients_stored:
         # Of the first micro-batch nothing is read to add to it, but then all for the step.
-        read_bytes += gradient_total * settings.gradient_accumulation_steps
-        written_bytes += gradient_total * settings.gradient_accumulation_steps
-        stored_bytes += gradient_total
-    parameter_bytes = sum(record.file_bytes for record in records)
-    if records:
-        resident = first_of(records, settings.offload_param.resident_bytes)
-        in_backward = settings.offload_optimizer.step_in_backward
-        needed_bytes += least_bytes(model, records, resident, in_backward)[0]
+        read_bytes += sum(gradient_bytes) * micro_batches
+        written_bytes += sum(gradient_bytes) * micro_batches
+    if parameters is not None:
         # In forward and backward of each pass, and for the step; what the pool has room for is not read again.
-        read_bytes += parameter_bytes * (2 * settings.gradient_accumulation_steps + 1)
-        trained = [r for r in records if any(place.parameter.requires_grad for place in r.places)]
+        read_bytes += parameter_bytes * (2 * micro_batches + 1)
+        trained = [r for r in parameters.records if any(place.parameter.requires_grad for place in r.places)]
         written_bytes += sum(record.file_bytes for record in trained)
-        stored_bytes += parameter_bytes
-        if needed_bytes > settings.pool_bytes:
-            raise ConfigError(
-                f"pool_bytes: {format_bytes(settings.pool_bytes)} are too few; optimizer state, gradients and "
-                f"parameters together need {format_bytes(needed_bytes)}. Set pool_bytes to at least {needed_bytes}"
-            )
+    stored_bytes = parameter_bytes + state_stored * state_bytes + gradients_stored * sum(gradient_bytes)
     drives, free_bytes = _check_drives(settings, stored_bytes) if stored_bytes else ((), -1)
-    if pool_bytes:  # A config also asks for three whole buckets, though the largest of this model may be smaller.
+
+    own_bytes = 0  # of pools for what is not in the shared one
+    for plan, each, moved_bytes in zip(plans, needs, gradient_bytes, strict=True):
+        own_bytes += 0 if each.state is not None else plan.wanted_bytes
+        own_bytes += 0 if each.gradients is not None else moved_bytes
+    needed_bytes, pool_bytes = budget.needed_bytes, 0
+    if state_stored or gradients_stored or parameter_bytes:
+        pool_bytes = settings.pool_bytes
+        # A config also asks for three whole buckets, though the largest of this model may be smaller.
         needed_bytes = max(needed_bytes, 3 * settings.bucket_bytes)
-    away = {id(p) for parts in all_parts for _, p, _, _ in parts if can_leave(p)} if gradients_move else set()
-    tensors = [*(p for p in model.parameters() if p not in record_of), *model.buffers()]
-    in_memory = [p for p in model.parameters() if p.requires_grad and id(p) not in away]
-    model_bytes = sum(t.nbytes for t in tensors) + sum(p.nbytes for p in in_memory)
+    evicted = {id(p) for parts in all_parts for _, p, _, _ in parts if can_leave(p)}
+    in_memory = [*(p for p in model.parameters() if p not in record_of), *model.buffers()]
+    in_memory += [p for p in model.parameters() if p.requires_grad and id(p) not in evicted]  # their gradients
+    model_bytes = sum(tensor.nbytes for tensor in in_memory)
+    host_bytes = 0 if any(plan.remote for plan in plans) else model_bytes
     worn_bytes = written_bytes
     if drives:
         worn_bytes = written_bytes * max(drive.disk_bytes for drive in drives) // max(stored_bytes, 1)
@@ -210,12 +214,12 @@ def dry_run(
         parameter_numel=sum(p.numel() for optimizer in optimizers for p in parameters_of(optimizer)),
         model_bytes=model_bytes,
         state_bytes=state_bytes,
-        gradient_bytes=gradient_total,
+        gradient_bytes=sum(gradient_bytes),
         parameter_bytes=parameter_bytes,
         buckets=sum(len(plan.buckets) for plan in plans),
         pool_bytes=pool_bytes + own_bytes,
         pool_needed_bytes=needed_bytes + own_bytes,
-        host_bytes=(0 if remote else model_bytes) + pool_bytes + own_bytes + 2 * settings.bucket_bytes,
+        host_bytes=host_bytes + pool_bytes + own_bytes + 2 * settings.bucket_bytes,
         disk_bytes=stored_bytes,
         disk_free_bytes=free_bytes,
         step_read_bytes=read_bytes,
@@ -226,7 +230,7 @@ def dry_run(
 
 
 def _check_drives(settings: OffloadConfig, stored_bytes: int) -> tuple[tuple[DriveReport, ...], int]:
-    """What each drive would get, if they are several; and how much all can take."""
+    """The report of each drive, if they are several; and how much all can take."""
     paths = settings.nvme_paths
     check_nvme_paths(paths)
     speeds = [1]

@@ -56,7 +56,7 @@ PURE_MODULES = {
 MOST_LINES = 600
 
 STILL_LONGER = {
-    *("checkpoint.values", "config.settings", "deepnvme.deepnvme", "files.whole_file", "gradient.swapper", "io.bounce"),
+    *("checkpoint.values", "config.settings", "deepnvme.deepnvme", "gradient.swapper", "io.bounce"),
     *("io.handle", "optimizer.segments", "optimizer.swapper", "parameter.swapper", "storage.runs", "storage.store"),
 }
 """To be emptied."""

@@ -29,7 +29,7 @@ from swapper.checkpoint.values import decode, encode
 from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.dcp import SwapStorageWriter
 from swapper.files.fastsave import Prepared
-from swapper.files.whole_file import OutputFile
+from swapper.files.output_file import OutputFile
 from swapper.optimizer.segments import MASTER
 from swapper.progress import progress_bar
 from swapper.sizes import SMALL_BYTES

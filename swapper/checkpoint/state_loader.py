@@ -178,7 +178,7 @@ class _StateLoader:
 
     def _take_whole(self, bucket: Bucket, lease: Lease) -> int:
         """Read a record as it is, if `bucket` is cut as in the checkpoint. Returns its length; 0 if it is not."""
-        slots = [self._slot_of.get(id(s.parameter), -1) if s.is_live else -1 for s in bucket.segments]
+        slots = [self._slot_of.get(id(s.parameter), -1) if not s.is_hole else -1 for s in bucket.segments]
         saved = self._bucket_at.get((slots[0], bucket.segments[0].start))
         if saved is None or saved.file is None or not self._is_cut_like(bucket, slots, saved):
             return 0
@@ -213,14 +213,14 @@ class _StateLoader:
             and (segment.master == saved.master or not self.reader.has_state(slot))
             and same_order(p.shape, self._saved[slot].stride, memory_stride(p))
             and all(
-                key in segment.slots
+                key in segment.locations
                 and same_order(
-                    slot_of_key.shape if segment.whole else (segment.numel,),
-                    saved.strides.get(key, contiguous_stride(slot_of_key.shape)),
-                    slot_of_key.stride,
+                    spec.shape if segment.whole else (segment.numel,),
+                    saved.strides.get(key, contiguous_stride(spec.shape)),
+                    spec.stride,
                 )
                 for key in saved.present
-                for slot_of_key in [segment.slots[key]]
+                for spec in [segment.locations[key].spec]
             )
         )
 

@@ -76,7 +76,7 @@ def save_state(
     if swapper is None:
         sink.save_memory([optimizer.state.get(p) or {} for p in parameters])
     else:
-        sink.save_records(swapper.settled_records("save_checkpoint"), parameters)
+        sink.save_records(swapper.flushed_records("save_checkpoint"), parameters)
     return sink.saved, sink.step
 
 
@@ -174,12 +174,12 @@ class _StateWriter:
             self._new.add_records(records.store, files)
 
     def _write_record(self, records: StateRecords, bucket: Bucket, file: str) -> None:
-        lease = records.stepper.take(bucket)
-        assert lease is not None
+        opened = records.bucket_records.take(bucket)
+        assert opened.lease is not None
         try:
-            self._new.write_record(file, lease.tensor[: bucket.used_bytes()])
+            self._new.write_record(file, opened.lease.tensor[: bucket.used_bytes()])
         finally:
-            records.cache.release(bucket.key)
+            records.bucket_records.release(opened)
 
     def _segment(self, segment: Segment, slot: int | None) -> SavedSegment | SavedHole:
         if slot is None:
@@ -194,10 +194,10 @@ class _StateWriter:
         whole: dict[str, Any] = {}
         for key in segment.keys:
             if key in segment.present:
-                there = segment.slots[key]
-                parameter.dtypes[key] = dtype_name(there.dtype)
-                if segment.whole and there.stride != contiguous_stride(there.shape):
-                    saved.strides[key] = list(there.stride)
+                spec = segment.locations[key].spec
+                parameter.dtypes[key] = dtype_name(spec.dtype)
+                if segment.whole and spec.stride != contiguous_stride(spec.shape):
+                    saved.strides[key] = list(spec.stride)
             else:
                 value = segment.small[key]
                 is_slice = not segment.whole and isinstance(value, torch.Tensor) and value.shape == (segment.numel,)

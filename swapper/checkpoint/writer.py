@@ -12,7 +12,6 @@ values.safetensors             small tensors: of the state, and of what the user
 from __future__ import annotations
 
 import errno
-import functools
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -26,10 +25,10 @@ from swapper.checkpoint.directories import check_replaceable, remove_leftovers
 from swapper.checkpoint.index import INDEX, VALUES, Index, SavedFile, crc32c_of
 from swapper.checkpoint.values import encode
 from swapper.errors import SwapIOError, system_errors
-from swapper.files.whole_file import OutputFile
+from swapper.files.output_file import OutputFile
 from swapper.io.checksums import join_checksums
 from swapper.io.handle import AsyncIOHandle
-from swapper.progress import progress_bar
+from swapper.progress import progress_bar, warn_once
 from swapper.storage.atomic import NewDirectory, sync_path
 from swapper.storage.layout import Entry, plan_whole_tensors
 from swapper.storage.record_files import Pinned
@@ -190,9 +189,10 @@ class NewCheckpoint:
             paths = {key: (self._path / file.name, file.length_bytes) for key, file in records.items()}
             linked = store.publish_all(paths, synced=False)
             if len(linked) < len(records):
-                _say_once(
+                warn_once(
+                    log,
                     f"records on {store.directories[0].parent} cannot be linked to {self.directory.parent}: they are "
-                    "copied in the background instead; a checkpoint on the same drive would cost no copy"
+                    "copied in the background instead; a checkpoint on the same drive would cost no copy",
                 )
             for key, file in records.items():
                 if key in linked:
@@ -266,8 +266,3 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     for start in range(0, len(tensor), rows) if tensor.dim() else [0]:
         part = tensor[start : start + rows] if tensor.dim() else tensor
         yield part.contiguous().view(-1).view(torch.uint8)
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    log.warning("%s", text)

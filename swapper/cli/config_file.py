@@ -11,7 +11,7 @@ from pathlib import Path
 import yaml
 
 from swapper.config import AioConfig, OffloadConfig, read_mapping
-from swapper.config.files import SUFFIXES
+from swapper.config.files import check_suffix
 from swapper.errors import ConfigError, SwapError
 from swapper.storage.atomic import NewFile
 
@@ -25,8 +25,7 @@ def aio_yaml(aio: AioConfig) -> str:
 
 def check_config_file(path: Path, nvme_paths: Sequence[Path]) -> None:
     """Refuse a file that `write_aio` could not write, before anything is measured. Errors as there."""
-    if path.suffix not in SUFFIXES:
-        raise ConfigError(f"{path}: a config file's name ends in .yaml, .yml or .json, not in {path.suffix!r}")
+    check_suffix(path)
     if not os.access(path.resolve().parent, os.W_OK):
         raise SwapError(f"{path}: no file can be written there")
     if path.exists():
@@ -42,14 +41,15 @@ def write_aio(path: Path, aio: AioConfig, nvme_paths: Sequence[Path]) -> None:
 
     Raises:
         ConfigError: the result would not load, or would say something else than before outside `aio`.
-        SwapIOError: it cannot be written.
+        OSError: it cannot be written.
     """
     path = path.resolve()  # A link stays one.
     text = _render(path, aio, nvme_paths)
     _check(text, path)
     with NewFile(path) as new:
-        with open(new.descriptor, "w", encoding="utf-8", newline="", closefd=False) as file:
+        with open(new.descriptor, "w", encoding="utf-8", closefd=False) as file:
             file.write(text)
+        os.fchmod(new.descriptor, 0o644)  # Of a new file; one that is replaced keeps its mode.
         new.publish()
 
 

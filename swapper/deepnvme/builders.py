@@ -1,4 +1,4 @@
-"""What DeepSpeed's modules have beside the handles: their builders, and functions without a handle."""
+"""The rest of DeepSpeed's modules: builders, and functions without a handle."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class GDSBuilder(AsyncIOBuilder):
     NAME = "gds"
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether a `gds_handle` goes by cuFile here. With `verbose`, a warning in the log says why not."""
+        """Tell if a `gds_handle` goes by cuFile here. With `verbose`, a warning in the log says why not."""
         found = probe_cufile()
         if verbose and not found.available:
             log.warning("GPUDirect Storage is not available: %s", found.reason)

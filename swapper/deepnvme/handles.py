@@ -59,7 +59,7 @@ class aio_handle:
         self._single_submit = bool(single_submit)
         self._overlap_events = bool(overlap_events)
         self._intra_op_parallelism = _positive("intra_op_parallelism", intra_op_parallelism)
-        # How an operation is cut does not show in its bytes, so what DeepNVMe takes is taken: the nearest that can be.
+        # Cuts of an operation do not show in its bytes, so of all that DeepNVMe takes the nearest that can be is taken.
         block_bytes = round_up(self._block_size, PAGE_BYTES)
         self._handle = self._handle_type(
             block_bytes=min(block_bytes, _MAX_BLOCK_BYTES),
@@ -94,7 +94,7 @@ class aio_handle:
         return self._intra_op_parallelism
 
     def get_alignment(self) -> int:
-        """What programs pad lengths to: as in DeepNVMe, so that files have the same size. No transfer here needs it."""
+        """Programs pad lengths to this: as in DeepNVMe, so that files have the same size. No transfer here needs it."""
         return self._intra_op_parallelism * _SECTOR_BYTES
 
     def read(self, buffer: torch.Tensor, filename: Path, validate: bool, file_offset: int = 0) -> int:
@@ -261,7 +261,7 @@ class aio_handle:
         return free(address_of(tensor))
 
     def is_pinned(self, buffer: torch.Tensor) -> bool:
-        """Whether `buffer` lies in memory from `new_cpu_locked_tensor` of any handle, or was pinned by torch."""
+        """Tell if `buffer` lies in memory from `new_cpu_locked_tensor` of any handle, or was pinned by torch."""
         return is_pinned(buffer)
 
     def _run(
@@ -367,7 +367,7 @@ def _is_async(value: bool | None, keywords: dict[str, bool]) -> bool:
 
 
 def _path_of_descriptor(descriptor: int) -> str:
-    """What its file is called, for messages.
+    """The path of its file, for messages.
 
     Raises:
         SwapIOError: EBADF, it is not open for writing.

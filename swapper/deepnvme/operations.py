@@ -51,13 +51,13 @@ class Operation:
         self.data: torch.Tensor | None = cast_to_byte_tensor(buffer)
         self.validate = bool(validate)
         self.asynchronous = asynchronous
-        """Whether `wait` may collect it."""
+        """`wait` may collect it."""
         self.transfers: list[Transfer] = []
         """The one to wait for; none before and after, for as long as there is one the file stays open."""
         self.failure: SwapIOError | None = None
 
     def settled(self) -> bool:
-        """Whether it needs its file and its memory no more."""
+        """Tell if it needs its file and its memory no more."""
         return not self.transfers or (not self.validate and self.transfers[0].done())
 
     def finish(self) -> None:
@@ -122,7 +122,7 @@ class _Use(NamedTuple):
 
 
 class _Uses:
-    """Which bytes, of one file or of memory, operations use that may be in flight."""
+    """The bytes, of one file or of memory, that operations use which may be in flight."""
 
     __slots__ = ("_items", "_prune_at", "_start", "_stop")
 
@@ -132,7 +132,7 @@ class _Uses:
         self._prune_at = 64
 
     def conflicts(self, start: int, stop: int, changes: bool) -> list[Operation]:
-        """Those that must be over before these bytes may be read, or changed."""
+        """Operations that must be over before these bytes may be read, or changed."""
         if not self._items or stop <= self._start or start >= self._stop:
             return []
         return [
@@ -203,7 +203,7 @@ class OperationQueue:
         return self._handle.open(path, mode)
 
     def asynchronous(self) -> list[Operation]:
-        """Those that `wait` collects."""
+        """The pending operations that `wait` collects."""
         return [operation for operation in tuple(self._pending) if operation.asynchronous]
 
     def collect(self, operations: list[Operation]) -> int:

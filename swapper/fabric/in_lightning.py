@@ -9,17 +9,18 @@ from lightning.fabric.strategies.single_device import SingleDeviceStrategy
 
 from swapper.fabric.strategy import OnDDP, OnOneDevice
 from swapper.strategy.arguments import register
+from swapper.strategy.swapping import SwappingStrategy
 
 __all__ = ["SwapDDPStrategy", "SwapStrategy"]
 
 
 class SwapStrategy(OnOneDevice, SingleDeviceStrategy):
-    __doc__ = OnOneDevice.__doc__
+    __doc__ = SwappingStrategy.__doc__
     files = TorchCheckpointIO
 
 
 class SwapDDPStrategy(OnDDP, DDPStrategy):
-    __doc__ = OnDDP.__doc__
+    __doc__ = SwappingStrategy.__doc__
     files = TorchCheckpointIO
 
 

@@ -9,17 +9,18 @@ from lightning_fabric.strategies.single_device import SingleDeviceStrategy
 
 from swapper.fabric.strategy import OnDDP, OnOneDevice
 from swapper.strategy.arguments import register
+from swapper.strategy.swapping import SwappingStrategy
 
 __all__ = ["SwapDDPStrategy", "SwapStrategy"]
 
 
 class SwapStrategy(OnOneDevice, SingleDeviceStrategy):  # type: ignore[misc]
-    __doc__ = OnOneDevice.__doc__
+    __doc__ = SwappingStrategy.__doc__
     files = TorchCheckpointIO
 
 
 class SwapDDPStrategy(OnDDP, DDPStrategy):  # type: ignore[misc]
-    __doc__ = OnDDP.__doc__
+    __doc__ = SwappingStrategy.__doc__
     files = TorchCheckpointIO
 
 

@@ -21,7 +21,7 @@ from swapper.checkpoint.saved_model import plain_model
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.files.saving import PendingSave
-from swapper.strategy.arguments import ARGUMENTS, ConfigLike, not_of_ddp, settings_of
+from swapper.strategy.arguments import ConfigLike, not_of_ddp, settings_of
 from swapper.strategy.ddp_sync import ddp_arguments
 from swapper.strategy.swapping import OneDevice, SwappingStrategy, swapper_of, temporary_attribute
 from swapper.tensors.evicted_views import EvictedView
@@ -46,7 +46,7 @@ class Swapping(SwappingStrategy, Strategy):
     """Swaps the optimizers that are set up, the gradients and the module's parameters, as the config says."""
 
     _in_background: ClassVar[bool] = True
-    """Whether the program goes on while records that cannot be linked are copied."""
+    """True if the program goes on while records that cannot be linked are copied."""
 
     def _configure(self, config: OffloadConfig, checkpoint_format: str | None) -> None:
         super()._configure(config, checkpoint_format)
@@ -133,9 +133,9 @@ class Swapping(SwappingStrategy, Strategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save `state`; as a directory what is on the drive is linked.
+        """Save `state`; a directory gets links to the files of records.
 
-        Where it cannot be linked it is copied in the background. The next save or load waits for that.
+        Records that cannot be linked are copied in the background. The next save or load waits for that.
 
         Raises:
             ConfigError: it cannot be a directory.
@@ -154,7 +154,7 @@ class Swapping(SwappingStrategy, Strategy):
             if applies:
                 raise ConfigError(f"checkpoint_format: a directory cannot be made: {why}; use checkpoint_format='full'")
         modules, optimizers = _parts(state)
-        whole = _whole(modules)  # Where it cannot be made all ranks say so, and none waits for rank 0.
+        whole = _whole(modules)  # On all ranks: if it fails, it fails on all, and none waits for rank 0.
         rest = {name: _plain(value) for name, value in state.items() if name not in {**modules, **optimizers}}
         extra = {_MODULES: list(modules), _OPTIMIZERS: list(optimizers), **rest}
         if not self.is_global_zero:
@@ -171,14 +171,15 @@ class Swapping(SwappingStrategy, Strategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load what was saved, in either format.
+        """Load a checkpoint of either format.
 
-        What is left of a directory, which is returned, has no state of optimizers.
+        Returns:
+            Everything saved that `state` does not name; of a directory without the state of optimizers.
 
         Raises:
             ConfigError: the directory is of something else; or `state` has optimizers other than all that were saved,
                 or without the modules.
-            KeyError: `state` has what the checkpoint has not, and `strict`.
+            KeyError: `state` has a name that the checkpoint lacks, and `strict`.
             SwapError, SwapIOError: as from `swapper.load_checkpoint`.
         """
         self._saving.wait()
@@ -207,33 +208,30 @@ class Swapping(SwappingStrategy, Strategy):
                 f"{opened.directory} has the modules {named} and the optimizers {order}, and `state` has "
                 f"{list(modules)} and {list(optimizers)}; without optimizers it may have some of the modules"
             )
-        there = {*named, *order, *extra}
-        if strict and (missing := [name for name in state if name not in there]):
+        saved = {*named, *order, *extra}
+        if strict and (missing := [name for name in state if name not in saved]):
             raise KeyError(f"the checkpoint has no {missing[0]!r}, which `state` has; strict=False ignores that")
         if wrong := [name for name in order if name in state and name not in optimizers]:
             raise ConfigError(
                 f"{opened.directory} has an optimizer {wrong[0]!r}, and in `state` that is none: give it, or leave the "
                 "name out"
             )
-        tensors = {name: _of_module(opened.state_dict, name, named) for name in named}
-        if modules.keys() == set(named):
-            whole = _whole({name: modules[name] for name in named})
-            self._load_module(opened, whole, dict(opened.state_dict), strict)
+        left = {**{name: _of_module(opened.state_dict, name, named) for name in named}, **extra}
+        whole = modules.keys() == set(named)
+        if whole:
+            module = _whole({name: modules[name] for name in named})
+            self._load_module(opened, module, dict(opened.state_dict), strict)
             if optimizers:
-                opened.load_optimizers(whole, [optimizers[name] for name in order])
-        else:
-            for name in modules.keys() & tensors.keys():
-                self.load_module_state_dict(modules[name], tensors[name], strict)
-        left = {**tensors, **extra}
+                opened.load_optimizers(module, [optimizers[name] for name in order])
         for name, value in state.items():
-            if name not in there or name in optimizers:
+            if name not in saved or name in optimizers:
                 continue
             found = left.pop(name)
             if name in modules:
-                if name not in tensors:  # What was saved is its state dict.
+                # Of some of the modules; or the state dict of one was saved instead of it.
+                if not whole:
                     self.load_module_state_dict(modules[name], found, strict)
-                continue
-            if hasattr(value, "load_state_dict"):
+            elif hasattr(value, "load_state_dict"):
                 value.load_state_dict(found)
             else:
                 state[name] = found
@@ -248,10 +246,8 @@ class Swapping(SwappingStrategy, Strategy):
             self.load_module_state_dict(module, tensors, strict)
 
 
-class OnOneDevice(Swapping, OneDevice, SingleDeviceStrategy):  # noqa: D101  # It is composed.
-    __doc__: str | None = f"""Fabric on one device, with optimizer state, gradients and parameters where a config says.
-
-    {ARGUMENTS}"""
+class OnOneDevice(Swapping, OneDevice, SingleDeviceStrategy):
+    """Trains on one device."""
 
     host = "Fabric"
 
@@ -271,12 +267,8 @@ class OnOneDevice(Swapping, OneDevice, SingleDeviceStrategy):  # noqa: D101  # I
         super().__init__(device="cpu", accelerator=accelerator, checkpoint_io=checkpoint_io, precision=precision)
 
 
-class OnDDP(Swapping, DDPStrategy):  # noqa: D101  # It is composed.
-    __doc__: (
-        str | None
-    ) = f"""`DDPStrategy`, with optimizer state, gradients and parameters of each process where a config says.
-
-    {ARGUMENTS}"""
+class OnDDP(Swapping, DDPStrategy):
+    """Trains in several processes, as `DDPStrategy`."""
 
     _in_background = False  # The other processes may load it as soon as all have saved it.
 

@@ -37,10 +37,10 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from swapper.errors import SwapIOError
-from swapper.files import archive
-from swapper.files.archive import BadArchive
 from swapper.files.fastsave import Prepared, checked
-from swapper.files.whole_file import POOL_BYTES, InputFile, OutputFile
+from swapper.files.file_buffers import POOL_BYTES
+from swapper.files.input_file import InputFile
+from swapper.files.output_file import OutputFile
 from swapper.io.handle import AsyncIOHandle
 
 __all__ = ["SwapStorageReader", "SwapStorageWriter"]
@@ -206,10 +206,7 @@ def _read(file: InputFile, item: ReadItem, planner: LoadPlanner) -> None:
     if item.type == LoadItemType.BYTE_IO:
         planner.load_bytes(item, io.BytesIO(checked(file, lambda: file.read(file.length_bytes))))
         return
-    try:
-        file.check(archive.read_directory(file.read_at, file.length_bytes))
-    except BadArchive as error:
-        raise SwapIOError(errno.EBADMSG, "read", file.path, detail=f"{item.storage_index.fqn}: {error}") from None
+    file.check(item.storage_index.fqn)
     tensor = checked(file, lambda: torch.load(cast(Any, file), "cpu", weights_only=True, mmap=False))
     for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(dimension, start, length)

@@ -8,7 +8,8 @@ import sys
 import warnings
 
 from swapper.errors import SwapError
-from swapper.files.whole_file import POOL_BYTES, OutputFile
+from swapper.files.file_buffers import POOL_BYTES
+from swapper.files.output_file import OutputFile
 from swapper.io.handle import AsyncIOHandle
 
 __all__ = ["FastWriter"]
@@ -62,11 +63,11 @@ class FastWriter:
 
     @property
     def closed(self) -> bool:
-        """Whether it takes no more bytes: it is complete, or was discarded."""
+        """True if it takes no more bytes: it is complete, or was discarded."""
         return self._output is None
 
     def writable(self) -> bool:
-        """Whether it takes more bytes."""
+        """True if it takes more bytes."""
         return not self.closed
 
     def tell(self) -> int:
@@ -164,7 +165,7 @@ class FastWriter:
         return self._output
 
     def _is_raising(self) -> bool:
-        """Whether an exception is being handled that was not when this object was made."""
+        """True if an exception is being handled that was not when this object was made."""
         handled = sys.exc_info()[1]
         return handled is not None and handled is not self._handled
 

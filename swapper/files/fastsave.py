@@ -2,13 +2,12 @@
 
 [Note: parts] torch decides what an object consists of: the pickle is made with `Pickler` and a `persistent_id` like
 torch's own, and loading is `torch.load` itself, which is given a file object. The bytes between are ours: payloads pass
-through page-locked buffers (`whole_file`), with their checksums computed on the way.
+through page-locked buffers (`file_buffers`), with their checksums computed on the way.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import io
 import os
 import pickle
@@ -21,12 +20,14 @@ from typing import Any, Literal, overload
 import torch
 from torch.serialization import default_restore_location, location_tag, normalize_storage_type
 
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import SwapError
 from swapper.files import archive
-from swapper.files.archive import BadArchive, Record
+from swapper.files.archive import Record
+from swapper.files.file_buffers import POOL_BYTES
+from swapper.files.input_file import InputFile
 from swapper.files.lazy_storages import EvictedStorage, EvictedStorages, StoragePart
+from swapper.files.output_file import OutputFile
 from swapper.files.saving import SaveHandle
-from swapper.files.whole_file import POOL_BYTES, InputFile, OutputFile
 from swapper.io.handle import AsyncIOHandle
 
 __all__ = ["Prepared", "checked", "load", "save"]
@@ -270,6 +271,7 @@ class Prepared:
             crc = 0
             for piece in self.pieces(content):
                 crc = output.append(piece, crc)
+                del piece  # It shares a buffer of the pool, which can only be evicted when nobody else has it.
             output.append(archive.descriptor(record, crc))
             done.append((record, crc))
         output.append(archive.directory(done, self._directory_offset_bytes))
@@ -334,10 +336,7 @@ def load(
     cuda = direct and (torch.cuda.is_initialized() or str(map_location).startswith("cuda"))  # type: ignore[no-untyped-call]
     with InputFile(path, pool_bytes=pool_bytes, handle=handle, cuda=cuda) as file:
         if file.read_at(0, 4) == b"PK\3\4":
-            try:
-                file.check(archive.read_directory(file.read_at, file.length_bytes))
-            except BadArchive as error:
-                raise SwapIOError(errno.EBADMSG, "read", file.path, detail=str(error)) from None
+            file.check()
             if direct:
                 found = _load_to_devices(file, map_location, load_from)
                 if found is not None:
@@ -360,11 +359,7 @@ def checked(file: InputFile, action: Callable[[], Any]) -> Any:
 
 def _load_to_devices(file: InputFile, map_location: Any, load_from: Callable[[Any, Any], Any]) -> tuple[Any] | None:
     """Load with storages read straight to their devices. None if that cannot be done for this file."""
-    try:
-        byteorder = file.record("byteorder")
-    except BadArchive as error:
-        raise SwapIOError(errno.EBADMSG, "read", file.path, detail=str(error)) from None
-    if byteorder not in (None, sys.byteorder.encode()):
+    if file.record("byteorder") not in (None, sys.byteorder.encode()):
         return None  # torch swaps the bytes before it asks for the device.
     file.defer_from_bytes = _DEFERRED_BYTES_MIN
     try:

@@ -54,7 +54,7 @@ class SaveHandle:
         return f"SaveHandle({self.path!r}, {state})"
 
     def done(self) -> bool:
-        """Whether it is over, well or not. Never blocks or raises."""
+        """True if it is over, well or not. Never blocks or raises."""
         return self._outcome.over.is_set()
 
     def wait(self, timeout: float | None = None) -> None:

@@ -15,15 +15,15 @@ from typing import NoReturn
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
-from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.sizes import PAGE_BYTES, SMALL_BYTES, format_bytes, round_up
+from swapper.errors import SwapError, SwapIOError
+from swapper.sizes import PAGE_BYTES, SMALL_BYTES, round_up
+from swapper.storage.budget import GradientNeeds
 from swapper.storage.store import RecordKey
 from swapper.tensors.evicted import can_evict_gradient
 from swapper.tensors.evicted_gradients import EvictedGradient, raw_gradient
 from swapper.tensors.strides import is_dense, same_layout
 
 __all__ = [
-    "BUCKETS_AT_ONCE",
     "Change",
     "Gradient",
     "GradientPart",
@@ -31,21 +31,16 @@ __all__ = [
     "Place",
     "TakenNorm",
     "can_leave",
-    "check_room",
     "clamped_to",
     "fitting",
-    "gradient_bytes",
-    "gradient_pool_bytes",
     "in_order_of_clipping",
+    "needs_of",
     "norm_of",
     "record_bytes",
     "scaled_by",
 ]
 
 log = logging.getLogger(__name__)
-
-BUCKETS_AT_ONCE = 2
-"""Buckets whose gradients the pool must hold in a step: one in use, one arriving."""
 
 GradientPart = tuple[int, torch.nn.Parameter, int, int]
 """What one bucket steps on: the bucket's number, a parameter, and from where to where, in elements in memory order."""
@@ -188,43 +183,19 @@ class Gradient:
         )
 
 
-def gradient_bytes(parts: Iterable[GradientPart]) -> tuple[int, int]:
-    """Bytes of all records of the gradients that are taken; and of those of one bucket, the most."""
+def needs_of(parts: Iterable[GradientPart], stored: bool) -> GradientNeeds:
+    """The needs of the gradients that are taken of `parts`."""
     of_bucket: dict[int, int] = {}
     for bucket, p, start, stop in parts:
         if can_leave(p):
             of_bucket[bucket] = of_bucket.get(bucket, 0) + record_bytes(p, start, stop)
-    return sum(of_bucket.values()), max(of_bucket.values(), default=0)
-
-
-def gradient_pool_bytes(parts: Iterable[GradientPart], stored: bool) -> int:
-    """What the pool must hold of gradients; all of them, unless they are stored."""
-    total, of_bucket = gradient_bytes(parts)
-    return BUCKETS_AT_ONCE * of_bucket if stored else total
-
-
-def check_room(parts: Sequence[GradientPart], stored: bool, limit_bytes: int, pool_bytes: int) -> None:
-    """Refuse a pool of `pool_bytes` that leaves `limit_bytes` for gradients, if that is too little.
-
-    Raises:
-        ConfigError: with the sum.
-    """
-    needed = gradient_pool_bytes(parts, stored)
-    if needed <= limit_bytes:
-        return
-    why = "all of them, which device: cpu keeps in the pool"
-    if stored:
-        why = f"{BUCKETS_AT_ONCE} x {format_bytes(gradient_bytes(parts)[1])}: those of a bucket, and of the next"
-    raise ConfigError(
-        f"pool_bytes: {format_bytes(max(limit_bytes, 0))} are left for gradients, and {format_bytes(needed)} are "
-        f"needed ({why}); set pool_bytes to at least {pool_bytes + needed - limit_bytes}"
-    )
+    return GradientNeeds(sum(of_bucket.values()), max(of_bucket.values(), default=0), stored)
 
 
 def fitting(parts: Sequence[GradientPart], known: Container[int], stored: bool, limit_bytes: int) -> list[GradientPart]:
     """Those of `parts` whose gradients are taken. If all are too many, the last not `known` by `id` are not."""
     chosen = [part for part in parts if can_leave(part[1])]
-    while chosen and gradient_pool_bytes(chosen, stored) > limit_bytes:
+    while chosen and needs_of(chosen, stored).pool_bytes > limit_bytes:
         dropped = next((p for _, p, _, _ in reversed(chosen) if id(p) not in known), chosen[-1][1])
         chosen = [part for part in chosen if part[1] is not dropped]
         log.warning("the pool has no room for the gradient of a parameter that came later: it stays in memory")

@@ -41,10 +41,8 @@ from swapper.gradient.records import (
     Part,
     Place,
     TakenNorm,
-    check_room,
     clamped_to,
     fitting,
-    gradient_pool_bytes,
     in_order_of_clipping,
     norm_of,
     record_bytes,
@@ -124,12 +122,11 @@ class GradientSwapper:
         owner: number of this swapper among those of the process; part of every record's key.
         accumulation_steps: micro-batches before a step; norms are taken in the last.
         pool: where buffers come from.
-        limit_bytes: the most of the pool that gradients may take.
+        limit_bytes: the most of the pool that gradients may take, no less than `GradientNeeds.pool_bytes`.
         store: where records go; None keeps them all in the pool.
         release: called once, when this is closed.
 
     Raises:
-        ConfigError: `limit_bytes` is too little.
         SwapIOError: the drive has too little free space.
     """
 
@@ -171,10 +168,7 @@ class GradientSwapper:
         self._joined_after = -1  # number of the backward pass at whose end copies are waited for
         self._window_ref: weakref.ref[Window] | None = None  # Weak, as it has what has this.
         self._closed = False
-        wanted = list(parts)
-        check_room(wanted, store is not None, limit_bytes, pool.capacity_bytes)
-        self._reserved_bytes = gradient_pool_bytes(wanted, store is not None)
-        self.plan(wanted)
+        self.plan(parts)
         GradientSwapper._open.add(self)
 
     @property
@@ -185,11 +179,6 @@ class GradientSwapper:
     @property
     def _window(self) -> Window | None:
         return None if self._window_ref is None else self._window_ref()
-
-    @property
-    def reserved_bytes(self) -> int:
-        """What of the pool others must leave for gradients."""
-        return self._reserved_bytes
 
     # --- What the optimizer calls ----------------------------------------------------------------------------------
 
@@ -224,7 +213,7 @@ class GradientSwapper:
             self.watch(p for _, p, _, _ in given)
 
     def share_pool(self, limit_bytes: int) -> None:
-        """Others need the pool too: take at most `limit_bytes` of it, which are no less than `reserved_bytes`."""
+        """Others need the pool too: take at most `limit_bytes` of it, no less than what they need."""
         self._limit_bytes = limit_bytes
         if self._store is not None:
             self._cache.limit_bytes = limit_bytes

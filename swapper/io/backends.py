@@ -28,7 +28,7 @@ BACKENDS = tuple(SYSTEMS)
 
 
 class Probe(NamedTuple):
-    """Whether this machine offers a backend. `reason` says why not, and is empty where it does."""
+    """Availability of a backend on this machine; `reason` says why it is not available, else it is empty."""
 
     backend: str
     available: bool

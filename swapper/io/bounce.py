@@ -114,11 +114,11 @@ class Job:
         self.ready = self.copies.reached()
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """See `Transfer.done`."""
         return self._over.is_set()
 
     def failed(self) -> bool:
-        """Whether it is over and failed."""
+        """Tell if it is over and failed."""
         return self.done() and self.error is not None
 
     def times_s(self) -> tuple[float, float]:
@@ -164,7 +164,6 @@ class _Chunk:
     native: Moving | None = None
 
     def is_ready(self) -> bool:
-        """Whether its stage is over."""
         if self.native is not None:
             return self.native.done()
         assert self.event is not None
@@ -249,7 +248,7 @@ class Bounce:
         self._unlock: Callable[[], None] | None = None
 
     def copies(self, device: torch.device) -> Copies:
-        """What copies for `device`."""
+        """The copies from and to `device`, made at the first use."""
         with self._lock:
             found = self._copies.get(device)
             if found is None:

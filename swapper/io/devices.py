@@ -29,7 +29,7 @@ class Event(Protocol):
     """A point in the work of a stream."""
 
     def query(self) -> bool:
-        """Whether it is reached."""
+        """Tell if the point is reached."""
 
     def synchronize(self) -> None:
         """Wait until it is reached."""
@@ -39,7 +39,7 @@ class Copies(Protocol):
     """Copies between one device and the host, in order, on a stream of their own."""
 
     def reached(self) -> Event:
-        """What the caller's current stream has to do by now."""
+        """An event after all that the caller's current stream has to do by now."""
 
     def follow(self, event: Event) -> None:
         """Let the copies that come wait for `event`."""
@@ -132,7 +132,7 @@ DEVICES: dict[str, Callable[[torch.device], Copies]] = {"cuda": CudaCopies}
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether memory there is reached by copies only."""
+    """Tell if memory of the device is reached by copies only."""
     return device.type in DEVICES
 
 
@@ -145,7 +145,7 @@ class Copy:
         self._event = event
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Tell if it is over, well or not."""
         try:
             return self._event.query()
         except Exception:  # The device has failed: `wait` says how.

@@ -61,12 +61,12 @@ class File:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True once `close` was called."""
         return self._native is None
 
     @property
     def direct(self) -> bool:
-        """Whether transfers bypass the page cache (O_DIRECT). The unaligned head and tail of one do not.
+        """True if transfers bypass the page cache (O_DIRECT), all but their unaligned head and tail.
 
         Turns False when the file system has refused a direct transfer, which then went through the page cache.
         """

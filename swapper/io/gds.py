@@ -45,7 +45,7 @@ _lock = threading.RLock()
 
 
 class CuFileProbe(NamedTuple):
-    """What of GPUDirect Storage this machine has.
+    """The parts of GPUDirect Storage that this machine has.
 
     Attributes:
         available: whether `GDSHandle` uses it; files and their drives are not asked.
@@ -98,7 +98,7 @@ def _find() -> tuple[_native.CuFile | None, CuFileProbe]:
 
 
 def _library_names() -> list[str]:
-    """Where the packages of NVIDIA's that torch depends on put it, then the system's own."""
+    """File names in the packages of NVIDIA's that torch depends on, then the system's own."""
     names = []
     found = importlib.util.find_spec("nvidia")
     for directory in found.submodule_search_locations or () if found is not None else ():
@@ -137,7 +137,7 @@ def _warn_once(reason: str) -> None:
 
 
 def _refused(error: SwapIOError) -> bool:
-    """Whether cuFile cannot do this transfer, though another way may; see `cufile_errno` in csrc/cufile.h."""
+    """Tell if cuFile cannot do this transfer, though another way may; see `cufile_errno` in csrc/cufile.h."""
     if error.errno != errno.EOPNOTSUPP:
         return False
     _warn_once(error.detail.partition(";")[0])  # Without which part of the transfer it was.
@@ -185,7 +185,7 @@ class GDSHandle(AsyncIOHandle):
 
     @property
     def gds_available(self) -> bool:
-        """Whether device tensors go by cuFile. It may still refuse a file, which then goes through the host."""
+        """True if device tensors go by cuFile. It may still refuse a file, which then goes through the host."""
         return self._gds is not None
 
     @property

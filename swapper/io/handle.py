@@ -98,7 +98,7 @@ class AsyncIOHandle(HostHandle):
         return self._ledger.start(job.key, tensor, begin, operation, file.path, offset_bytes)
 
     def _direct(self, operation: str, file: File, tensor: torch.Tensor, offset_bytes: int) -> bounce.Direct | None:
-        """What of a transfer of device memory can go without the ring."""
+        """For subclasses: the part of a transfer of device memory that can go without the ring."""
         return None
 
 

@@ -114,12 +114,12 @@ class HostHandle:
 
     @property
     def closed(self) -> bool:
-        """Whether `close` was called."""
+        """True once `close` was called."""
         return self._closed
 
     @property
     def broken(self) -> bool:
-        """Whether the backend has failed, so that every transfer raises what has happened to it."""
+        """True once the backend has failed: every transfer then raises the reason."""
         self._check_process()
         return self._ledger.engine.broken
 
@@ -218,7 +218,7 @@ class HostHandle:
         return self._start_checked(operation, file, tensor, offset_bytes, checksums)
 
     def _takes(self, device: torch.device) -> bool:
-        """Whether `_start_checked` moves tensors on `device`, besides those of the CPU."""
+        """For subclasses: tell if `_start_checked` moves tensors of `device`, which is not the CPU."""
         return False
 
     def _start_checked(

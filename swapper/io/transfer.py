@@ -25,10 +25,10 @@ class Moving(Protocol):
         """The ledger's."""
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """See `Transfer.done`."""
 
     def failed(self) -> bool:
-        """Whether it is over and failed."""
+        """Tell if it is over and failed."""
 
     def times_s(self) -> tuple[float, float]:
         """See `Transfer.times_s`."""
@@ -38,7 +38,7 @@ class Moving(Protocol):
 
 
 class Ledger:
-    """What is in flight on one engine, and what failed unseen.
+    """The transfers in flight on one engine, and those that failed unseen.
 
     Apart from the handle, so that transfers need not hold it. The I/O threads never touch Python: they keep a list of
     finished transfers, which `sweep` takes at every call.
@@ -88,7 +88,7 @@ class Ledger:
 
     def sweep(self) -> None:
         """Let go of the memory of finished transfers and note those that failed."""
-        # What was taken from the engine is nowhere else: Ctrl-C comes when it is in the tables.
+        # Transfers that were taken from the engine are nowhere else: Ctrl-C comes when they are in the tables.
         with interrupts_deferred(), self._lock:
             while finished := self.engine.take_finished():
                 for transfer in finished:
@@ -139,11 +139,11 @@ class Transfer:
         return f"Transfer({self.operation} {self.length_bytes} bytes at {self.offset_bytes} of {self.path!r}, {state})"
 
     def done(self) -> bool:
-        """Whether it is over, well or not. Never blocks or raises."""
+        """Tell if it is over, well or not. Never blocks or raises."""
         return self._moving.done()
 
     def times_s(self) -> tuple[float, float]:
-        """When it began to move and when it was over: real times, not when somebody looked.
+        """Real times of its begin and end, whenever somebody looked.
 
         Returns:
             Seconds by the clock of `time.perf_counter()`: when its first bytes were given to the system, and when its

@@ -11,6 +11,7 @@ from swapper.lightning.files import CheckpointFiles
 from swapper.lightning.monitor import Monitor
 from swapper.lightning.strategy import OnDDP, OnOneDevice
 from swapper.strategy.arguments import register
+from swapper.strategy.swapping import SwappingStrategy
 
 __all__ = ["SwapCheckpointIO", "SwapDDPStrategy", "SwapMonitor", "SwapStrategy"]
 
@@ -20,12 +21,12 @@ class SwapCheckpointIO(CheckpointFiles, TorchCheckpointIO):
 
 
 class SwapStrategy(OnOneDevice, SingleDeviceStrategy):  # type: ignore[misc]
-    __doc__ = OnOneDevice.__doc__
+    __doc__ = SwappingStrategy.__doc__
     files, wrapping = SwapCheckpointIO, _WrappingCheckpointIO
 
 
 class SwapDDPStrategy(OnDDP, DDPStrategy):  # type: ignore[misc]
-    __doc__ = OnDDP.__doc__
+    __doc__ = SwappingStrategy.__doc__
     files, wrapping = SwapCheckpointIO, _WrappingCheckpointIO
 
 

@@ -30,7 +30,7 @@ from swapper.lightning.directories import Directories, placeholder
 from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.session import Shared
-from swapper.strategy.arguments import ARGUMENTS, ConfigLike, given_among, not_of_ddp, settings_of
+from swapper.strategy.arguments import ConfigLike, given_among, not_of_ddp, settings_of
 from swapper.strategy.ddp_sync import ddp_arguments, has_evicted_parameters, synchronize
 from swapper.strategy.swapping import OneDevice, SwappingStrategy, swapper_of, temporary_attribute
 from swapper.tensors.homes import home_of
@@ -339,7 +339,7 @@ def _parameter_swappers(module: torch.nn.Module) -> list[ParameterSwapper]:
 
 
 def _converts(plugin: Precision, module: torch.nn.Module) -> bool:
-    """Whether `plugin` gives parameters of `module` another dtype."""
+    """True if `plugin` gives parameters of `module` another dtype."""
     dtypes = sorted({p.dtype for p in module.parameters()}, key=str)
     sample = torch.nn.Module()
     for number, dtype in enumerate(dtypes):
@@ -371,10 +371,8 @@ def _clip(plugin: Precision, name: str, optimizer: Optimizer, clip_val: int | fl
         _CLIPS[name](swapper, clip_val)
 
 
-class OnOneDevice(Swapping, OneDevice, SingleDeviceStrategy):  # noqa: D101  # It is composed.
-    __doc__: str | None = f"""Train on one device, with optimizer state, gradients and parameters where a config says.
-
-    {ARGUMENTS}"""
+class OnOneDevice(Swapping, OneDevice, SingleDeviceStrategy):
+    """Trains on one device."""
 
     strategy_name = "swapper"
     host = "the Trainer"
@@ -408,12 +406,8 @@ class OnOneDevice(Swapping, OneDevice, SingleDeviceStrategy):  # noqa: D101  # I
         )
 
 
-class OnDDP(Swapping, DDPStrategy):  # noqa: D101  # It is composed.
-    __doc__: (
-        str | None
-    ) = f"""`DDPStrategy`, with optimizer state, gradients and parameters of each process where a config says.
-
-    {ARGUMENTS}"""
+class OnDDP(Swapping, DDPStrategy):
+    """Trains in several processes, as `DDPStrategy`."""
 
     strategy_name = "swapper_ddp"
 

@@ -20,6 +20,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from swapper.errors import ConfigError
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
+from swapper.storage.budget import ParameterNeeds
 from swapper.storage.layout import Entry, RecordLayout, plan_whole_tensors
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.evicted import is_ordinary
@@ -30,15 +31,12 @@ __all__ = [
     "GROUP_BYTES",
     "OtherTensors",
     "ParameterPlace",
+    "ParameterPlan",
     "ParameterRecord",
-    "first_of",
-    "least_bytes",
     "modules_with_parameters",
-    "plan_parameter_records",
+    "plan_parameters",
     "plan_record_of",
-    "summary_of_what_stays",
     "used_by",
-    "where",
     "why_not",
 ]
 
@@ -116,10 +114,60 @@ class ParameterRecord:
         self.moved = tuple(place for place in self.places if place.offset_bytes != place.file_offset_bytes)
 
 
+@dataclass(eq=False, slots=True)
+class ParameterPlan:
+    """The parameters of one model that are swapped, and what their records need of the pool.
+
+    Attributes:
+        records: in order of registration.
+        stays: why each of the others stays in memory, by name.
+        resident: records that stay in the pool.
+        needs: of the pool.
+        summary: which parameters stay in memory, why, and what to do; "" if there is nothing to say.
+    """
+
+    records: list[ParameterRecord]
+    stays: dict[str, str]
+    resident: set[ParameterRecord]
+    needs: ParameterNeeds
+    summary: str
+
+    def where(self) -> Mapping[torch.Tensor, tuple[int, int]]:
+        """The number of the record of each parameter, and its length in bytes; of those that still exist."""
+        found: Mapping[torch.Tensor, tuple[int, int]] = WeakIdKeyDictionary(
+            {
+                place.parameter: (record.number, record.length_bytes)
+                for record in self.records
+                for place in record.places
+            }
+        )
+        return found
+
+
+def plan_parameters(
+    model: torch.nn.Module, *, bucket_bytes: int, resident_bytes: int, step_in_backward: bool
+) -> ParameterPlan:
+    """Plan which parameters of `model` are swapped.
+
+    Args:
+        model: its parameters are in memory, or on the meta device.
+        bucket_bytes: a record is longer only if one module's parameters are.
+        resident_bytes: the first records stay in the pool, as far as they are this long together.
+        step_in_backward: records of the last bucket that was stepped stay beside those that backward uses.
+
+    Raises:
+        ConfigError: the model has DTensors; or it has parameters, and not one byte of them can be moved.
+    """
+    records, stays = _group(model, bucket_bytes)
+    summary = _summary_of_what_stays(model, records, stays)
+    resident = _first_of(records, resident_bytes)
+    return ParameterPlan(records, stays, resident, _needs(model, records, resident, step_in_backward), summary)
+
+
 def why_not(parameter: torch.nn.Parameter) -> str:
     """Why `parameter` stays in memory; "" if it can be swapped."""
     if (home := home_of(parameter)) is not None:
-        return "" if home.temporary else _ALREADY
+        return _ALREADY if home.temporary is None else ""
     if torch.nn.parameter.is_lazy(parameter):
         return "it is lazy and has no values yet"
     if not is_ordinary(parameter) or not is_plain(parameter):
@@ -193,16 +241,8 @@ def _names_by_storage(model: torch.nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[list[ParameterRecord], dict[str, str]]:
-    """Group the parameters of `model`.
-
-    Args:
-        model: its parameters are in memory, or on the meta device.
-        bucket_bytes: a record is longer only if one module's parameters are.
-
-    Returns:
-        The records; and for each parameter that stays in memory, by name, the reason.
-    """
+def _group(model: torch.nn.Module, bucket_bytes: int) -> tuple[list[ParameterRecord], dict[str, str]]:
+    """Group the parameters of `model` into records. Gives those that stay, too, by name, with the reason."""
     stays: dict[str, str] = {}
     seen: set[torch.nn.Parameter] = set()
     sharing = _names_by_storage(model)
@@ -238,11 +278,11 @@ def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[l
     return [plan_record_of(number, group) for number, group in enumerate(groups)], stays
 
 
-def summary_of_what_stays(model: torch.nn.Module, records: Iterable[ParameterRecord], stays: Mapping[str, str]) -> str:
+def _summary_of_what_stays(model: torch.nn.Module, records: Iterable[ParameterRecord], stays: Mapping[str, str]) -> str:
     """Say which parameters stay in memory, why, and what to do; and the buffers, if most of the model stays.
 
     Args:
-        model, records, stays: see `plan_parameter_records`.
+        model, records, stays: see `ParameterPlan`.
 
     Returns:
         Lines for the log; "" if there is nothing to say.
@@ -352,15 +392,7 @@ def used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
         yield from module.layers[0].parameters()  # As does this, by those of its first layer alone.
 
 
-def where(records: Iterable[ParameterRecord]) -> Mapping[torch.Tensor, tuple[int, int]]:
-    """The number of the record of each parameter, and its length in bytes; of those that are still there."""
-    found: Mapping[torch.Tensor, tuple[int, int]] = WeakIdKeyDictionary(
-        {place.parameter: (record.number, record.length_bytes) for record in records for place in record.places}
-    )
-    return found
-
-
-def first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[ParameterRecord]:
+def _first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[ParameterRecord]:
     """The first records that together take at most `resident_bytes`."""
     chosen: set[ParameterRecord] = set()
     for record in records:
@@ -371,10 +403,9 @@ def first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[Par
     return chosen
 
 
-def least_bytes(
+def _needs(
     model: torch.nn.Module, records: Sequence[ParameterRecord], resident: set[ParameterRecord], step_in_backward: bool
-) -> tuple[int, str]:
-    """What the pool must have for parameters, and the sum in words."""
+) -> ParameterNeeds:
     moving = [record for record in records if record not in resident]
     largest = max((record.length_bytes for record in moving), default=0)
     needed = 2 * largest
@@ -390,7 +421,7 @@ def least_bytes(
         kept_bytes = sum(record.length_bytes for record in resident)
         needed += kept_bytes
         why += f" + {format_bytes(kept_bytes)} kept resident"
-    return needed, why
+    return ParameterNeeds(needed, why, sum(record.length_bytes for record in records))
 
 
 def _longest_together(model: torch.nn.Module, records: Iterable[ParameterRecord]) -> tuple[int, str]:

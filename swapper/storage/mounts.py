@@ -170,7 +170,7 @@ def file_systems(directories: Sequence[Path]) -> list[FileSystem]:
 
 
 def is_network_file_system(kind: str) -> bool:
-    """Whether files of this type of file system are on another machine, or go through a program (fuse)."""
+    """Tell if files of this type of file system are on another machine, or go through a program (fuse)."""
     return kind in _NETWORK_FILE_SYSTEMS or kind.startswith("fuse")
 
 
@@ -181,7 +181,7 @@ class Mount(NamedTuple):
     device: str
     """"major:minor" of the files on it."""
     root: str
-    """What of the file system is mounted: "/" but for bind mounts and cgroups."""
+    """The mounted directory of the file system: "/" but for bind mounts and cgroups."""
     mount_point: str
     kind: str
     """Type of the file system: "ext4", "nfs4", ..."""

@@ -26,7 +26,7 @@ _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLI
 
 @dataclass(slots=True)
 class Part:
-    """What of a record is on one drive: a file, from its start."""
+    """The share of a record that is on one drive: a file, from its start."""
 
     share: Share
     file: File
@@ -34,7 +34,7 @@ class Part:
     reserved: bool = True
     """Its space on the drive is there already."""
     files: int = 1
-    """How many there were, this one included."""
+    """Number of files so far, this one included."""
     written_bytes: int = 0
     """Of the file, from its start, that were ever written."""
     published: bool = False
@@ -65,7 +65,7 @@ class Part:
             raise SwapIOError(number, self.lost.operation, self.lost.path, detail=self.lost.detail)
 
     def unreserved_bytes(self) -> int:
-        """What it will still take of the drive's free space."""
+        """Bytes that it will still take of the drive's free space."""
         if self.reserved or self.file.closed:
             return 0
         return max(0, self.share.length_bytes - os.fstat(self.file.fileno()).st_blocks * 512)
@@ -73,7 +73,7 @@ class Part:
 
 @dataclass(slots=True)
 class Record:
-    """What the drives hold under one key."""
+    """The files of one key."""
 
     parts: list[Part]
     capacity_bytes: int
@@ -107,7 +107,7 @@ def reopen(handle: AsyncIOHandle, file: File) -> File:
 
 
 class Pinned:
-    """What a record held when it was pinned. Outlives the record and the store, but not the handles.
+    """The content of a record when it was pinned. Outlives the record and the store, but not the handles.
 
     A context manager that closes it; thread-safe.
 
@@ -167,7 +167,7 @@ def link(file: File, path: Path) -> bool:
 
 
 def umask() -> int:
-    """What new files of this process may not have. To ask the system call is to change it, also for other threads.
+    """Mode bits that new files of this process do not get. The system call would change them for all threads.
 
     Raises:
         SwapIOError: there are no descriptors left.

@@ -37,7 +37,7 @@ def _leased(path: Path) -> Iterator[int]:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        # What tells the holder that somebody waits is SIGIO otherwise, which ends a process that does not expect it.
+        # SIGIO, which tells the holder otherwise that somebody waits, ends a process that does not expect it.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         yield descriptor
@@ -50,7 +50,7 @@ def _nobody_waits(descriptor: int) -> bool:
 
 
 def is_unread(path: Path) -> bool:
-    """Whether nobody has the file open, this process included. See [Note: unread files]."""
+    """Tell if nobody has the file open, this process included. See [Note: unread files]."""
     try:
         with _leased(path) as descriptor:
             return _nobody_waits(descriptor)

@@ -153,7 +153,7 @@ def _remove_directory(directory: Path) -> None:
 
 
 class RunState(enum.Enum):
-    """Whether anybody still uses a run directory."""
+    """Tells if anybody still uses a run directory."""
 
     ALIVE = "alive"
     """Its lock is held."""
@@ -200,7 +200,7 @@ class RunDirectory:
 
 @dataclass(frozen=True)
 class Removal:
-    """What became of a directory that was to be removed.
+    """Result of the removal of a directory.
 
     Attributes:
         removed: whether this call removed it.
@@ -431,7 +431,7 @@ def _usage(directory: Path) -> tuple[int, int]:
 
 
 def _program(pid: int) -> str | None:
-    """What a process runs, as in "python train.py"; None if it is gone or may not be looked at."""
+    """The program of a process, as in "python train.py"; None if it is gone or may not be looked at."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:

@@ -1,4 +1,4 @@
-"""How fast a drive is: measured, so that each of several gets its part of the bytes."""
+"""Measures the speed of drives, so that each of several gets its part of the bytes."""
 
 from __future__ import annotations
 

@@ -129,7 +129,7 @@ class TensorStore:
         return [drive.directory for drive in self._drives]
 
     def file_systems(self) -> list[FileSystem]:
-        """What the drives have room for now; `members` are places in `directories`.
+        """The free space of the drives now; `members` are indices in `directories`.
 
         Raises:
             SwapIOError: a run directory is gone.
@@ -343,7 +343,7 @@ class TensorStore:
             remove(former)
 
     def _must_stay(self, record: Record, part: Part) -> bool:
-        """Whether somebody else has the part's file. One that was published, and is ours again, is made as it was."""
+        """Tell if somebody else has the part's file. One that was published, and is ours again, is made as it was."""
         if part.file.closed:  # It could not be opened again.
             return True
         status = os.fstat(part.file.fileno())
@@ -536,7 +536,7 @@ class TensorStore:
     def _moves(
         self, operation: str, record: Record, lease: Lease, length_bytes: int
     ) -> Iterator[Callable[[], Transfer]]:
-        """What starts the transfer of each part of the record's first `length_bytes`."""
+        """A call for each part, which starts the transfer of its share of the record's first `length_bytes`."""
         for share, file, checksums in ((part.share, part.file, part.checksums) for part in record.parts):
             if share.start_bytes < length_bytes or not share.start_bytes:
                 handle = self._drives[share.drive].handle

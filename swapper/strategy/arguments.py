@@ -26,7 +26,6 @@ else:
     ConfigLike = OffloadConfig
 
 __all__ = [
-    "ARGUMENTS",
     "MEANINGLESS",
     "ConfigLike",
     "given_among",
@@ -61,23 +60,6 @@ MEANINGLESS: dict[str, str] = {
     "exclude_frozen_parameters": "checkpoints have all parameters",
 }
 """Arguments of `DeepSpeedStrategy` that have no meaning here, and the reasons."""
-
-ARGUMENTS = """Args:
-        config: an `OffloadConfig`, a mapping, or the path of a YAML or JSON file; also DeepSpeed's JSON or what it
-            holds, read by `OffloadConfig.from_deepspeed`. With neither this nor arguments of `DeepSpeedStrategy` the
-            optimizer's state goes to NVMe.
-        checkpoint_format: "directory" (the default, unless `checkpoint_io` is given) publishes what is on the drive by
-            hard links; "full" writes the files of the stock strategy. Both are read.
-        offload_optimizer, offload_optimizer_device: keep the optimizer's state on "cpu" (the default) or "nvme".
-        offload_parameters, offload_params_device: the same for parameters. With both on "nvme" gradients go there too.
-        nvme_path: a directory on the drive. Default: those in $SWAPPER_NVME_PATH, else `./.swapper`, which is made.
-        block_size, queue_depth, single_submit, overlap_events, thread_count: as `aio` of a config.
-        accelerator, checkpoint_io, precision_plugin: as for the stock strategy.
-        deepspeed: other arguments of `DeepSpeedStrategy` have no meaning here, and are named in one warning.
-
-    Raises:
-        ConfigError: config and arguments are both given, or cannot work.
-"""
 
 _NAMED: Mapping[str, dict[str, Any]] = {
     "swapper_cpu": {"offload_optimizer": True, "offload_optimizer_device": "cpu"},

@@ -18,7 +18,7 @@ _BROADCAST_BYTES = 250 << 20  # As `DistributedDataParallel`.
 
 
 def has_evicted_parameters(model: torch.nn.Module) -> bool:
-    """Whether any parameter of `model` is swapped."""
+    """True if any parameter of `model` is swapped."""
     return any(home_of(p) is not None for p in model.parameters())
 
 

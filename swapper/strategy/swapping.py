@@ -29,7 +29,25 @@ __all__ = ["OneDevice", "SwappingStrategy", "swapper_of", "temporary_attribute"]
 
 
 class SwappingStrategy:
-    """A strategy that swaps as a config says.
+    """Trains with optimizer state, gradients and parameters where a config says.
+
+    `SwapStrategy` trains on one device; `SwapDDPStrategy` is `DDPStrategy`, in which each process swaps its own.
+
+    Args:
+        config: an `OffloadConfig`, a mapping, or the path of a YAML or JSON file; also DeepSpeed's JSON or what it
+            holds, read by `OffloadConfig.from_deepspeed`. With neither this nor arguments of `DeepSpeedStrategy` the
+            optimizer's state goes to NVMe.
+        checkpoint_format: "directory" (the default, unless `checkpoint_io` is given) publishes what is on the drive by
+            hard links; "full" writes the files of the stock strategy. Both are read.
+        offload_optimizer, offload_optimizer_device: keep the optimizer's state on "cpu" (the default) or "nvme".
+        offload_parameters, offload_params_device: the same for parameters. With both on "nvme" gradients go there too.
+        nvme_path: a directory on the drive. Default: those in $SWAPPER_NVME_PATH, else `./.swapper`, which is made.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: as `aio` of a config.
+        accelerator, checkpoint_io, precision_plugin: as for the stock strategy.
+        deepspeed: other arguments of `DeepSpeedStrategy` have no meaning here, and are named in one warning.
+
+    Raises:
+        ConfigError: config and arguments are both given, or cannot work.
 
     Attributes:
         files: class of the `CheckpointIO` that is used if the user gives none.

@@ -24,7 +24,7 @@ from twins import bits
 import swapper
 from swapper.checkpoint.directories import remove_leftovers
 from swapper.checkpoint.writer import NewCheckpoint
-from swapper.files.whole_file import POOL_BYTES
+from swapper.files.file_buffers import POOL_BYTES
 
 ADAMW = OPTIMIZERS["AdamW"]
 

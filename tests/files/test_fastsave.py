@@ -34,8 +34,7 @@ from torch import Tensor, nn
 
 import swapper
 from swapper.errors import SwapError, SwapIOError
-from swapper.files import archive, fastsave
-from swapper.files import whole_file as streams
+from swapper.files import archive, fastsave, file_buffers
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.storage import atomic
 
@@ -400,7 +399,7 @@ def test_map_location(tmp_path: Path) -> None:
 @pytest.fixture
 def host_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of the host is taken for that of a GPU: it is only reached by `copy_`."""
-    monkeypatch.setattr(streams, "_HOSTS", ())
+    monkeypatch.setattr(file_buffers, "_HOSTS", ())
     monkeypatch.setattr(fastsave, "_DEVICES", ("cpu",))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
@@ -719,7 +718,7 @@ def test_the_directory_is_renamed_while_saving(tmp_path: Path) -> None:
 
 
 @pytest.mark.unsanitized("it is traced opcode by opcode, which takes minutes there")
-@pytest.mark.parametrize("module", ["storage/atomic.py", "files/whole_file.py", "files/fastsave.py"])
+@pytest.mark.parametrize("module", ["storage/atomic.py", "files/output_file.py", "files/fastsave.py"])
 def test_ctrl_c_anywhere_in_a_save_leaves_the_old_file_or_the_new(tmp_path: Path, module: str) -> None:
     path = tmp_path / "x"
     new = [torch.arange(100_000), torch.ones(3)]
@@ -751,7 +750,7 @@ def test_ctrl_c_anywhere_in_a_load_is_raised(tmp_path: Path) -> None:
         for n in places(1, sample=8):
             loaded: list[Any] = []
             load = lambda: loaded.append(swapper.load(tmp_path / "x", pool_bytes=1 << 18, handle=handle))  # noqa: B023, E731
-            if not interrupted_at(n, load, "files/whole_file.py"):
+            if not interrupted_at(n, load, "files/input_file.py"):
                 break
             assert not loaded
         assert n > 100
@@ -958,8 +957,8 @@ print(writing, reading)
 """
     output = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout
     writing, reading = map(int, output.split())
-    assert writing <= streams.POOL_BYTES + 100e6
-    assert reading <= 400e6 + streams.POOL_BYTES + 100e6
+    assert writing <= file_buffers.POOL_BYTES + 100e6
+    assert reading <= 400e6 + file_buffers.POOL_BYTES + 100e6
 
 
 def save_for_ever(directory: str) -> None:

@@ -17,7 +17,7 @@ from repository import BENCHMARK
 from twins import Run, adamw, bits, close, offloaded, run_twice, swapper_of
 
 import swapper
-from swapper.files.whole_file import POOL_BYTES
+from swapper.files.file_buffers import POOL_BYTES
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.storage.store import TensorStore
 from swapper.tensors.evicted_views import EvictedView

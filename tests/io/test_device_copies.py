@@ -28,7 +28,8 @@ from swapper.io.bounce import Bounce
 from swapper.io.devices import Copy, DeviceCopies
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.metrics import Metrics
-from swapper.optimizer.segments import Scratch, Segment
+from swapper.optimizer.operands import Scratch
+from swapper.optimizer.segments import Segment
 from swapper.session import Shared
 from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
@@ -262,7 +263,7 @@ def test_scratch_is_not_the_pools_while_copies_are_in_flight(
         Fails.calls, Fails.at = 0, 3
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-    assert not swapper.of(optimizer)._stepper._scratch_leases
+    assert not swapper.of(optimizer)._stepper._scratches
     assert sum(not extent.is_over() for each in pools_of(pool) for extent in (*each._given_back, *each._busy)) == 1
     leases = []
     capacity_bytes = pool.capacity_bytes

@@ -363,7 +363,7 @@ def test_offload_takes_the_parameters_over(
     assert len(list(nvme_path.iterdir())) == 1
     with small_records():
         swapper.offload(model, optimizer, config if same else other)
-    assert len(list(nvme_path.iterdir())) == 1, "the nursery's files are gone"
+    assert len(list(nvme_path.iterdir())) == 1, "the builder's files are gone"
     assert len(list(next(nvme_path.iterdir()).glob("*-param-*"))) == len(model.swapper._all)  # type: ignore[operator, arg-type, union-attr]
     assert [id(p) for p in model.parameters()] == ids
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)

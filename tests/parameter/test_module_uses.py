@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twins import adamw, close, offloaded, swapper_of
 
-from swapper.parameter import swapper as parameter
+from swapper.parameter import owner as parameter
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.tensors.evicted import EvictedParameter
 
@@ -96,7 +96,7 @@ def test_a_parameter_that_two_uses_have_stays_until_both_are_over(nvme_path: Pat
     close(model, optimizer)
 
 
-def test_data_that_do_not_fit_are_refused_and_everything_is_let_go_of(nvme_path: Path) -> None:
+def test_data_that_do_not_fit_are_refused_and_everything_is_released(nvme_path: Path) -> None:
     model, optimizer = offloaded(nvme_path, lambda: chain(4))
     swapper = swapper_of(model)
     expected = model(torch.ones(1, WIDTH))
@@ -114,7 +114,7 @@ def assert_at_rest(model: nn.Module, swapper: ParameterSwapper) -> None:
         assert not held.holds
         assert not held.attached
         assert not held.foreign_uses()
-    assert not swapper._over
+    assert not swapper._ended
     assert swapper._held_bytes == sum(held.lease.length_bytes for held in swapper._all if held.lease is not None)
     assert all(isinstance(p, EvictedParameter) for p in model.parameters())
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
@@ -124,7 +124,7 @@ def assert_at_rest(model: nn.Module, swapper: ParameterSwapper) -> None:
 
 
 PLACES = {
-    "parameter/swapper.py": 197,
+    "parameter/owner.py": 197,
     "parameter/cache.py": 197,
     "tensors/evicted": 151,
     "parameter/access_order.py": 997,

@@ -22,6 +22,7 @@ import swapper
 from swapper import ConfigError, OffloadConfig, ParameterSwapper, SwapError
 from swapper.parameter import records as parameter_records
 from swapper.parameter.cache import State
+from swapper.progress import warn_once
 from swapper.tensors.evicted import EvictedParameter
 
 WIDTH = 256
@@ -379,9 +380,9 @@ def test_a_failed_offload_leaves_model_and_optimizer_as_they_were(
 
 
 def test_parameters_in_host_memory_are_where_they_are_said_once(
-    nvme_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    nvme_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(swapper.api, "_said", set())
+    warn_once.cache_clear()
     config = OffloadConfig(nvme_path=nvme_path, offload_param={"device": "cpu"})
     with caplog.at_level(logging.WARNING):
         for _ in range(2):

@@ -64,8 +64,8 @@ class Training:
         self.swapper = swapper.of(self.optimizer)
         run(self.model, self.optimizer, range(steps))
         self.swapper.flush()
-        assert self.swapper._store is not None
-        self.store = self.swapper._store
+        assert self.swapper.store is not None
+        self.store = self.swapper.store
 
     def __enter__(self) -> Training:
         return self

@@ -38,7 +38,7 @@ from swapper.errors import ConfigError, SwapError
 from swapper.gradient import records as gradient_records
 from swapper.optimizer import segments
 from swapper.optimizer.probe import unhooked_step
-from swapper.parameter import building as nursery
+from swapper.parameter import building
 from swapper.parameter import records as parameter_records
 from swapper.parameter.swapper import ParameterSwapper
 
@@ -1148,6 +1148,7 @@ FILES = (
         "storage/pipeline.py",
         "gradient/swapper.py",
         "parameter/swapper.py",
+        "parameter/owner.py",
         "parameter/cache.py",
     ),
     *(
@@ -1189,7 +1190,7 @@ REFUSALS = (
 @contextlib.contextmanager
 def limits(moves_all: bool) -> Iterator[None]:
     """Records of parameters are short; and if `moves_all`, small state and gradients move as well."""
-    changed: list[tuple[Any, str, int]] = [(parameter_records, "GROUP_BYTES", 8192), (nursery, "SMALL_BYTES", 1)]
+    changed: list[tuple[Any, str, int]] = [(parameter_records, "GROUP_BYTES", 8192), (building, "SMALL_BYTES", 1)]
     if moves_all:
         changed += [(m, "SMALL_BYTES", 256) for m in (segments, gradient_records, state_writer)]
     before = [getattr(module, name) for module, name, _ in changed]

@@ -537,7 +537,7 @@ def test_ctrl_c_in_wrap_and_close(nvme_path: Path, leaves_nothing: None, plain: 
         except KeyboardInterrupt:
             pass
         swapped = getattr(optimizer, "swapper", None)
-        if swapped is not None and not swapped._closed:  # It was complete.
+        if swapped is not None and not swapped.closed:  # It was complete.
             run(model, optimizer, range(2, STEPS))
             assert all(same_bits(p, plain[STEPS].model[name]) for name, p in model.named_parameters())
         elif swapped is None:
