@@ -30,7 +30,7 @@ from swapper.files.output_file import OutputFile
 from swapper.files.saving import SaveHandle
 from swapper.io.handle import AsyncIOHandle
 
-__all__ = ["Prepared", "checked", "load", "save"]
+__all__ = ["Prepared", "load", "save"]
 
 _ARCHIVE = "archive"
 _DEFERRED_BYTES_MIN = 1 << 20
@@ -341,20 +341,8 @@ def load(
                 found = _load_to_devices(file, map_location, load_from)
                 if found is not None:
                     return found[0]
-            return checked(file, lambda: load_from(file, map_location))
+            return file.used_by(lambda: load_from(file, map_location))
     return load_from(path, map_location)
-
-
-def checked(file: InputFile, action: Callable[[], Any]) -> Any:
-    """Call `action`, which lets torch read `file`; if a read fails, raise that, and not what torch makes of it."""
-    try:
-        result = action()
-    except BaseException as error:
-        raise (file.take_failure() or error) from None
-    failure = file.take_failure()
-    if failure is not None:
-        raise failure
-    return result
 
 
 def _load_to_devices(file: InputFile, map_location: Any, load_from: Callable[[Any, Any], Any]) -> tuple[Any] | None:
@@ -363,7 +351,7 @@ def _load_to_devices(file: InputFile, map_location: Any, load_from: Callable[[An
         return None  # torch swaps the bytes before it asks for the device.
     file.defer_from_bytes = _DEFERRED_BYTES_MIN
     try:
-        return (checked(file, lambda: load_from(file, _ToDevices(file, map_location))),)
+        return (file.used_by(lambda: load_from(file, _ToDevices(file, map_location))),)
     except RuntimeError as error:
         # Tensor subclasses without memory of their own, such as DTensor, ask for `map_location`, and take no function.
         # Nothing has happened yet: with `weights_only` unpickling has no effects.

@@ -14,8 +14,9 @@ import io
 import os
 import weakref
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -31,6 +32,8 @@ from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.buffers import Lease
 
 __all__ = ["InputFile"]
+
+_T = TypeVar("_T")
 
 _FIRST_AHEAD_BYTES = 256 << 10
 """Prefetched behind the second of two reads in a row; doubled by each further one."""
@@ -73,7 +76,7 @@ class InputFile(io.RawIOBase):
     """A file that is read mostly from start to end, by reads of any length; what follows is prefetched.
 
     A file object, for `torch.load`. That calls it from C++ code which cannot handle exceptions: a read that fails
-    returns nothing, as do all after it, and the reason is kept for `take_failure`. See [Note: Ctrl-C]. Not thread-safe.
+    returns nothing, as do all after it, and `used_by` raises the reason. See [Note: Ctrl-C]. Not thread-safe.
 
     Args:
         path: of the file.
@@ -224,8 +227,23 @@ class InputFile(io.RawIOBase):
         self._position += length_bytes
         return length_bytes
 
-    def take_failure(self) -> BaseException | None:
-        """The error of the read that failed, once. Not kept: its frames hold torch's reader, which holds this."""
+    def used_by(self, action: Callable[[], _T]) -> _T:
+        """Call `action`, in which torch reads this file, and return its result.
+
+        Raises:
+            SwapIOError: a read has failed. It takes the place of whatever torch made of that.
+            BaseException: from `action`.
+        """
+        try:
+            result = action()
+        except BaseException as error:
+            raise (self._take_failure() or error) from None
+        if (failure := self._take_failure()) is not None:
+            raise failure
+        return result
+
+    def _take_failure(self) -> BaseException | None:
+        # Not kept: its frames hold torch's reader, which holds this file where the garbage collector cannot see it.
         failure, self._failure = self._failure, None
         return failure
 
