@@ -35,11 +35,6 @@ pytestmark = pytest.mark.timeout(120)
 MiB, GiB = 1 << 20, 1 << 30
 
 
-@pytest.fixture(autouse=True)
-def _no_default_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SWAPPER_NVME_PATH", raising=False)
-
-
 def swapper(*arguments: object, code: int = 0) -> Result:
     result = CliRunner().invoke(app, [str(argument) for argument in arguments])
     assert result.exit_code == code, result.output

@@ -237,7 +237,9 @@ def test_a_config_in_each_form(nvme_path: Path, form: str, tmp_path: Path) -> No
     swapper.of(optimizer).close()
 
 
-@pytest.mark.parametrize("config", [None, 3, ["nvme"], b"config.yaml", object(), ""], ids=repr)
+@pytest.mark.parametrize(
+    "config", [None, 3, ["nvme"], b"config.yaml", object(), ""], ids=lambda config: type(config).__name__
+)
 def test_a_config_of_the_wrong_type(config: Any) -> None:
     with refused(swapper.ConfigError, "config") as optimizer:
         swapper.wrap_optimizer(optimizer, config)
