@@ -141,7 +141,7 @@ class ParameterPlan:
 
 
 def plan_parameters(
-    model: torch.nn.Module, *, bucket_bytes: int, resident_bytes: int, step_in_backward: bool
+    model: torch.nn.Module, bucket_bytes: int, resident_bytes: int, step_in_backward: bool
 ) -> ParameterPlan:
     """Plan which parameters of `model` are swapped.
 
