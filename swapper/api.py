@@ -539,7 +539,7 @@ def check(
     records = {} if parameters is None else parameters.where()
     plans = [OptimizerPlan(each, settings, number, records) for number, each in enumerate(optimizers)]
     budget = _budget(plans, settings, parameters, None)
-    budget.check()
+    budget.check(as_a_whole=True)
     report = make_report(model, optimizers, plans, parameters, budget, settings)
     print(report)
     return report
