@@ -1,4 +1,4 @@
-"""What users call: `wrap_optimizer`, `unwrap_optimizer`, `of`, `check`. Wires everything together."""
+"""The functions of `swapper`: `wrap_optimizer`, `offload`, `init`, `check` and others. Wires everything together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from swapper.check import CheckReport, DriveReport, dry_run, moves_gradients, needs_of, plan_parameters
+from swapper.check import CheckReport, DriveReport, make_report, moves_gradients, needs_of, plan_parameters
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
 from swapper.files.weights import load_weights
@@ -313,7 +313,7 @@ def _made(make: Callable[[], _MadeT], release: Callable[[], object]) -> _MadeT:
 
 
 def _parameters_on(model: torch.nn.Module, settings: OffloadConfig) -> ParameterSwapper | None:
-    """What has the parameters of `model`, if this very config was used."""
+    """Give the swapper that has the parameters of `model`, if it was made with this very config."""
     swapper = vars(model).get("swapper")
     shared = Shared.existing(settings)
     if isinstance(swapper, ParameterSwapper) and shared is not None and swapper.store is shared.store:
@@ -519,7 +519,7 @@ def check(
         _check_is_optimizer(each)
         refuse_unsupported(each)
     there = _parameters_on(model, settings)
-    report = dry_run(model, optimizers, settings, None if there is None else there.plan)
+    report = make_report(model, optimizers, settings, None if there is None else there.plan)
     print(report)
     return report
 

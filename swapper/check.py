@@ -1,4 +1,4 @@
-"""`check`: what a run would need and move, found out without doing any of it."""
+"""`swapper.check`: the needs of a run, computed without starting it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from swapper.storage.budget import OptimizerNeeds, PoolBudget
 from swapper.storage.mounts import check_nvme_paths, file_systems
 from swapper.storage.speed import measure_speeds
 
-__all__ = ["CheckReport", "DriveReport", "dry_run", "moves_gradients", "needs_of", "plan_parameters"]
+__all__ = ["CheckReport", "DriveReport", "make_report", "moves_gradients", "needs_of", "plan_parameters"]
 
 log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _TYPICAL_ENDURANCE_BYTES = 600 * 10**12
 
 @dataclass(frozen=True)
 class DriveReport:
-    """What one of several drives would get.
+    """The part of one of several drives.
 
     Attributes:
         path: as in the config.
@@ -49,7 +49,7 @@ class DriveReport:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What a run would need and move, at most; from `check`. All in bytes, except counts.
+    """The needs of a run, and what it would move, at most; from `check`. All in bytes, except counts.
 
     State, traffic and files count each record at its longest; what is written is up to 1.2 % less.
 
@@ -146,7 +146,7 @@ def plan_parameters(model: torch.nn.Module, settings: OffloadConfig) -> Paramete
     )
 
 
-def dry_run(
+def make_report(
     model: torch.nn.Module,
     optimizers: Sequence[Optimizer],
     settings: OffloadConfig,
@@ -188,7 +188,7 @@ def dry_run(
     if parameters is not None:
         # In forward and backward of each pass, and for the step; what the pool has room for is not read again.
         read_bytes += parameter_bytes * (2 * micro_batches + 1)
-        trained = [r for r in parameters.records if any(place.parameter.requires_grad for place in r.places)]
+        trained = [r for r in parameters.records if any(each.parameter.requires_grad for each in r.locations)]
         written_bytes += sum(record.file_bytes for record in trained)
     stored_bytes = parameter_bytes + state_stored * state_bytes + gradients_stored * sum(gradient_bytes)
     drives, free_bytes = _check_drives(settings, stored_bytes) if stored_bytes else ((), -1)

@@ -133,7 +133,7 @@ def _linkable(model: torch.nn.Module | None, state: Mapping[str, torch.Tensor]) 
     swapper = None if model is None else vars(model).get("swapper")
     if isinstance(swapper, ParameterSwapper):
         for held in swapper.settled_records():
-            if all(state.get(place.name) is place.parameter for place in held.plan.places):
+            if all(state.get(location.name) is location.parameter for location in held.plan.locations):
                 yield held
 
 
@@ -143,11 +143,11 @@ def _record_file(held: Held, tensors: dict[str, SavedTensor]) -> RecordFile:
     layout = held.plan.layout
     header = layout.header(0)
     parts = [(crc32c_of(header), len(header))]
-    for place, crc in zip(held.plan.places, held.checksums, strict=True):
-        if not place.parameter.is_contiguous():  # The file has its elements in another order than memory.
-            crc = checksum(place.parameter.detach().contiguous())
-        tensors[place.name] = _described(name, place.parameter, crc)
-        parts.append((crc, place.length_bytes))
+    for location, crc in zip(held.plan.locations, held.checksums, strict=True):
+        if not location.parameter.is_contiguous():  # The file has its elements in another order than memory.
+            crc = checksum(location.parameter.detach().contiguous())
+        tensors[location.name] = _described(name, location.parameter, crc)
+        parts.append((crc, location.length_bytes))
     return RecordFile(name, layout.exact_bytes(), join_checksums(parts))
 
 
@@ -221,11 +221,7 @@ def stored_state_dict(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def check_model(checkpoint: Checkpoint) -> None:
-    """Refuse what an index says of the model, if it would be refused when it is loaded.
-
-    Raises:
-        SwapError, SwapIOError: see above.
-    """
+    """Refuse what an index says of the model, if it would be refused when it is loaded."""
     saved = checkpoint.index.model
     for name in saved.tensors:
         checkpoint.model_tensor(name)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -58,10 +58,8 @@ class Swapping(SwappingStrategy, Strategy):
     @contextmanager
     def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Build models on the drive within it, if the config has parameters there."""
-        with ExitStack() as stack:
-            stack.enter_context(super().module_init_context(empty_init))
-            if self.offload_config.offload_param.device == "nvme":
-                stack.enter_context(init(self.offload_config))
+        on_drive = self.offload_config.offload_param.device == "nvme"
+        with super().module_init_context(empty_init), init(self.offload_config) if on_drive else nullcontext():
             yield
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:

@@ -129,10 +129,8 @@ class PendingSave:
         self._handle: SaveHandle | None = None
 
     def keep(self, handle: SaveHandle) -> None:
-        """Wait for `handle` in the next `wait`; at once if it is over, so that a failure is raised early."""
+        """Have the next `wait` wait for `handle`, and raise its failure."""
         self._handle = handle
-        if handle.done():
-            self.wait()
 
     def wait(self) -> None:
         """Wait for the save, if there is one.

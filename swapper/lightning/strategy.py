@@ -13,7 +13,7 @@ import signal
 import subprocess
 import weakref
 from collections.abc import Callable, Generator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -77,20 +77,15 @@ class Swapping(SwappingStrategy, Strategy):
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
         """Build models on the drive within it, if the config has parameters there."""
-        with ExitStack() as stack:
-            stack.enter_context(super().tensor_init_context(empty_init))
-            if self.offload_config.offload_param.device == "nvme":
-                stack.enter_context(init(self._settings))
+        on_drive = self.offload_config.offload_param.device == "nvme"
+        with super().tensor_init_context(empty_init), init(self._settings) if on_drive else nullcontext():
             yield
 
     def setup(self, trainer: Trainer) -> None:
         """As in the stock strategy. Parameters that an earlier Trainer has on the drive come back to be converted."""
         module = self.lightning_module
-        if (
-            module is not None
-            and (swappers := _parameter_swappers(module))
-            and _converts(self.precision_plugin, module)
-        ):
+        swappers = [] if module is None else _parameter_swappers(module)
+        if module is not None and swappers and _converts(self.precision_plugin, module):
             for swapper in swappers:
                 swapper.close(keep_values=True)
         super().setup(trainer)
@@ -312,10 +307,11 @@ class Swapping(SwappingStrategy, Strategy):
 
     def _teardown_stock(self) -> None:
         module = self.lightning_module
-        with ExitStack() as stack:
-            if module is not None and _is_on_the_cpu(module):
-                # The stock strategy calls it, and it would read all parameters: see `model_to_device`.
-                stack.enter_context(temporary_attribute(module, "cpu", lambda: module))
+        if module is not None and _is_on_the_cpu(module):
+            # The stock strategy calls `cpu`, which would read all parameters: see `model_to_device`.
+            with temporary_attribute(module, "cpu", lambda: module):
+                super().teardown()
+        else:
             super().teardown()
 
     def _trim_pools(self) -> None:

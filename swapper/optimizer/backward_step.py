@@ -67,7 +67,8 @@ class BackwardSteps:
         optimizer: the user's. Only a weak reference is kept.
         plan: the buckets; `gradient_accumulation_steps` is the window.
         stepper: steps them.
-        prepare: called before the first bucket of a window is stepped; raises if a step could not be made now.
+        prepare: called with "step" before the first bucket of a window is stepped; raises if a step could not be made
+            now. A method, of which a weak reference is kept, as of the next: their object goes when its optimizer goes.
         failed: called with what went wrong in the step of a bucket.
 
     Raises:
@@ -80,14 +81,14 @@ class BackwardSteps:
         optimizer: Optimizer,
         plan: OptimizerPlan,
         stepper: Stepper,
-        prepare: Callable[[str], None],
+        prepare: Callable[[str], object],
         failed: Callable[[BaseException], None],
     ) -> None:
         self._optimizer_ref = weakref.ref(optimizer)
         self._plan = plan
         self._stepper = stepper
-        self._prepare = prepare
-        self._failed = failed
+        self._prepare = weakref.WeakMethod(prepare)
+        self._failed = weakref.WeakMethod(failed)
         self._lock = threading.RLock()
         self._window = _Window()
         self._order: list[Bucket] = []  # of the last window: expected in the next
@@ -139,8 +140,7 @@ class BackwardSteps:
         """The gradient of `p` is final, and in memory. Steps the buckets of which that is true of all parameters.
 
         Raises:
-            SwapError: the gradients of the last window were not set to None. No parameter was touched.
-            ConfigError: something is in use that would make the result wrong. No parameter was touched.
+            SwapError, ConfigError: the result would be wrong. No parameter was touched.
             SwapIOError: the drive failed in the step of a bucket.
         """
         with self._lock:
@@ -152,7 +152,9 @@ class BackwardSteps:
                     raise SwapError(self._too_many())
                 self._refuse(optimizer)
                 self._refuse_scaler()
-                self._prepare("step")
+                prepare = self._prepare()
+                assert prepare is not None
+                prepare("step")
                 if self._checked != self._plan.buckets:
                     check_memory(names_of(optimizer), parameters_of(optimizer))
                     self._checked = list(self._plan.buckets)
@@ -298,7 +300,8 @@ class BackwardSteps:
                 set_grad_mode(False)
                 self._stepper.run_one(optimizer, work[0])
         except BaseException as error:
-            self._failed(error)
+            if (failed := self._failed()) is not None:
+                failed(error)
             self.finish()
             raise
         window.stepped[bucket] = None
@@ -368,12 +371,7 @@ class Arrivals:
     """Watches the gradients of one optimizer.
 
     A window is the backward passes before a step, and the step. The first gradient of the last pass starts the reading.
-
-    Args:
-        plan: has the number of passes.
-        stepper: reads ahead.
-        guard: while it knows of a failure, nothing is read.
-        backward_steps: gets every gradient, if buckets are stepped in backward.
+    If buckets are stepped in backward, `backward_steps` gets every gradient instead.
     """
 
     def __init__(
@@ -382,7 +380,7 @@ class Arrivals:
         self._plan = plan
         self._stepper = stepper
         self._guard = guard
-        self._backward_steps = backward_steps
+        self.backward_steps = backward_steps
         self._lock = threading.Lock()
         self._has_begun = False  # the last pass of the window
 
@@ -404,25 +402,25 @@ class Arrivals:
         """Give scratch back; the next gradient is the first of a window."""
         self._stepper.drop_scratch()
         self._has_begun = False
-        for known in self._plan.planned() if self._backward_steps is None else ():
+        for known in self._plan.planned() if self.backward_steps is None else ():
             known.arrived = 0
 
     def end_window(self) -> None:
         """The step was made."""
         self.drop_window()
-        if self._backward_steps is not None:
-            self._backward_steps.finish()
-            self._stepper.wish(self._backward_steps.expected())
+        if self.backward_steps is not None:
+            self.backward_steps.finish()
+            self._stepper.wish(self.backward_steps.expected())
 
     def _on_gradient(self, p: torch.Tensor) -> None:
         """Called on a thread of autograd, in the middle of backward."""
         if self._guard.closed or self._guard.failure is not None or self._guard.is_forked:
             return
-        if self._backward_steps is not None:
+        if self.backward_steps is not None:
             assert isinstance(p, torch.nn.Parameter)
             gradients = self._stepper.gradients
             if gradients is None or not gradients.watches(p):  # Else it will say when they are complete.
-                self._backward_steps.arrived(p)
+                self.backward_steps.arrived(p)
             return
         if self._has_begun:
             return

@@ -25,9 +25,7 @@ _Groups = dict[int, dict[str, Any]]
 class ClassStep:
     """Calls the class, once for each bucket of a step, and remembers what it changes in its groups until the end.
 
-    Args:
-        step: the class's own `step`, without hooks.
-        remote: the parameters are on an accelerator, and what the class is shown is on the host.
+    With `remote` parameters are on an accelerator, and all that the class is shown is on the host.
     """
 
     def __init__(self, step: Callable[[Optimizer], Any], remote: bool) -> None:

@@ -22,11 +22,7 @@ _Hook = Callable[..., Any]
 class Conversion:
     """Everything that is put on the user's object: `swapper`, `step`, `state`, and state-dict hooks.
 
-    The object keeps its class. Nothing is put on it before `install`.
-
-    Args:
-        optimizer: the user's. Only a weak reference is kept.
-        state: takes the place of `optimizer.state`.
+    The object keeps its class. Nothing is put on it before `install`. Only a weak reference to it is kept.
 
     Attributes:
         own_state: the user's mapping, which is `optimizer.state` again after `uninstall`.
@@ -62,14 +58,7 @@ class Conversion:
         on_load: _Hook,
         on_loaded: _Hook,
     ) -> None:
-        """Convert the object.
-
-        Args:
-            optimizer: the object.
-            swapper: becomes `optimizer.swapper`.
-            step: called by `optimizer.step(closure)`, within the step hooks of torch.
-            on_state_dict, on_load, on_loaded: hooks after `state_dict`, and before and after `load_state_dict`.
-        """
+        """Have `optimizer.step(closure)` call `step`, within torch's own hooks; and state-dict hooks."""
         optimizer_ref = self._optimizer_ref
 
         @Optimizer.profile_hook_step

@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from swapper.errors import SwapError, SwapIOError
 from swapper.metrics import Metrics
-from swapper.optimizer.plan import OptimizerPlan
 from swapper.optimizer.stepper import Stepper
 from swapper.tensors.homes import home_of
 
@@ -25,20 +24,15 @@ _Version = tuple["weakref.ref[torch.nn.Parameter]", int, int]
 class Guard:
     """Refuses what must not be done to an optimizer now.
 
-    Args:
-        stepper: knows how far a step has come.
-        plan, metrics: for the message.
-
     Attributes:
         closed: the state is gone.
         failure: a step or a load that ended in the middle and is not made good yet.
     """
 
-    def __init__(self, stepper: Stepper, plan: OptimizerPlan, metrics: Metrics) -> None:
+    def __init__(self, stepper: Stepper, metrics: Metrics) -> None:
         self.closed = False
         self.failure: Failure | None = None
         self._stepper = stepper
-        self._plan = plan
         self._metrics = metrics
         self._pid = os.getpid()
 
@@ -70,7 +64,7 @@ class Guard:
         if not stepper.stepping and not (error and stepper.entered):
             return
         stepper.widen(optimizer)
-        text = f"step {self._metrics.steps} failed after {stepper.done} of {len(self._plan.buckets)} buckets"
+        text = f"step {self._metrics.steps} failed after {stepper.done} of {len(stepper.plan.buckets)} buckets"
         failure = Failure(text)
         failure.wait_for(segment.parameter for bucket in stepper.entered for segment in bucket.segments)
         failure.explain(error or KeyboardInterrupt())

@@ -90,14 +90,11 @@ def fetch(
     scratch: Scratch,
     copies: DeviceCopies,
 ) -> list[Operand]:
-    """Get at parameters and gradients; starts copying those that are on an accelerator.
+    """Get at parameters and gradients; with `remote`, start copying them from the accelerator.
 
     Args:
         active: segments of one bucket that have a gradient, and whose parameters are in memory.
-        remote: the parameters are on an accelerator.
         gradients: slices on the host, 1-D and in memory order, of gradients that are not at their parameters.
-        scratch: for copies from an accelerator.
-        copies: starts them.
     """
     operands = []
     for segment in active:
@@ -125,13 +122,7 @@ def fetch(
 
 
 def make_tensors(operands: Sequence[Operand], opened: OpenBucket, scratch: Scratch) -> None:
-    """Make the tensors that the class steps on, with their gradients.
-
-    Args:
-        operands: from `fetch`, its copies done.
-        opened: has their masters.
-        scratch: for decoded masters and fp32 gradients.
-    """
+    """Make the tensors that the class steps on, with their gradients. The copies of `fetch` are done."""
     for operand in operands:
         segment = operand.segment
         if operand.bits is None:

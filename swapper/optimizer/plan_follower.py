@@ -9,16 +9,14 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.optimizer.backward_step import Arrivals, BackwardSteps
+from swapper.optimizer.backward_step import Arrivals
 from swapper.optimizer.failure import Guard
-from swapper.optimizer.plan import OptimizerPlan, parameters_of
-from swapper.optimizer.records import BucketRecords
+from swapper.optimizer.plan import parameters_of
 from swapper.optimizer.segments import Bucket, OptimizerParameter
 from swapper.optimizer.state_dicts import StateRecords, check_loadable
-from swapper.optimizer.stepper import SwappedGradients
+from swapper.optimizer.stepper import Stepper
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.store import TensorStore
 from swapper.tensors.evicted_gradients import raw_gradient
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 
@@ -28,35 +26,26 @@ log = logging.getLogger(__name__)
 
 
 class PlanFollower:
-    """Gives buckets room in the pool and files in the store. See [Note: parameters come and go].
-
-    Attributes:
-        gradients: follow the plan too; None if they stay in memory.
-    """
+    """Gives buckets room in the pool and files in the store. See [Note: parameters come and go]."""
 
     def __init__(
         self,
-        plan: OptimizerPlan,
+        state: StateRecords,
+        stepper: Stepper,
         pool: BufferPool | GrowingPool,
         pool_bytes: int,
-        store: TensorStore | None,
-        records: BucketRecords,
-        state: StateRecords,
         guard: Guard,
         arrivals: Arrivals,
-        backward_steps: BackwardSteps | None,
     ) -> None:
-        self.gradients: SwappedGradients | None = None
-        self._gradient_buckets: list[Bucket] = []  # that `gradients` knows
-        self._plan = plan
+        self._state = state
+        self._plan = state.plan
+        self._records = state.bucket_records
+        self._stepper = stepper
         self._pool = pool
         self._pool_bytes = pool_bytes
-        self._store = store
-        self._records = records
-        self._state = state
         self._guard = guard
         self._arrivals = arrivals
-        self._backward_steps = backward_steps
+        self._gradient_buckets: list[Bucket] = []  # that the gradients' swapper knows
 
     def follow(self, optimizer: Optimizer) -> None:
         """Follow what happened to `param_groups` since the last call."""
@@ -65,19 +54,20 @@ class PlanFollower:
         if dropped := self._plan.drop_gone():
             self.forget(dropped)
             self._fit_pool()
-        under_way = self._backward_steps is not None and self._backward_steps.under_way
-        if not under_way:  # Stepped buckets would be stepped again: the next call cuts anew.
+        backward_steps, gradients = self._arrivals.backward_steps, self._stepper.gradients
+        # Not with a window under way, whose stepped buckets would be stepped again: the next call cuts anew.
+        if backward_steps is None or not backward_steps.under_way:
             if reason := self._plan.reason_to_cut_anew():
                 self._cut_anew(optimizer, reason)
             self._plan.threads = torch.get_num_threads()
         if new := [p for p in unknown if _is_wanted(p)]:
             self.extend(optimizer, new)
-        if self._backward_steps is not None and (regrouped or before != self._plan.buckets):
-            self._backward_steps.follow_plan()
-        if self.gradients is not None and (regrouped or self._plan.buckets != self._gradient_buckets):
-            self.gradients.plan(self._plan.gradient_parts())
+        if backward_steps is not None and (regrouped or before != self._plan.buckets):
+            backward_steps.follow_plan()
+        if gradients is not None and (regrouped or self._plan.buckets != self._gradient_buckets):
+            gradients.plan(self._plan.gradient_parts())
             self._gradient_buckets = list(self._plan.buckets)
-        if self._store is not None or self._backward_steps is not None:
+        if self._state.store is not None or backward_steps is not None:
             self._arrivals.watch(optimizer)
 
     def extend(self, optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -97,12 +87,12 @@ class PlanFollower:
         """
         try:
             self._fit_pool()
-            if self._store is not None:
+            if self._state.store is not None:
                 others_bytes = self._pool.capacity_bytes - self._pool_bytes
                 schedule = self._plan.schedule().checked(self._pool_bytes, others_bytes)
                 self._records.cache.keep(self._plan.buckets[i].key for i in schedule.resident)
                 lengths = {bucket.key: bucket.length_bytes for bucket in buckets if bucket.length_bytes}
-                self._store.plan(lengths, summed=True)
+                self._state.store.plan(lengths, summed=True)
         except BaseException:
             self._plan.withdraw(buckets)
             raise

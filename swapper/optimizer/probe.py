@@ -44,22 +44,11 @@ _REAL_NUMEL = 1 << 18
 _COUPLED_STEPS = 8
 """Enough for what adapts slowly, like D-Adaptation and Prodigy, to have moved."""
 _elementwise: set[type[Optimizer]] = {
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
+    getattr(torch.optim, name)
+    for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 }
-_whole: set[type[Optimizer]] = {torch.optim.Adafactor, torch.optim.SparseAdam}
-"""Known to be per parameter, not per element."""
-if hasattr(torch.optim, "Muon"):  # Since torch 2.9.
-    _whole.add(torch.optim.Muon)
+_whole = {getattr(torch.optim, name) for name in ("Adafactor", "SparseAdam", "Muon") if hasattr(torch.optim, name)}
+"""Known to be per parameter, not per element. `Muon` is there since torch 2.9."""
 _early: dict[type[Optimizer], bool] = {}
 _HOOKING_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 """Of the function that torch puts around a class's step."""
@@ -295,11 +284,7 @@ def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[i
     groups = [{key: v for key, v in twin.group.items() if key != "params"} for twin in (together, apart)]
     same = _equal(*groups)
     for p, q in zip(together.parameters, apart.parameters, strict=True):
-        states = together.optimizer.state[p], apart.optimizer.state[q]
-        same &= states[0].keys() == states[1].keys() and all(
-            _equal(states[0][key], states[1][key]) for key in states[0]
-        )
-        same &= _same_bits(p.detach(), q.detach())
+        same &= _equal(together.optimizer.state[p], apart.optimizer.state[q]) and _same_bits(p.detach(), q.detach())
     if not same:
         raise ConfigError(
             f"{type(optimizer).__name__} computes something else when it steps one parameter at a time, so it "

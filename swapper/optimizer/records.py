@@ -36,10 +36,7 @@ _AHEAD = 64
 class OpenBucket:
     """A bucket whose record is in memory. The state of its segments is read and written here.
 
-    Args:
-        bucket: the bucket.
-        lease: the record's buffer; None if nothing of the bucket moves.
-        note_unplanned: called with the name of large state that the probe has not seen; it stays in memory.
+    `lease` is the record's buffer; None if nothing of the bucket moves.
     """
 
     def __init__(self, bucket: Bucket, lease: Lease | None, note_unplanned: Callable[[str], None]) -> None:
@@ -238,10 +235,8 @@ class Prefetcher:
     come by it. If something that was prefetched has been dropped since, it begins anew at the bucket that is next.
 
     Args:
-        records: of the buckets.
         work: of the scan, in order.
         done: buckets that are not needed any more; grows while the scan goes on.
-        gradients: staged too, if they are swapped.
     """
 
     def __init__(

@@ -355,13 +355,11 @@ def plan_segments(
     """Cut one parameter.
 
     Args:
-        of: the parameter.
         specs: its state, as the probe has learnt it for the whole parameter.
         segmented: its class may be stepped on slices.
         low_precision, threads: see `segment_cuts`.
         master: see `Segment`.
         bucket_bytes: most bytes of one segment's record and scratch; exceeded only where `segmented` is False.
-        remote: the parameter is on an accelerator.
     """
     moving = tuple(spec for spec in specs if spec.dtype in PLAIN_DTYPES and spec.nbytes >= SMALL_BYTES)
     dtypes = {spec.key: spec.dtype for spec in specs}
@@ -394,9 +392,6 @@ def plan_buckets(
     """Group segments, in order, into buckets of at most `bucket_bytes` of record and scratch (or of one segment).
 
     Args:
-        owner, first_index, remote: of the buckets.
-        segments: in order.
-        bucket_bytes: the most, except of one segment.
         record_of: number and bytes of the parameter record that has a parameter; None for one that stays in memory.
         largest_record_bytes: of all those. A step needs all records of a bucket at once, so together they are no longer
             than that.

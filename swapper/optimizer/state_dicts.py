@@ -37,18 +37,10 @@ Allocate = Callable[[int, torch.dtype], torch.Tensor]
 class StateRecords:
     """The records of one optimizer's state, read and written as state dicts have it.
 
-    Args:
-        plan: the buckets.
-        bucket_records: brings records in and out.
-        store: has the files; None if the records stay in the pool.
+    `store` has their files; it is None if they stay in the pool.
     """
 
-    def __init__(
-        self,
-        plan: OptimizerPlan,
-        bucket_records: BucketRecords,
-        store: TensorStore | None,
-    ) -> None:
+    def __init__(self, plan: OptimizerPlan, bucket_records: BucketRecords, store: TensorStore | None) -> None:
         self.plan = plan
         self.bucket_records = bucket_records
         self.store = store

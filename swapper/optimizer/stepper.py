@@ -104,14 +104,7 @@ class SwappedGradients(Protocol):
 
 
 class Stepper:
-    """Steps the buckets of one optimizer.
-
-    Args:
-        class_step: the class's own `step`, without hooks.
-        plan: the buckets.
-        pool: for scratch.
-        pool_bytes: the part of the pool that counts; to know if memory is short.
-        records: brings records in and out.
+    """Steps the buckets of one optimizer, with scratch from its pool.
 
     Attributes:
         parameters, gradients: swappers of those that are on disk too; None where they are in memory.
@@ -134,7 +127,7 @@ class Stepper:
         self.done = 0
         self.stepping = False
         self._class_step = ClassStep(class_step, plan.remote)
-        self._plan = plan
+        self.plan = plan
         self._pool = pool
         self._pool_bytes = pool_bytes
         self._records = records
@@ -156,27 +149,21 @@ class Stepper:
         return Prefetcher(self._records, work, done, self.gradients)
 
     def run(self, optimizer: Optimizer, work: Sequence[Work], show: bool) -> None:
-        """Step `work`, then `finish`.
+        """Step `work`, then `finish`. With `show` a progress bar is shown.
 
-        Args:
-            optimizer: the user's.
-            work: from `work_on`.
-            show: a progress bar.
-
-        Raises:
-            Exception: what went wrong; `entered` and `done` say where. The caller cleans up with `abandon`.
+        If it raises, `entered` and `done` say how far it came, and the caller cleans up with `abandon`.
         """
         pending = self._begin(work)
         prefetcher = self.prefetcher(work)
         for i, (bucket, _) in enumerate(progress(work, "writing optimizer state", show)):
             assert pending is not None
             fetched = pending
-            if self._plan.remote:  # The next bucket is copied from the accelerator while this one is stepped.
+            if self.plan.remote:  # The next bucket is copied from the accelerator while this one is stepped.
                 self._following = self._bring(work, i + 1)
                 pending = self._fetch(work, i + 1)
             prefetcher.look(i)
             self._step_bucket(optimizer, bucket, *fetched)
-            if self._plan.remote:
+            if self.plan.remote:
                 self._present.close()
                 self._present, self._following = self._following, ExitStack()
             else:
@@ -209,7 +196,7 @@ class Stepper:
         self._present.close()
         self._copies.join()
         self.drop_scratch()
-        if self._plan.stored_bytes > self._pool_bytes:
+        if self.plan.stored_bytes > self._pool_bytes:
             return_free_memory()
         self._class_step.finish(optimizer)
         self._edited.clear()
@@ -249,8 +236,8 @@ class Stepper:
 
     def hold_scratch(self) -> None:
         """Lease the scratch buffers, if they are not held."""
-        length_bytes = self._plan.scratch_bytes
-        while len(self._scratches) < self._plan.scratch_count:
+        length_bytes = self.plan.scratch_bytes
+        while len(self._scratches) < self.plan.scratch_count:
             self._scratches.append(Scratch(self._pool.acquire(length_bytes) if length_bytes else None))
 
     def drop_scratch(self) -> None:
@@ -302,7 +289,7 @@ class Stepper:
             if not gradients.is_away(p):
                 continue
             part = stack.enter_context(gradients.taken(p, start))
-            if mine[0].whole and not mine[0].master and not self._plan.remote:  # The class is given it itself.
+            if mine[0].whole and not mine[0].master and not self.plan.remote:  # The class is given it itself.
                 stack.enter_context(gradient_attached(p, part.as_strided(p.shape, p.stride())))
                 continue
             for segment in mine:
@@ -316,25 +303,25 @@ class Stepper:
         scratch.reset()
         for segment in active:
             self._check_gradient(segment)
-        return fetch(active, self._plan.remote, self._gradient_slices, scratch, self._copies), scratch
+        return fetch(active, self.plan.remote, self._gradient_slices, scratch, self._copies), scratch
 
     def _check_gradient(self, segment: Segment) -> None:
         p, gradient = segment.parameter, raw_gradient(segment.parameter)
         if gradient is None:  # On disk, in the layout of its parameter.
             return
         if gradient.is_sparse:
-            if self._plan.step_in_backward and not segment.whole and not segment.master and not self._plan.remote:
+            if self.plan.step_in_backward and not segment.whole and not segment.master and not self.plan.remote:
                 raise SwapError(
                     "a sparse gradient came for a parameter that is cut into segments, and step_in_backward cannot cut "
                     "it anew in the middle of a backward; make it dense (nn.Embedding(sparse=False)), or use "
                     "step_in_backward: false"
                 )
-            if segment.master or not segment.whole or self._plan.remote:
+            if segment.master or not segment.whole or self.plan.remote:
                 raise SwapError(
                     "a sparse gradient came, which can be stepped only on the CPU and without master weights; make "
                     "it dense (nn.Embedding(sparse=False))"
                 )
-        elif not (segment.whole or same_layout(gradient, p) or self._plan.strides_may_differ(segment)):
+        elif not (segment.whole or same_layout(gradient, p) or self.plan.strides_may_differ(segment)):
             raise SwapError(
                 f"a gradient has strides {gradient.stride()} and its parameter {p.stride()}; stepped in segments that "
                 "would give other bits. Assign gradients in the parameter's layout: torch.empty_like(p).copy_(gradient)"
@@ -363,7 +350,7 @@ class Stepper:
                 masters[operand.segment] = operand.master, operand.bits
         opened.encode(masters)
         for operand in operands:
-            write_back(operand, self._plan.remote, self._copies, scratch)
+            write_back(operand, self.plan.remote, self._copies, scratch)
         self._records.put(opened)  # The buffer is the cache's from here on.
         if made_state and opened.lease is not None:
             states.clear()

@@ -102,18 +102,15 @@ class OptimizerSwapper:
         records = BucketRecords(self._cache, self.metrics)
         self._stepper = Stepper(class_step(type(optimizer)), plan, pool, pool_bytes, records)
         self._records = StateRecords(plan, records, store)
-        self._guard = Guard(self._stepper, plan, self.metrics)
+        self._guard = Guard(self._stepper, self.metrics)
         self._conversion = Conversion(optimizer, GuardedState(self))
         self._loading: dict[int, dict[str, Any]] | None = None
         self._advised = False
         self._finalizer: weakref.finalize[..., Any] | None = None
         if plan.step_in_backward:
-            prepare, fail = _called_weakly(self._prepare), _called_weakly(self._fail)
-            self.backward_steps = BackwardSteps(optimizer, plan, self._stepper, prepare, fail)
+            self.backward_steps = BackwardSteps(optimizer, plan, self._stepper, self._prepare, self._fail)
         self._arrivals = Arrivals(plan, self._stepper, self._guard, self.backward_steps)
-        self._follower = PlanFollower(
-            plan, pool, pool_bytes, store, records, self._records, self._guard, self._arrivals, self.backward_steps
-        )
+        self._follower = PlanFollower(self._records, self._stepper, pool, pool_bytes, self._guard, self._arrivals)
         if not plan.swaps_state:
             self._conversion.install_counter(optimizer, self, self._count_step)
             return
@@ -202,11 +199,7 @@ class OptimizerSwapper:
             raise
 
     def clip_grad_norm_(
-        self,
-        max_norm: float,
-        norm_type: float = 2.0,
-        error_if_nonfinite: bool = False,
-        foreach: bool | None = None,
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False, foreach: bool | None = None
     ) -> torch.Tensor:
         """`torch.nn.utils.clip_grad_norm_` over all parameters of the optimizer, with the same bits.
 
@@ -344,7 +337,7 @@ class OptimizerSwapper:
     def attach(self, *, parameters: SwappedParameters | None = None, gradients: SwappedGradients | None = None) -> None:
         """Step parameters, or with gradients, that are on disk too. What is None stays as it was."""
         self.parameters = self._stepper.parameters = parameters or self.parameters
-        self.gradients = self._stepper.gradients = self._follower.gradients = gradients or self.gradients
+        self.gradients = self._stepper.gradients = gradients or self.gradients
 
     def share_pool(self, read_ahead_bytes: int) -> None:
         """Others need the pool too: read at most `read_ahead_bytes` ahead."""
@@ -579,18 +572,6 @@ class OptimizerSwapper:
                 self._released = True
                 raise
             self._released = True
-
-
-def _called_weakly(method: Callable[..., object]) -> Callable[..., None]:
-    """`method`, for parts of its object that must not keep that alive: it goes when its optimizer goes, at once."""
-    reference = weakref.WeakMethod(method)
-
-    def call(*args: Any) -> None:
-        bound = reference()
-        assert bound is not None
-        bound(*args)
-
-    return call
 
 
 def _finalize(swapper: OptimizerSwapper) -> None:

@@ -28,11 +28,11 @@ from torch.nn.modules.module import (
 )
 
 from swapper.errors import ConfigError, SwapError
-from swapper.parameter.access_order import Order, Use
-from swapper.parameter.cache import BY_ADDRESS, Held, State
+from swapper.parameter.cache import BY_ADDRESS, Held
 from swapper.parameter.owner import ParameterHome, ParameterOwner
 from swapper.parameter.records import OtherTensors, plan_record_of, why_not
 from swapper.sizes import SMALL_BYTES, format_bytes
+from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import RecordKey, TensorStore
@@ -60,7 +60,7 @@ class _BuilderHome(ParameterHome):
 
     @property
     def viewed(self) -> bool:
-        return self._builder()[1].foreign_uses()
+        return self._builder()[1].viewed()
 
     def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._builder()[0].forget(parameters)
@@ -78,8 +78,7 @@ class _BuilderHome(ParameterHome):
 class ModelBuilder(ParameterOwner):
     """Puts parameters on disk one by one, until a `ParameterSwapper` takes them over.
 
-    It lives as long as a module that was built in it and still has parameters of it, and removes its files when it
-    dies.
+    It lives as long as a module that was built in it and still has parameters of it.
 
     Args:
         owner: number of this builder among the swappers of the process.
@@ -99,7 +98,7 @@ class ModelBuilder(ParameterOwner):
         store: TensorStore,
         release: Callable[[], None],
     ) -> None:
-        super().__init__([], Order([], start=0), budget_bytes, pool, store, release)
+        super().__init__([], AccessOrder([], start=0), budget_bytes, pool, store, release)
         self._begin()
         self._owner = owner
         self._waiting_bytes = waiting_bytes
@@ -144,49 +143,28 @@ class ModelBuilder(ParameterOwner):
     def _on_registration(self, module: torch.nn.Module, name: str, item: object) -> None:
         self._seen.add(module)
         if isinstance(item, torch.nn.Module):
-            self.offload_module(item)
+            self._offload_module(item)
         elif isinstance(item, torch.nn.Parameter):
             make_ordinary(item)
             self._offload_waiting()
             self._wait(item, f"{type(module).__name__}.{name}")
 
-    def offload_module(self, module: torch.nn.Module, scripted: Collection[torch.nn.Parameter] = ()) -> None:
-        """Put the parameters of `module` and of those below it on disk, as far as they can go.
-
-        Args:
-            module: complete.
-            scripted: parameters that code which is not Python has, as those of ScriptModules in `module`.
-
-        Raises:
-            ConfigError: the pool is too small for one of them.
-            SwapIOError: the drive failed or is full.
-        """
+    def _offload_module(self, module: torch.nn.Module, scripted: Collection[torch.nn.Parameter] = ()) -> None:
+        """Put the parameters of `module` and of those below it on disk, except those that code besides Python has."""
         others = OtherTensors()
         scripted = {*scripted, *_scripted(module)}
         for name, parameter in module.named_parameters():
             if parameter not in scripted:
                 self._offload(parameter, f"{type(module).__name__}.{name}", others)
-            elif parameter in self._home:
-                self._bring_back(parameter)
-
-    def _bring_back(self, parameter: torch.nn.Parameter) -> None:
-        """Let `parameter` have memory of its own: code that is not Python has it now."""
-        held = self._home[parameter]
-        with self._lock:
-            with self.present([held]):
-                values = parameter.detach().clone(memory_format=torch.preserve_format)
-            restore_for_good(parameter, values)
-            self._forget(held, parameter)
+            elif (held := self._home.get(parameter)) is not None:
+                with self._lock:
+                    self._restore_values(held)
+                    self._forget(held, parameter)
 
     def materialize(
         self, model: torch.nn.Module, initialisers: Sequence[tuple[torch.nn.Module, Callable[[], object]]]
     ) -> None:
-        """Give the tensors on the meta device values. Within `building`.
-
-        Args:
-            model: whose they are.
-            initialisers: from `initialisers_of`.
-        """
+        """Give the tensors of `model` on the meta device values, by `initialisers_of` it. Within `building`."""
         self._seen.add(model)
         made: dict[torch.Tensor, torch.Tensor] = {}
         names = {module: name for name, module in model.named_modules()}
@@ -230,33 +208,29 @@ class ModelBuilder(ParameterOwner):
             return
         if parameter.nbytes < SMALL_BYTES:
             return
-        swapper, former, _ = BY_ADDRESS.get(parameter.data_ptr(), (None, None, 0))
-        if former is not None and swapper is not None and swapper() is self and self._is_orphan(former):
-            self._replace(former, parameter, name)
-            return
-        if others.view(parameter):  # Perhaps only a variable of the code that is making it.
+        # One made of an evicted parameter that nobody has any more is in the buffer of that one's record.
+        owner, former, _ = BY_ADDRESS.get(parameter.data_ptr(), (None, None, 0))
+        if former is not None and owner is not None and owner() is self and self._is_orphan(former):
+            self._offload_now(parameter, name)
+            if former.plan.locations[0].parameter in self._home:
+                self._forget(former, former.plan.locations[0].parameter)
+        elif others.view(parameter):  # Perhaps only a variable of the code that is making it.
             self._wait(parameter, name)
-            return
-        self._offload_now(parameter, name)
+        else:
+            self._offload_now(parameter, name)
 
     def _is_orphan(self, held: Held) -> bool:
         """True if nobody has the parameter of a record any more, as that of a module that was only copied."""
-        # The references are that of the place, that of `_home`, and the argument. Autograd's are in C++.
-        if held.holds or sys.getrefcount(held.plan.places[0].parameter) > 3:
+        # The references are that of the record, that of `_home`, and the argument. Autograd's are in C++.
+        if held.holds or sys.getrefcount(held.plan.locations[0].parameter) > 3:
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            return held.plan.places[0].parameter._use_count() == 1  # type: ignore[attr-defined, no-any-return]
+            return held.plan.locations[0].parameter._use_count() == 1  # type: ignore[attr-defined, no-any-return]
 
     def _forget_orphans(self) -> None:
         """Delete the records of parameters that nobody has any more."""
         for held in [held for held in self._home.values() if self._is_orphan(held)]:
-            self._forget(held, held.plan.places[0].parameter)
-
-    def _replace(self, former: Held, parameter: torch.nn.Parameter, name: str) -> None:
-        """Put a parameter on disk that lies in the buffer of a record that is not needed any more."""
-        self._offload_now(parameter, name)
-        if former.plan.places[0].parameter in self._home:
-            self._forget(former, former.plan.places[0].parameter)
+            self._forget(held, held.plan.locations[0].parameter)
 
     def _offload_now(self, parameter: torch.nn.Parameter, name: str) -> None:
         self._waiting.pop(id(parameter), None)
@@ -284,26 +258,24 @@ class ModelBuilder(ParameterOwner):
                 return_free_memory()
 
     def _give_up(self, held: Held) -> None:
-        """After a failed `_adopt`: the parameter has its values still, unless all was done."""
-        parameter = held.plan.places[0].parameter
+        """Undo a failed `_adopt`: the parameter still has its values, unless all was done."""
+        parameter = held.plan.locations[0].parameter
         if parameter in self._home:
             return
-        if held.lease is not None:
-            if held.lease.transfer is not None:
-                held.lease.transfer.settle()
-            self._release(held)
-        held.state = State.GONE
-        self._store.forget(held.key)
+        held.gone = True
+        self._cache.forget(held.key)
 
     def _finish(self) -> None:
         """The models are complete: put on disk those that wait, and hook the modules."""
-        roots = self._roots()
-        # What was scripted may be there as it was before too, with the same parameters.
+        seen = list(self._seen)
+        below = {child for module in seen for child in module.modules() if child is not module}
+        roots = [module for module in seen if module not in below]
+        # A module that was scripted may also be part of the model as it was before, with the same parameters.
         scripted = {parameter for root in roots for parameter in _scripted(root)}
         for parameter in scripted:
             self._waiting.pop(id(parameter), None)
         for root in roots:
-            self.offload_module(root, scripted)
+            self._offload_module(root, scripted)
         self._offload_waiting(all_of_them=True)
         self._forget_orphans()
         count = len(self._all)
@@ -314,11 +286,6 @@ class ModelBuilder(ParameterOwner):
             self._install(root)
         if len(roots) == 1:
             self._model = weakref.ref(roots[0])
-
-    def _roots(self) -> list[torch.nn.Module]:
-        seen = list(self._seen)
-        below = {child for module in seen for child in module.modules() if child is not module}
-        return [module for module in seen if module not in below]
 
     # --- Forgetting parameters -------------------------------------------------------------------------------------
 
@@ -335,39 +302,30 @@ class ModelBuilder(ParameterOwner):
         """Let `parameter`, of which there are views, have its values for good where they are now, in the pool."""
         with self._lock, self.present([held]):
             values = parameter.detach()
-        lease = held.lease
-        assert lease is not None
-        self._settle_write(held)
-        lease.abandon()  # The memory is the views' now: the pool never gives it out again.
-        held.lease, held.values, held.state = None, [], State.GONE
-        del BY_ADDRESS[values.data_ptr()]
-        self._held_bytes -= lease.length_bytes
+        self._cache.wait(held.key)
+        held.gone = True
         self._unhook(held, parameter)
-        self._store.forget(held.key)
+        self._cache.abandon(held.key)  # The memory is the views' now: the pool never gives it out again.
         restore_for_good(parameter, values)
         if not self._home:
             self.close()
 
     def _forgets_converted(self, held: Held) -> bool:
         # The parameter was converted, as by `model.bfloat16()`: it is a new one, and waits to be put on disk.
-        parameter = held.plan.places[0].parameter
+        parameter = held.plan.locations[0].parameter
         parameter.__dict__.pop(HOME, None)
         self._forget(held, parameter)
         self._offload_waiting()
-        self._wait(parameter, held.plan.places[0].name)
+        self._wait(parameter, held.plan.locations[0].name)
         return True
 
     def _forget(self, held: Held, parameter: torch.nn.Parameter) -> None:
         """Forget a parameter that is not ours any more, and its record, unless views of it are left."""
-        if held.lease is not None:
-            self._settle_write(held)
-            if held.foreign_uses():
-                self._unhook(held, parameter)
-                return
-            self._release(held)
-        held.state = State.GONE
+        self._cache.wait(held.key)
+        if not held.viewed():
+            held.gone = True
+            self._cache.forget(held.key)
         self._unhook(held, parameter)
-        self._store.forget(held.key)
 
     def _unhook(self, held: Held, parameter: torch.nn.Parameter) -> None:
         del self._home[parameter]
@@ -386,7 +344,7 @@ class ModelBuilder(ParameterOwner):
                 self._seen.add(item)
                 break
         self._offload_waiting()
-        self._wait(copy, self._home[parameter].plan.places[0].name)
+        self._wait(copy, self._home[parameter].plan.locations[0].name)
         return copy
 
 

@@ -25,14 +25,14 @@ import torch
 from swapper.errors import SwapError
 from swapper.finalizers import finalizer
 from swapper.io.checksums import checksum
-from swapper.parameter.access_order import Order
-from swapper.parameter.cache import Held, ParameterCache, State, finalize
+from swapper.parameter.cache import Held, ParameterCache, finalize
 from swapper.parameter.forward_hooks import Forward, ForwardHooks
 from swapper.parameter.mapped_copies import MappedCopies
-from swapper.parameter.records import ParameterPlace, modules_with_parameters, used_by
-from swapper.parameter.saved_tensors import in_transform, refuse_in_transform, saves_places, saving_places
+from swapper.parameter.records import ParameterLocation, modules_with_parameters, used_by
+from swapper.parameter.saved_tensors import in_transform, refuse_in_transform, saves_locations, saving_locations
 from swapper.sizes import format_bytes
-from swapper.storage.buffers import BufferPool, PoolExhausted
+from swapper.storage.access_order import AccessOrder
+from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.store import TensorStore
 from swapper.tensors.evicted import EvictedParameter, evict, refuse_copy, restore, restore_for_good
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
@@ -79,7 +79,7 @@ class ParameterHome:
     def __init__(self, reference: weakref.ref[Any], held: Held, slot: int) -> None:
         self.reference = reference
         self.number, self.slot = held.number, slot
-        self.stride = held.plan.places[slot].stride
+        self.stride = held.plan.locations[slot].stride
 
     def of_owner(self) -> ParameterOwner:
         """The owner, while there is one."""
@@ -116,7 +116,7 @@ class ParameterHome:
         return self.of_owner().gathered(parts_of(homes))
 
     def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Refuse: the copy would have no place on the drive."""
+        """Refuse: the copy would need records of its own."""
         refuse_copy()
 
 
@@ -126,7 +126,7 @@ class ParameterOwner(ParameterCache):
     Lives as long as a module that it hooked, or an optimizer that was offloaded with it; then its files are deleted.
 
     Args:
-        records: of the parameters, all STORED.
+        records: of the parameters, none in memory.
         order: in which they are used.
         budget_bytes: the most of the pool that records may hold.
         pool, store: give buffers, and keep the records.
@@ -138,7 +138,7 @@ class ParameterOwner(ParameterCache):
     def __init__(
         self,
         records: list[Held],
-        order: Order,
+        order: AccessOrder,
         budget_bytes: int,
         pool: BufferPool,
         store: TensorStore,
@@ -163,9 +163,7 @@ class ParameterOwner(ParameterCache):
 
     def _begin(self) -> None:
         """All is taken over: from now on the death of this deletes the files and releases the pool."""
-        self._finalizer = finalizer(
-            self, finalize, self._all, self._dropped, self._store, self._release_pool, self._pid
-        )
+        self._finalizer = finalizer(self, finalize, self._all, self._cache, self._store, self._release_pool, self._pid)
 
     def close(self, *, keep_values: bool = False) -> None:
         """Undo everything: remove the hooks, delete the files, give the memory back. Idempotent.
@@ -193,7 +191,7 @@ class ParameterOwner(ParameterCache):
 
     def _restore_values(self, held: Held) -> None:
         """Give the parameters of a record memory of their own; those that have it are left alone."""
-        evicted = [place.parameter for place in held.plan.places if home_of(place.parameter) is not None]
+        evicted = [location.parameter for location in held.plan.locations if home_of(location.parameter) is not None]
         if not evicted:
             return
         with self.present([held]):
@@ -206,40 +204,37 @@ class ParameterOwner(ParameterCache):
     def _adopt(self, held: Held) -> None:
         """Write the values of a record, and take them from the parameters."""
         try:
-            self._fill(held)
+            lease = self._fill(held)
         except PoolExhausted:  # A value that is on disk already needs room too, and the pool may be in pieces.
             while self._pool.reclaim():
                 pass
-            self._fill(held)
+            lease = self._fill(held)
         # The write starts before the parameters are evicted: until then they have the values should it fail.
-        self._write(held)
-        for slot, place in enumerate(held.plan.places):
-            former = home_of(place.parameter)
+        held.checksums = held.pack(lease)
+        self._cache.put(held.key, held.plan.file_bytes)
+        for slot, location in enumerate(held.plan.locations):
+            former = home_of(location.parameter)
             if former is not None and (temporary := former.temporary) is not None:
-                self._former[place.parameter] = temporary
-            self._home[place.parameter] = held
-            evict(place.parameter, self.home_type(self._reference, held, slot))
+                self._former[location.parameter] = temporary
+            self._home[location.parameter] = held
+            evict(location.parameter, self.home_type(self._reference, held, slot))
 
-    def _fill(self, held: Held) -> None:
+    def _fill(self, held: Held) -> Lease:
         """Copy the values of a record into a buffer for it. After an exception it has none."""
-        self._make_room(held)
-        assert held.lease is not None
-        header = held.plan.layout.header(0)
-        held.lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        self._open(held)
-        filling = object()
+        lease, _ = self._cache.take(held.key, held.length_bytes)
         try:
-            held.holds.add(filling)
-            for place, values in zip(held.plan.places, held.values, strict=True):
-                source = place.parameter.detach()
+            header = held.plan.layout.header(0)
+            lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            held.open(lease, self, arrived=False)
+            for location, values in zip(held.plan.locations, held.values, strict=True):
+                source = location.parameter.detach()
                 with torch._C.DisableTorchFunctionSubclass():  # Of one that nothing has filled yet, nothing is copied.
-                    values.as_strided(place.shape, place.stride).copy_(source)
+                    location.view(values).copy_(source)
                 del source  # The buffer that it lies in may be needed for the next.
+            return lease
         except BaseException:
-            self._release(held)
+            self._cache.release(held.key)
             raise
-        finally:
-            held.holds.discard(filling)
 
     def _install(self, model: torch.nn.Module) -> None:
         """Hook the modules of `model`, and the gradients whose strides depend on those of the parameter."""
@@ -261,9 +256,9 @@ class ParameterOwner(ParameterCache):
             self._hooks.append(module.register_forward_pre_hook(hooks.before, prepend=True))
             self._hooks.append(module.register_forward_hook(hooks.after, always_call=True))
         for held in self._all:
-            for place in held.plan.places:
-                if place.parameter.requires_grad and not _is_contiguous(place):
-                    self._watch_gradient(held, place.parameter)
+            for location in held.plan.locations:
+                if location.parameter.requires_grad and not _is_contiguous(location):
+                    self._watch_gradient(held, location.parameter)
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
@@ -326,10 +321,10 @@ class ParameterOwner(ParameterCache):
     def used(self, parts: Parts) -> Iterator[None]:
         """As `_holding`, for an operation outside of what is hooked: autograd would save the parameter itself."""
         parts = tuple(parts)
-        parameters = [held.plan.places[slot].parameter for held, slots in parts for slot in slots]
+        parameters = [held.plan.locations[slot].parameter for held, slots in parts for slot in slots]
         if in_transform():
             refuse_in_transform(parameters)
-        with self._holding(parts), saving_places(parameters) or contextlib.nullcontext():
+        with self._holding(parts), saving_locations(parameters) or contextlib.nullcontext():
             yield
 
     @contextmanager
@@ -354,17 +349,17 @@ class ParameterOwner(ParameterCache):
     def mapped_copy(self, number: int, slot: int) -> torch.Tensor:
         """A copy of one parameter in a mapped file; one for all who want it."""
         held = self._all[number]
-        place = held.plan.places[slot]
+        location = held.plan.locations[slot]
 
         def fill(copy: torch.Tensor) -> None:
             with self.present([held]), modes_kept():
                 set_grad_mode(False)
-                copy.copy_(held.values[slot].as_strided(place.shape, place.stride))
+                copy.copy_(location.view(held.values[slot]))
 
         self._check_open()
         with self._lock:
-            now = checksum(held.values[slot]) if held.state is State.HERE else held.checksums[slot]
-            return self._copies.get(place, now, fill)
+            now = checksum(held.values[slot]) if held.values else held.checksums[slot]
+            return self._copies.get(location, now, fill)
 
     def _attach(self, use: _Use, phase: str) -> None:
         """Bring the records of `use` and attach its parameters. After an exception it must be released all the same.
@@ -380,7 +375,7 @@ class ParameterOwner(ParameterCache):
             for held, _ in use.parts:
                 self._bring(held, phase)
             for held, _ in use.parts:
-                self._settle_write(held)
+                self._cache.wait(held.key)
             for held, slots in use.parts:
                 if slots and not held.attached:
                     self.metrics.begin_use(held.key)
@@ -388,11 +383,11 @@ class ParameterOwner(ParameterCache):
                     if (uses := held.attached.get(slot)) is not None:
                         uses.add(use)
                         continue
-                    place = held.plan.places[slot]
-                    if home_of(place.parameter) is None:  # It is in memory for good, after a `close` that failed.
+                    location = held.plan.locations[slot]
+                    if home_of(location.parameter) is None:  # It is in memory for good, after a `close` that failed.
                         continue
                     held.attached[slot] = {use}
-                    restore(place.parameter, held.values[slot].as_strided(place.shape, place.stride))
+                    restore(location.parameter, location.view(held.values[slot]))
 
     def _release_ended(self) -> None:
         """Release the uses that are over. See [Note: releasing].
@@ -431,7 +426,7 @@ class ParameterOwner(ParameterCache):
             if len(uses) > 1:
                 uses.discard(use)
                 continue
-            parameter = held.plan.places[slot].parameter
+            parameter = held.plan.locations[slot].parameter
             if type(parameter) is not EvictedParameter:  # Ctrl-C may have struck before it was attached.
                 refused = self._keep_data(held, slot) or refused
                 if (home := home_of(parameter)) is not None:  # It may not be ours any more.
@@ -440,36 +435,36 @@ class ParameterOwner(ParameterCache):
         if slots and not held.attached:
             self.metrics.end_use(held.key)
         held.holds.discard(use)
-        if held.changed and not held.holds and held.state is State.HERE:
-            self._write(held)
+        if held.changed and not held.holds and held.values:
+            held.write(self._cache)
         if refused:
             raise SwapError(refused)
 
     def _keep_data(self, held: Held, slot: int) -> str:
         """Copy to the record other values that the user gave an attached parameter. Returns an error's text, or ""."""
-        place, values = held.plan.places[slot], held.values[slot]
-        p = place.parameter
-        same = p.shape == place.shape and p.dtype == place.dtype and p.device == values.device
-        if same and p.stride() == place.stride and p.data_ptr() == values.data_ptr():
+        location, values = held.plan.locations[slot], held.values[slot]
+        p = location.parameter
+        same = p.shape == location.shape and p.dtype == location.dtype and p.device == values.device
+        if same and p.stride() == location.stride and p.data_ptr() == values.data_ptr():
             return ""
-        if not (same and p.stride() == place.stride) and self._forgets_converted(held):
+        if not (same and p.stride() == location.stride) and self._forgets_converted(held):
             return ""
         of_record = p.untyped_storage()._cdata == values.untyped_storage()._cdata
         viewed = torch._C._storage_Use_Count(values.untyped_storage()._cdata) > 2 + of_record
         given = f"{tuple(p.shape)} x {p.dtype} on {p.device} with strides {p.stride()}"
         if same and not viewed:
             data = p.detach().clone() if of_record else p.detach()
-            values.as_strided(place.shape, place.stride).copy_(data)
+            location.view(values).copy_(data)
             return ""
-        restore(p, values.as_strided(place.shape, place.stride))
+        restore(p, location.view(values))
         if same:
             return (
-                f"{place.name} was given other data while views of its former data are kept, which would change with "
-                "it; keep a clone of them, or write with copy_"
+                f"{location.name} was given other data while views of its former data are kept, which would change "
+                "with it; keep a clone of them, or write with copy_"
             )
         return (
-            f"{place.name} was {tuple(place.shape)} x {place.dtype} and was given data of {given}; convert, resize or "
-            "move the model before swapper.offload"
+            f"{location.name} was {tuple(location.shape)} x {location.dtype} and was given data of {given}; convert, "
+            "resize or move the model before swapper.offload"
         )
 
     def _forgets_converted(self, held: Held) -> bool:
@@ -497,7 +492,7 @@ class ParameterOwner(ParameterCache):
         try:
             self._attach(entered.use, _phase())
             # After the parameters are attached: bringing them is none of what autograd shall save as locations.
-            entered.hooks = saving_places(module._parameters.values())
+            entered.hooks = saving_locations(module._parameters.values())
             if entered.hooks is not None:
                 entered.hooks.__enter__()
         except BaseException:
@@ -511,7 +506,7 @@ class ParameterOwner(ParameterCache):
             return  # Its `enter` failed.
         while True:
             entered = running[-1]
-            if entered.hooks is not None and saves_places():
+            if entered.hooks is not None and saves_locations():
                 entered.hooks.__exit__()
             entered.hooks = None
             self._ended.append(entered.use)
@@ -541,7 +536,7 @@ def _evict_in_child() -> None:
     for owner in _living:
         for held in owner._all:
             for slot in held.attached:
-                parameter = held.plan.places[slot].parameter
+                parameter = held.plan.locations[slot].parameter
                 if (home := home_of(parameter)) is not None:
                     evict(parameter, home)
 
@@ -560,11 +555,11 @@ def parts_of(homes: Iterable[Home | None]) -> list[tuple[Held, tuple[int, ...]]]
 
 def whole(records: Iterable[Held]) -> list[tuple[Held, tuple[int, ...]]]:
     """All slots of `records`."""
-    return [(held, tuple(range(len(held.plan.places)))) for held in records]
+    return [(held, tuple(range(len(held.plan.locations)))) for held in records]
 
 
-def _is_contiguous(place: ParameterPlace) -> bool:
-    return torch.empty_strided(place.shape, place.stride, device="meta").is_contiguous()
+def _is_contiguous(location: ParameterLocation) -> bool:
+    return torch.empty_strided(location.shape, location.stride, device="meta").is_contiguous()
 
 
 def _phase() -> str:

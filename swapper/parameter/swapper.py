@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 import torch
 
-from swapper.parameter.access_order import Order, Use
-from swapper.parameter.cache import Held, State, finalize
+from swapper.parameter.cache import Held, finalize
 from swapper.parameter.owner import ParameterOwner, parts_of
 from swapper.parameter.records import ParameterPlan
+from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import evict, restore_for_good
@@ -57,7 +57,7 @@ class ParameterSwapper(ParameterOwner):
         forward = [Use("forward", i) for i in range(count)]
         backward = [Use("backward", i) for i in reversed(range(count))]
         step = [Use("step", i) for i in range(count)]
-        order = Order([*evaluation, *forward, *backward, *step], start=count)
+        order = AccessOrder([*evaluation, *forward, *backward, *step], start=count)
         held = [Held(r, RecordKey(owner, "param", r.number), resident=r in plan.resident) for r in plan.records]
         super().__init__(held, order, budget_bytes, pool, store, release)
         self._model = weakref.ref(model)
@@ -86,18 +86,19 @@ class ParameterSwapper(ParameterOwner):
         for parameter, former in self._former.items():
             evict(parameter, former)
         for held in self._all:
-            places = held.plan.places
-            mine = [i for i, p in enumerate(places) if p.parameter in self._home and p.parameter not in self._former]
-            if mine:
-                with self._lock:
-                    held.holds.add(self)
-                    self._bring(held, "forward")
-                    for place, values in [(places[i], held.values[i]) for i in mine]:
-                        copy = values.as_strided(place.shape, place.stride).clone(memory_format=torch.preserve_format)
-                        restore_for_good(place.parameter, copy)
+            parameters = [location.parameter for location in held.plan.locations]
+            if not any(p in self._home and p not in self._former for p in parameters):
+                continue
+            with self._lock:
+                held.holds.add(self)
+                self._bring(held, "forward")
+                for location, values in zip(held.plan.locations, held.values, strict=True):
+                    p = location.parameter
+                    if p in self._home and p not in self._former:
+                        restore_for_good(p, location.view(values).clone(memory_format=torch.preserve_format))
         self._closed = True
         self._remove_hooks()
-        finalize(self._all, self._dropped, self._store, lambda: None, self._pid)
+        finalize(self._all, self._cache, self._store, lambda: None, self._pid)
 
     @property
     def stays(self) -> dict[str, str]:
@@ -106,7 +107,7 @@ class ParameterSwapper(ParameterOwner):
 
     def share_pool(self, budget_bytes: int) -> None:
         """Others need the pool, too: hold at most `budget_bytes` of it, and no less than `plan.needs.least_bytes`."""
-        self._budget_bytes = budget_bytes
+        self._cache.limit_bytes = self._budget_bytes = budget_bytes
 
     def flush(self) -> None:
         """Write what changed and wait until it is on disk.
@@ -117,10 +118,9 @@ class ParameterSwapper(ParameterOwner):
         self._check_open()
         with self._lock:
             for held in self._all:
-                if held.state is State.HERE and self._is_newer(held):
-                    self._write(held)
+                held.write_newer(self._cache)
             for held in self._all:
-                self._settle_write(held)
+                self._cache.wait(held.key)
 
     def settled_records(self) -> list[Held]:
         """The records that have the values of all their parameters, in their files.
@@ -132,12 +132,12 @@ class ParameterSwapper(ParameterOwner):
         return [
             held
             for held in self._all
-            if all(self._home.get(place.parameter) is held and home_of(place.parameter) for place in held.plan.places)
+            if all(self._home.get(p) is held and home_of(p) for p in (each.parameter for each in held.plan.locations))
         ]
 
     @property
     def store(self) -> TensorStore:
-        """Where the records are."""
+        """The store of the records."""
         return self._store
 
     def records_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[Held]:

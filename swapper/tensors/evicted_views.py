@@ -55,7 +55,7 @@ class ViewOfParameter:
         self._copy: torch.Tensor | None = None
 
     def homes(self) -> Sequence[Home]:
-        """That of the parameter, if it is still swapped."""
+        """The home of the parameter, if it is still swapped."""
         home = home_of(self.parameter)
         return () if home is None else (home,)
 
@@ -79,7 +79,7 @@ class PartOfView:
         self.whole, self._func, self._args = whole, func, args
 
     def homes(self) -> Sequence[Home]:
-        """Those of the whole."""
+        """The homes of the whole."""
         return self.whole.homes()
 
     def real(self) -> torch.Tensor:

@@ -10,13 +10,13 @@ __all__ = ["contiguous_stride", "is_dense", "is_dense_stride", "is_plain", "same
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether torch itself has the data of `tensor`, and no class of somebody's."""
+    """True if the data of `tensor` is an ordinary tensor, and not of a class of somebody's."""
     with torch._C.DisableTorchFunctionSubclass():
         return type(tensor.data) is torch.Tensor
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one block of memory, each place once, in whatever order of dimensions."""
+    """True if the elements fill one block of memory without holes and overlaps, in any order of dimensions."""
     return is_dense_stride(tensor.shape, tensor.stride())
 
 
@@ -33,7 +33,7 @@ def is_dense_stride(shape: Sequence[int], stride: Sequence[int]) -> bool:
 
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether elements of two tensors of one shape lie in the same order."""
+    """True if elements of two tensors of one shape lie in the same order."""
     return same_order(a.shape, a.stride(), b.stride())
 
 

@@ -15,6 +15,7 @@ from twins import adamw, close, offloaded, swapper_of
 
 from swapper.parameter import owner as parameter
 from swapper.parameter.swapper import ParameterSwapper
+from swapper.storage.cached_records import RecordState
 from swapper.tensors.evicted import EvictedParameter
 
 WIDTH = 32
@@ -89,7 +90,7 @@ def test_a_parameter_that_two_uses_have_stays_until_both_are_over(nvme_path: Pat
         assert type(weight) is nn.Parameter
         model(torch.ones(1, WIDTH))
         assert type(weight) is nn.Parameter
-        assert len(held.attached) == len(held.plan.places)
+        assert len(held.attached) == len(held.plan.locations)
     assert isinstance(weight, EvictedParameter)
     assert not held.attached
     assert not held.holds
@@ -113,9 +114,12 @@ def assert_at_rest(model: nn.Module, swapper: ParameterSwapper) -> None:
     for held in swapper._all:
         assert not held.holds
         assert not held.attached
-        assert not held.foreign_uses()
+        assert not held.viewed()
     assert not swapper._ended
-    assert swapper._held_bytes == sum(held.lease.length_bytes for held in swapper._all if held.lease is not None)
+    cached = [swapper._cache.records.get(held.key) for held in swapper._all]
+    assert all((record is not None) >= bool(held.values) for record, held in zip(cached, swapper._all, strict=True))
+    assert swapper._cache.records.length_bytes == sum(record.lease.length_bytes for record in cached if record)
+    assert not any(record and record.state is RecordState.LIVE for record in cached)
     assert all(isinstance(p, EvictedParameter) for p in model.parameters())
     assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
@@ -127,7 +131,9 @@ PLACES = {
     "parameter/owner.py": 197,
     "parameter/cache.py": 197,
     "tensors/evicted": 151,
-    "parameter/access_order.py": 997,
+    "storage/access_order.py": 997,
+    "storage/cache.py": 397,
+    "storage/cache_policies.py": 997,
     "parameter/saved_tensors.py": 67,
     "parameter/forward_hooks.py": 23,
 }

@@ -36,7 +36,7 @@ import swapper
 from swapper.checkpoint import state_writer
 from swapper.errors import ConfigError, SwapError
 from swapper.gradient import records as gradient_records
-from swapper.optimizer import segments
+from swapper.optimizer import records, segments
 from swapper.optimizer.probe import unhooked_step
 from swapper.parameter import building
 from swapper.parameter import records as parameter_records
@@ -1145,7 +1145,7 @@ FILES = (
     *(
         "optimizer/swapper.py",
         "optimizer/stepper.py",
-        "storage/pipeline.py",
+        "storage/cache.py",
         "gradient/swapper.py",
         "parameter/swapper.py",
         "parameter/owner.py",
@@ -1164,6 +1164,12 @@ FILES = (
     ),
     *(
         "optimizer/state_dicts.py",
+        "optimizer/records.py",
+        "optimizer/operands.py",
+        "optimizer/class_step.py",
+        "optimizer/conversion.py",
+        "optimizer/failure.py",
+        "optimizer/plan_follower.py",
         "checkpoint/saved_model.py",
         "checkpoint/state_loader.py",
         "checkpoint/checkpoint.py",
@@ -1192,7 +1198,7 @@ def limits(moves_all: bool) -> Iterator[None]:
     """Records of parameters are short; and if `moves_all`, small state and gradients move as well."""
     changed: list[tuple[Any, str, int]] = [(parameter_records, "GROUP_BYTES", 8192), (building, "SMALL_BYTES", 1)]
     if moves_all:
-        changed += [(m, "SMALL_BYTES", 256) for m in (segments, gradient_records, state_writer)]
+        changed += [(m, "SMALL_BYTES", 256) for m in (segments, records, gradient_records, state_writer)]
     before = [getattr(module, name) for module, name, _ in changed]
     for module, name, value in changed:
         setattr(module, name, value)
