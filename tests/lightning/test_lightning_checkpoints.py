@@ -524,6 +524,7 @@ def test_a_checkpoint_that_is_still_being_copied_is_waited_for(
     assert loading.step == 5
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["state", ALL])
 def test_an_exported_directory_is_the_file_of_the_stock_strategy(what: str, nvme_path: Path, tmp_path: Path) -> None:
     fit("auto", Hooked, max_epochs=1).save_checkpoint(tmp_path / "stock.ckpt")
