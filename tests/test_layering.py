@@ -91,10 +91,9 @@ RETIRED = {
 STILL_SAID = {
     "away": {"gradient", "optimizer"},
     "dry_run": {"cli"},  # In `cli` it is an option of `swapper clean`, as users know it.
-    "endings": {"cli"},
     "lose": {"gradient"},
     "settle": {"gradient", "io", "storage"},
-    "trial": {"bench", "optimizer"},
+    "trial": {"optimizer"},
 }
 """The packages in which a retired word is still said. To be emptied, but for what users know."""
 
