@@ -128,7 +128,7 @@ class ModelBuilder(ParameterOwner):
                 if builder is not None and threading.get_ident() == thread:
                     builder._on_registration(module, name, item)
 
-            # Before they are there, and twice, should Ctrl-C cut off the first.
+            # Before the hooks exist, and twice: Ctrl-C at the very beginning of the first would leave them for good.
             stack.callback(_remove_registration_hook, registered)
             stack.callback(_remove_registration_hook, registered)
             register_module_module_registration_hook(registered)
@@ -253,7 +253,7 @@ class ModelBuilder(ParameterOwner):
                 raise
             self._freed_bytes += parameter.nbytes
             if self._freed_bytes > self._waiting_bytes:
-                # Small tensors that stay lie between large ones that do not: the next would not fit the holes.
+                # Small tensors that stay are between large ones that left: the next would not fit the holes.
                 self._freed_bytes = 0
                 return_free_memory()
 

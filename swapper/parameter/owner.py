@@ -38,7 +38,7 @@ from swapper.tensors.evicted import EvictedParameter, evict, refuse_copy, restor
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 from swapper.tensors.homes import Home, TemporaryHome, home_of
 
-__all__ = ["ParameterHome", "ParameterOwner", "parts_of", "whole"]
+__all__ = ["ParameterHome", "ParameterOwner", "parts_of"]
 
 _living: weakref.WeakSet[ParameterOwner] = weakref.WeakSet()
 """Owners whose parameters a forked child must find evicted."""
@@ -230,7 +230,7 @@ class ParameterOwner(ParameterCache):
                 source = location.parameter.detach()
                 with torch._C.DisableTorchFunctionSubclass():  # Of one that nothing has filled yet, nothing is copied.
                     location.view(values).copy_(source)
-                del source  # The buffer that it lies in may be needed for the next.
+                del source  # It may keep a buffer that the next one needs.
             return lease
         except BaseException:
             self._cache.release(held.key)
@@ -302,7 +302,7 @@ class ParameterOwner(ParameterCache):
             records: of this owner.
             phase: of training, to know the use by in the next round; "" finds it out.
         """
-        with self._holding(whole(records), phase):
+        with self._holding([(held, tuple(range(len(held.plan.locations)))) for held in records], phase):
             yield
 
     @contextmanager
@@ -551,11 +551,6 @@ def parts_of(homes: Iterable[Home | None]) -> list[tuple[Held, tuple[int, ...]]]
         if isinstance(home, ParameterHome):
             slots.setdefault(home.of_owner()._all[home.number], {})[home.slot] = None
     return [(held, tuple(those)) for held, those in slots.items()]
-
-
-def whole(records: Iterable[Held]) -> list[tuple[Held, tuple[int, ...]]]:
-    """All slots of `records`."""
-    return [(held, tuple(range(len(held.plan.locations)))) for held in records]
 
 
 def _is_contiguous(location: ParameterLocation) -> bool:

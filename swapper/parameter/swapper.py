@@ -30,7 +30,7 @@ class ParameterSwapper(ParameterOwner):
     Lives as long as a module of the model, or an optimizer that was offloaded with it; then its files are deleted.
 
     Args:
-        model: its parameters are taken away, its modules hooked. Only a weak reference is kept.
+        model: its parameters are evicted, its modules hooked. Only a weak reference is kept.
         owner: number of this swapper among those of the process; part of every record's key.
         plan: of its parameters.
         budget_bytes: the most of the pool that records may hold; at least `plan.needs.least_bytes`.
@@ -160,7 +160,7 @@ class ParameterSwapper(ParameterOwner):
     def staying(
         self, parameters: Iterable[torch.nn.Parameter], following: Iterable[torch.nn.Parameter]
     ) -> contextlib.AbstractContextManager[None]:
-        """Within it the records stay that hold some of `parameters`, which are there, and some of `following`."""
+        """Keep the records within it that hold some of `parameters`, which are attached, and some of `following`."""
         here = set(self.records_of(parameters))
         staying = [held for held in self.records_of(following) if held in here]
         return self._holding([(held, ()) for held in staying], "step") if staying else contextlib.nullcontext()
