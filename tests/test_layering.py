@@ -58,7 +58,6 @@ MOST_LINES = 600
 STILL_LONGER = {
     "checkpoint.values",
     "config.settings",
-    "gradient.swapper",
     "optimizer.segments",
     "optimizer.swapper",
     "parameter.swapper",
@@ -89,10 +88,9 @@ RETIRED = {
 """Words that no name in `swapper/` has any more, and the words to use: see the table of words in ARCHITECTURE.md."""
 
 STILL_SAID = {
-    "away": {"gradient", "optimizer"},
+    "away": {"optimizer"},
     "dry_run": {"cli"},  # In `cli` it is an option of `swapper clean`, as users know it.
-    "lose": {"gradient"},
-    "settle": {"gradient", "io", "storage"},
+    "settle": {"io", "storage"},
     "trial": {"optimizer"},
 }
 """The packages in which a retired word is still said. To be emptied, but for what users know."""

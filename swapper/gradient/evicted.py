@@ -143,7 +143,7 @@ class EvictedGradients:
         """As `torch.nn.utils.clip_grad_norm_`, bit for bit, without having all gradients in memory at once.
 
         Norms that were not taken when the last micro-batch arrived are taken now, one gradient at a time: in a run that
-        clips every step, those of the first step if `norm_type` is not 2. Evicted gradients are scaled when they are used.
+        clips every step, those of the first step if `norm_type` is not 2. Evicted gradients are scaled when used.
         """
         self._check_process()
         self.check()

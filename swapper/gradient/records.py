@@ -37,7 +37,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 GradientPart = tuple[int, torch.nn.Parameter, int, int]
-"""A slice that one bucket steps on: the bucket's number, a parameter, and from where to where, in elements in memory order."""
+"""A slice that one bucket steps on: number of the bucket, parameter, start and stop in elements in memory order."""
 
 
 class GradientState(enum.Enum):

@@ -5,8 +5,8 @@ When autograd has accumulated a gradient, its parts are added to what arrived in
 without a store, kept in the pool), and its own memory is freed. What is smaller than 16 KiB stays where it is.
 
 [Note: gradients that stay] What was in memory when a backward came to it stays there: autograd adds to it in place, as
-ever, and whoever holds it sees that. It was assigned, or it was evicted and its values were used. It is taken again when
-it has been None since.
+ever, and whoever holds it sees that. It was assigned, or it was evicted and its values were used. It is taken again
+when it has been None since.
 
 [Note: gradients of an accelerator] They are copied, and added up, on a stream of their own, while the backward goes on:
 nothing waits but the drive, which writes a part when it was copied. What follows the backward on the current stream

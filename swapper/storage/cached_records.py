@@ -112,7 +112,7 @@ class CachedRecords:
         return self._shelves[state].length_bytes
 
     def writes(self) -> Iterator[CachedRecord]:
-        """Iterate over those with a write in flight, or over and not yet seen. No record may be changed while this is iterated."""
+        """Iterate over those with a write in flight, or over and not yet seen. No record may be changed meanwhile."""
         return iter(self._writing.values())
 
     def add(self, record: CachedRecord) -> None:
