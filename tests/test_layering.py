@@ -44,7 +44,7 @@ NATIVE = {
 }
 """Modules that import the native core, or take names of it from those that do."""
 
-PURE = {"errors", "optimizer.cuts", "storage.layout", "storage.schedule"}
+PURE = {"errors", "optimizer.cuts", "storage.layout", "storage.budget", "storage.schedule"}
 """Arithmetic: neither torch nor input and output."""
 
 PURE_MODULES = {
