@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from swapper.check import CheckReport, DriveReport, make_report, moves_gradients, needs_of, plan_parameters
+from swapper.check import CheckReport, DriveReport, make_report
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
 from swapper.files.weights import load_weights
@@ -24,7 +24,7 @@ from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.probe import refuse_unsupported
 from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.parameter.building import ModelBuilder, initialisers_of
-from swapper.parameter.records import ParameterPlan
+from swapper.parameter.records import ParameterPlan, plan_parameters
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.progress import warn_once
 from swapper.session import Shared
@@ -90,7 +90,7 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
         )
     with outside_of_inference():  # What is made here is used outside of that mode too.
         plans = _plan([optimizer], settings, {})
-        budget = _budget(plans, settings, None)
+        budget = _budget(plans, settings, None, Shared.existing(settings))
         budget.check()
         try:
             _wrap(optimizer, plans[0], budget.optimizers[0], settings)
@@ -148,17 +148,16 @@ def offload(
 def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: OffloadConfig) -> None:
     # First all plans, of parameters before optimizers: buckets of state follow the records of parameters. Up to the
     # `try` below nothing is made and nothing changes, so there is nothing to undo.
-    swapper, parameters = _parameters_on(model, settings), None
-    if settings.offload_param.device == "nvme":
-        if swapper is None:
-            _check_can_be_offloaded(model)
-            let_viewed_stay(model.parameters())  # First: the plan counts those of `swapper.init` with views as staying.
-        parameters = plan_parameters(model, settings) if swapper is None else swapper.plan
+    swapper = _parameters_on(model, settings)
+    if settings.offload_param.device == "nvme" and swapper is None:
+        _check_can_be_offloaded(model)
+        let_viewed_stay(model.parameters())  # First: the plan counts those of `swapper.init` with views as staying.
+    parameters = _plan_parameters(model, settings)
     if settings.offload_optimizer.step_in_backward:
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         check_memory(tensors, [p for each in optimizers for p in parameters_of(each)])
     plans = _plan(optimizers, settings, {} if parameters is None else parameters.where())
-    budget = _budget(plans, settings, parameters)
+    budget = _budget(plans, settings, parameters, Shared.existing(settings))
     budget.check()
     try:
         # State and gradients leave memory before parameters do: an optimizer that sets itself up then finds parameters
@@ -237,9 +236,26 @@ def _plan(
     return plans
 
 
-def _budget(plans: Sequence[OptimizerPlan], settings: OffloadConfig, parameters: ParameterPlan | None) -> PoolBudget:
-    shared = Shared.existing(settings)
-    needs = [needs_of(plan, settings) for plan in plans]
+def _plan_parameters(model: torch.nn.Module, settings: OffloadConfig) -> ParameterPlan | None:
+    """Plan the parameters that go to the drive, unless they are there already; None if they stay in memory."""
+    if settings.offload_param.device != "nvme":
+        return None
+    if (swapper := _parameters_on(model, settings)) is not None:
+        return swapper.plan
+    resident_bytes, in_backward = settings.offload_param.resident_bytes, settings.offload_optimizer.step_in_backward
+    return plan_parameters(model, settings.bucket_bytes, resident_bytes, in_backward)
+
+
+def _budget(
+    plans: Sequence[OptimizerPlan], settings: OffloadConfig, parameters: ParameterPlan | None, shared: Shared | None
+) -> PoolBudget:
+    stored = settings.offload_gradient.device == "nvme"
+    needs = []
+    for plan in plans:
+        state = plan.schedule() if settings.offload_optimizer.device == "nvme" else None
+        # Without a drive nothing is shared: state and gradients each have a pool that is as large as it has to be.
+        shares = plan.moves_gradients and (stored or state is not None)
+        needs.append(OptimizerNeeds(state, gradient_needs_of(plan.gradient_parts(), stored) if shares else None))
     least = None if parameters is None else parameters.needs
     if shared is None:
         return PoolBudget(settings.pool_bytes, needs, least)
@@ -248,15 +264,14 @@ def _budget(plans: Sequence[OptimizerPlan], settings: OffloadConfig, parameters:
 
 def _wrap(optimizer: Optimizer, plan: OptimizerPlan, needs: OptimizerNeeds, settings: OffloadConfig) -> None:
     """Move the state of `optimizer`, and its gradients. After an exception it may be wrapped: see `_unwrap`."""
-    wanted_bytes = plan.wanted_bytes
     pool: BufferPool | GrowingPool
     if needs.state is not None:
         shared = Shared.of(settings, plan.device)  # Makes run directories, engines and the pool, if it is the first.
         pool_bytes = settings.pool_bytes - shared.held_bytes  # Before `hold`, which counts this optimizer in.
-        release = shared.hold(needs.state.held_bytes, wanted_bytes)
+        release = shared.hold(needs.state.held_bytes, plan.wanted_bytes)
         pool, store = shared.pool, shared.store
     else:  # In memory, in a pool that is as large as it has to be.
-        pool_bytes = wanted_bytes
+        pool_bytes = plan.wanted_bytes
         pool, store = GrowingPool(pool_bytes, device=plan.device), None
         release = pool.close
     try:
@@ -269,7 +284,7 @@ def _wrap(optimizer: Optimizer, plan: OptimizerPlan, needs: OptimizerNeeds, sett
         raise
     swapper = of(optimizer)
     swapper.keep_last = settings.checkpoint.keep_last
-    if moves_gradients(plan, settings):
+    if plan.moves_gradients:
         # After the state: gradients are cut as its buckets are, and a step asks the optimizer's swapper for them.
         gradients = _swap_gradients(plan, needs, settings)
         swapper.attach(gradients=gradients)
@@ -518,8 +533,14 @@ def check(
     for each in optimizers:
         _check_is_optimizer(each)
         refuse_unsupported(each)
-    there = _parameters_on(model, settings)
-    report = make_report(model, optimizers, settings, None if there is None else there.plan)
+    parameters = _plan_parameters(model, settings)
+    if parameters is not None and parameters.summary and _parameters_on(model, settings) is None:
+        log.warning("%s", parameters.summary)
+    records = {} if parameters is None else parameters.where()
+    plans = [OptimizerPlan(each, settings, number, records) for number, each in enumerate(optimizers)]
+    budget = _budget(plans, settings, parameters, None)
+    budget.check(as_a_whole=True)
+    report = make_report(model, optimizers, plans, parameters, budget, settings)
     print(report)
     return report
 

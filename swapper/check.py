@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +14,14 @@ from swapper.config import OffloadConfig
 from swapper.gradient.records import can_leave
 from swapper.gradient.records import needs_of as gradient_needs_of
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
-from swapper.parameter import records
 from swapper.parameter.records import ParameterPlan
 from swapper.session import Engines
 from swapper.sizes import format_bytes
-from swapper.storage.budget import OptimizerNeeds, PoolBudget
+from swapper.storage.budget import PoolBudget
 from swapper.storage.mounts import check_nvme_paths, file_systems
 from swapper.storage.speed import measure_speeds
 
-__all__ = ["CheckReport", "DriveReport", "make_report", "moves_gradients", "needs_of", "plan_parameters"]
-
-log = logging.getLogger(__name__)
+__all__ = ["CheckReport", "DriveReport", "make_report"]
 
 _TYPICAL_ENDURANCE_BYTES = 600 * 10**12
 
@@ -121,55 +117,17 @@ class CheckReport:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def moves_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> bool:
-    """True if gradients leave the memory that autograd puts them in; on the CPU, `device: cpu` is that already."""
-    device = settings.offload_gradient.device
-    return device == "nvme" or (device == "cpu" and plan.remote)
-
-
-def needs_of(plan: OptimizerPlan, settings: OffloadConfig) -> OptimizerNeeds:
-    """The needs of an optimizer of the shared pool. Without a drive there is none: each has pools of its own."""
-    stored = settings.offload_gradient.device == "nvme"
-    state = plan.schedule() if settings.offload_optimizer.device == "nvme" else None
-    if not moves_gradients(plan, settings) or (state is None and not stored):
-        return OptimizerNeeds(state, None)
-    return OptimizerNeeds(state, gradient_needs_of(plan.gradient_parts(), stored))
-
-
-def plan_parameters(model: torch.nn.Module, settings: OffloadConfig) -> ParameterPlan:
-    """See `parameter.records.plan_parameters`."""
-    return records.plan_parameters(
-        model,
-        bucket_bytes=settings.bucket_bytes,
-        resident_bytes=settings.offload_param.resident_bytes,
-        step_in_backward=settings.offload_optimizer.step_in_backward,
-    )
-
-
 def make_report(
     model: torch.nn.Module,
     optimizers: Sequence[Optimizer],
+    plans: Sequence[OptimizerPlan],
+    parameters: ParameterPlan | None,
+    budget: PoolBudget,
     settings: OffloadConfig,
-    parameters: ParameterPlan | None = None,
 ) -> CheckReport:
-    """See `swapper.check`.
-
-    Args:
-        parameters: of the model, if they are on the drive already.
-    """
-    if settings.offload_param.device != "nvme":
-        parameters = None
-    elif parameters is None:
-        parameters = plan_parameters(model, settings)
-        if parameters.summary:
-            log.warning("%s", parameters.summary)
-    record_of = {} if parameters is None else parameters.where()
-    plans = [OptimizerPlan(optimizer, settings, number, record_of) for number, optimizer in enumerate(optimizers)]
-    needs = [needs_of(plan, settings) for plan in plans]
-    budget = PoolBudget(settings.pool_bytes, needs, None if parameters is None else parameters.needs)
-    budget.check()
+    """See `swapper.check`."""
     state_bytes = sum(plan.stored_bytes for plan in plans)
-    all_parts = [plan.gradient_parts() if moves_gradients(plan, settings) else [] for plan in plans]
+    all_parts = [plan.gradient_parts() if plan.moves_gradients else [] for plan in plans]
     gradient_bytes = [gradient_needs_of(parts, stored=True).total_bytes for parts in all_parts]
     parameter_bytes = 0 if parameters is None else sum(record.file_bytes for record in parameters.records)
 
@@ -179,7 +137,7 @@ def make_report(
     micro_batches = settings.gradient_accumulation_steps
     if state_stored:
         # Records that stay in the pool are written and not read again.
-        read_bytes = sum(each.state.moving_bytes for each in needs if each.state is not None)
+        read_bytes = sum(each.state.moving_bytes for each in budget.optimizers if each.state is not None)
         written_bytes = state_bytes
     if gradients_stored:
         # Of the first micro-batch nothing is read to add to it, but then all for the step.
@@ -194,7 +152,7 @@ def make_report(
     drives, free_bytes = _check_drives(settings, stored_bytes) if stored_bytes else ((), -1)
 
     own_bytes = 0  # of pools for what is not in the shared one
-    for plan, each, moved_bytes in zip(plans, needs, gradient_bytes, strict=True):
+    for plan, each, moved_bytes in zip(plans, budget.optimizers, gradient_bytes, strict=True):
         own_bytes += 0 if each.state is not None else plan.wanted_bytes
         own_bytes += 0 if each.gradients is not None else moved_bytes
     needed_bytes, pool_bytes = budget.needed_bytes, 0
@@ -202,8 +160,9 @@ def make_report(
         pool_bytes = settings.pool_bytes
         # A config also asks for three whole buckets, though the largest of this model may be smaller.
         needed_bytes = max(needed_bytes, 3 * settings.bucket_bytes)
+    swapped = {} if parameters is None else parameters.where()
     evicted = {id(p) for parts in all_parts for _, p, _, _ in parts if can_leave(p)}
-    in_memory = [*(p for p in model.parameters() if p not in record_of), *model.buffers()]
+    in_memory = [*(p for p in model.parameters() if p not in swapped), *model.buffers()]
     in_memory += [p for p in model.parameters() if p.requires_grad and id(p) not in evicted]  # their gradients
     model_bytes = sum(tensor.nbytes for tensor in in_memory)
     host_bytes = 0 if any(plan.remote for plan in plans) else model_bytes

@@ -56,8 +56,12 @@ PURE_MODULES = {
 MOST_LINES = 600
 
 STILL_LONGER = {
-    *("checkpoint.values", "config.settings", "deepnvme.deepnvme", "gradient.swapper", "io.bounce"),
-    *("io.handle", "optimizer.segments", "optimizer.swapper", "parameter.swapper", "storage.runs", "storage.store"),
+    "checkpoint.values",
+    "config.settings",
+    "gradient.swapper",
+    "optimizer.segments",
+    "optimizer.swapper",
+    "parameter.swapper",
 }
 """To be emptied."""
 
@@ -87,11 +91,9 @@ RETIRED = {
 STILL_SAID = {
     "away": {"gradient", "optimizer"},
     "dry_run": {"cli"},  # In `cli` it is an option of `swapper clean`, as users know it.
-    "endings": {"cli"},
     "lose": {"gradient"},
     "settle": {"gradient", "io", "storage"},
-    "spares": {"storage"},
-    "trial": {"bench", "optimizer"},
+    "trial": {"optimizer"},
 }
 """The packages in which a retired word is still said. To be emptied, but for what users know."""
 

@@ -186,7 +186,8 @@ def refuse_unloadable(written: Path) -> None:
         with torch.inference_mode(False), Checkpoint(written) as checkpoint:
             check_model(checkpoint)
             for number in range(len(checkpoint.index.optimizers)):
-                StateReader(checkpoint, number).options()
+                state = StateReader(checkpoint, number)
+                state.groups(range(len(state.saved.parameters)))
     except SwapIOError:
         raise
     except SwapError as error:

@@ -119,7 +119,8 @@ def export_checkpoint(
                 (_to_safetensors if to == "safetensors" else _to_dcp)(job, new.path)
                 replaced = new.publish()
             if replaced is not None:
-                remove_tree(replaced)
+                with contextlib.suppress(OSError):  # The next export or save sweeps the rest.
+                    remove_tree(replaced)
     files = [target] if to in _FILES else list(target.iterdir())
     notes = list(job.notes)
     if to in _FILES and (needs := torch.serialization.get_unsafe_globals_in_checkpoint(target)):
@@ -240,11 +241,7 @@ class _Export:
         for slot, name in enumerate(names):
             if entries := self.state_of(number, slot):
                 found[name] = {key: self._tensor(value) for key, value in entries.items()}
-        groups = [
-            {**options, "params": [names[slot] for slot in slots]}
-            for options, slots in zip(state.options(), state.saved.groups, strict=True)
-        ]
-        return {"state": found, "param_groups": groups}
+        return {"state": found, "param_groups": state.groups(names)}
 
     def optimizers_by_name(self) -> dict[str, Any]:
         """One state dict of all optimizers, as `torch.distributed.checkpoint.state_dict.get_state_dict` gives it."""
@@ -421,10 +418,7 @@ def _write_optimizer(job: _Export, number: int, path: Path, file: str) -> None:
                 tensors[f"{name}.{key}"] = stream.contiguous()
             else:
                 rest.setdefault(name, {})[key] = encode(value, f"state {key!r} of {name}", more, f"{name}.{key}.")
-    groups = []
-    for options, slots in zip(state.options(), saved.groups, strict=True):
-        encoded = encode(options, f"optimizer {number}, options", more, "param_groups.")
-        groups.append({**encoded, "params": [names[slot] for slot in slots]})
+    groups = [encode(each, f"optimizer {number}, options", more, "param_groups.") for each in state.groups(names)]
     tensors |= {name: _in_memory(tensor) for name, tensor in more.items()}
     _write_tensors(job, path / f"{file}.safetensors", tensors, {"format": "pt"})
     _write_json(path / f"{file}.json", {"class": saved.kind, "param_groups": groups, "state": rest})

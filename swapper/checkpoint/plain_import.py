@@ -20,7 +20,7 @@ from swapper.checkpoint.checkpoint import refuse_unloadable
 from swapper.checkpoint.directories import remove_replaced
 from swapper.checkpoint.index import Index, SavedOptimizer, SavedParameter, made_by
 from swapper.checkpoint.saved_model import save_state_dict
-from swapper.checkpoint.state_writer import described_parameter, save_plain_state
+from swapper.checkpoint.state_writer import StateWriter, described_parameter, memory_stride
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, header_bytes, read_directory
@@ -372,39 +372,40 @@ def _optimizer(
 ) -> tuple[SavedOptimizer, int | None]:
     what = f"optimizer {number}"
     groups = state["param_groups"]
-    slots = [each for group in groups for each in group["params"]]
-    if len(set(slots)) < len(slots) or state["state"].keys() - set(slots):
+    keys = [each for group in groups for each in group["params"]]
+    if len(set(keys)) < len(keys) or state["state"].keys() - set(keys):
         raise SwapError(f"{what}: its state and the parameters of its groups do not fit together")
-    by_name = bool(slots) and all(isinstance(each, str) for each in slots)
-    names = _names(groups, slots, by_name)
+    by_name = bool(keys) and all(isinstance(each, str) for each in keys)
+    names = _names(groups, keys, by_name)
     known = [model.get(name) for name in names]
     if any(names) and (lost := [name for name, value in zip(names, known, strict=True) if value is None]):
         raise SwapError(f"{what}: the model's state dict has no {lost[0]}, which is a parameter of it")
     if not any(names):
         notes.append(f"{what}: the file does not name the parameters; they are taken to be in your optimizer's order")
-    entries = [state["state"].get(each) or {} for each in slots]
+    entries = [state["state"].get(each) or {} for each in keys]
     described = [
         _described(name, value, entry, f"{what}, parameter {name or slot}", kind)
         for slot, (name, value, entry) in enumerate(zip(names, known, entries, strict=True))
     ]
     rounded_to = _rounded_to(model, known, entries, what)
-    return save_plain_state(kind, groups, described, entries, number, new, rounded_to)
+    writer = StateWriter(new, number, kind, groups, described)
+    writer.save_memory(entries, rounded_to)
+    return writer.saved, writer.step
 
 
-def _names(groups: Sequence[Mapping[str, Any]], slots: Sequence[Any], by_name: bool) -> list[str]:
+def _names(groups: Sequence[Mapping[str, Any]], keys: Sequence[Any], by_name: bool) -> list[str]:
     """Of the parameters in order; "" where they are not known."""
     if by_name:
-        return list(slots)
+        return list(keys)
     if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
         return [str(name) for group in groups for name in group.get("param_names") or ()]
-    return [""] * len(slots)
+    return [""] * len(keys)
 
 
 def _described(name: str, value: object, entry: Mapping[str, Any], what: str, kind: str) -> SavedParameter:
     """Describe a parameter: by its name, else by the shapes of its state."""
     if isinstance(value, torch.Tensor):
-        stride = value.stride() if is_dense(value) else contiguous_stride(value.shape)
-        return described_parameter(name, value.shape, stride, value.dtype)
+        return described_parameter(name, value.shape, memory_stride(value), value.dtype)
     tensors = [item for item in entry.values() if isinstance(item, torch.Tensor)]
     if not entry:
         return described_parameter("", None, [], None)

@@ -81,11 +81,7 @@ class Checkpoint:
         self.reader.close()
 
     def check_file(self, name: str) -> None:
-        """Refuse a file that is missing, not in the directory, or not as long as it was.
-
-        Raises:
-            SwapError, SwapIOError: see above.
-        """
+        """Refuse a file that is missing, not in the directory, or not as long as it was."""
         file = self.index.files[name]
         path = self.directory / name
         if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
@@ -106,11 +102,7 @@ class Checkpoint:
             )
 
     def file(self, name: str) -> SavedFile:
-        """The length and checksum of a file, from the index.
-
-        Raises:
-            SwapError: there is none of that name.
-        """
+        """The length and checksum of a file, from the index."""
         if name not in self.index.files:
             raise SwapError(f"{self.directory / INDEX} refers to {name!r}, which is not among its files")
         return self.index.files[name]
@@ -127,11 +119,7 @@ class Checkpoint:
         return self._tables[name]
 
     def tensor(self, file: str, name: str) -> StoredTensor:
-        """A tensor of a file of the checkpoint.
-
-        Raises:
-            SwapError: the file does not have it.
-        """
+        """A tensor of a file of the checkpoint."""
         try:
             return self.table(file)[name]
         except KeyError:

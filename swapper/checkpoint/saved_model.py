@@ -221,11 +221,7 @@ def stored_state_dict(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def check_model(checkpoint: Checkpoint) -> None:
-    """Refuse what an index says of the model, if it would be refused when it is loaded.
-
-    Raises:
-        SwapError, SwapIOError: see above.
-    """
+    """Refuse what an index says of the model, if it would be refused when it is loaded."""
     saved = checkpoint.index.model
     for name in saved.tensors:
         checkpoint.model_tensor(name)

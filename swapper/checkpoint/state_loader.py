@@ -18,10 +18,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint.index import SavedBucket, SavedHole, SavedOptimizer, SavedParameter, SavedSegment, dtype_name
+from swapper.checkpoint.index import SavedHole, SavedOptimizer, SavedParameter, SavedSegment
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.state_reader import StateReader, check_groups
-from swapper.checkpoint.state_writer import kind_of, memory_stride, names_of_parameters, swapper_of
+from swapper.checkpoint.state_writer import described_parameter, kind_of, memory_stride, names_of_parameters, swapper_of
 from swapper.checkpoint.streams import TensorStream
 from swapper.errors import ConfigError, SwapError
 from swapper.io.checksums import checksum
@@ -93,9 +93,7 @@ def ready_to_load_state(optimizer: Optimizer, checkpoint: Checkpoint, number: in
         raise ConfigError(
             "offload_optimizer.master_weights: the checkpoint has master weights, but they are off here; set it to true"
         )
-    slots = loader.reader.saved.groups
-    groups = [{**group, "params": those} for group, those in zip(loader.reader.options(), slots, strict=True)]
-    return functools.partial(loader.load, groups)
+    return functools.partial(loader.load, loader.reader.groups(range(len(loader.reader.saved.parameters))))
 
 
 class _StateLoader:
@@ -174,19 +172,24 @@ class _StateLoader:
         flat = values.as_strided((values.numel(),), (1,))
         return (flat[start:stop] for start, stop in ranges)
 
+    def _slot(self, segment: Segment) -> int:
+        return self._slot_of.get(id(segment.parameter), -1) if not segment.is_hole else -1
+
     # --- Records that pass whole -------------------------------------------------------------------------------------
 
     def _take_whole(self, bucket: Bucket, lease: Lease) -> int:
         """Read a record as it is, if `bucket` is cut as in the checkpoint. Returns its length; 0 if it is not."""
-        slots = [self._slot_of.get(id(s.parameter), -1) if not s.is_hole else -1 for s in bucket.segments]
-        saved = self._bucket_at.get((slots[0], bucket.segments[0].start))
-        if saved is None or saved.file is None or not self._is_cut_like(bucket, slots, saved):
+        saved = self._bucket_at.get((self._slot(bucket.segments[0]), bucket.segments[0].start))
+        if saved is None or saved.file is None or len(bucket.segments) != len(saved.segments):
+            return 0
+        if not all(map(self._is_same, bucket.segments, saved.segments)):
             return 0
         known = self._checkpoint.file(saved.file)
         if known.length_bytes > bucket.length_bytes:
             return 0
         data = lease.tensor[: known.length_bytes]
         file = self._checkpoint.reader.open(self._checkpoint.directory / saved.file)
+        # Over before the lease is put back, or the cache could write or reuse it under the transfer.
         self._checkpoint.reader.handle.read(file, data, 0).wait()
         self._checkpoint.check(saved.file, checksum(data), known.crc32c)
         tie_bytes = sum((segment.tie_bits + 7) // 8 for segment in saved.segments)
@@ -198,30 +201,25 @@ class _StateLoader:
             self._describe(segment, described)
         return data.numel()
 
-    def _is_cut_like(self, bucket: Bucket, slots: Sequence[int], saved: SavedBucket) -> bool:
-        return len(bucket.segments) == len(saved.segments) and all(
-            map(self._is_same, bucket.segments, slots, saved.segments)
-        )
-
-    def _is_same(self, segment: Segment, slot: int, saved: SavedSegment | SavedHole) -> bool:
-        if slot < 0 or isinstance(saved, SavedHole):  # A hole would come along.
+    def _is_same(self, segment: Segment, saved: SavedSegment | SavedHole) -> bool:
+        """True if all that a record has of `segment` lies as `saved` says."""
+        if isinstance(saved, SavedHole):  # It would come along.
+            return False
+        slot = self._slot(segment)
+        cut = (slot, segment.start, segment.stop, segment.whole)
+        if cut != (saved.parameter, saved.start, saved.stop, saved.whole):
+            return False
+        if segment.master != saved.master and self.reader.has_state(slot):
             return False
         p = segment.parameter
-        return (
-            (slot, segment.start, segment.stop, segment.whole)
-            == (saved.parameter, saved.start, saved.stop, saved.whole)
-            and (segment.master == saved.master or not self.reader.has_state(slot))
-            and same_order(p.shape, self._saved[slot].stride, memory_stride(p))
-            and all(
-                key in segment.locations
-                and same_order(
-                    spec.shape if segment.whole else (segment.numel,),
-                    saved.strides.get(key, contiguous_stride(spec.shape)),
-                    spec.stride,
-                )
-                for key in saved.present
-                for spec in [segment.locations[key].spec]
-            )
+        if not same_order(p.shape, self._saved[slot].stride, memory_stride(p)):
+            return False
+        if not segment.locations.keys() >= {*saved.present}:
+            return False
+        specs = {key: segment.locations[key].spec for key in saved.present}
+        return all(
+            same_order(spec.shape, saved.strides.get(key, contiguous_stride(spec.shape)), spec.stride)
+            for key, spec in specs.items()
         )
 
     def _describe(self, segment: Segment, saved: SavedSegment) -> None:
@@ -247,9 +245,6 @@ def _whole(stream: TensorStream) -> torch.Tensor:
 
 # --- Whether an optimizer is that of a checkpoint --------------------------------------------------------------------
 
-_Known = tuple[str, tuple[int, ...] | None, str]
-"""Name, shape and dtype of a parameter."""
-
 
 def optimizer_differences(model: torch.nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint) -> list[str]:
     """Each difference between the optimizers and those of the checkpoint, in words."""
@@ -270,21 +265,21 @@ def _differences(optimizer: Optimizer, saved: SavedOptimizer, names: Mapping[int
     if kind_of(optimizer) != saved.kind:
         found.append(f"{which} is a {kind_of(optimizer)}, and a {saved.kind} in the checkpoint")
     groups = [
-        [(names.get(id(p), ""), tuple(p.shape), dtype_name(p.dtype)) for p in group["params"]]
+        [described_parameter(names.get(id(p), ""), p.shape, p.stride(), p.dtype) for p in group["params"]]
         for group in optimizer.param_groups
     ]
-    were = [[_known(saved.parameters[slot]) for slot in slots] for slots in saved.groups]
+    were = [[saved.parameters[slot] for slot in slots] for slots in saved.groups]
     if len(groups) != len(were):
         return [*found, f"{which} has {len(groups)} parameter groups, and {len(were)} in the checkpoint"]
-    group_was = {name: g for g, group in enumerate(were) for name, _, _ in group if name}
+    group_was = {each.name: g for g, group in enumerate(were) for each in group if each.name}
     for g, (group, was) in enumerate(zip(groups, were, strict=True)):
         if len(group) != len(was):
             found.append(f"group {g} of {which} has {len(group)} parameters, and {len(was)} in the checkpoint")
         for i, (one, other) in enumerate(zip(group, was, strict=False)):
-            name = one[0]
+            name = one.name
             if _agree(one, other):
                 continue
-            if name != other[0] and group_was.get(name, g) != g:
+            if name != other.name and group_was.get(name, g) != g:
                 found.append(f"{name} is in group {g} of {which}, and in group {group_was[name]} in the checkpoint")
             else:
                 found.append(
@@ -293,19 +288,14 @@ def _differences(optimizer: Optimizer, saved: SavedOptimizer, names: Mapping[int
     return found
 
 
-def _known(saved: SavedParameter) -> _Known:
-    return saved.name, None if saved.shape is None else tuple(saved.shape), saved.dtype
-
-
-def _agree(one: _Known, other: _Known) -> bool:
+def _agree(one: SavedParameter, other: SavedParameter) -> bool:
     """True if nothing that the checkpoint knows contradicts `one`."""
-    if other[2]:
-        return one == other
-    return other[0] in ("", one[0]) and other[1] in (None, one[1])
+    if other.dtype:
+        return (one.name, one.shape, one.dtype) == (other.name, other.shape, other.dtype)
+    return other.name in ("", one.name) and other.shape in (None, one.shape)
 
 
-def _words(parameter: _Known) -> str:
-    name, shape, dtype = parameter
-    if not dtype:
-        return f"{name or 'one without a name'} ({'of unknown shape' if shape is None else list(shape)})"
-    return f"{name or 'one that the model does not have'} ({dtype}, {list(shape or ())})"
+def _words(p: SavedParameter) -> str:
+    if not p.dtype:
+        return f"{p.name or 'one without a name'} ({'of unknown shape' if p.shape is None else p.shape})"
+    return f"{p.name or 'one that the model does not have'} ({p.dtype}, {p.shape or []})"

@@ -53,11 +53,7 @@ class _SavedSlice:
 
 
 def check_groups(checkpoint: Checkpoint, saved: SavedOptimizer, which: str) -> None:
-    """Refuse groups that are not all parameters in order.
-
-    Raises:
-        SwapError: see above.
-    """
+    """Refuse groups that are not all parameters in order."""
     if list(itertools.chain(*saved.groups)) != list(range(len(saved.parameters))):
         raise SwapError(f"{checkpoint.directory / INDEX} is damaged: the groups of {which} are not its parameters")
 
@@ -181,19 +177,17 @@ class StateReader:
             raise self._incomplete(slot)
         return small.dtype
 
-    def options(self) -> list[dict[str, Any]]:
-        """The groups, without their parameters.
-
-        Raises:
-            SwapError: the index is damaged.
-        """
+    def groups(self, names: Sequence[Any]) -> list[dict[str, Any]]:
+        """The groups as in a state dict, with `names` of the parameters, one for each slot."""
         found = decode(self.saved.options, f"{self._what}, options", self._checkpoint.small_tensor)
         groups = self.saved.groups
         if not isinstance(found, list) or len(found) != len(groups) or not all(type(each) is dict for each in found):
             raise SwapError(
                 f"{self._checkpoint.directory / INDEX} is damaged: the options of {self._what} are not its groups'"
             )
-        return found
+        return [
+            {**options, "params": [names[slot] for slot in slots]} for options, slots in zip(found, groups, strict=True)
+        ]
 
     def has_state(self, slot: int) -> bool:
         """True if the checkpoint has state of the parameter."""

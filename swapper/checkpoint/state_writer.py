@@ -29,11 +29,11 @@ from swapper.tensors.dtypes import PLAIN_DTYPES
 from swapper.tensors.strides import contiguous_stride, is_dense
 
 __all__ = [
+    "StateWriter",
     "described_parameter",
     "kind_of",
     "memory_stride",
     "names_of_parameters",
-    "save_plain_state",
     "save_state",
     "swapper_of",
 ]
@@ -71,40 +71,13 @@ def save_state(
     """
     parameters = list(parameters_of(optimizer))
     described = [described_parameter(names.get(id(p), ""), p.shape, memory_stride(p), p.dtype) for p in parameters]
-    sink = _StateWriter(new, number, kind_of(optimizer), optimizer.param_groups, described)
+    writer = StateWriter(new, number, kind_of(optimizer), optimizer.param_groups, described)
     swapper = swapper_of(optimizer)
     if swapper is None:
-        sink.save_memory([optimizer.state.get(p) or {} for p in parameters])
+        writer.save_memory([optimizer.state.get(p) or {} for p in parameters])
     else:
-        sink.save_records(swapper.flushed_records("save_checkpoint"), parameters)
-    return sink.saved, sink.step
-
-
-def save_plain_state(
-    kind: str,
-    groups: Sequence[Mapping[str, Any]],
-    described: list[SavedParameter],
-    states: Sequence[Mapping[str, Any]],
-    number: int,
-    new: NewCheckpoint,
-    rounded_to: torch.dtype | None,
-) -> tuple[SavedOptimizer, int | None]:
-    """Put a state that is in memory, as a state dict has it, into `new`.
-
-    Args:
-        kind: the class, as `kind_of` names it.
-        groups: as in a state dict; the parameters are counted in their order.
-        described: from `described_parameter`, for each.
-        states: of each; empty if it has none.
-        number: of the optimizer in the checkpoint.
-        rounded_to: dtype of the parameters that have master weights.
-
-    Returns:
-        As `save_state`.
-    """
-    sink = _StateWriter(new, number, kind, groups, described)
-    sink.save_memory(states, rounded_to)
-    return sink.saved, sink.step
+        writer.save_records(swapper.flushed_records("save_checkpoint"), parameters)
+    return writer.saved, writer.step
 
 
 def described_parameter(
@@ -122,8 +95,14 @@ def described_parameter(
     )
 
 
-class _StateWriter:
+class StateWriter:
     """Writes the state of one optimizer.
+
+    Args:
+        number: of the optimizer in the checkpoint.
+        kind: its class, as `kind_of` names it.
+        groups: as in a state dict, but for their parameters, which are counted in the order of the groups.
+        described: the parameters, in order.
 
     Attributes:
         saved: what the index says of it.
@@ -141,7 +120,7 @@ class _StateWriter:
         self._new = new
         self._number = number
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-        slots = iter(range(len(described)))  # Parameters are counted in the order of the groups.
+        slots = iter(range(len(described)))
         self.saved = SavedOptimizer(
             kind=kind,
             encoding="exact",
@@ -177,6 +156,7 @@ class _StateWriter:
         opened = records.bucket_records.take(bucket)
         assert opened.lease is not None
         try:
+            # Copied before the lease is the cache's again.
             self._new.write_record(file, opened.lease.tensor[: bucket.used_bytes()])
         finally:
             records.bucket_records.release(opened)
@@ -224,7 +204,12 @@ class _StateWriter:
         return self._new.encode(state, what, f"optimizer-{self._number}.{slot}.{where}")
 
     def save_memory(self, states: Sequence[Mapping[str, Any]], rounded_to: torch.dtype | None = None) -> None:
-        """Save the state of all parameters that is in memory. With `rounded_to` there may be masters of parameters."""
+        """Save the state of all parameters that is in memory.
+
+        Args:
+            states: of each, as in a state dict; empty if it has none.
+            rounded_to: dtype of the parameters that have master weights, if there are any.
+        """
         file = f"optimizer-{self._number}-memory.safetensors"
         segments: list[SavedSegment | SavedHole] = []
         tensors: dict[str, torch.Tensor] = {}

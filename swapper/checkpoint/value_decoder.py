@@ -58,16 +58,16 @@ def decode(data: Any, what: str, tensors: Callable[[str], torch.Tensor]) -> Any:
 
     Raises:
         SwapError: `data` is not what `encode` writes, a stored tensor is missing or another one, a class of an enum is
-            not imported yet, or numpy is needed and not installed. The message names the place.
+            not imported yet, or numpy is needed and not installed. The message names the location.
     """
     return Decoder(what, tensors).whole(data)
 
 
 class Walk:
-    """Knows the place in a value that is converted.
+    """Knows the location in a value that is converted.
 
     Attributes:
-        path: a template and its argument, for each container around the place.
+        path: a template and its argument, for each container around it.
     """
 
     def __init__(self, what: str) -> None:
@@ -85,16 +85,16 @@ class Walk:
         except RecursionError as error:
             raise self.error("is too deep for what is left of Python's recursion limit") from error
 
-    def place(self, depth: int | None = None) -> str:
+    def location(self, depth: int | None = None) -> str:
         """As in `extra['schedulers'][0]`. `depth`: of a container that we are in."""
         return self._what + "".join(template.format(show(key)) for template, key in self.path[:depth])
 
     def error(self, why: str) -> SwapError:
-        """An error that begins with the place, and no longer than people read."""
-        place = self.place()
-        if len(place) > 300:
-            place = f"{place[:150]} ... {place[-100:]}"
-        return SwapError(f"{place} {why}")
+        """An error that begins with the location, and no longer than people read."""
+        location = self.location()
+        if len(location) > 300:
+            location = f"{location[:150]} ... {location[-100:]}"
+        return SwapError(f"{location} {why}")
 
     def within(self, step: _Step, function: Callable[[Any], Any], value: object) -> Any:
         """`function` of a value that is in the one where we are."""

@@ -77,7 +77,7 @@ def encode(value: object, what: str, tensors: dict[str, torch.Tensor], prefix: s
     of an enum the names are saved: its class must be found by them in its module, when it is loaded, too.
 
     What is not kept: the device, `requires_grad` and attributes of a tensor (its strides become those of `clone()`:
-    its own if it is dense), and that two places have one object. A tensor that is there twice is stored once.
+    its own if it is dense), and that two locations have one object. A tensor that is there twice is stored once.
 
     Write the result with `json.dumps(result, allow_nan=False)` and without `sort_keys`: the order counts.
 
@@ -90,7 +90,7 @@ def encode(value: object, what: str, tensors: dict[str, torch.Tensor], prefix: s
 
     Raises:
         SwapError: something cannot be saved, is in itself, or is in more than `DEPTH_MAX` others. The message names
-            the place, the type, and what to do.
+            the location, the type, and what to do.
     """
     encoder = _Encoder(what, tensors, prefix)
     data = encoder.whole(value)
@@ -140,7 +140,7 @@ class _Encoder(Walk):
 
     def _container(self, value: Any) -> Any:
         if id(value) in self._open:
-            raise self.error(f"is {self.place(self._open[id(value)])}, which it is in: save it without the cycle")
+            raise self.error(f"is {self.location(self._open[id(value)])}, which it is in: save it without the cycle")
         self._open[id(value)] = len(self.path)
         data = self._elements(value)
         del self._open[id(value)]
@@ -164,7 +164,7 @@ class _Encoder(Walk):
         if kind is defaultdict:
             factory = value.default_factory
             name = next((name for name, known in FACTORIES.items() if known is factory), None)
-            if name is None is not factory:
+            if name is None and factory is not None:
                 raise self.error(f"is a defaultdict whose factory is none of {', '.join(FACTORIES)}: save `dict(x)`")
             return {"$defaultdict": {"factory": name, "items": self._items(value)}}
         attributes = vars(value)

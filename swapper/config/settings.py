@@ -33,7 +33,7 @@ from pydantic import (
 )
 
 from swapper.config.deepspeed import translate
-from swapper.config.files import SUFFIXES, prefixed, read_mapping
+from swapper.config.files import check_suffix, prefixed, read_mapping
 from swapper.config.section import Section
 from swapper.errors import ConfigError, show
 from swapper.sizes import format_size, parse_size
@@ -392,8 +392,7 @@ class OffloadConfig(Section, frozen=True):
         """
         __tracebackhide__ = True
         path = Path(path)
-        if path.suffix not in SUFFIXES:
-            raise ConfigError(f"{path}: a config file's name ends in .yaml, .yml or .json, not in {path.suffix!r}")
+        check_suffix(path)
         document = read_mapping(path)
         if isinstance(document.get("$schema"), str):
             del document["$schema"]

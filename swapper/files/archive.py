@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["BadArchive", "Entry", "Record", "descriptor", "directory", "header_bytes", "local_header", "read_directory"]
+__all__ = ["BadArchive", "Record", "descriptor", "directory", "header_bytes", "local_header", "read_directory"]
 
 _MAX_16, _MAX_32 = 0xFFFF, 0xFFFFFFFF
 _UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008
@@ -34,34 +34,20 @@ class BadArchive(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """A record to be written.
+    """A record of a ZIP file.
 
     Attributes:
-        name: within the archive, with the archive's own name before it.
+        name: within the ZIP file, with the archive's own name before it.
         offset_bytes: of its local header.
-        length_bytes: of its payload.
+        length_bytes: of the stored payload.
+        crc32: of the stored payload; None if it is not known: not computed yet, not by torch, or not of these bytes
+            because they are compressed.
     """
 
     name: str
     offset_bytes: int
     length_bytes: int
-
-
-@dataclass(frozen=True)
-class Entry:
-    """A record that a directory names.
-
-    Attributes:
-        name: as in `Record`.
-        offset_bytes: of its local header.
-        length_bytes: of the stored bytes.
-        crc32: of the stored bytes; None if it is not known: the record is compressed, or torch computed none.
-    """
-
-    name: str
-    offset_bytes: int
-    length_bytes: int
-    crc32: int | None
+    crc32: int | None = None
 
 
 def local_header(record: Record, alignment_bytes: int) -> bytes:
@@ -86,27 +72,27 @@ def header_bytes(header: bytes) -> int:
     return int(_LOCAL.size + name_bytes + extra_bytes)
 
 
-def descriptor(record: Record, crc32: int) -> bytes:
+def descriptor(record: Record) -> bytes:
     """The bytes behind a payload; none behind an empty one."""
     if not record.length_bytes:
         return b""
-    wide = max(record.offset_bytes, record.length_bytes) >= _MAX_32
-    return struct.pack("<4sIQQ" if wide else "<4sIII", b"PK\7\10", crc32, record.length_bytes, record.length_bytes)
+    layout = "<4sIQQ" if max(record.offset_bytes, record.length_bytes) >= _MAX_32 else "<4sIII"
+    return struct.pack(layout, b"PK\7\10", record.crc32 or 0, record.length_bytes, record.length_bytes)
 
 
-def directory(records: Sequence[tuple[Record, int]], offset_bytes: int) -> bytes:
+def directory(records: Sequence[Record], offset_bytes: int) -> bytes:
     """The end of the file.
 
     Args:
-        records: each with its checksum, in their order.
+        records: with their checksums, in their order.
         offset_bytes: of the directory: behind the last record.
     """
     parts = []
-    for record, crc32 in records:
+    for record in records:
         name = record.name.encode()
         extra = _zip64(record)
         length, offset = min(record.length_bytes, _MAX_32), min(record.offset_bytes, _MAX_32)
-        head = (b"PK\1\2", 0, 0, _flags(record), 0, 0, 0, crc32, length, length, len(name), len(extra))
+        head = (b"PK\1\2", 0, 0, _flags(record), 0, 0, 0, record.crc32 or 0, length, length, len(name), len(extra))
         parts += [_CENTRAL.pack(*head, 0, 0, 0, 0, offset), name, extra]
     length_bytes, count = sum(map(len, parts)), len(records)
     end = offset_bytes + length_bytes
@@ -134,8 +120,8 @@ def _flags(record: Record) -> int:
     return _UTF8 | (_HAS_DESCRIPTOR if record.length_bytes else 0)
 
 
-def read_directory(read: Callable[[int, int], bytes], length_bytes: int) -> list[Entry]:
-    """The entries of a ZIP file, in the order of its directory.
+def read_directory(read: Callable[[int, int], bytes], length_bytes: int) -> list[Record]:
+    """The records of a ZIP file, in the order of its directory.
 
     Args:
         read: returns so many bytes at an offset, less at the end of the file.
@@ -158,24 +144,24 @@ def read_directory(read: Callable[[int, int], bytes], length_bytes: int) -> list
     if end >= _LOCATOR_64.size:
         signature, _, end_64, _ = _LOCATOR_64.unpack(read(end - _LOCATOR_64.size, _LOCATOR_64.size))
         if signature == b"PK\6\7":
-            record = read(end_64, _END_64.size) if end_64 <= end - _END_64.size else b""
-            if len(record) != _END_64.size or not record.startswith(b"PK\6\6"):
+            end_record = read(end_64, _END_64.size) if end_64 <= end - _END_64.size else b""
+            if len(end_record) != _END_64.size or not end_record.startswith(b"PK\6\6"):
                 raise BadArchive("its end record is damaged")
-            *_, count, directory_bytes, start = _END_64.unpack(record)
+            *_, count, directory_bytes, start = _END_64.unpack(end_record)
             end = end_64
     if start + directory_bytes > end:
         raise BadArchive("its directory is damaged")
     try:
-        entries = _entries(read(start, directory_bytes), count, start)
+        records = _records(read(start, directory_bytes), count, start)
     except (struct.error, StopIteration, UnicodeDecodeError) as error:
         raise BadArchive("its directory is damaged") from error
-    if not len(entries) == len({entry.name for entry in entries}) == len({entry.offset_bytes for entry in entries}):
+    if not len(records) == len({record.name for record in records}) == len({record.offset_bytes for record in records}):
         raise BadArchive("its directory is damaged")
-    return entries
+    return records
 
 
-def _entries(data: bytes, count: int, stop: int) -> list[Entry]:
-    entries = []
+def _records(data: bytes, count: int, stop: int) -> list[Record]:
+    records = []
     at = 0
     for _ in range(count):
         fields = _CENTRAL.unpack_from(data, at)
@@ -195,8 +181,8 @@ def _entries(data: bytes, count: int, stop: int) -> list[Entry]:
             raise BadArchive("its directory is damaged")
         # torch writes a checksum of 0 where it was told to compute none (`set_crc32_options`).
         known = method == 0 and bool(crc32)
-        entries.append(Entry(name, offset, stored, crc32 if known else None))
-    return entries
+        records.append(Record(name, offset, stored, crc32 if known else None))
+    return records
 
 
 def _zip64_values(extra: bytes) -> Sequence[int]:

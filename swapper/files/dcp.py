@@ -37,7 +37,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from swapper.errors import SwapIOError
-from swapper.files.fastsave import Prepared, checked
+from swapper.files.fastsave import Prepared
 from swapper.files.file_buffers import POOL_BYTES
 from swapper.files.input_file import InputFile
 from swapper.files.output_file import OutputFile
@@ -204,10 +204,10 @@ class SwapStorageReader(FileSystemReader):
 
 def _read(file: InputFile, item: ReadItem, planner: LoadPlanner) -> None:
     if item.type == LoadItemType.BYTE_IO:
-        planner.load_bytes(item, io.BytesIO(checked(file, lambda: file.read(file.length_bytes))))
+        planner.load_bytes(item, io.BytesIO(file.used_by(lambda: file.read(file.length_bytes))))
         return
     file.check(item.storage_index.fqn)
-    tensor = checked(file, lambda: torch.load(cast(Any, file), "cpu", weights_only=True, mmap=False))
+    tensor = file.used_by(lambda: torch.load(cast(Any, file), "cpu", weights_only=True, mmap=False))
     for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(dimension, start, length)
     target = planner.resolve_tensor(item).detach()

@@ -8,6 +8,7 @@ through page-locked buffers (`file_buffers`), with their checksums computed on t
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import pickle
@@ -30,7 +31,7 @@ from swapper.files.output_file import OutputFile
 from swapper.files.saving import SaveHandle
 from swapper.io.handle import AsyncIOHandle
 
-__all__ = ["Prepared", "checked", "load", "save"]
+__all__ = ["Prepared", "load", "save"]
 
 _ARCHIVE = "archive"
 _DEFERRED_BYTES_MIN = 1 << 20
@@ -241,9 +242,9 @@ class Prepared:
             record = Record(f"{_ARCHIVE}/{name}", offset, _length_bytes(content))
             header = archive.local_header(record, alignment_bytes)
             self._records.append((record, header, content))
-            offset += len(header) + record.length_bytes + len(archive.descriptor(record, 0))
+            offset += len(header) + record.length_bytes + len(archive.descriptor(record))
         self._directory_offset_bytes = offset
-        self.length_bytes = offset + len(archive.directory([(record, 0) for record, *_ in self._records], offset))
+        self.length_bytes = offset + len(archive.directory([record for record, *_ in self._records], offset))
 
     @property
     def cuda_devices(self) -> set[torch.device]:
@@ -258,12 +259,12 @@ class Prepared:
             SwapIOError: the drive has failed, or one that has evicted parameters.
             SwapError: a tensor was resized meanwhile.
         """
-        done: list[tuple[Record, int]] = []
+        done: list[Record] = []
         for record, header, content in self._records:
             if record is self._records[-1][0]:
                 # torch makes its `serialization_id` of names and checksums too, and only shows it: 40 digits that
                 # differ where the content does.
-                crcs = struct.pack(f"<{len(done)}I", *(crc for _, crc in done))
+                crcs = struct.pack(f"<{len(done)}I", *(each.crc32 for each in done))
                 content = f"{len(done):020d}{zlib.crc32(crcs):020d}".encode()
             if _length_bytes(content) != record.length_bytes:
                 raise SwapError(f"a tensor of {record.length_bytes} bytes was resized while it was saved")
@@ -272,8 +273,8 @@ class Prepared:
             for piece in self.pieces(content):
                 crc = output.append(piece, crc)
                 del piece  # It shares a buffer of the pool, which can only be evicted when nobody else has it.
-            output.append(archive.descriptor(record, crc))
-            done.append((record, crc))
+            done.append(dataclasses.replace(record, crc32=crc))
+            output.append(archive.descriptor(done[-1]))
         output.append(archive.directory(done, self._directory_offset_bytes))
 
     def pieces(self, content: bytes | AnyStorage) -> Iterator[bytes | torch.UntypedStorage | torch.Tensor]:
@@ -341,20 +342,8 @@ def load(
                 found = _load_to_devices(file, map_location, load_from)
                 if found is not None:
                     return found[0]
-            return checked(file, lambda: load_from(file, map_location))
+            return file.used_by(lambda: load_from(file, map_location))
     return load_from(path, map_location)
-
-
-def checked(file: InputFile, action: Callable[[], Any]) -> Any:
-    """Call `action`, which lets torch read `file`; if a read fails, raise that, and not what torch makes of it."""
-    try:
-        result = action()
-    except BaseException as error:
-        raise (file.take_failure() or error) from None
-    failure = file.take_failure()
-    if failure is not None:
-        raise failure
-    return result
 
 
 def _load_to_devices(file: InputFile, map_location: Any, load_from: Callable[[Any, Any], Any]) -> tuple[Any] | None:
@@ -363,7 +352,7 @@ def _load_to_devices(file: InputFile, map_location: Any, load_from: Callable[[An
         return None  # torch swaps the bytes before it asks for the device.
     file.defer_from_bytes = _DEFERRED_BYTES_MIN
     try:
-        return (checked(file, lambda: load_from(file, _ToDevices(file, map_location))),)
+        return (file.used_by(lambda: load_from(file, _ToDevices(file, map_location))),)
     except RuntimeError as error:
         # Tensor subclasses without memory of their own, such as DTensor, ask for `map_location`, and take no function.
         # Nothing has happened yet: with `weights_only` unpickling has no effects.

@@ -14,13 +14,14 @@ import io
 import os
 import weakref
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
 from swapper.errors import SwapIOError, system_errors
-from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, Entry, header_bytes, read_directory
+from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, Record, header_bytes, read_directory
 from swapper.files.file_buffers import POOL_BYTES, FileBuffers, close_unattended, memory_of, on_host
 from swapper.finalizers import finalizer
 from swapper.interrupts import interrupts_deferred
@@ -31,6 +32,8 @@ from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.buffers import Lease
 
 __all__ = ["InputFile"]
+
+_T = TypeVar("_T")
 
 _FIRST_AHEAD_BYTES = 256 << 10
 """Prefetched behind the second of two reads in a row; doubled by each further one."""
@@ -73,7 +76,7 @@ class InputFile(io.RawIOBase):
     """A file that is read mostly from start to end, by reads of any length; what follows is prefetched.
 
     A file object, for `torch.load`. That calls it from C++ code which cannot handle exceptions: a read that fails
-    returns nothing, as do all after it, and the reason is kept for `take_failure`. See [Note: Ctrl-C]. Not thread-safe.
+    returns nothing, as do all after it, and `used_by` raises the reason. See [Note: Ctrl-C]. Not thread-safe.
 
     Args:
         path: of the file.
@@ -112,8 +115,8 @@ class InputFile(io.RawIOBase):
         self.defer_from_bytes = 0
         self._base = 0
         self._position = 0
-        self._entries: dict[int, Entry] = {}
-        self._announced: Entry | None = None
+        self._records: dict[int, Record] = {}
+        self._announced: Record | None = None
         self._pieces: deque[_Piece] = deque()
         self._next = 0
         self._end_of_last = -1
@@ -140,7 +143,7 @@ class InputFile(io.RawIOBase):
         if not 0 <= offset_bytes <= offset_bytes + length_bytes <= self._file_bytes:
             raise SwapIOError(errno.ENODATA, "read", self.path, offset_bytes, length_bytes)
         self._base, self.length_bytes, self._position = offset_bytes, length_bytes, 0
-        self._entries, self._announced = {}, None
+        self._records, self._announced = {}, None
 
     def check(self, name: str = "") -> None:
         """Read the directory of the ZIP file, and compare payloads with their checksums from now on.
@@ -154,11 +157,11 @@ class InputFile(io.RawIOBase):
             SwapIOError: it is no whole ZIP file (EBADMSG), or the drive has failed.
         """
         try:
-            entries = read_directory(self.read_at, self.length_bytes)
+            records = read_directory(self.read_at, self.length_bytes)
         except BadArchive as error:
             detail = f"{name}: {error}" if name else str(error)
             raise SwapIOError(errno.EBADMSG, "read", self.path, detail=detail) from None
-        self._entries, self._announced = {entry.offset_bytes: entry for entry in entries}, None
+        self._records, self._announced = {record.offset_bytes: record for record in records}, None
 
     def record(self, name: str) -> bytes | None:
         """The bytes of a small record, by its name without the archive's; None if there is none.
@@ -166,13 +169,13 @@ class InputFile(io.RawIOBase):
         Raises:
             SwapIOError: the drive has failed, or its header is damaged (EBADMSG).
         """
-        for entry in self._entries.values():
-            if entry.name.partition("/")[2] == name:
+        for record in self._records.values():
+            if record.name.partition("/")[2] == name:
                 try:
-                    header = header_bytes(self.read_at(entry.offset_bytes, LOCAL_HEADER_BYTES))
+                    header = header_bytes(self.read_at(record.offset_bytes, LOCAL_HEADER_BYTES))
                 except BadArchive as error:
                     raise SwapIOError(errno.EBADMSG, "read", self.path, detail=str(error)) from None
-                return self.read_at(entry.offset_bytes + header, entry.length_bytes)
+                return self.read_at(record.offset_bytes + header, record.length_bytes)
         return None
 
     def read_at(self, offset_bytes: int, length_bytes: int) -> bytes:
@@ -215,8 +218,8 @@ class InputFile(io.RawIOBase):
         if self._failed:
             return 0
         length_bytes = min(len(view), max(0, self.length_bytes - self._position))
-        entry = self._announced
-        wanted = entry is not None and "/data/" in entry.name and entry.length_bytes == length_bytes
+        record = self._announced
+        wanted = record is not None and "/data/" in record.name and record.length_bytes == length_bytes
         if wanted and 0 < self.defer_from_bytes <= length_bytes:
             self.deferred = (self._position, length_bytes)
         else:
@@ -224,8 +227,23 @@ class InputFile(io.RawIOBase):
         self._position += length_bytes
         return length_bytes
 
-    def take_failure(self) -> BaseException | None:
-        """The error of the read that failed, once. Not kept: its frames hold torch's reader, which holds this."""
+    def used_by(self, action: Callable[[], _T]) -> _T:
+        """Call `action`, in which torch reads this file, and return its result.
+
+        Raises:
+            SwapIOError: a read has failed. It takes the place of whatever torch made of that.
+            BaseException: from `action`.
+        """
+        try:
+            result = action()
+        except BaseException as error:
+            raise (self._take_failure() or error) from None
+        if (failure := self._take_failure()) is not None:
+            raise failure
+        return result
+
+    def _take_failure(self) -> BaseException | None:
+        # Not kept: its frames hold torch's reader, which holds this file where the garbage collector cannot see it.
         failure, self._failure = self._failure, None
         return failure
 
@@ -273,10 +291,10 @@ class InputFile(io.RawIOBase):
         if at == self._pieces[0].stop:
             self._free_first()
         self._prefetch(stop)
-        entry = self._announced
-        self._announced = self._entries.get(offset_bytes) if length_bytes == LOCAL_HEADER_BYTES else None
-        if entry is not None and entry.length_bytes == length_bytes and entry.crc32 not in (None, crc):
-            detail = f"the record {entry.name!r} does not match its checksum: the file was damaged"
+        record = self._announced
+        self._announced = self._records.get(offset_bytes) if length_bytes == LOCAL_HEADER_BYTES else None
+        if record is not None and record.length_bytes == length_bytes and record.crc32 not in (None, crc):
+            detail = f"the record {record.name!r} does not match its checksum: the file was damaged"
             raise SwapIOError(errno.EBADMSG, "read", self.path, start, length_bytes, detail)
 
     def _piece_at(self, at: int, stop: int) -> _Piece:

@@ -16,7 +16,7 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,7 +27,7 @@ from swapper.errors import SwapError, SwapIOError, show, system_errors
 from swapper.io.handle import AsyncIOHandle, File
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.tensors.dtypes import DTYPES
-from swapper.tensors.homes import Home
+from swapper.tensors.evicted_views import Source
 from swapper.tensors.strides import contiguous_stride
 
 __all__ = [
@@ -260,8 +260,8 @@ class TensorReader:
         self.handle.close()
 
 
-class FromFile:
-    """The values of a tensor in a file, read anew each time. See `swapper.tensors.evicted_views.Source`."""
+class FromFile(Source):
+    """The values of a tensor in a file, read anew each time."""
 
     def __init__(self, reader: TensorReader, stored: StoredTensor) -> None:
         self.shape, self.dtype = stored.shape, stored.dtype
@@ -269,14 +269,6 @@ class FromFile:
         self._reader = reader
         self._stored = stored
 
-    def homes(self) -> Sequence[Home]:
-        """Empty: no parameter has the values."""
-        return ()
-
     def real(self) -> torch.Tensor:
         """The tensor, in memory of its own."""
         return self._reader.read(self._stored)
-
-    def mapped_copy(self) -> torch.Tensor:
-        """The same."""
-        return self.real()

@@ -7,37 +7,31 @@ import copy
 import enum
 import logging
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import NoReturn
 
 import torch
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from swapper.errors import SwapError, SwapIOError
+from swapper.gradient.clipping import Change, TakenNorm
 from swapper.sizes import PAGE_BYTES, SMALL_BYTES, round_up
 from swapper.storage.budget import GradientNeeds
 from swapper.storage.store import RecordKey
 from swapper.tensors.evicted import can_evict_gradient
-from swapper.tensors.evicted_gradients import EvictedGradient, raw_gradient
+from swapper.tensors.evicted_gradients import EvictedGradient
 from swapper.tensors.strides import is_dense, same_layout
 
 __all__ = [
-    "Change",
     "Gradient",
     "GradientPart",
+    "GradientState",
     "Part",
-    "Place",
-    "TakenNorm",
     "can_leave",
-    "clamped_to",
     "fitting",
-    "in_order_of_clipping",
     "needs_of",
-    "norm_of",
     "record_bytes",
-    "scaled_by",
 ]
 
 log = logging.getLogger(__name__)
@@ -46,36 +40,17 @@ GradientPart = tuple[int, torch.nn.Parameter, int, int]
 """What one bucket steps on: the bucket's number, a parameter, and from where to where, in elements in memory order."""
 
 
-class Place(enum.Enum):
-    """Where a gradient is."""
+class GradientState(enum.Enum):
+    """The state of a gradient."""
 
-    HERE = enum.auto()
-    """In memory, or there is none: `p.grad` says which."""
-    AWAY = enum.auto()
-    """In its records."""
+    IN_MEMORY = enum.auto()
+    """It is `p.grad`, or there is none."""
+    EVICTED = enum.auto()
+    """In its records, each in a buffer of the pool or on the drive."""
     ZERO = enum.auto()
     """All zeros. Takes no memory and no record."""
     LOST = enum.auto()
     """Adding to it was cut off. Raises, until it is cleared."""
-
-
-Change = Callable[[torch.Tensor], object]
-"""Changes each element of a tensor in place, whatever its neighbours are."""
-
-
-def scaled_by(scale: torch.Tensor) -> Change:
-    """Multiplies with a scalar, as `torch.nn.utils.clip_grad_norm_` does."""
-    return lambda gradient: gradient.mul_(scale.to(gradient.device))
-
-
-def clamped_to(clip_value: float) -> Change:
-    """Clamps, as `torch.nn.utils.clip_grad_value_` does on the CPU."""
-
-    def change(gradient: torch.Tensor) -> None:
-        torch._foreach_clamp_min_([gradient], -clip_value)
-        torch._foreach_clamp_max_([gradient], clip_value)
-
-    return change
 
 
 @dataclass(eq=False, slots=True)
@@ -94,19 +69,11 @@ class Part:
 
 
 @dataclass(eq=False, slots=True)
-class TakenNorm:
-    """The norm of a whole gradient, taken as `foreach=None` takes it, and what its bits depend on besides."""
-
-    value: torch.Tensor
-    norm_type: float
-    threads: int
-
-
-@dataclass(eq=False, slots=True)
 class Gradient:
     """What is known of the gradient of one parameter.
 
     Attributes:
+        number: of this one, to know it by in the order of arrival.
         layout: strides of the parameter; a gradient that lies otherwise is not taken.
         parts: in order, without holes.
         stride: as it arrived.
@@ -119,13 +86,14 @@ class Gradient:
         why, cause: it is LOST.
     """
 
+    number: int
     parameter: weakref.ref[torch.nn.Parameter]
     shape: torch.Size
     layout: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
     parts: list[Part] = field(default_factory=list)
-    place: Place = Place.HERE
+    state: GradientState = GradientState.IN_MEMORY
     stride: tuple[int, ...] = ()
     arrived: int = 0
     stays: bool = False
@@ -138,11 +106,11 @@ class Gradient:
 
     def begin_to_change(self) -> None:
         """It is LOST until that is over: Ctrl-C may strike before."""
-        self.place, self.why = Place.LOST, "KeyboardInterrupt"
+        self.state, self.why = GradientState.LOST, "KeyboardInterrupt"
 
     def lose(self, error: BaseException) -> None:
         """`error` cut off what was being done to it."""
-        self.place, self.why = Place.LOST, f"{type(error).__name__}: {error}"
+        self.state, self.why = GradientState.LOST, f"{type(error).__name__}: {error}"
         # A copy has no traceback, whose frames would keep much alive.
         self.cause = copy.copy(error) if isinstance(error, SwapIOError) else None
 
@@ -210,20 +178,3 @@ def can_leave(p: torch.nn.Parameter) -> bool:
 def record_bytes(p: torch.nn.Parameter, start: int, stop: int) -> int:
     """Length of the record of that part of the gradient of `p`."""
     return round_up((stop - start) * p.dtype.itemsize, PAGE_BYTES)
-
-
-def in_order_of_clipping(parameters: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-    """In the order in which `torch.nn.utils.clip_grad_norm_` takes the norms of their gradients."""
-    gradients = [p if (gradient := raw_gradient(p)) is None else gradient for p in parameters]
-    like = [torch.empty(0, dtype=gradient.dtype, device=gradient.device) for gradient in gradients]
-    groups = _group_tensors_by_device_and_dtype([like], with_indices=True)  # type: ignore[list-item]
-    return [parameters[i] for _, indices in groups.values() for i in indices]
-
-
-def norm_of(gradient: torch.Tensor, norm_type: float, foreach: bool | None) -> torch.Tensor:
-    """The norm of one gradient, as `torch.nn.utils.clip_grad_norm_` takes it."""
-    if gradient.device.type != "cpu" and foreach is not False:
-        foreach_norm: torch.Tensor = torch._foreach_norm([gradient], norm_type)[0]
-        return foreach_norm
-    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type)
-    return norm

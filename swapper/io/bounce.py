@@ -188,7 +188,7 @@ class _Ring:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self._length = memory.numel()
-        # Positions that only grow; the place in memory is the remainder.
+        # Positions that only grow; the offset in memory is the remainder.
         self._head = self._tail = 0
         self._spans: deque[_Span] = deque()
 
@@ -401,7 +401,7 @@ class Bounce:
                 self._fail(job, piece, error)
                 return True
             offset = job.offset_bytes + piece.start
-            skip = offset % mmap.PAGESIZE  # Memory as misaligned as the place in the file: the drive takes it as it is.
+            skip = offset % mmap.PAGESIZE  # As misaligned in memory as in the file: the drive takes it as it is.
             longest = self.chunk_bytes // job.unit_bytes * job.unit_bytes - offset % job.unit_bytes
             length = min(piece.stop - piece.start, longest)
             span = ring.take(skip + length)

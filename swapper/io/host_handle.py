@@ -10,8 +10,9 @@ from typing import TypeVar
 
 import torch
 
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import SwapError, SwapIOError, renewed
 from swapper.finalizers import finalizer
+from swapper.interrupts import interrupts_deferred
 from swapper.io import _native
 from swapper.io._native import Checksums, FaultPlan, Slab
 from swapper.io.backends import BACKENDS, SYSTEMS, Refusal, probe
@@ -273,24 +274,19 @@ class HostHandle:
         self._ledger.engine.close()
         self._ledger.sweep()
         failed = list(self._ledger.failed.values())
-        if not failed:
-            self._finalizer.detach()
-            return
+        unseen: SwapIOError | None = None
         try:
-            failed[0].wait()
+            for transfer in failed[:1]:
+                transfer.wait()
         except SwapIOError as error:
             more = f"; {len(failed) - 1} more transfers failed unseen" if len(failed) > 1 else ""
             detail = f"{error.detail}; nobody had waited for it{more}".removeprefix("; ")
-            number = error.errno
-            assert number is not None
-            try:
-                raise SwapIOError(
-                    number, error.operation, error.path, error.offset_bytes, error.length_bytes, detail
-                ) from None
-            finally:
-                # Forgotten only while it is raised: a Ctrl-C before leaves it to the next call, or to the finalizer.
-                self._ledger.failed.clear()
-                self._finalizer.detach()
+            unseen = renewed(error, detail=detail)
+        with interrupts_deferred():  # Forgotten only when it is raised: Ctrl-C before leaves it to the next call.
+            self._ledger.failed.clear()
+            self._finalizer.detach()
+            if unseen is not None:
+                raise unseen
 
     def __enter__(self: _Handle) -> _Handle:
         return self

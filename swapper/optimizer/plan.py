@@ -273,6 +273,12 @@ class OptimizerPlan:
         """
         return not segment.of.fused and (bool(segment.master) or segment.of.dtype not in _LOW_PRECISION)
 
+    @property
+    def moves_gradients(self) -> bool:
+        """True if gradients leave the memory that autograd puts them in; on the CPU, `device: cpu` is that already."""
+        device = self._config.offload_gradient.device
+        return device == "nvme" or (device == "cpu" and self.remote)
+
     def gradient_parts(self) -> list[tuple[int, torch.nn.Parameter, int, int]]:
         """Each bucket's part of each gradient: its number, the parameter, from and to in elements of memory order."""
         return [

@@ -28,11 +28,11 @@ from torch.nn.modules.module import (
 )
 
 from swapper.errors import ConfigError, SwapError
-from swapper.parameter.access_order import Order, Use
-from swapper.parameter.cache import BY_ADDRESS, Held, State
+from swapper.parameter.cache import BY_ADDRESS, Held
 from swapper.parameter.owner import ParameterHome, ParameterOwner
 from swapper.parameter.records import OtherTensors, plan_record_of, why_not
 from swapper.sizes import SMALL_BYTES, format_bytes
+from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import RecordKey, TensorStore
@@ -60,7 +60,7 @@ class _BuilderHome(ParameterHome):
 
     @property
     def viewed(self) -> bool:
-        return self._builder()[1].foreign_uses()
+        return self._builder()[1].viewed()
 
     def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._builder()[0].forget(parameters)
@@ -98,7 +98,7 @@ class ModelBuilder(ParameterOwner):
         store: TensorStore,
         release: Callable[[], None],
     ) -> None:
-        super().__init__([], Order([], start=0), budget_bytes, pool, store, release)
+        super().__init__([], AccessOrder([], start=0), budget_bytes, pool, store, release)
         self._begin()
         self._owner = owner
         self._waiting_bytes = waiting_bytes
@@ -128,7 +128,7 @@ class ModelBuilder(ParameterOwner):
                 if builder is not None and threading.get_ident() == thread:
                     builder._on_registration(module, name, item)
 
-            # Before they are there, and twice, should Ctrl-C cut off the first.
+            # Before the hooks exist, and twice: Ctrl-C at the very beginning of the first would leave them for good.
             stack.callback(_remove_registration_hook, registered)
             stack.callback(_remove_registration_hook, registered)
             register_module_module_registration_hook(registered)
@@ -253,7 +253,7 @@ class ModelBuilder(ParameterOwner):
                 raise
             self._freed_bytes += parameter.nbytes
             if self._freed_bytes > self._waiting_bytes:
-                # Small tensors that stay lie between large ones that do not: the next would not fit the holes.
+                # Small tensors that stay are between large ones that left: the next would not fit the holes.
                 self._freed_bytes = 0
                 return_free_memory()
 
@@ -262,12 +262,8 @@ class ModelBuilder(ParameterOwner):
         parameter = held.plan.locations[0].parameter
         if parameter in self._home:
             return
-        if held.lease is not None:
-            if held.lease.transfer is not None:
-                held.lease.transfer.settle()
-            self._release(held)
-        held.state = State.GONE
-        self._store.forget(held.key)
+        held.gone = True
+        self._cache.forget(held.key)
 
     def _finish(self) -> None:
         """The models are complete: put on disk those that wait, and hook the modules."""
@@ -306,15 +302,10 @@ class ModelBuilder(ParameterOwner):
         """Let `parameter`, of which there are views, have its values for good where they are now, in the pool."""
         with self._lock, self.present([held]):
             values = parameter.detach()
-        lease = held.lease
-        assert lease is not None
-        self._wait_write(held)
-        lease.abandon()  # The memory is the views' now: the pool never gives it out again.
-        held.lease, held.values, held.state = None, [], State.GONE
-        del BY_ADDRESS[values.data_ptr()]
-        self._held_bytes -= lease.length_bytes
+        self._cache.wait(held.key)
+        held.gone = True
         self._unhook(held, parameter)
-        self._store.forget(held.key)
+        self._cache.abandon(held.key)  # The memory is the views' now: the pool never gives it out again.
         restore_for_good(parameter, values)
         if not self._home:
             self.close()
@@ -330,15 +321,11 @@ class ModelBuilder(ParameterOwner):
 
     def _forget(self, held: Held, parameter: torch.nn.Parameter) -> None:
         """Forget a parameter that is not ours any more, and its record, unless views of it are left."""
-        if held.lease is not None:
-            self._wait_write(held)
-            if held.foreign_uses():
-                self._unhook(held, parameter)
-                return
-            self._release(held)
-        held.state = State.GONE
+        self._cache.wait(held.key)
+        if not held.viewed():
+            held.gone = True
+            self._cache.forget(held.key)
         self._unhook(held, parameter)
-        self._store.forget(held.key)
 
     def _unhook(self, held: Held, parameter: torch.nn.Parameter) -> None:
         del self._home[parameter]

@@ -46,7 +46,7 @@ class ForwardHooks:
 class Forward:
     """Replaces the `forward` of a module that takes another path, with other bits, if it or one below it has hooks.
 
-    Several can lie over one another, and over a `forward` that the user put on the instance: a model that was built in
+    Several can be put over one another, and over a `forward` of the user on the instance: a model that was built in
     `swapper.init` has its builder's until `offload` has its own. They can be removed in any order. One that cannot be
     removed, because another or the user's calls it now, goes on without its hooks.
     """
@@ -76,7 +76,7 @@ class Forward:
         module = self._module()
         if module is None:
             return
-        # Those that lie below and were removed while this lay over them go with it.
+        # Those below that were removed while this was over them go with it.
         top = vars(module).get("forward")
         while isinstance(top, Forward) and top._hooks is None:
             top = top._former

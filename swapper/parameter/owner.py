@@ -25,20 +25,20 @@ import torch
 from swapper.errors import SwapError
 from swapper.finalizers import finalizer
 from swapper.io.checksums import checksum
-from swapper.parameter.access_order import Order
-from swapper.parameter.cache import Held, ParameterCache, State, finalize
+from swapper.parameter.cache import Held, ParameterCache, finalize
 from swapper.parameter.forward_hooks import Forward, ForwardHooks
 from swapper.parameter.mapped_copies import MappedCopies
 from swapper.parameter.records import ParameterLocation, modules_with_parameters, used_by
 from swapper.parameter.saved_tensors import in_transform, refuse_in_transform, saves_locations, saving_locations
 from swapper.sizes import format_bytes
-from swapper.storage.buffers import BufferPool, PoolExhausted
+from swapper.storage.access_order import AccessOrder
+from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.store import TensorStore
 from swapper.tensors.evicted import EvictedParameter, evict, refuse_copy, restore, restore_for_good
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 from swapper.tensors.homes import Home, TemporaryHome, home_of
 
-__all__ = ["ParameterHome", "ParameterOwner", "parts_of", "whole"]
+__all__ = ["ParameterHome", "ParameterOwner", "parts_of"]
 
 _living: weakref.WeakSet[ParameterOwner] = weakref.WeakSet()
 """Owners whose parameters a forked child must find evicted."""
@@ -126,7 +126,7 @@ class ParameterOwner(ParameterCache):
     Lives as long as a module that it hooked, or an optimizer that was offloaded with it; then its files are deleted.
 
     Args:
-        records: of the parameters, all STORED.
+        records: of the parameters, none in memory.
         order: in which they are used.
         budget_bytes: the most of the pool that records may hold.
         pool, store: give buffers, and keep the records.
@@ -138,7 +138,7 @@ class ParameterOwner(ParameterCache):
     def __init__(
         self,
         records: list[Held],
-        order: Order,
+        order: AccessOrder,
         budget_bytes: int,
         pool: BufferPool,
         store: TensorStore,
@@ -163,9 +163,7 @@ class ParameterOwner(ParameterCache):
 
     def _begin(self) -> None:
         """All is taken over: from now on the death of this deletes the files and releases the pool."""
-        self._finalizer = finalizer(
-            self, finalize, self._all, self._dropped, self._store, self._release_pool, self._pid
-        )
+        self._finalizer = finalizer(self, finalize, self._all, self._cache, self._store, self._release_pool, self._pid)
 
     def close(self, *, keep_values: bool = False) -> None:
         """Undo everything: remove the hooks, delete the files, give the memory back. Idempotent.
@@ -206,13 +204,14 @@ class ParameterOwner(ParameterCache):
     def _adopt(self, held: Held) -> None:
         """Write the values of a record, and take them from the parameters."""
         try:
-            self._fill(held)
+            lease = self._fill(held)
         except PoolExhausted:  # A value that is on disk already needs room too, and the pool may be in pieces.
             while self._pool.reclaim():
                 pass
-            self._fill(held)
+            lease = self._fill(held)
         # The write starts before the parameters are evicted: until then they have the values should it fail.
-        self._write(held)
+        held.checksums = held.pack(lease)
+        self._cache.put(held.key, held.plan.file_bytes)
         for slot, location in enumerate(held.plan.locations):
             former = home_of(location.parameter)
             if former is not None and (temporary := former.temporary) is not None:
@@ -220,26 +219,22 @@ class ParameterOwner(ParameterCache):
             self._home[location.parameter] = held
             evict(location.parameter, self.home_type(self._reference, held, slot))
 
-    def _fill(self, held: Held) -> None:
+    def _fill(self, held: Held) -> Lease:
         """Copy the values of a record into a buffer for it. After an exception it has none."""
-        self._make_room(held)
-        assert held.lease is not None
-        header = held.plan.layout.header(0)
-        held.lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        self._open(held)
-        filling = object()
+        lease, _ = self._cache.take(held.key, held.length_bytes)
         try:
-            held.holds.add(filling)
+            header = held.plan.layout.header(0)
+            lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            held.open(lease, self, arrived=False)
             for location, values in zip(held.plan.locations, held.values, strict=True):
                 source = location.parameter.detach()
                 with torch._C.DisableTorchFunctionSubclass():  # Of one that nothing has filled yet, nothing is copied.
                     location.view(values).copy_(source)
-                del source  # The buffer that it lies in may be needed for the next.
+                del source  # It may keep a buffer that the next one needs.
+            return lease
         except BaseException:
-            self._release(held)
+            self._cache.release(held.key)
             raise
-        finally:
-            held.holds.discard(filling)
 
     def _install(self, model: torch.nn.Module) -> None:
         """Hook the modules of `model`, and the gradients whose strides depend on those of the parameter."""
@@ -307,7 +302,7 @@ class ParameterOwner(ParameterCache):
             records: of this owner.
             phase: of training, to know the use by in the next round; "" finds it out.
         """
-        with self._holding(whole(records), phase):
+        with self._holding([(held, tuple(range(len(held.plan.locations)))) for held in records], phase):
             yield
 
     @contextmanager
@@ -363,7 +358,7 @@ class ParameterOwner(ParameterCache):
 
         self._check_open()
         with self._lock:
-            now = checksum(held.values[slot]) if held.state is State.HERE else held.checksums[slot]
+            now = checksum(held.values[slot]) if held.values else held.checksums[slot]
             return self._copies.get(location, now, fill)
 
     def _attach(self, use: _Use, phase: str) -> None:
@@ -380,7 +375,7 @@ class ParameterOwner(ParameterCache):
             for held, _ in use.parts:
                 self._bring(held, phase)
             for held, _ in use.parts:
-                self._wait_write(held)
+                self._cache.wait(held.key)
             for held, slots in use.parts:
                 if slots and not held.attached:
                     self.metrics.begin_use(held.key)
@@ -440,8 +435,8 @@ class ParameterOwner(ParameterCache):
         if slots and not held.attached:
             self.metrics.end_use(held.key)
         held.holds.discard(use)
-        if held.changed and not held.holds and held.state is State.HERE:
-            self._write(held)
+        if held.changed and not held.holds and held.values:
+            held.write(self._cache)
         if refused:
             raise SwapError(refused)
 
@@ -556,11 +551,6 @@ def parts_of(homes: Iterable[Home | None]) -> list[tuple[Held, tuple[int, ...]]]
         if isinstance(home, ParameterHome):
             slots.setdefault(home.of_owner()._all[home.number], {})[home.slot] = None
     return [(held, tuple(those)) for held, those in slots.items()]
-
-
-def whole(records: Iterable[Held]) -> list[tuple[Held, tuple[int, ...]]]:
-    """All slots of `records`."""
-    return [(held, tuple(range(len(held.plan.locations)))) for held in records]
 
 
 def _is_contiguous(location: ParameterLocation) -> bool:

@@ -3,7 +3,7 @@
 A record holds whole tensors under their names in `model.state_dict()` and nothing else, one after another without
 holes, so that its published form opens with every tool that knows safetensors. Those whose size is a multiple of 64
 bytes come first, each then aligned for the kernels that use it in location. The others follow tightly packed, and are
-copied to aligned locations behind them when the record is in a buffer. So are those whose elements lie in another order
+copied to aligned locations behind them when the record is in a buffer. So are those whose elements are in another order
 than that of their indices (channels_last), because the format has them in that order.
 """
 
@@ -141,7 +141,7 @@ class ParameterPlan:
 
 
 def plan_parameters(
-    model: torch.nn.Module, *, bucket_bytes: int, resident_bytes: int, step_in_backward: bool
+    model: torch.nn.Module, bucket_bytes: int, resident_bytes: int, step_in_backward: bool
 ) -> ParameterPlan:
     """Plan which parameters of `model` are swapped.
 

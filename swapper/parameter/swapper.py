@@ -10,10 +10,10 @@ from contextlib import contextmanager
 
 import torch
 
-from swapper.parameter.access_order import Order, Use
-from swapper.parameter.cache import Held, State, finalize
+from swapper.parameter.cache import Held, finalize
 from swapper.parameter.owner import ParameterOwner, parts_of
 from swapper.parameter.records import ParameterPlan
+from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import evict, restore_for_good
@@ -30,7 +30,7 @@ class ParameterSwapper(ParameterOwner):
     Lives as long as a module of the model, or an optimizer that was offloaded with it; then its files are deleted.
 
     Args:
-        model: its parameters are taken away, its modules hooked. Only a weak reference is kept.
+        model: its parameters are evicted, its modules hooked. Only a weak reference is kept.
         owner: number of this swapper among those of the process; part of every record's key.
         plan: of its parameters.
         budget_bytes: the most of the pool that records may hold; at least `plan.needs.least_bytes`.
@@ -57,7 +57,7 @@ class ParameterSwapper(ParameterOwner):
         forward = [Use("forward", i) for i in range(count)]
         backward = [Use("backward", i) for i in reversed(range(count))]
         step = [Use("step", i) for i in range(count)]
-        order = Order([*evaluation, *forward, *backward, *step], start=count)
+        order = AccessOrder([*evaluation, *forward, *backward, *step], start=count)
         held = [Held(r, RecordKey(owner, "param", r.number), resident=r in plan.resident) for r in plan.records]
         super().__init__(held, order, budget_bytes, pool, store, release)
         self._model = weakref.ref(model)
@@ -98,7 +98,7 @@ class ParameterSwapper(ParameterOwner):
                         restore_for_good(p, location.view(values).clone(memory_format=torch.preserve_format))
         self._closed = True
         self._remove_hooks()
-        finalize(self._all, self._dropped, self._store, lambda: None, self._pid)
+        finalize(self._all, self._cache, self._store, lambda: None, self._pid)
 
     @property
     def stays(self) -> dict[str, str]:
@@ -107,7 +107,7 @@ class ParameterSwapper(ParameterOwner):
 
     def share_pool(self, budget_bytes: int) -> None:
         """Others need the pool, too: hold at most `budget_bytes` of it, and no less than `plan.needs.least_bytes`."""
-        self._budget_bytes = budget_bytes
+        self._cache.limit_bytes = self._budget_bytes = budget_bytes
 
     def flush(self) -> None:
         """Write what changed and wait until it is on disk.
@@ -118,10 +118,9 @@ class ParameterSwapper(ParameterOwner):
         self._check_open()
         with self._lock:
             for held in self._all:
-                if held.state is State.HERE and self._is_newer(held):
-                    self._write(held)
+                held.write_newer(self._cache)
             for held in self._all:
-                self._wait_write(held)
+                self._cache.wait(held.key)
 
     def settled_records(self) -> list[Held]:
         """The records that have the values of all their parameters, in their files.
@@ -161,7 +160,7 @@ class ParameterSwapper(ParameterOwner):
     def staying(
         self, parameters: Iterable[torch.nn.Parameter], following: Iterable[torch.nn.Parameter]
     ) -> contextlib.AbstractContextManager[None]:
-        """Within it the records stay that hold some of `parameters`, which are there, and some of `following`."""
+        """Keep the records within it that hold some of `parameters`, which are attached, and some of `following`."""
         here = set(self.records_of(parameters))
         staying = [held for held in self.records_of(following) if held in here]
         return self._holding([(held, ()) for held in staying], "step") if staying else contextlib.nullcontext()

@@ -144,8 +144,11 @@ class PoolBudget:
             return kept_bytes + max(moving, default=0)
         return kept_bytes + sum(moving) + self.lost_bytes + self.parameters.least_bytes
 
-    def check(self) -> None:
+    def check(self, *, as_a_whole: bool = False) -> None:
         """Refuse a pool that is too small.
+
+        Args:
+            as_a_whole: say of parameters that have no room what all need together, and not what is left for them.
 
         Raises:
             ConfigError: with the first part that has no room, and the `pool_bytes` that would do for all.
@@ -159,11 +162,17 @@ class PoolBudget:
             if needs.gradients is not None:
                 needs.gradients.check(free_bytes - state_bytes, needed_bytes - needs.gradient_bytes)
             free_bytes -= needs.kept_bytes
-        if self.parameters is not None and self.parameters.least_bytes > self._left_bytes:
+        if self.parameters is None or self.parameters.least_bytes <= self._left_bytes:
+            return
+        if as_a_whole:
             raise ConfigError(
-                f"pool_bytes: {format_bytes(self._left_bytes)} are left for parameters, and {self.parameters.why} are "
-                f"needed; set pool_bytes to at least {needed_bytes}"
+                f"pool_bytes: {format_bytes(self.pool_bytes)} are too few; optimizer state, gradients and parameters "
+                f"together need {format_bytes(needed_bytes)}. Set pool_bytes to at least {needed_bytes}"
             )
+        raise ConfigError(
+            f"pool_bytes: {format_bytes(self._left_bytes)} are left for parameters, and {self.parameters.why} are "
+            f"needed; set pool_bytes to at least {needed_bytes}"
+        )
 
     @property
     def _left_bytes(self) -> int:

@@ -169,7 +169,7 @@ class Share(NamedTuple):
     """The part of a record that is on one drive: bytes `start_bytes` to `stop_bytes` of the record.
 
     Attributes:
-        drive: its place in the list of drives.
+        drive: its index in the list of drives.
     """
 
     drive: int

@@ -143,7 +143,7 @@ class FileSystem:
     """A file system that holds one or several of some directories.
 
     Attributes:
-        members: the places of its directories in the list that was given.
+        members: indices of its directories in the list that was given.
         free_bytes: what this user may still write to it.
     """
 

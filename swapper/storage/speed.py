@@ -114,10 +114,10 @@ def _timed_pass(
     start_s = time.perf_counter()
     try:
         for offset in range(0, length_bytes, block_bytes):
-            place = offset % len(memory)
+            start_in_memory = offset % len(memory)
             if len(in_flight) == len(memory) // block_bytes:
                 in_flight.popleft().wait()
-            in_flight.append(start(file, memory[place : place + block_bytes], offset))
+            in_flight.append(start(file, memory[start_in_memory : start_in_memory + block_bytes], offset))
         while in_flight:
             in_flight.popleft().wait()
     finally:

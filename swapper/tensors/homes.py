@@ -91,7 +91,7 @@ def home_of(item: object) -> Home | None:
 
 
 def present(homes: Sequence[Home]) -> AbstractContextManager[object]:
-    """Have the values of the parameters of `homes` in memory within it, whoever owns them."""
+    """Have the values of the parameters of `homes`, of any owners, in memory within it."""
     return _together(homes, lambda home: home.present)
 
 

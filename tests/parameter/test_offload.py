@@ -21,7 +21,6 @@ from torch import nn
 import swapper
 from swapper import ConfigError, OffloadConfig, ParameterSwapper, SwapError
 from swapper.parameter import records as parameter_records
-from swapper.parameter.cache import State
 from swapper.progress import warn_once
 from swapper.tensors.evicted import EvictedParameter
 
@@ -197,13 +196,9 @@ def test_a_read_that_ctrl_c_cut_off_from_its_use_is_made_again(nvme_path: Path) 
     expected = make_model()(torch.ones(1, WIDTH))
     used = swapper_of(model)
     model(torch.ones(1, WIDTH))
-    held = next(held for held in used._all if held.state is State.STORED)
-    used._make_room(held)
-    used._read(held)
-    assert held.lease is not None
-    assert held.lease.transfer is not None
-    held.lease.transfer.wait()
-    held.lease.transfer = None  # As between the wait and the opening of the record.
+    held = next(held for held in used._all if used._cache.records.get(held.key) is None)
+    used._cache.require(held.key, held.length_bytes)
+    used._cache.fetch(held.key)  # As between the wait and the opening of the record.
     assert torch.equal(model(torch.ones(1, WIDTH)), expected)
 
 
