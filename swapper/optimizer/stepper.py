@@ -71,7 +71,7 @@ class SwappedGradients(Protocol):
     def has(self, parameter: torch.nn.Parameter) -> bool:
         """True if `parameter` has a gradient, in memory or not."""
 
-    def is_away(self, parameter: torch.nn.Parameter) -> bool:
+    def is_evicted(self, parameter: torch.nn.Parameter) -> bool:
         """True if it is not in memory."""
 
     def stage(self, parameter: torch.nn.Parameter, start: int) -> bool:
@@ -292,7 +292,7 @@ class Stepper:
     def _take_gradients(self, gradients: SwappedGradients, active: Sequence[Segment], stack: ExitStack) -> None:
         for of, mine in grouped(active).items():
             p, start = of.parameter, mine[0].start
-            if not gradients.is_away(p):
+            if not gradients.is_evicted(p):
                 continue
             part = stack.enter_context(gradients.taken(p, start))
             if mine[0].whole and not mine[0].master and not self.plan.remote:  # The class is given it itself.
