@@ -113,6 +113,7 @@ class Stepper:
     """Steps the buckets of one optimizer, with scratch from its pool.
 
     Attributes:
+        plan: the buckets.
         parameters, gradients: swappers of those that are on disk too; None where they are in memory.
         entered: the buckets that the step that is being made, or was cut off, has touched.
         done: the number of them that are finished.
@@ -127,13 +128,13 @@ class Stepper:
         pool_bytes: int,
         records: BucketRecords,
     ) -> None:
+        self.plan = plan
         self.parameters: SwappedParameters | None = None
         self.gradients: SwappedGradients | None = None
         self.entered: list[Bucket] = []
         self.done = 0
         self.stepping = False
         self._class_step = ClassStep(class_step, plan.remote)
-        self.plan = plan
         self._pool = pool
         self._pool_bytes = pool_bytes
         self._records = records
