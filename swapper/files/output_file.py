@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections import deque
 from collections.abc import Callable, Iterator
 
 import torch
 
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import SwapError, SwapIOError, renewed
 from swapper.files.file_buffers import POOL_BYTES, FileBuffers, close_unattended, memory_of, on_host
 from swapper.finalizers import finalizer
 from swapper.interrupts import interrupts_deferred
@@ -86,10 +85,7 @@ class OutputFile:
         try:
             yield
         except SwapIOError as error:
-            number = error.errno or errno.EIO
-            raise SwapIOError(
-                number, error.operation, self.path, error.offset_bytes, error.length_bytes, error.detail
-            ) from None
+            raise renewed(error, path=self.path) from None
 
     def tell(self) -> int:
         """Bytes written so far."""
