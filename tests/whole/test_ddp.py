@@ -145,7 +145,7 @@ def train(rank: int, directory: str, what: str, micro_batches: int, options: dic
             if "gradients" in what:
                 swapped = pair.models[1].module
                 assert raw_gradient(swapped.first.weight) is None
-                assert swapper.of(pair.optimizers[1]).gradients.is_away(swapped.conv.weight)  # type: ignore[union-attr]
+                assert swapper.of(pair.optimizers[1]).gradients.is_evicted(swapped.conv.weight)  # type: ignore[union-attr]
             if step in (1, 2):
                 parameters = [p for p in pair.models[0].parameters() if p.requires_grad]
                 total = torch.nn.utils.clip_grad_norm_(parameters, 0.1)
