@@ -83,7 +83,7 @@ def in_a_process(command: Sequence[str]) -> dict[str, Any]:
 
 
 def only_in_a_process(part: str) -> dict[str, Any]:
-    """What this script prints with `--only PART`, in a process of its own."""
+    """The last line of this script with `--only PART`, in a process of its own, as JSON."""
     return in_a_process([sys.executable, *sys.argv, "--only", part])
 
 

@@ -1,4 +1,4 @@
-"""How long `swapper.save_checkpoint` holds training, with everything on disk, beside `torch.save` with fsync.
+"""Measures how long `swapper.save_checkpoint` holds training, with everything on disk, beside `torch.save` with fsync.
 
     python benchmarks/checkpoint.py --nvme-path DIR
 

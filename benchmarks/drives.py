@@ -1,4 +1,4 @@
-"""How bandwidths of several drives add up: records written and read through one store, on one directory and on two.
+"""Measures how bandwidths of several drives add up: records of one store, on one directory and on two.
 
     python benchmarks/drives.py --nvme-path DIR                 two directories in DIR, each capped
     python benchmarks/drives.py --nvme-path DIR DIR --cap 0     real drives, as fast as they are

@@ -1,4 +1,4 @@
-"""What the I/O engine promises, measured: bandwidth beside fio, CPU time, many small transfers, checksums.
+"""Measures what the I/O engine promises: bandwidth beside fio, CPU time, many small transfers, checksums.
 
     python benchmarks/io_engine.py --nvme-path DIR
 
@@ -59,9 +59,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
     size = arguments.size
     settings = EngineSettings(arguments.backend, arguments.block_size, arguments.queue_depth)
     looked_at = look_at_directory(arguments.nvme_path)
-    with workspace([arguments.nvme_path], needed_bytes=3 * size) as (place,), contextlib.ExitStack() as stack:
+    with workspace([arguments.nvme_path], needed_bytes=3 * size) as (room,), contextlib.ExitStack() as stack:
         check_memory(2 * size + min(size, 256 << 20))
-        field = Field(place, size, settings, stack)
+        field = Field(room, size, settings, stack)
         figures = alternate(field.contestants, arguments.rounds)
         (warm,) = alternate([field.warm], 1)
     rows = [*table(figures), page_cache_row(figures, warm)]
@@ -77,8 +77,8 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
 class Field:
     """Everybody who runs, in one directory."""
 
-    def __init__(self, place: Path, size: int, settings: EngineSettings, stack: contextlib.ExitStack) -> None:
-        site = Site(place, size, "cpu")
+    def __init__(self, room: Path, size: int, settings: EngineSettings, stack: contextlib.ExitStack) -> None:
+        site = Site(room, size, "cpu")
         handle = settings.open(stack)
         ours = site.lane(stack, handle)
         self.backend = handle.backend
@@ -89,7 +89,7 @@ class Field:
 
         add(OURS, lambda name, operation: Transfers(name, operation, [ours]))
         # In a file of its own: what others write has other checksums.
-        file = stack.enter_context(handle.open(place / "verified", "rw", exclusive=True))
+        file = stack.enter_context(handle.open(room / "verified", "rw", exclusive=True))
         verified = Lane(handle, file, site.tensor, Checksums(size, min(settings.block_bytes, CHECKED_BYTES)))
         file.preallocate(size)
         verified.start("write", site.tensor, 0).wait()
@@ -100,7 +100,7 @@ class Field:
         add(ONE, lambda name, operation: Transfers(name, operation, [part]))
         add(MANY, lambda name, operation: Transfers(name, operation, [part], piece_bytes=PIECE_BYTES))
         for name, preallocate in ((PREALLOCATED, True), (GROWING, False)):
-            self.contestants.append(NewFile(name, place, handle, site.tensor, preallocate=preallocate))
+            self.contestants.append(NewFile(name, room, handle, site.tensor, preallocate=preallocate))
         program = find_fio()
         self.fio = program.version if program else "no fio"
         if program is not None:

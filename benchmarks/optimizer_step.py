@@ -1,4 +1,4 @@
-"""How close `optimizer.step()` comes to the drive: step time / max(bytes / drive's speed, compute).
+"""Measures how close `optimizer.step()` comes to the drive: step time / max(bytes / drive's speed, compute).
 
     python benchmarks/optimizer_step.py --nvme-path DIR
 
@@ -140,7 +140,7 @@ def cpu_s() -> float:
 
 
 def kernel_bytes() -> tuple[int, int]:
-    """What this process read from and wrote to block devices so far (proc_pid_io(5)), in bytes."""
+    """Bytes that this process read from and wrote to block devices so far, proc_pid_io(5)."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"]), int(fields["write_bytes"])
 

@@ -49,9 +49,9 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> dict[str, object]:
     size = -(-arguments.size // 4096) * 4096
     looked_at = look_at_directory(arguments.nvme_path)
-    with workspace([arguments.nvme_path], needed_bytes=4 * size) as (place,), contextlib.ExitStack() as stack:
+    with workspace([arguments.nvme_path], needed_bytes=4 * size) as (room,), contextlib.ExitStack() as stack:
         check_memory(3 * size)
-        figures = alternate(field(place, size, arguments.tensor_size, stack), arguments.rounds)
+        figures = alternate(field(room, size, arguments.tensor_size, stack), arguments.rounds)
     rows = [*table(figures), fresh_memory(size, arguments.rounds)]
     print(system_line(looked_at, f"torch {torch.__version__}"))
     print(f"{format_size(size)} in tensors of {format_size(arguments.tensor_size)}, {arguments.rounds} rounds")
@@ -60,7 +60,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def fresh_memory(size: int, rounds: int) -> Row:
-    """How fast the system gives memory that nobody had, to all threads: what is loaded needs it, whoever loads."""
+    """The speed at which the system gives fresh memory to all threads: loaded tensors need it, whatever loads them."""
     rates_bps = []
     for _ in range(rounds):
         memory = torch.empty(size, dtype=torch.uint8)
@@ -70,9 +70,9 @@ def fresh_memory(size: int, rounds: int) -> Row:
     return Row("fresh memory, all threads", f"{middle:.2f} ({low:.2f} - {high:.2f}) GB/s")
 
 
-def field(place: Path, size: int, tensor_bytes: int, stack: contextlib.ExitStack) -> list[Contestant]:
+def field(room: Path, size: int, tensor_bytes: int, stack: contextlib.ExitStack) -> list[Contestant]:
     """Everybody who runs, in one directory."""
-    site = Site(place, size, "cpu")
+    site = Site(room, size, "cpu")
     handle = EngineSettings().open(stack)
     lane = site.lane(stack, handle)
     starts = range(0, size, tensor_bytes)
@@ -83,13 +83,13 @@ def field(place: Path, size: int, tensor_bytes: int, stack: contextlib.ExitStack
         for start in starts
     }
     return [
-        NewFile(DRIVE, place, handle, site.tensor, preallocate=True, synced=True),
+        NewFile(DRIVE, room, handle, site.tensor, preallocate=True, synced=True),
         Transfers(OVERWRITE, "write", [lane]),
-        Save("swapper.save", place, state, swapper.save, new=True),
-        Save("torch.save + fsync", place, state, torch_save, new=True),
+        Save("swapper.save", room, state, swapper.save, new=True),
+        Save("torch.save + fsync", room, state, torch_save, new=True),
         Transfers(DRIVE, "read", [lane]),
-        Load("swapper.load", place, state, swapper.load),
-        Load("torch.load", place, state, torch_load),
+        Load("swapper.load", room, state, swapper.load),
+        Load("torch.load", room, state, torch_load),
     ]
 
 

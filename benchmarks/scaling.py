@@ -1,4 +1,4 @@
-"""What swapping costs the host for each record, each use of a module and each parameter, and whether that grows.
+"""Measures the host's cost of swapping for each record, each use of a module and each parameter, and if it grows.
 
     python benchmarks/scaling.py --nvme-path DIR [--baseline PATH] [--only records|modules|parameters|buckets ...]
 
@@ -161,9 +161,9 @@ class Measurer:
         self._rounds, self._patience_s = rounds, patience_s
         self._children: dict[str, subprocess.Popen[str]] = {}
         for name, tree in trees.items():
-            place = directory / name
-            place.mkdir()
-            command = [sys.executable, __file__, "--nvme-path", str(place), "--json", str(tree)]
+            home = directory / name
+            home.mkdir()
+            command = [sys.executable, __file__, "--nvme-path", str(home), "--json", str(tree)]
             self._children[name] = subprocess.Popen(
                 command,
                 env={**os.environ, "PYTHONPATH": str(tree), CHILD: "1"},

@@ -89,12 +89,10 @@ RETIRED = {
 """Words that no name in `swapper/` has any more, and the words to use: see the table of words in ARCHITECTURE.md."""
 
 STILL_SAID = {
-    "away": {"gradient", "optimizer"},
+    "away": {"gradient"},
     "dry_run": {"cli"},  # In `cli` it is an option of `swapper clean`, as users know it.
-    "endings": {"cli"},
     "lose": {"gradient"},
     "settle": {"gradient", "io", "storage"},
-    "trial": {"bench", "optimizer"},
 }
 """The packages in which a retired word is still said. To be emptied, but for what users know."""
 

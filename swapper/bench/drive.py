@@ -23,7 +23,7 @@ from swapper.storage.runs import RunState, find_runs
 
 __all__ = ["Directory", "Drive", "look_at_directory"]
 
-_TRIAL_BYTES = 1 << 20
+_PROBE_BYTES = 1 << 20
 _VIRTUAL_MAKERS = ("QEMU", "VMware", "VBOX", "Virtual", "Msft", "Xen")
 _KINDS_BY_NAME = {
     r"z?ram\d+": "memory",
@@ -66,7 +66,7 @@ class Drive:
 
 @dataclass
 class Directory:
-    """What a directory offers to a run that keeps its files there. What could not be found out is None.
+    """A directory, as a run that keeps its files there finds it. What could not be found out is None.
 
     Attributes:
         error: why no file could be made there, written and read; "" if one could. If not, `direct` and what
@@ -103,7 +103,7 @@ def look_at_directory(path: Path) -> Directory:
     try:
         if not stat.S_ISDIR(os.stat(path).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        _try_file(path, found)
+        _probe_file(path, found)
     except (SwapError, OSError) as failure:
         found.error, found.change = _explained(path, failure)
     with contextlib.suppress(OSError):
@@ -130,7 +130,7 @@ def _explained(path: Path, failure: Exception) -> tuple[str, str]:
     return reason, "name another directory"
 
 
-def _try_file(path: Path, found: Directory) -> None:
+def _probe_file(path: Path, found: Directory) -> None:
     """Note in `found` what a file in `path` can do, once it was written and read."""
     descriptor, name = tempfile.mkstemp(prefix=".swapper-report-", dir=path)
     try:
@@ -143,7 +143,7 @@ def _try_file(path: Path, found: Directory) -> None:
             if not torch.equal(page, back):
                 raise SwapError("what was written is not what was read: do not trust this drive")
             try:
-                found.preallocated = file.preallocate(_TRIAL_BYTES)
+                found.preallocated = file.preallocate(_PROBE_BYTES)
                 found.preallocate_reason = "" if found.preallocated else "the file system cannot"
             except SwapIOError as error:  # As on a full drive.
                 found.preallocate_reason = str(error)

@@ -33,7 +33,7 @@ from swapper.bench.witness import Operation
 __all__ = ["ENGINES", "Fio", "FioProgram", "find_fio", "fio_contestants"]
 
 ENGINES = ("libaio", "io_uring")
-"""Those of fio's engines that keep many requests in flight from one thread."""
+"""fio's engines that keep many requests in flight from one thread."""
 
 _COMMON = (
     *("--thread", "--direct=1", "--output-format=json", "--overwrite=1", "--fallocate=none", "--invalidate=0"),

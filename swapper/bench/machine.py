@@ -21,15 +21,15 @@ __all__ = [
     "CudaDevice",
     "Limits",
     "Machine",
-    "SlabTrial",
+    "SlabProbe",
     "cuda_devices",
     "has_nvidia_driver",
     "limits",
     "machine",
+    "probe_slab",
     "read_int",
     "read_text",
     "swapper_version",
-    "try_slab",
 ]
 
 ROOT = Path("/")
@@ -222,7 +222,7 @@ def limits() -> Limits:
 
 
 @dataclass(frozen=True)
-class SlabTrial:
+class SlabProbe:
     """The result of trying a slab like those that a pool is made of.
 
     Attributes:
@@ -245,7 +245,7 @@ class SlabTrial:
     transparent_hugepage: str | None
 
 
-def try_slab(length_bytes: int = SLAB_BYTES) -> SlabTrial:
+def probe_slab(length_bytes: int = SLAB_BYTES) -> SlabProbe:
     """Allocate a slab, lock it, register it, and see what pages it got. It is gone when this returns."""
     setting = re.search(r"\[(\w+)\]", read_text(SYS / "kernel/mm/transparent_hugepage/enabled") or "")
     hugepage = setting[1] if setting else None
@@ -253,7 +253,7 @@ def try_slab(length_bytes: int = SLAB_BYTES) -> SlabTrial:
         slab = Slab(length_bytes)
     except (SwapError, OSError) as error:
         reason = str(error)
-        return SlabTrial(length_bytes, False, reason, False, reason, False, reason, None, hugepage)
+        return SlabProbe(length_bytes, False, reason, False, reason, False, reason, None, hugepage)
     register_reason = ""
     try:
         with AsyncIOHandle(queue_depth=8) as handle:
@@ -263,7 +263,7 @@ def try_slab(length_bytes: int = SLAB_BYTES) -> SlabTrial:
     except (SwapError, OSError) as error:
         register_reason = str(error)
     locks, registers = (slab.locked, slab.lock_reason), (not register_reason, register_reason)
-    return SlabTrial(length_bytes, True, "", *locks, *registers, _huge_bytes(slab.address), hugepage)
+    return SlabProbe(length_bytes, True, "", *locks, *registers, _huge_bytes(slab.address), hugepage)
 
 
 def _huge_bytes(address: int) -> int | None:

@@ -125,7 +125,7 @@ def time_here(operation: Operation, move: Callable[[], bool]) -> Timing:
 
 
 def account_bytes(operation: Operation, before: resource.struct_rusage, after: resource.struct_rusage) -> int:
-    """What the kernel charged between two looks; its unit is 512 bytes."""
+    """Bytes that the kernel charged between two looks; its unit is 512 bytes."""
     field = "ru_inblock" if operation == "read" else "ru_oublock"
     return (int(getattr(after, field)) - int(getattr(before, field))) * 512
 
@@ -177,7 +177,7 @@ class Figure:
 
     @property
     def flag(self) -> str:
-        """What else should be known of the figure, in a few words."""
+        """A warning about the figure, in a few words; "" without one."""
         busy = [proof.other_bytes for proof in self.proofs if proof.other_bytes]
         if not busy:
             return ""
@@ -217,10 +217,10 @@ def alternate(contestants: Sequence[Contestant], rounds: int) -> list[Figure]:
         rounds: at least 1.
     """
     directories = [tuple(path.parent for path in contestant.files) for contestant in contestants]
-    witnesses = {places: Witness(places) for places in directories}
+    witnesses = {parents: Witness(parents) for parents in directories}
     figures = [
-        Figure(contestant.name, contestant.operation, contestant.moved_bytes, tuple(map(str, places)))
-        for contestant, places in zip(contestants, directories, strict=True)
+        Figure(contestant.name, contestant.operation, contestant.moved_bytes, tuple(map(str, parents)))
+        for contestant, parents in zip(contestants, directories, strict=True)
     ]
     order = list(range(len(contestants)))
     with ProgressBar(total=rounds * len(order), leave=False, delay=1, disable=not sys.stderr.isatty()) as bar:

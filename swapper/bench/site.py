@@ -1,4 +1,4 @@
-"""A place for measurements: a directory, a file that was written in full, and the memory that is moved."""
+"""A site of measurements: a directory, a file that was written in full, and the memory that is moved."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class EngineSettings:
 
     @classmethod
     def of(cls, aio: AioConfig) -> EngineSettings:
-        """Those of an `aio` section."""
+        """The settings of an `aio` section."""
         threads = aio.intra_op_parallelism
         return cls(aio.backend, aio.block_size, aio.queue_depth, threads, aio.single_submit, aio.overlap_events)
 

@@ -52,7 +52,7 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 
 def resident_bytes(path: Path) -> int:
-    """How much of a file of ours is in the page cache, mincore(2).
+    """Bytes of a file of ours that are in the page cache, mincore(2).
 
     Raises:
         OSError: it cannot be opened or mapped.
@@ -128,7 +128,7 @@ class Witness:
             self._look_below(directory)
 
     def describe(self) -> str:
-        """What the proof is made of, in one line."""
+        """The parts of the proof, in one line."""
         if self._refusals:
             return f"none: {next(iter(self._refusals))}"
         parts = [f"the counters of {holder.name}" for holder in self._holders.values()]

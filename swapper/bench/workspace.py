@@ -76,13 +76,20 @@ def check_memory(needed_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _signals_end_it() -> Iterator[None]:
+    received: list[int] = []
+
     # As an exception does, so that clean-up happens.
     def leave(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         sys.exit(128 + number)
 
     former = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
+    except Exception:
+        if received:  # torch.save raises an error of its own where one passes through it.
+            sys.exit(128 + received[0])
+        raise
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -14,9 +14,11 @@ from swapper.bench.witness import Operation
 from swapper.config import parse_size
 from swapper.errors import ConfigError, SwapError
 
-__all__ = ["AsJson", "asked_operations", "check_device", "directories_or_default", "size_argument"]
+__all__ = ["AsJson", "Read", "Write", "asked_operations", "check_device", "directories_or_default", "size_option"]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/cli.md has its keys.")]
+Read = Annotated[bool, typer.Option("--read/--no-read", help="Measure reads.")]
+Write = Annotated[bool, typer.Option("--write/--no-write", help="Measure writes.")]
 
 
 def directories_or_default(named: Sequence[Path] | None, *usual: str) -> list[Path]:
@@ -35,8 +37,12 @@ def directories_or_default(named: Sequence[Path] | None, *usual: str) -> list[Pa
     return list(dict.fromkeys(Path(os.path.abspath(path)) for path in chosen))
 
 
-def size_argument(text: str | int) -> int:
-    """A size on the command line: "1GiB"."""
+def size_option(default: str, words: str) -> Any:
+    """An option that takes a size, such as "1GiB"."""
+    return typer.Option(parser=_parse_size, metavar="SIZE", show_default=default, help=words)
+
+
+def _parse_size(text: str | int) -> int:
     try:
         return parse_size(int(text) if str(text).isdecimal() else text)
     except ConfigError as error:

@@ -20,7 +20,7 @@ from swapper.bench.site import EngineSettings, Lane, Site
 from swapper.bench.witness import Operation, Witness
 from swapper.bench.workspace import check_memory, workspace
 from swapper.cli import chart
-from swapper.cli.arguments import asked_operations, check_device, directories_or_default, size_argument
+from swapper.cli.arguments import Read, Write, asked_operations, check_device, directories_or_default, size_option
 from swapper.cli.output import fail_if, make_console, print_json, print_table
 from swapper.config import format_size
 from swapper.io.handle import BACKENDS, probe
@@ -67,21 +67,14 @@ def bench(
             help="On a drive; several are also measured side by side. Default: $SWAPPER_NVME_PATH, else '.'.",
         ),
     ] = None,
-    size: Annotated[
-        int, typer.Option(parser=size_argument, metavar="SIZE", show_default="1GiB", help="Of the tensor in each.")
-    ] = 1 << 30,
-    block_size: Annotated[
-        int,
-        typer.Option(
-            parser=size_argument, metavar="SIZE", show_default="4MiB", help="The most that one request moves."
-        ),
-    ] = 4 << 20,
+    size: Annotated[int, size_option("1GiB", "Of the tensor in each.")] = 1 << 30,
+    block_size: Annotated[int, size_option("4MiB", "The most that one request moves.")] = 4 << 20,
     queue_depth: Annotated[int, typer.Option(min=1, max=4096, help="Requests in flight, per thread.")] = 32,
     threads: Annotated[int, typer.Option(min=1, max=64, help="I/O threads for each directory.")] = 1,
     backend: Annotated[str, typer.Option(help=f"auto, {', '.join(BACKENDS)}.")] = "auto",
     all_backends: Annotated[bool, typer.Option("--all-backends", help="The other backends, too.")] = False,
-    read: Annotated[bool, typer.Option(help="Measure reads.")] = True,
-    write: Annotated[bool, typer.Option(help="Measure writes.")] = True,
+    read: Read = True,
+    write: Write = True,
     device: Annotated[str, typer.Option(help="Where the tensor is: cpu or cuda.")] = "cpu",
     gds: Annotated[bool, typer.Option("--gds", help="GPUDirect Storage, too.")] = False,
     loops: Annotated[int, typer.Option(min=1, help="Runs of each; the figures are medians.")] = 7,
@@ -148,17 +141,17 @@ def _check_arguments(size: int, block_size: int, backend: str, device: str) -> N
 def _measure(plan: _Plan, directories: list[Path]) -> _Result:
     writes = "write" in plan.operations
     files = 1 + writes + plan.torch  # ours and fio's; a new one; torch's
-    with workspace(directories, needed_bytes=files * plan.size_bytes + (16 << 20)) as places:
+    with workspace(directories, needed_bytes=files * plan.size_bytes + (16 << 20)) as rooms:
         # The tensors, one on ordinary pages, and what torch.load makes.
-        check_memory(plan.size_bytes * (len(places) + 1 + plan.torch) if plan.device == "cpu" else plan.size_bytes)
+        check_memory(plan.size_bytes * (len(rooms) + 1 + plan.torch) if plan.device == "cpu" else plan.size_bytes)
         looked_at = [look_at_directory(directory) for directory in directories]
         with contextlib.ExitStack() as stack:
-            field = _Field(plan, [Site(place, plan.size_bytes, plan.device) for place in places], stack)
+            field = _Field(plan, [Site(room, plan.size_bytes, plan.device) for room in rooms], stack)
             figures = alternate(field.contestants, plan.loops)
-        proof = Witness(places).describe()
-    names = {str(place): str(directory) for place, directory in zip(places, directories, strict=True)}
+        proof = Witness(rooms).describe()
+    names = {str(room): str(directory) for room, directory in zip(rooms, directories, strict=True)}
     for figure in figures:
-        figure.directories = tuple(names[place] for place in figure.directories)
+        figure.directories = tuple(names[room] for room in figure.directories)
     return _Result(figures, looked_at, field.backend, proof, field.notes)
 
 

@@ -10,7 +10,7 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-__all__ = ["complain", "fail_if", "make_console", "print_json", "print_table", "printable"]
+__all__ = ["complain", "fail_if", "make_console", "print_json", "print_table", "printable", "say"]
 
 
 def make_console(*, stderr: bool = False) -> Console:
@@ -41,6 +41,11 @@ def print_table(console: Console, header: Sequence[str], rows: Sequence[Sequence
 def print_json(data: Mapping[str, object]) -> None:
     """One object on standard output."""
     typer.echo(json.dumps(data, indent=2))
+
+
+def say(line: str) -> None:
+    """A line on standard output."""
+    typer.echo(printable(line))
 
 
 def complain(message: str) -> None:

@@ -43,12 +43,12 @@ def ls(directories: Directories = None, as_json: AsJson = False) -> None:
     Example:
         swapper ls /mnt/nvme0 /mnt/nvme1
     """
-    places = directories_or_default(directories, ".swapper")
-    found, errors = _find(places)
+    looked_in = directories_or_default(directories, ".swapper")
+    found, errors = _find(looked_in)
     size_bytes = sum(run.size_bytes or 0 for run in found)
     stale = [run for run in found if run.state is RunState.STALE]
     if as_json:
-        names = [str(place) for place in places]
+        names = [str(directory) for directory in looked_in]
         runs = [_as_json(run) for run in found]
         print_json({"directories": names, "runs": runs, "size_bytes": size_bytes, "errors": errors})
     elif found:
@@ -58,8 +58,8 @@ def ls(directories: Directories = None, as_json: AsJson = False) -> None:
             freed = format_bytes(sum(run.size_bytes or 0 for run in stale))
             summary += f"; {len(stale)} stale: `swapper clean` frees {freed}"
         typer.echo(summary)
-    elif len(errors) < len(places):
-        typer.echo("no run directories in " + ", ".join(printable(place) for place in places))
+    elif len(errors) < len(looked_in):
+        typer.echo("no run directories in " + ", ".join(printable(directory) for directory in looked_in))
     fail_if([f"ls: {error['error']}" for error in errors])
 
 
@@ -136,15 +136,15 @@ def clean(
     fail_if([f"clean: {error['error']}" for error in errors])
 
 
-def _find(places: Sequence[Path]) -> tuple[list[RunDirectory], list[dict[str, str]]]:
-    found: dict[str, RunDirectory] = {}  # by real path: two places may be the same
+def _find(directories: Sequence[Path]) -> tuple[list[RunDirectory], list[dict[str, str]]]:
+    found: dict[str, RunDirectory] = {}  # by real path: two directories may be the same
     errors = []
-    for place in places:
+    for directory in directories:
         try:
-            for run in find_runs(place):
+            for run in find_runs(directory):
                 found.setdefault(os.path.realpath(run.path), run)
         except SwapIOError as error:
-            errors.append({"path": str(place), "error": str(error)})
+            errors.append({"path": str(directory), "error": str(error)})
     return list(found.values()), errors
 
 

@@ -6,7 +6,7 @@ import contextlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
@@ -19,7 +19,7 @@ from swapper.bench.site import EngineSettings, Site
 from swapper.bench.sweep import default_sweep, demand, load_sweep, setting_name
 from swapper.bench.witness import Operation
 from swapper.bench.workspace import check_memory, workspace
-from swapper.cli.arguments import asked_operations, check_device, directories_or_default, size_argument
+from swapper.cli.arguments import Read, Write, asked_operations, check_device, directories_or_default, size_option
 from swapper.cli.config_file import aio_yaml, check_config_file, write_aio
 from swapper.cli.output import complain, make_console, print_table, printable
 from swapper.config import AioConfig, format_size
@@ -37,7 +37,7 @@ class Score:
     """The figures of one setting."""
 
     setting: AioConfig
-    figures: list[Figure] = field(default_factory=list)
+    figures: list[Figure]
 
     @property
     def refusal(self) -> str:
@@ -73,7 +73,7 @@ class _Tried(Contestant):
     ) -> None:
         length_bytes = sites[0].tensor.numel()
         super().__init__(setting_name(setting), operation, [site.path for site in sites], length_bytes)
-        self.setting = setting
+        self._settings = EngineSettings.of(setting)
         self._sites = sites
         self._gds = gds
         self._flush = flush
@@ -89,9 +89,9 @@ class _Tried(Contestant):
         super().prepare()
         if self._flush and self.operation == "read":
             _drop_all_caches()
-        settings = EngineSettings.of(self.setting)
         try:
-            lanes = [site.lane(self._stack, settings.open(self._stack, gds=self._gds)) for site in self._sites]
+            handles = [self._settings.open(self._stack, gds=self._gds) for _ in self._sites]
+            lanes = [site.lane(self._stack, handle) for site, handle in zip(self._sites, handles, strict=True)]
         except SwapIOError:
             raise
         except SwapError as error:
@@ -122,14 +122,9 @@ def tune(
         Path | None,
         typer.Option(metavar="FILE", help="Lists of values to try, JSON or YAML; DeepSpeed's sweep files are fine."),
     ] = None,
-    read: Annotated[bool, typer.Option("--read/--no-read", help="Measure reads.")] = True,
-    write: Annotated[bool, typer.Option("--write/--no-write", help="Measure writes.")] = True,
-    io_size: Annotated[
-        int,
-        typer.Option(
-            parser=size_argument, metavar="SIZE", show_default="1GiB", help="Of the tensor for each directory."
-        ),
-    ] = 1 << 30,
+    read: Read = True,
+    write: Write = True,
+    io_size: Annotated[int, size_option("1GiB", "Of the tensor for each directory.")] = 1 << 30,
     gpu: Annotated[bool, typer.Option("--gpu", help="With tensors on the GPU.")] = False,
     gds: Annotated[bool, typer.Option("--gds", help="With --gpu: by GPUDirect Storage.")] = False,
     flush_page_cache: Annotated[
@@ -170,18 +165,18 @@ def tune(
     if flush_page_cache and not flush:
         console.print("not root: only the files that are read are dropped from the page cache")
 
-    with workspace(directories, needed_bytes=io_size + (16 << 20)) as places:
+    with workspace(directories, needed_bytes=io_size + (16 << 20)) as rooms:
         if not gpu:
-            check_memory(io_size * len(places))
-        sites = [Site(place, io_size, "cuda" if gpu else "cpu") for place in places]
+            check_memory(io_size * len(rooms))
+        sites = [Site(room, io_size, "cuda" if gpu else "cpu") for room in rooms]
         tried = [
             _Tried(setting, operation, sites, gds=gds, flush=flush) for setting in settings for operation in operations
         ]
         figures = alternate(tried, loops)
-    scores = [Score(setting) for setting in settings]
-    for contestant, figure in zip(tried, figures, strict=True):
+    for figure in figures:
         figure.directories = tuple(map(str, directories))
-        scores[settings.index(contestant.setting)].figures.append(figure)
+    several = len(operations)
+    scores = [Score(setting, figures[several * i : several * (i + 1)]) for i, setting in enumerate(settings)]
     if log_dir is not None:
         for figure in figures:
             _write_json(log_dir / f"{figure.operation}-{figure.name}.json", figure.as_json())
@@ -241,10 +236,7 @@ def _summary(
                 **score.setting.model_dump(mode="json"),
                 "refusal": score.refusal,
                 "bandwidth_bps": None if score.refusal else score.bandwidth_bps,
-                **{
-                    f"{figure.operation}_bps": None if figure.refusal else figure.bandwidth_bps.median
-                    for figure in score.figures
-                },
+                **{f"{f.operation}_bps": None if f.refusal else f.bandwidth_bps.median for f in score.figures},
             }
             for score in scores
         ],

@@ -12,10 +12,19 @@ import yaml
 
 from swapper.errors import ConfigError, show
 
-__all__ = ["SUFFIXES", "parse_json", "prefixed", "read_mapping", "refuse_odd_keys"]
+__all__ = ["check_suffix", "parse_json", "prefixed", "read_mapping", "refuse_odd_keys"]
 
-SUFFIXES = (".yaml", ".yml", ".json")
-"""The ends of a config file's name."""
+_SUFFIXES = (".yaml", ".yml", ".json")
+
+
+def check_suffix(path: Path) -> None:
+    """Refuse a path that is not named as a config file.
+
+    Raises:
+        ConfigError: its name ends otherwise.
+    """
+    if path.suffix not in _SUFFIXES:
+        raise ConfigError(f"{path}: a config file's name ends in .yaml, .yml or .json, not in {path.suffix!r}")
 
 
 def read_mapping(path: Path) -> dict[str, Any]:
@@ -123,7 +132,7 @@ def prefixed(prefix: str, error: ConfigError) -> ConfigError:
 
 def _near_files(path: Path) -> str:
     try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in SUFFIXES]
+        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in _SUFFIXES]
     except OSError:
         return f", nor a directory {str(path.parent)!r}"
     near = difflib.get_close_matches(path.name, names, n=1)

@@ -20,7 +20,7 @@ from typing import NamedTuple, TypeAlias
 import torch
 
 from swapper.deepnvme.byte_tensors import cast_to_byte_tensor
-from swapper.errors import SwapIOError
+from swapper.errors import SwapIOError, renewed
 from swapper.finalizers import finalizer
 from swapper.interrupts import interrupts_deferred
 from swapper.io.handle import AsyncIOHandle, File, Transfer
@@ -69,17 +69,9 @@ class Operation:
                 if self.validate and data is not None:
                     _validate(self.path, data, transfer)
             except SwapIOError as error:
-                self.failure = _copy_of(error, self.path)
+                self.failure = renewed(error, path=self.path)
         self.transfers.clear()
         self.data = None
-
-
-def _copy_of(error: SwapIOError, path: str, more: str = "") -> SwapIOError:
-    """The same failure, as of `path`. Anew for each time it is raised: an exception collects where it has been."""
-    detail = f"{error.detail}; {more}".strip("; ") if more else error.detail
-    number = error.errno
-    assert number is not None
-    return SwapIOError(number, error.operation, path, error.offset_bytes, error.length_bytes, detail)
 
 
 def _validate(path: str, data: torch.Tensor, transfer: Transfer) -> None:
@@ -210,8 +202,10 @@ class OperationQueue:
         """Wait for them, raise what failed, and count those that no other thread has counted."""
         _finish_all(operations)
         failures = [operation.failure for operation in operations if operation.failure is not None]
-        more = f"{len(failures) - 1} more operations failed" if len(failures) > 1 else ""
-        error = _copy_of(failures[0], failures[0].path, more) if failures else None
+        error = renewed(failures[0]) if failures else None
+        if len(failures) > 1:
+            more = f"{len(failures) - 1} more operations failed"
+            error = renewed(failures[0], detail="; ".join(filter(None, [failures[0].detail, more])))
         with interrupts_deferred():  # A failure is forgotten only when it is raised.
             count = sum(self._pending.pop(operation, 0) for operation in operations)
             if error is not None:

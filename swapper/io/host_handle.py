@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import SwapError, SwapIOError, renewed
 from swapper.finalizers import finalizer
 from swapper.interrupts import interrupts_deferred
 from swapper.io import _native
@@ -215,7 +215,6 @@ class HostHandle:
             raise ValueError(f"offset_bytes: {offset_bytes} is out of range")
         if tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.element_size() + tensor.nbytes:
             raise ValueError("a transfer needs a tensor with memory; the storage of this one was made smaller than it")
-        self._ledger.sweep()
         return self._start_checked(operation, file, tensor, offset_bytes, checksums)
 
     def _takes(self, device: torch.device) -> bool:
@@ -281,9 +280,7 @@ class HostHandle:
         except SwapIOError as error:
             more = f"; {len(failed) - 1} more transfers failed unseen" if len(failed) > 1 else ""
             detail = f"{error.detail}; nobody had waited for it{more}".removeprefix("; ")
-            number = error.errno
-            assert number is not None
-            unseen = SwapIOError(number, error.operation, error.path, error.offset_bytes, error.length_bytes, detail)
+            unseen = renewed(error, detail=detail)
         with interrupts_deferred():  # Forgotten only when it is raised: Ctrl-C before leaves it to the next call.
             self._ledger.failed.clear()
             self._finalizer.detach()

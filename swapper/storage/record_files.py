@@ -6,12 +6,13 @@ import contextlib
 import errno
 import logging
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from swapper.errors import SwapIOError
+from swapper.errors import SwapIOError, renewed, system_errors
 from swapper.finalizers import finalizer
 from swapper.io.handle import AsyncIOHandle, Checksums, File
 from swapper.sizes import PAGE_BYTES
@@ -60,9 +61,7 @@ class Part:
             except SwapIOError as error:
                 self.lost = error
         if self.lost is not None:
-            number = self.lost.errno
-            assert number is not None
-            raise SwapIOError(number, self.lost.operation, self.lost.path, detail=self.lost.detail)
+            raise renewed(self.lost)
 
     def unreserved_bytes(self) -> int:
         """Bytes that it will still take of the drive's free space."""
@@ -173,12 +172,6 @@ def umask() -> int:
         SwapIOError: there are no descriptors left.
     """
     path = Path("/proc/self/status")
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise SwapIOError(error.errno or errno.EIO, "read", path) from error
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name == "Umask":
-            return int(value, 8)
-    return 0o077
+    with system_errors("read", path):
+        found = re.search(r"^Umask:\s*([0-7]+)$", path.read_text(), re.MULTILINE)
+    return 0o077 if found is None else int(found[1], 8)

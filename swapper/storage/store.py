@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import SwapError, SwapIOError, renewed
 from swapper.finalizers import finalizer
 from swapper.interrupts import interrupts_deferred
 from swapper.io.checksums import join_checksums
@@ -415,8 +415,7 @@ class TensorStore:
             part.file.sync()
         except SwapIOError as error:
             part.lost = error  # The kernel may have dropped what it could not write, and says so only once.
-            assert error.errno is not None
-            raise SwapIOError(error.errno, "sync", path, detail=error.detail) from error
+            raise renewed(error, operation="sync", path=path) from error
 
     def pin(self, key: RecordKey) -> Pinned:
         """Keep what is stored of a record as it is, for whoever reads it later, from any thread.

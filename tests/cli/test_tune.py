@@ -159,13 +159,13 @@ def test_tune_of_two_directories_uses_both(leaves_nothing_on: Path, sweep: Path,
 def test_a_setting_that_the_machine_refuses_is_named_and_left_out(
     leaves_nothing_on: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from swapper.io import handle
+    from swapper.io import host_handle
 
     refused = tuple(
         found._replace(available=False, reason="not today") if found.backend == "aio" else found
-        for found in handle.probe()
+        for found in host_handle.probe()
     )
-    monkeypatch.setattr(handle, "probe", lambda: refused)
+    monkeypatch.setattr(host_handle, "probe", lambda: refused)
     path = tmp_path / "sweep.yaml"
     path.write_text("backend: [aio, threads]\n")
     result = swapper("tune", "--nvme-dir", leaves_nothing_on, "--sweep-config", path, *QUICK)

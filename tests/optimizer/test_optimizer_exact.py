@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -48,14 +49,18 @@ def assert_same_models(a: nn.Module, b: nn.Module) -> None:
         assert same_bits(p, q), f"{name} differs"
 
 
+@functools.cache
+def plain_run(make: Make, dtype: torch.dtype, masters: bool, steps: int, threads: int) -> tuple[GPT, list[float]]:
+    """The model after so many steps without swapping, and its losses: once for all that must end in the same bits."""
+    model = tiny_gpt(dtype)
+    optimizer = MasterWeights(list(model.parameters()), make) if masters else make(list(model.parameters()))
+    return model, train(model, optimizer.step, model.zero_grad, steps)
+
+
 def compare(nvme_path: Path, make: Make, dtype: torch.dtype, steps: int, **settings: object) -> swapper.Stats:
-    plain, swapped = tiny_gpt(dtype), tiny_gpt(dtype)
-    if settings.get("master_weights") and dtype is not torch.float32:
-        reference = MasterWeights(list(plain.parameters()), make)
-        expected = train(plain, reference.step, reference.zero_grad, steps)
-    else:
-        optimizer = make(list(plain.parameters()))
-        expected = train(plain, optimizer.step, plain.zero_grad, steps)
+    masters = bool(settings.get("master_weights")) and dtype is not torch.float32
+    plain, expected = plain_run(make, dtype, masters, steps, torch.get_num_threads())
+    swapped = tiny_gpt(dtype)
     wrapped = make(list(swapped.parameters()))
     assert swapper.wrap_optimizer(wrapped, make_config(nvme_path, **settings)) is wrapped
     try:

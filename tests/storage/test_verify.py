@@ -202,7 +202,7 @@ def test_a_file_cut_short_is_an_error_of_its_own(paths: list[Path]) -> None:
 def test_what_is_resident_is_not_read_and_checked_once_it_is(paths: list[Path], plain: list[Snapshot]) -> None:
     with Training(paths, resident_bytes="400KiB") as training:
         cache = training.swapper._cache
-        names = {key.file_name for key in cache._resident}
+        names = {key.file_name for key in cache._policy._resident}
         resident = [place for place in training.places() if place.file.name in names]
         assert resident and len(resident) < len(training.places())
         for file, length in resident:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,3 +66,48 @@ def site(drive: Path) -> Site:
 def figure_of(contestant: Contestant, rounds: int = 1) -> Figure:
     (figure,) = alternate([contestant], rounds)
     return figure
+
+
+FAKE = r"""#!{python}
+import json, os, subprocess, sys
+if sys.argv[1:] == ["--version"]:
+    print("fio-9.99")
+    raise SystemExit
+options = dict(word[2:].partition("=")[::2] for word in sys.argv[1:])
+with open({log!r}, "a") as log:
+    log.write(json.dumps(sys.argv[1:]) + "\n")
+operation = "write" if options["rw"] == "write" else "read"
+moved = int(options["size"])
+{before}
+if {honest}:
+    for name in options["filename"].split(":"):
+        target = ["if=/dev/zero", "of=" + name, "oflag=direct", "conv=notrunc"]
+        source = ["if=" + name, "of=/dev/null", "iflag=direct"]
+        words = target if operation == "write" else source
+        count = "count=%d" % (moved // (1 << 20) // len(options["filename"].split(":")))
+        subprocess.run(["dd", "bs=1M", count, *words], check=True, stderr=subprocess.DEVNULL)
+job = {{"error": 0, "usr_cpu": 2.0, "sys_cpu": 3.0, "job_runtime": 200}}
+job["read"] = job["write"] = {{"io_bytes": 0, "runtime": 0}}
+job[operation] = {{"io_bytes": moved, "runtime": 250}}
+result = {{"jobs": [job]}}
+{after}
+print("note: something about iodepth")
+print(json.dumps(result))
+"""
+
+
+@pytest.fixture
+def fake_fio(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Callable[[], list[list[str]]]]:
+    """Put a fio on PATH that does what is said. What it returns gives the command lines it was called with."""
+
+    def install(*, before: str = "", after: str = "", honest: bool = True) -> Callable[[], list[list[str]]]:
+        log = tmp_path / "fio.log"
+        directory = tmp_path / "bin"
+        directory.mkdir()
+        program = directory / "fio"
+        program.write_text(FAKE.format(python=sys.executable, log=str(log), before=before, after=after, honest=honest))
+        program.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{directory}:{os.environ['PATH']}")
+        return lambda: [json.loads(line) for line in log.read_text().splitlines()]
+
+    return install

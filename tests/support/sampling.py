@@ -8,22 +8,12 @@ from __future__ import annotations
 import itertools
 import os
 import random
-from collections.abc import Iterator, Sequence
-from typing import TypeVar
+from collections.abc import Iterator
 
 import pytest
 
 ALL = os.environ.get("SWAPPER_TESTS") == "all"
 SEED = int(os.environ.get("SWAPPER_SEED", "0"))
-T = TypeVar("T")
-
-
-def sampled(cases: Sequence[T], keep: int, name: str = "") -> list[T]:
-    """`keep` of `cases` in their order, or all of them. Samples of other names are independent of each other."""
-    if ALL or keep >= len(cases):
-        return list(cases)
-    chosen = random.Random(f"{SEED} {name}").sample(range(len(cases)), keep)
-    return [cases[i] for i in sorted(chosen)]
 
 
 def places(every: int, sample: int) -> Iterator[int]:
@@ -35,8 +25,8 @@ def places(every: int, sample: int) -> Iterator[int]:
     """
     if ALL:
         yield from itertools.count(0, every)
-    chance = random.Random(SEED)
-    at = chance.randrange(sample)
+    chance = random.Random(f"{SEED} {every} {sample}")
+    at = chance.randrange(every)
     while True:
         yield at
         at += chance.randint(1, 2 * sample - 1)
