@@ -97,6 +97,18 @@ class StateRecords:
             for segment in bucket.segments:
                 segment.forget()
 
+    def checked(
+        self, state: Sequence[tuple[torch.nn.Parameter, dict[str, Any]]]
+    ) -> dict[OptimizerParameter, dict[str, Any]]:
+        """The state of each parameter, all of them planned, if it can be loaded. Errors as for `check_loadable`."""
+        found: dict[OptimizerParameter, dict[str, Any]] = {}
+        for p, entries in state:
+            of = self.plan.of(p)
+            assert of is not None
+            check_loadable(p, of.segments, entries)
+            found[of] = entries
+        return found
+
     def replace(
         self,
         optimizer: Optimizer,
@@ -116,23 +128,25 @@ class StateRecords:
             take_whole: fills a buffer with a bucket's record, tells its segments what they keep of it in memory, and
                 returns its length; 0 if it cannot.
         """
-        show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
         self.forget()
+        show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
         passed_bytes = 0
-        for bucket in progress(self.plan.buckets, "writing optimizer state", show):
-            chosen = [segment for segment in bucket.segments if segment.of in wanted]
-            if not chosen:
-                continue
-            opened = self.bucket_records.take(bucket)
-            if opened.lease is not None and (length_bytes := take_whole(bucket, opened.lease)):
-                self.bucket_records.put_whole(opened, length_bytes)
-                continue
-            _write(opened, chosen, entries_of, optimizer, as_it_is)
-            passed_bytes += bucket.length_bytes
-            if passed_bytes >= _TRIM_BYTES:
-                passed_bytes = 0
-                return_free_memory()
-            self.bucket_records.put(opened)
+        with modes_kept():
+            set_grad_mode(False)
+            for bucket in progress(self.plan.buckets, "writing optimizer state", show):
+                chosen = [segment for segment in bucket.segments if segment.of in wanted]
+                if not chosen:
+                    continue
+                opened = self.bucket_records.take(bucket)
+                if opened.lease is not None and (length_bytes := take_whole(bucket, opened.lease)):
+                    self.bucket_records.put_whole(opened, length_bytes)
+                    continue
+                _write(opened, chosen, entries_of, optimizer, as_it_is)
+                passed_bytes += bucket.length_bytes
+                if passed_bytes >= _TRIM_BYTES:
+                    passed_bytes = 0
+                    return_free_memory()
+                self.bucket_records.put(opened)
 
     def replace_one(self, optimizer: Optimizer, parameter: torch.nn.Parameter, entries: dict[str, Any]) -> None:
         """Replace the state of one parameter by `entries`, which keep their dtypes; without any, forget it.

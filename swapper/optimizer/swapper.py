@@ -21,11 +21,9 @@ from swapper.finalizers import finalizer
 from swapper.interrupts import interrupts_deferred
 from swapper.metrics import Metrics, Moves, Stats, moves_of
 from swapper.optimizer.backward_step import CANNOT_GO_WITH, Arrivals, BackwardSteps
-from swapper.optimizer.conversion import Conversion
+from swapper.optimizer.conversion import Conversion, GuardedState
 from swapper.optimizer.failure import Guard
-from swapper.optimizer.guarded_state import GuardedState
-from swapper.optimizer.plan import OptimizerPlan, parameters_of
-from swapper.optimizer.plan_follower import PlanFollower
+from swapper.optimizer.plan import OptimizerPlan, PlanFollower, parameters_of
 from swapper.optimizer.probe import class_step
 from swapper.optimizer.records import BucketRecords
 from swapper.optimizer.segments import MASTER

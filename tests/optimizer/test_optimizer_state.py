@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from twins import bits
 
 import swapper
-from swapper.optimizer.guarded_state import GuardedState
+from swapper.optimizer.conversion import GuardedState
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
