@@ -19,7 +19,7 @@ ASAN_ENVIRONMENT = PYTHONMALLOC=malloc UBSAN_OPTIONS=print_stacktrace=1 \
     ASAN_OPTIONS='detect_leaks=1:leak_check_at_exit=0:abort_on_error=1:stack_trace_format="    \#%n %p %F %L %M"'
 # Sanitizers take places in memory where a kernel that places at random, with many bits, may have put something before.
 FIXED_PLACES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
-USES_CORE := ^(from|import) swapper.*(_native|handle|buffers|codec|deepnvme)
+USES_CORE := ^(from|import) swapper.*(_native|handle|buffers|checksums|host_memory|master_codec|deepnvme)
 NOT_SANITIZED := $(addprefix %/test_,$(addsuffix .py,init gradient load_safetensors parameter_uses \
     checkpoint_damage checkpoint_faults checkpoint_uses))
 SANITIZED_TESTS = $(filter-out $(NOT_SANITIZED),\

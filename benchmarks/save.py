@@ -34,7 +34,7 @@ from swapper.bench.workspace import check_memory, workspace
 from swapper.cli.progress import progress_bar
 from swapper.config import format_size, parse_size
 from swapper.errors import SwapError
-from swapper.io import codec
+from swapper.io.host_memory import prefault
 
 RESULTS = Path(__file__).resolve().parent / "results"
 DRIVE, OVERWRITE = "drive", "drive, overwrite"
@@ -179,7 +179,7 @@ def fresh_memory(size: int, rounds: int) -> Row:
     for _ in range(rounds):
         memory = torch.empty(size, dtype=torch.uint8)
         start_s = time.perf_counter()
-        codec.prefault(memory)
+        prefault(memory)
         rates_bps.append(size / (time.perf_counter() - start_s))
         del memory
     low, middle, high = (f(rates_bps) / 1e9 for f in (min, statistics.median, max))

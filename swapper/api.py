@@ -23,16 +23,16 @@ from swapper.io.devices import is_accelerator
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.probe import refuse_unsupported
 from swapper.optimizer.swapper import OptimizerSwapper
-from swapper.optimizer.unswapped import UnswappedOptimizer
 from swapper.parameter.building import Nursery, initialisers_of
 from swapper.parameter.records import plan_parameter_records, summary_of_what_stays, where
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.session import Shared
+from swapper.sizes import PAGE_BYTES
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.layout import PAGE_BYTES
 from swapper.storage.schedule import IN_FLIGHT, READ_AHEAD
-from swapper.tensors import evicted
+from swapper.tensors import homes
+from swapper.tensors.evicted import let_viewed_stay
 from swapper.tensors.memory_overlap import check_memory, refuse_foreach_on_one_memory
 
 __all__ = [
@@ -114,11 +114,10 @@ def _wrap(
         _say_once("offload_param.device: cpu is the same as none for a model on the CPU: its parameters are there")
     asked = settings.offload_optimizer
     asks_more = asked.master_weights or asked.step_in_backward or moves_gradients
-    if device == "none" and not asks_more:
-        UnswappedOptimizer(optimizer)
-        return optimizer
-    refuse_foreach_on_one_memory(optimizer)
-    plan = OptimizerPlan(optimizer, settings, next(_owners), records)
+    swaps_state = device != "none" or asks_more
+    if swaps_state:
+        refuse_foreach_on_one_memory(optimizer)
+    plan = OptimizerPlan(optimizer, settings, next(_owners), records, swaps_state=swaps_state)
     if plan.device.type == "meta":
         raise ConfigError("the parameters are on the meta device and have no values; give the model memory first")
     pool: BufferPool | GrowingPool
@@ -230,7 +229,7 @@ def offload(
             records = there.where()
         else:
             _check_can_be_offloaded(model)
-            evicted.let_viewed_stay(model.parameters())
+            let_viewed_stay(model.parameters())
             planned, stays = plan_parameter_records(model, settings.bucket_bytes)
             summary_of_what_stays(model, planned, stays)  # Refuses before anything is made.
             records = where(planned)
@@ -442,7 +441,7 @@ def gathered(
         parameters = parameters.parameters()
     elif isinstance(parameters, torch.nn.Parameter):
         parameters = [parameters]
-    return evicted.gathered(parameters)
+    return homes.gathered(parameters)
 
 
 @torch.inference_mode(False)  # What is made here is used outside of that mode too.

@@ -24,7 +24,7 @@ from swapper.parameter.records import (
     where,
 )
 from swapper.session import Engines
-from swapper.storage.layout import format_bytes
+from swapper.sizes import format_bytes
 from swapper.storage.runs import check_nvme_paths, file_systems
 from swapper.storage.speed import measure_speeds
 

@@ -9,7 +9,6 @@ import os
 # Threads that spin while they wait take the cores from the engine and from tests beside this one; no bits depend on it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,8 +18,9 @@ import torch
 
 from swapper.io import _native
 
-# The examples import each other by plain name, and so do tests that train their models.
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+# Support modules that define fixtures, and those whose asserts shall say what differs.
+pytest_plugins = ["drives", "mock_cufile", "snapshots"]
+pytest.register_assert_rewrite("checkpoints", "command", "gradient_twins", "isolation", "training", "twins")
 
 
 # By `make sanitize`: AddressSanitizer's run-time is then in this process, and never otherwise.

@@ -19,17 +19,20 @@ MOST_NAMES = 30
 
 INSIDE: dict[str, set[str]] = {
     "io.bounce": {"io.devices"},
-    "io.codec": {"io.handle", "io._native"},
+    "io.host_memory": {"io._native"},
+    "io.checksums": {"io.host_memory", "io._native"},
+    "optimizer.cuts": set(),
+    "optimizer.master_codec": set(),
     "storage.layout": set(),
     "storage.schedule": {"storage.layout"},
     "storage.recycled_files": set(),
 }
 """Module: all that it may import of its own package, where a package has layers of its own that matter."""
 
-NATIVE = {"io.handle", "io.gds", "io.codec", "storage.buffers"}
+NATIVE = {"io.handle", "io.gds", "io.checksums", "io.host_memory", "optimizer.master_codec", "storage.buffers"}
 """Modules that import the native core, or take names of it from those that do."""
 
-PURE = {"errors", "storage.layout", "storage.schedule"}
+PURE = {"errors", "optimizer.cuts", "storage.layout", "storage.schedule"}
 """Arithmetic: neither torch nor input and output."""
 
 PURE_MODULES = {
@@ -92,7 +95,7 @@ def imports(path: Path) -> Iterator[tuple[str, str, bool]]:
             assert node.level == 0, f"{path.name}, line {node.lineno}: import by the full name, not relatively"
             assert node.module is not None
             for alias in node.names:
-                # `from swapper.io import codec` names a module, `from swapper.io.codec import x` one of its names.
+                # `from swapper.io import bounce` names a module, `from swapper.io.bounce import Bounce` a name.
                 module = f"{node.module}.{alias.name}"
                 known = module.removeprefix("swapper.")
                 is_module = module.startswith("swapper.") and (known in MODULES or known == "io._native")

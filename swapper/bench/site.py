@@ -13,7 +13,7 @@ from swapper.bench.contestants import Lane
 from swapper.errors import SwapError
 from swapper.io.gds import GDSHandle
 from swapper.io.handle import AsyncIOHandle, Checksums, File, Slab
-from swapper.storage.buffers import PAGE_BYTES
+from swapper.sizes import PAGE_BYTES
 
 __all__ = ["EngineSettings", "Site", "check_device"]
 

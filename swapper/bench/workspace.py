@@ -13,7 +13,7 @@ from types import FrameType
 
 from swapper.bench.machine import machine
 from swapper.errors import SwapError
-from swapper.storage.layout import format_bytes
+from swapper.sizes import format_bytes
 from swapper.storage.runs import check_nvme_path
 
 __all__ = ["check_memory", "workspace"]

@@ -26,16 +26,17 @@ from swapper.checkpoint.plain_import import Imported, import_checkpoint
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.streams import StreamedState, TensorStream, contiguous_stride, model_stream
 from swapper.checkpoint.values import decode, encode
-from swapper.checkpoint.writer import progress_bar
 from swapper.errors import SwapError, SwapIOError
 from swapper.files import archive
 from swapper.files.archive import Record
 from swapper.files.dcp import SwapStorageWriter
 from swapper.files.fastsave import Prepared
-from swapper.files.tensor_files import DTYPES
 from swapper.files.whole_file import OutputFile
 from swapper.io.handle import exchange
 from swapper.optimizer.segments import MASTER
+from swapper.progress import progress_bar
+from swapper.sizes import SMALL_BYTES
+from swapper.tensors.dtypes import DTYPES
 from swapper.tensors.tensor_refs import OPTIMIZER_STATES, is_lightnings, resolve, without_model
 
 __all__ = ["Exported", "Format", "Imported", "export_checkpoint", "import_checkpoint"]
@@ -45,8 +46,6 @@ Format = Literal["torch", "safetensors", "dcp", "lightning"]
 SHARD_BYTES = 5_000_000_000
 """A model of more is written as several safetensors files, of at most this much if no tensor is longer."""
 
-_SMALL_BYTES = 16 * 1024
-"""A tensor of less is read at once."""
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _OURS = re.compile(
     r"(model(-\d{5}-of-\d{5})?|optimizer(-\d+)?|extra)\.(safetensors|json)|model\.safetensors\.index\.json|config\.json"
@@ -262,7 +261,7 @@ class _Hollow:
 
     def tensor(self, stream: TensorStream) -> torch.Tensor:
         """A tensor that stands for `stream`; if it is small, the tensor itself."""
-        if stream.length_bytes < _SMALL_BYTES:
+        if stream.length_bytes < SMALL_BYTES:
             flat = torch.empty(stream.numel, dtype=stream.dtype)
             data = [*self._job.pieces(stream)]
             if data:

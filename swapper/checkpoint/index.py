@@ -10,7 +10,7 @@ from typing import IO, Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from swapper.io import codec
+from swapper.io.checksums import checksum
 
 __all__ = [
     "FORMAT",
@@ -83,7 +83,7 @@ class SavedSegment(_Part):
     `whole`: its tensors have their own shapes, else they are slices. Its tensors are "{number}.{key}" in the file, for
     each key in `present`. `strides` are those of tensors that do not lie in the order of their indices. `master`,
     `parameter_crc32c` (of the parameter's bits that the master goes with) and `tie_bits`: see [Note: split masters] of
-    `swapper.codec`. `small` is encoded state that is a slice and small.
+    `master_codec`. `small` is encoded state that is a slice and small.
     """
 
     parameter: Count
@@ -192,7 +192,7 @@ def open_index(path: Path) -> IO[bytes]:
 
 def crc32c_of(data: bytes | bytearray) -> int:
     """The CRC-32C of some bytes."""
-    return codec.checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else 0
+    return checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else 0
 
 
 class Glance(BaseModel):

@@ -21,10 +21,11 @@ from swapper.checkpoint.directories import remove_checkpoint
 from swapper.checkpoint.saved_model import save_state_dict
 from swapper.checkpoint.state_writer import described_parameter, save_plain_state
 from swapper.checkpoint.values import encode
-from swapper.checkpoint.writer import VALUES, NewCheckpoint, progress_bar
+from swapper.checkpoint.writer import VALUES, NewCheckpoint
 from swapper.errors import SwapError, SwapIOError
 from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, header_bytes, read_directory
 from swapper.optimizer.segments import MASTER
+from swapper.progress import progress_bar
 from swapper.tensors.strides import is_dense
 
 __all__ = ["Imported", "import_checkpoint"]

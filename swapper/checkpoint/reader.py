@@ -15,7 +15,7 @@ from swapper.checkpoint.index import INDEX, START, Index, SavedFile, open_index,
 from swapper.checkpoint.writer import VALUES
 from swapper.errors import SwapError, SwapIOError
 from swapper.files.tensor_files import StoredTensor, TensorReader, read_header
-from swapper.io import codec
+from swapper.io.checksums import checksum, join_checksums
 from swapper.io.handle import AsyncIOHandle
 
 __all__ = ["Checkpoint"]
@@ -152,9 +152,9 @@ class Checkpoint:
         for start in range(0, expected.length_bytes, PIECE_BYTES):
             stop = min(start + PIECE_BYTES, expected.length_bytes)
             data = self.reader.read_bytes(self.directory / name, start, stop)
-            parts.append((codec.checksum(data), stop - start))
+            parts.append((checksum(data), stop - start))
             done(stop - start)
-        self.check(name, codec.join_checksums(parts), expected.crc32c)
+        self.check(name, join_checksums(parts), expected.crc32c)
         self._verified.add(name)
 
     def check(self, name: str, found: int, expected: int, tensor: str = "") -> None:

@@ -16,12 +16,16 @@ from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.values import decode, encode
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import SwapError
-from swapper.files.tensor_files import FromFile, StoredTensor, stored_dtype
-from swapper.io import codec
+from swapper.files.tensor_files import FromFile, StoredTensor
+from swapper.io.checksums import checksum, join_checksums
 from swapper.parameter.cache import Held
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.storage.store import RecordKey
-from swapper.tensors.evicted import EvictedParameter, EvictedView, GradientAwayParameter, gathered
+from swapper.tensors.dtypes import stored_dtype
+from swapper.tensors.evicted import EvictedParameter
+from swapper.tensors.evicted_gradients import GradientEvictedParameter
+from swapper.tensors.evicted_views import EvictedView
+from swapper.tensors.homes import gathered
 from swapper.tensors.unfilled import refuse_unfilled
 
 __all__ = ["differences", "plain_model", "ready_to_load", "save_model", "save_state_dict", "stored_state_dict"]
@@ -33,7 +37,7 @@ _PIECE_BYTES = 16 << 20
 
 _KINDS = (
     *(torch.Tensor, torch.nn.Parameter, torch.nn.Buffer),
-    *(EvictedParameter, EvictedView, GradientAwayParameter),
+    *(EvictedParameter, EvictedView, GradientEvictedParameter),
 )
 """Classes whose values are all there is to them."""
 
@@ -152,13 +156,13 @@ def _describe_record(held: Held, files: dict[RecordKey, tuple[str, int, int]]) -
     crcs = []
     for place, crc in zip(held.plan.places, held.checksums, strict=True):
         if not place.parameter.is_contiguous():  # The file has its elements in another order than memory.
-            crc = codec.checksum(place.parameter.detach().contiguous())
+            crc = checksum(place.parameter.detach().contiguous())
         crcs.append(crc)
     layout = held.plan.layout
     header = layout.header(0)
     parts = [(crc32c_of(header), len(header))]
     parts += [(crc, place.length_bytes) for crc, place in zip(crcs, held.plan.places, strict=True)]
-    files[held.key] = name, layout.exact_bytes(), codec.join_checksums(parts)
+    files[held.key] = name, layout.exact_bytes(), join_checksums(parts)
     return {
         place.name: _described(name, place.parameter, crc) for place, crc in zip(held.plan.places, crcs, strict=True)
     }
@@ -317,7 +321,7 @@ class _Checked(FromFile):
         checkpoint = self._checkpoint
         try:
             values = super().real()
-            checkpoint.check(self._described.file, codec.checksum(values), self._described.crc32c, self._name)
+            checkpoint.check(self._described.file, checksum(values), self._described.crc32c, self._name)
         except SwapError as error:
             if checkpoint.reader.closed:
                 raise SwapError(
@@ -343,6 +347,6 @@ def _fill(value: torch.Tensor, stored: StoredTensor, described: SavedTensor, che
             length = part.shape[0] * row_bytes
             piece = StoredTensor(stored.path, stored.name, stored.dtype, part.shape, start, start + length)
             data = checkpoint.reader.read(piece)
-            parts.append((codec.checksum(data), length))
+            parts.append((checksum(data), length))
             part.copy_(data)
-    checkpoint.check(described.file, codec.join_checksums(parts), described.crc32c, stored.name)
+    checkpoint.check(described.file, join_checksums(parts), described.crc32c, stored.name)

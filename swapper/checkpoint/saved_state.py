@@ -27,12 +27,15 @@ from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.state_writer import contiguous_stride, memory_stride, swapper_of
 from swapper.checkpoint.values import decode
 from swapper.errors import ConfigError, SwapError
-from swapper.files.tensor_files import StoredTensor, stored_dtype
-from swapper.io import codec
+from swapper.files.tensor_files import StoredTensor
+from swapper.io.checksums import checksum
+from swapper.optimizer.master_codec import join_master
 from swapper.optimizer.plan import parameters_of
-from swapper.optimizer.segments import MASTER, SMALL_BYTES, Bucket, OptimizerParameter, Segment
+from swapper.optimizer.segments import MASTER, Bucket, OptimizerParameter, Segment
 from swapper.optimizer.state_dicts import StateRecords, as_plain_state
+from swapper.sizes import SMALL_BYTES
 from swapper.storage.buffers import Lease
+from swapper.tensors.dtypes import PLAIN_DTYPES, stored_dtype
 from swapper.tensors.strides import is_dense
 
 __all__ = [
@@ -372,7 +375,7 @@ class SavedState:
         if place not in self._edited:
             bits = self._bits_of(self._parameters[place], 0, self._parameters[place].numel())
             self._edited[place] = any(
-                codec.checksum(bits[piece.segment.start : piece.segment.stop]) != piece.segment.parameter_crc32c
+                checksum(bits[piece.segment.start : piece.segment.stop]) != piece.segment.parameter_crc32c
                 for piece in self._pieces[place]
             )
         return self._edited[place]
@@ -397,7 +400,7 @@ class SavedState:
             master = torch.empty(bits.numel(), dtype=torch.float32)
             low = self._read(self._stored(piece, MASTER), torch.int16, 0, bits.numel())
             try:
-                codec.join_master(bits, low, packed, segment.tie_bits, master)
+                join_master(bits, low, packed, segment.tie_bits, master)
             except ValueError as error:
                 raise self._incomplete(segment.parameter) from error
         else:
@@ -410,7 +413,7 @@ class SavedState:
     def _dtype(self, place: int, key: str) -> torch.dtype:
         name = self._saved.parameters[place].dtypes.get(key)
         dtype = getattr(torch, name or "", None)
-        if dtype in codec.SAFETENSORS_NAMES:
+        if dtype in PLAIN_DTYPES:
             assert isinstance(dtype, torch.dtype)
             return dtype
         small = [self._decoded(piece.segment.small, place).get(key) for piece in self._pieces[place][:1]]
@@ -446,7 +449,7 @@ class SavedState:
             return 0
         file = self._checkpoint.reader.open(self._checkpoint.directory / saved.file)
         self._checkpoint.reader.handle.read(file, lease.tensor[:length_bytes], 0).wait()
-        found = codec.checksum(lease.tensor[:length_bytes])
+        found = checksum(lease.tensor[:length_bytes])
         self._checkpoint.check(saved.file, found, self._checkpoint.file(saved.file).crc32c)
         tie_bytes = sum((segment.tie_bits + 7) // 8 for segment in saved.segments)
         header = bucket.layout.header(tie_bytes)

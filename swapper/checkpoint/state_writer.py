@@ -11,13 +11,14 @@ from torch.optim import Optimizer
 
 from swapper.checkpoint.values import encode
 from swapper.checkpoint.writer import NewCheckpoint
-from swapper.io import codec
+from swapper.io.checksums import checksum, join_checksums
 from swapper.optimizer.plan import parameters_of
-from swapper.optimizer.segments import MASTER, SMALL_BYTES, Bucket, Segment
+from swapper.optimizer.segments import MASTER, Bucket, Segment
 from swapper.optimizer.state_dicts import StateRecords
 from swapper.optimizer.swapper import OptimizerSwapper
-from swapper.optimizer.unswapped import UnswappedOptimizer
+from swapper.sizes import SMALL_BYTES
 from swapper.storage.store import RecordKey
+from swapper.tensors.dtypes import PLAIN_DTYPES
 from swapper.tensors.strides import is_dense
 
 __all__ = [
@@ -37,7 +38,7 @@ _ROUNDED_NUMEL = 1 << 20
 def swapper_of(optimizer: Optimizer) -> OptimizerSwapper | None:
     """What swaps its state; None if that is in `optimizer.state`."""
     swapper = getattr(optimizer, "swapper", None)
-    return None if swapper is None or isinstance(swapper, UnswappedOptimizer) else swapper
+    return swapper if swapper is not None and swapper.swaps_state else None
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -186,7 +187,7 @@ class _Sink:
         try:
             self._new.write_record(file, lease.tensor[: bucket.used_bytes()])
         finally:
-            records.pipeline.let_go(bucket.key)
+            records.cache.release(bucket.key)
 
     def _segment(self, segment: Segment, place: int | None) -> dict[str, Any]:
         if place is None:
@@ -284,8 +285,8 @@ def _in_memory_order(value: torch.Tensor) -> torch.Tensor:
 
 def _checksum_rounded(master: torch.Tensor, dtype: torch.dtype) -> int:
     """The CRC-32C of the bits of a parameter that is `master` rounded."""
-    return codec.join_checksums(
-        (codec.checksum(part.to(dtype)), part.numel() * dtype.itemsize) for part in torch.split(master, _ROUNDED_NUMEL)
+    return join_checksums(
+        (checksum(part.to(dtype)), part.numel() * dtype.itemsize) for part in torch.split(master, _ROUNDED_NUMEL)
     )
 
 
@@ -294,7 +295,7 @@ def _is_large(value: object) -> bool:
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
         and value.nbytes >= SMALL_BYTES
-        and value.dtype in codec.SAFETENSORS_NAMES
+        and value.dtype in PLAIN_DTYPES
     )
 
 

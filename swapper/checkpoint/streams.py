@@ -21,9 +21,11 @@ from swapper.checkpoint.index import SavedSegment
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.saved_state import SavedPiece, SavedState, hollow
 from swapper.errors import SwapError
-from swapper.io import codec
+from swapper.io.checksums import checksum, join_checksums
+from swapper.optimizer.master_codec import join_master
 from swapper.optimizer.segments import MASTER
 from swapper.storage.malloc_trim import return_free_memory
+from swapper.tensors.dtypes import WORDS
 from swapper.tensors.strides import is_dense
 
 __all__ = ["StreamedState", "TensorStream", "contiguous_stride", "model_stream"]
@@ -32,7 +34,6 @@ PIECE_BYTES = 4 << 20
 SLAB_BYTES = 16 << 20
 _MASTERS_NUMEL = 1 << 20
 
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Read = Callable[[int, int], torch.Tensor]
 """Gives elements `start` to `stop`, 1-D."""
@@ -78,9 +79,9 @@ class TensorStream:
         for start in range(0, self.numel, step):
             piece = self.read(start, min(start + step, self.numel)).view(torch.uint8)
             if self.crc32c is not None:
-                parts.append((codec.checksum(piece), piece.numel()))
+                parts.append((checksum(piece), piece.numel()))
             yield piece
-        if self.crc32c is not None and codec.join_checksums(parts) != self.crc32c:
+        if self.crc32c is not None and join_checksums(parts) != self.crc32c:
             raise SwapError(f"{self.name} is damaged: it is not as it was saved; use another checkpoint")
 
     def contiguous(self) -> TensorStream:
@@ -127,7 +128,7 @@ class _Reordered:
     def __init__(self, read: Read, dtype: torch.dtype, sizes: Sequence[int], order: Sequence[int]) -> None:
         self._read = read
         self._dtype = dtype
-        self._words = _WORDS.get(dtype.itemsize, dtype)  # A copy of integers keeps all bits.
+        self._words = WORDS.get(dtype.itemsize, dtype)  # A copy of integers keeps all bits.
         self._sizes = list(sizes)
         self._order = list(order)
         self._wanted = [sizes[d] for d in order]
@@ -316,7 +317,7 @@ class StreamedState(SavedState):
             before = self._ties_before(piece, start)
             count = int((low == -0x8000).sum())
             masters = torch.empty(stop - start)
-            codec.join_master(bits.contiguous(), low, self._tie_bits(piece, before, before + count), count, masters)
+            join_master(bits.contiguous(), low, self._tie_bits(piece, before, before + count), count, masters)
         else:
             masters = self._read(self._stored(piece, MASTER), torch.float32, start, stop)
         self._decoded_masters = piece, start, masters
@@ -332,8 +333,8 @@ class StreamedState(SavedState):
         parts = []
         for start in range(segment.start, segment.stop, _MASTERS_NUMEL):
             bits = self._bits_of(p, start, min(start + _MASTERS_NUMEL, segment.stop))
-            parts.append((codec.checksum(bits.contiguous()), bits.nbytes))
-        return bool(codec.join_checksums(parts) == segment.parameter_crc32c)
+            parts.append((checksum(bits.contiguous()), bits.nbytes))
+        return bool(join_checksums(parts) == segment.parameter_crc32c)
 
     def _ties_before(self, piece: SavedPiece, position: int) -> int:
         """How many ties there are in the first elements of a piece; `position` is a multiple of `_MASTERS_NUMEL`."""

@@ -7,28 +7,25 @@ from collections.abc import Sequence
 
 import torch
 
-from swapper.io.codec import SAFETENSORS_NAMES
+from swapper.tensors.dtypes import PAIRS, PLAIN_DTYPES, WORDS
 
 __all__ = ["aligned", "from_stored", "is_dense", "stored_as", "to_stored", "with_stride"]
-
-_PAIRS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def stored_as(dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
     """Element type and shape in which a tensor is stored."""
-    if dtype in _PAIRS:
-        return _PAIRS[dtype], (*shape, 2)
-    if dtype in SAFETENSORS_NAMES:
+    if dtype in PAIRS:
+        return PAIRS[dtype], (*shape, 2)
+    if dtype in PLAIN_DTYPES:
         return dtype, tuple(shape)
     return torch.uint8, (math.prod(shape) * dtype.itemsize,)
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """A view of `tensor` as integers, for which torch has a copy that keeps all bits. Complex ones as pairs."""
-    if tensor.dtype in _PAIRS:
+    if tensor.dtype in PAIRS:
         tensor = torch.view_as_real(tensor)
-    return tensor.view(_WORDS[tensor.dtype.itemsize])
+    return tensor.view(WORDS[tensor.dtype.itemsize])
 
 
 def to_stored(tensor: torch.Tensor) -> torch.Tensor:
@@ -67,6 +64,6 @@ def with_stride(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """A copy with other strides, of a dense tensor."""
     dtype = tensor.dtype
     # torch warns of empty tensors of some element types.
-    result = torch.empty_strided(tensor.shape, stride, dtype=_WORDS.get(dtype.itemsize, dtype)).view(dtype)
+    result = torch.empty_strided(tensor.shape, stride, dtype=WORDS.get(dtype.itemsize, dtype)).view(dtype)
     _words(result).copy_(_words(tensor))
     return result

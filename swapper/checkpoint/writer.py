@@ -22,7 +22,6 @@ import json
 import logging
 import os
 import secrets
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -44,14 +43,15 @@ from swapper.checkpoint.index import FORMAT, INDEX, SavedFile, crc32c_of, with_c
 from swapper.errors import SwapIOError, system_errors
 from swapper.files.whole_file import OutputFile
 from swapper.finalizers import finalizer
-from swapper.io import codec
+from swapper.io.checksums import join_checksums
 from swapper.io.handle import AsyncIOHandle, exchange
-from swapper.progress import ProgressBar
+from swapper.progress import progress_bar
 from swapper.storage.layout import Entry, plan_whole_tensors
 from swapper.storage.record_files import Pinned
 from swapper.storage.store import RecordKey, TensorStore, all_at_once
+from swapper.tensors.dtypes import NAMES
 
-__all__ = ["VALUES", "NewCheckpoint", "progress_bar"]
+__all__ = ["VALUES", "NewCheckpoint"]
 
 log = logging.getLogger(__name__)
 
@@ -59,11 +59,6 @@ VALUES = "values.safetensors"
 _SMALL_BYTES = 1 << 20
 """A file of less is written by plain means: an engine and its buffers take longer to make."""
 PIECE_BYTES = 8 << 20
-_NAMES = codec.SAFETENSORS_NAMES | {
-    torch.uint16: "U16", torch.uint32: "U32", torch.uint64: "U64",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
-}  # fmt: skip
-"""As `swapper.tensor_files` reads them."""
 
 
 class NewCheckpoint:
@@ -175,7 +170,7 @@ class NewCheckpoint:
                 for piece in _pieces(tensor):
                     parts.append((output.append(piece), piece.numel()))
                     done(piece.numel())
-                crcs[key] = codec.join_checksums(parts)
+                crcs[key] = join_checksums(parts)
             output.commit()
         self.note(name, length_bytes, output.checksum)
         return crcs
@@ -299,22 +294,12 @@ def _remove_trees(paths: list[Path]) -> None:
         remove_tree(path)
 
 
-@contextlib.contextmanager
-def progress_bar(what: str, length_bytes: int) -> Iterator[Callable[[int], object]]:
-    """A bar on a terminal, for what takes long."""
-    with ProgressBar(
-        total=length_bytes, desc=what, unit="B", unit_scale=True, leave=False, delay=1,
-        disable=not sys.stderr.isatty(),
-    ) as bar:  # fmt: skip
-        yield bar.update
-
-
 def _as_stored(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     """The dtype and shape that a safetensors file has for `tensor`."""
     shape = tuple(tensor.shape)
-    if tensor.dtype not in _NAMES:
+    if tensor.dtype not in NAMES:
         return "U8", (*shape, tensor.dtype.itemsize)
-    return _NAMES[tensor.dtype], (*shape, 2) if tensor.dtype.is_complex else shape
+    return NAMES[tensor.dtype], (*shape, 2) if tensor.dtype.is_complex else shape
 
 
 def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

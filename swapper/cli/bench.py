@@ -27,7 +27,7 @@ from swapper.cli.progress import progress_bar
 from swapper.config import format_size, parse_size
 from swapper.errors import ConfigError
 from swapper.io.handle import BACKENDS, probe
-from swapper.storage.layout import format_bytes
+from swapper.sizes import format_bytes
 
 __all__ = ["DEEPNVME_STYLE", "bench", "best_fio", "size_argument"]
 

@@ -18,10 +18,10 @@ from swapper.checkpoint.export import export_checkpoint, import_checkpoint
 from swapper.checkpoint.index import INDEX, SavedOptimizer, SavedSegment, glance
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.values import decode
-from swapper.checkpoint.writer import progress_bar
 from swapper.cli.output import complain, make_console, print_json, print_table, printable
 from swapper.errors import SwapError, SwapIOError, show
-from swapper.storage.layout import format_bytes
+from swapper.progress import progress_bar
+from swapper.sizes import format_bytes
 
 __all__ = ["app"]
 

@@ -30,7 +30,7 @@ from swapper.cli.directories import directories_or_default
 from swapper.cli.output import complain, make_console, print_json, printable
 from swapper.io.gds import CuFileProbe, probe_cufile
 from swapper.io.handle import Probe, probe
-from swapper.storage.layout import format_bytes
+from swapper.sizes import format_bytes
 from swapper.storage.runs import MEMORY_FILE_SYSTEMS, is_network_file_system
 
 __all__ = ["Finding", "Mark", "Report", "findings", "make_report", "report"]

@@ -17,7 +17,7 @@ from rich.text import Text
 from swapper.cli.directories import directories_or_default
 from swapper.cli.output import complain, make_console, print_json, print_table, printable
 from swapper.errors import SwapError, SwapIOError
-from swapper.storage.layout import format_bytes
+from swapper.sizes import format_bytes
 from swapper.storage.runs import Removal, RunDirectory, RunState, find_runs, remove_run
 
 __all__ = ["clean", "ls"]

@@ -7,11 +7,10 @@ from swapper.config.settings import (
     OffloadGradientConfig,
     OffloadOptimizerConfig,
     OffloadParamConfig,
-    format_size,
     json_schema,
-    parse_size,
     read_mapping,
 )
+from swapper.sizes import format_size, parse_size
 
 __all__ = [
     "AioConfig",

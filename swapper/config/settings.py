@@ -19,7 +19,6 @@ import re
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
 
@@ -39,6 +38,7 @@ from pydantic import (
 
 from swapper.config.deepspeed import translate
 from swapper.errors import ConfigError, show
+from swapper.sizes import format_size, parse_size
 
 if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
@@ -50,9 +50,7 @@ __all__ = [
     "OffloadGradientConfig",
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
-    "format_size",
     "json_schema",
-    "parse_size",
     "read_mapping",
 ]
 
@@ -95,80 +93,7 @@ def _not_yet(field: str, value: Any) -> str | None:
     return None
 
 
-# --- Sizes -----------------------------------------------------------------------------------------------------------
-
-_BINARY_UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40, "pib": 1 << 50}
-_DECIMAL_UNITS = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15}
-_UNITS = {"": 1, "b": 1, **_BINARY_UNITS, **_DECIMAL_UNITS}
-_SIZE_PATTERN = r"^\s*([0-9]{1,20}(?:\.[0-9]{1,20})?)\s*([A-Za-z]*)\s*$"
-_SIZE_EXAMPLES = "4096, '64MiB', '1.5 GiB' or '2GB'"
-_LARGEST_SIZE = 2**63 - 1
-
-
-def parse_size(value: object) -> int:
-    """The number of bytes that `value` says.
-
-    Args:
-        value: a whole number of bytes, or a string of a number and a unit. KiB, MiB, GiB, TiB and PiB are powers of
-            1024, KB, MB, GB, TB and PB powers of 1000, in upper or lower case; no unit and B are bytes. "1.5 GiB" is
-            fine, half a byte is not.
-
-    Returns:
-        Bytes, 0 <= bytes < 2**63.
-
-    Raises:
-        ConfigError: `value` is none of these. The message names the value and the fix, not the field.
-    """
-    if isinstance(value, (bool, float)) or value is None:
-        raise ConfigError(f"{show(value)} is not a size; write a whole number of bytes or a unit: {_SIZE_EXAMPLES}")
-    if isinstance(value, str):
-        size = _parse_size_text(value)
-    else:
-        try:
-            size = value.__index__()  # type: ignore[attr-defined]
-        except (AttributeError, TypeError):
-            raise ConfigError(
-                f"{show(value)} is not a size; write a whole number of bytes or a unit: {_SIZE_EXAMPLES}"
-            ) from None
-    assert isinstance(size, int)
-    if size < 0:
-        raise ConfigError(f"{show(value)} is negative; a size is 0 bytes or more")
-    if size > _LARGEST_SIZE:
-        raise ConfigError(f"{show(value)} is larger than any machine's memory; write at most {_LARGEST_SIZE} bytes")
-    return size
-
-
-def _parse_size_text(text: str) -> int:
-    if text.strip().startswith("-"):
-        raise ConfigError(f"{show(text)} is negative; a size is 0 bytes or more")
-    match = re.match(_SIZE_PATTERN, text)
-    if match is None:
-        raise ConfigError(f"{show(text)} is not a size; write bytes or a number with a unit: {_SIZE_EXAMPLES}")
-    number, unit = match.groups()
-    factor = _UNITS.get(unit.lower())
-    if factor is None and f"{unit.lower()}ib" in _BINARY_UNITS:
-        raise ConfigError(
-            f"{show(text)} can mean two sizes; write '{number}{unit.upper()}iB' (powers of 1024) "
-            f"or '{number}{unit.upper()}B' (powers of 1000)"
-        )
-    if factor is None:
-        raise ConfigError(f"{show(text)} has the unknown unit {unit!r}; use B, KiB, MiB, GiB, TiB, or KB, MB, GB, TB")
-    size = Fraction(number) * factor
-    if size.denominator != 1:
-        raise ConfigError(f"{show(text)} is not a whole number of bytes; the nearest is {round(size)}")
-    return size.numerator
-
-
-def format_size(size_bytes: int) -> str:
-    """The shortest exact text for `size_bytes`, which `parse_size` reads back: "64MiB", "2GB", "4097B"."""
-    best = f"{size_bytes}B"
-    if size_bytes > 0:
-        for unit, factor in sorted({**_BINARY_UNITS, **_DECIMAL_UNITS}.items(), key=lambda item: item[1]):
-            text = f"{size_bytes // factor}{unit[0].upper()}{unit[1:].replace('b', 'B')}"
-            if size_bytes % factor == 0 and len(text) <= len(best):
-                best = text
-    return best
-
+# --- Types of fields ------------------------------------------------------------------------------------------------
 
 Size = Annotated[
     int,

@@ -35,6 +35,7 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.finalizers import finalizer
 from swapper.io.gds import GDSHandle, probe_cufile
 from swapper.io.handle import AsyncIOHandle, File, Slab, Transfer
+from swapper.sizes import PAGE_BYTES, round_up
 
 __all__ = [
     "AsyncIOBuilder",
@@ -54,7 +55,6 @@ __all__ = [
 _Path: TypeAlias = "str | bytes | os.PathLike[str]"
 
 _SECTOR_BYTES = 512
-_PAGE_BYTES = 4096
 _MAX_BLOCK_BYTES = 1 << 30
 _MAX_QUEUE_DEPTH = 4096
 _MAX_THREADS = 256
@@ -272,7 +272,7 @@ class aio_handle:
         self._overlap_events = bool(overlap_events)
         self._intra_op_parallelism = _positive("intra_op_parallelism", intra_op_parallelism)
         # How an operation is cut does not show in its bytes, so what DeepNVMe takes is taken: the nearest that can be.
-        block_bytes = -(-self._block_size // _PAGE_BYTES) * _PAGE_BYTES
+        block_bytes = round_up(self._block_size, PAGE_BYTES)
         self._handle = self._handle_type(
             block_bytes=min(block_bytes, _MAX_BLOCK_BYTES),
             queue_depth=min(self._queue_depth, _MAX_QUEUE_DEPTH),

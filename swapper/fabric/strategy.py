@@ -23,7 +23,7 @@ from swapper.files.fastsave import SaveHandle
 from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.strategy.arguments import ConfigLike, not_of_ddp, settings_of
 from swapper.strategy.ddp_sync import ready_for_ddp
-from swapper.tensors.evicted import EvictedView
+from swapper.tensors.evicted_views import EvictedView
 from swapper.tensors.tensor_refs import replaced
 
 if TYPE_CHECKING:

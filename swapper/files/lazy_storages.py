@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from swapper.errors import SwapError
-from swapper.tensors.evicted import EvictedView, PartOfView, Source, ViewOfParameter, gathered, home_of
+from swapper.tensors.evicted_views import EvictedView, PartOfView, Source, ViewOfParameter
+from swapper.tensors.homes import gathered, home_of
 
 __all__ = ["AwayStorage", "AwayStorages", "StoragePart"]
 
@@ -78,7 +79,7 @@ class AwayStorages:
         """
         if not isinstance(item, EvictedView):
             return None
-        found = self._hollow(item._swapper_source)
+        found = self._hollow(item.source)
         if found is None:
             return None
         storage, tensor = found

@@ -25,18 +25,17 @@ import torch
 
 from swapper.errors import SwapError, SwapIOError, show, system_errors
 from swapper.io.handle import AsyncIOHandle, File
-from swapper.storage.layout import PAGE_BYTES, round_up
-from swapper.tensors.evicted import Home
+from swapper.sizes import PAGE_BYTES, round_up
+from swapper.tensors.dtypes import DTYPES
+from swapper.tensors.homes import Home
 
 __all__ = [
-    "DTYPES",
     "FromFile",
     "StoredTensor",
     "TensorReader",
     "parse_json",
     "read_header",
     "read_small",
-    "stored_dtype",
 ]
 
 _LONGEST_HEADER_BYTES = 100_000_000
@@ -47,21 +46,6 @@ _OPEN_FILES = 16
 _MOST_BYTES = 1 << 63
 _MOST_DIMENSIONS = 64
 """More than these PyTorch cannot have in a tensor, or cannot copy."""
-
-DTYPES = {
-    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "I64": torch.int64,
-    "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U64": torch.uint64, "U32": torch.uint32,
-    "U16": torch.uint16, "U8": torch.uint8, "BOOL": torch.bool, "C64": torch.complex64,
-    "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
-}  # fmt: skip
-
-
-_PAIRS = {torch.complex64: torch.float32, torch.complex128: torch.float64}
-
-
-def stored_dtype(dtype: torch.dtype) -> torch.dtype:
-    """In which a checkpoint has tensors of `dtype`: complex numbers as pairs, what the format lacks as bytes."""
-    return _PAIRS.get(dtype, dtype if dtype in DTYPES.values() else torch.uint8)
 
 
 @dataclass(frozen=True)
@@ -265,7 +249,7 @@ class TensorReader:
 
 
 class FromFile:
-    """The values of a tensor in a file. See `swapper.tensors.evicted.Source`."""
+    """The values of a tensor in a file. See `swapper.tensors.evicted_views.Source`."""
 
     def __init__(self, reader: TensorReader, stored: StoredTensor) -> None:
         self.shape, self.dtype = stored.shape, stored.dtype
@@ -281,6 +265,6 @@ class FromFile:
         """Read it, anew each time."""
         return self._reader.read(self._stored)
 
-    def lasting(self) -> torch.Tensor:
+    def mapped_copy(self) -> torch.Tensor:
         """The same."""
         return self.real()

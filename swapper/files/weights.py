@@ -5,9 +5,8 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -16,8 +15,8 @@ from torch.nn.modules.module import _IncompatibleKeys
 from swapper.errors import ConfigError, SwapError, SwapIOError, show, system_errors
 from swapper.files.tensor_files import FromFile, StoredTensor, TensorReader, parse_json, read_header, read_small
 from swapper.io.handle import AsyncIOHandle
-from swapper.progress import ProgressBar
-from swapper.tensors.evicted import EvictedView
+from swapper.progress import progress_bar
+from swapper.tensors.evicted_views import EvictedView
 from swapper.tensors.unfilled import is_unfilled
 
 __all__ = ["find_weights", "load_weights"]
@@ -99,20 +98,6 @@ def _without_duplicates(tensors: list[StoredTensor]) -> list[StoredTensor]:
     return tensors
 
 
-@contextmanager
-def _reading(tensors: Sequence[StoredTensor]) -> Iterator[TensorReader]:
-    total = sum(tensor.stop_bytes - tensor.start_bytes for tensor in tensors)
-    with ProgressBar(
-        total=total, desc="loading weights", unit="B", unit_scale=True, leave=False, delay=1,
-        disable=not sys.stderr.isatty(),
-    ) as progress:  # fmt: skip
-        reader = TensorReader(AsyncIOHandle(), progress.update)
-        try:
-            yield reader
-        finally:
-            reader.close()
-
-
 def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: bool) -> _IncompatibleKeys:
     """See `swapper.load_safetensors`."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -123,7 +108,11 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
             )
     tensors = find_weights(path)
     _refuse_complex(model, tensors)
-    with _reading(tensors) as reader:
+    total_bytes = sum(tensor.stop_bytes - tensor.start_bytes for tensor in tensors)
+    with (
+        progress_bar("loading weights", total_bytes) as done,
+        closing(TensorReader(AsyncIOHandle(), done)) as reader,
+    ):
         state = {tensor.name: EvictedView(FromFile(reader, tensor)) for tensor in tensors}
         try:
             missing, unexpected = model.load_state_dict(state, strict=False)

@@ -32,8 +32,10 @@ import torch
 from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.archive import LOCAL_HEADER_BYTES, Entry, header_bytes
 from swapper.finalizers import finalizer
-from swapper.io import codec
+from swapper.io.checksums import checksum, copy_crc32, crc32, join_checksums
 from swapper.io.handle import AsyncIOHandle, File, Transfer
+from swapper.io.host_memory import prefault
+from swapper.sizes import PAGE_BYTES
 from swapper.storage.buffers import BufferPool, Lease
 from swapper.storage.temporary_files import claim, new_name, remove_leftovers
 
@@ -42,7 +44,6 @@ __all__ = ["POOL_BYTES", "InputFile", "OutputFile"]
 POOL_BYTES = 32 << 20
 """Page-locked memory of one file, unless another size is asked for."""
 
-_PAGE_BYTES = 4096
 _BUFFERS_MIN, _BUFFERS_MAX = 4, 16
 _BUFFER_BYTES = 2 << 20
 """Of each, if that gives a number of them between the two. Many short ones keep a drive busier than a few long ones."""
@@ -82,9 +83,9 @@ class _Buffers:
         if pool_bytes < _POOL_BYTES_MIN:
             raise ValueError(f"pool_bytes: {pool_bytes} is less than {_POOL_BYTES_MIN}")
         count = min(max(_BUFFERS_MIN, pool_bytes // _BUFFER_BYTES), _BUFFERS_MAX)
-        self.buffer_bytes = pool_bytes // count // _PAGE_BYTES * _PAGE_BYTES
+        self.buffer_bytes = pool_bytes // count // PAGE_BYTES * PAGE_BYTES
         if length_bytes is not None:
-            self.buffer_bytes = min(self.buffer_bytes, max(1, -(-length_bytes // _PAGE_BYTES)) * _PAGE_BYTES)
+            self.buffer_bytes = min(self.buffer_bytes, max(1, -(-length_bytes // PAGE_BYTES)) * PAGE_BYTES)
         self.free: deque[Lease] = deque()
         if length_bytes is not None:
             count = min(count, max(1, -(-length_bytes // self.buffer_bytes)))
@@ -113,7 +114,7 @@ class OutputFile:
         pool_bytes: page-locked memory to write from.
         handle: engine to write with; None for one of its own.
         cuda: lock the buffers for CUDA, too.
-        summed: compute CRC-32C, as `codec.checksum` does, instead of the CRC-32 that ZIP files have.
+        summed: compute CRC-32C, as `checksums.checksum` does, instead of the CRC-32 that ZIP files have.
 
     Attributes:
         checksum: if `summed`, the CRC-32C of all bytes so far.
@@ -257,12 +258,12 @@ class OutputFile:
             room = room[: len(part)]
             if isinstance(part, torch.Tensor) and part.device.type not in _HOSTS:
                 room.copy_(part)
-                crc = codec.checksum(room, crc) if self._summed else codec.crc32(room, crc)
+                crc = checksum(room, crc) if self._summed else crc32(room, crc)
             elif self._summed:
-                codec.copy_crc32(room, part)
-                crc = codec.checksum(room, crc)
+                copy_crc32(room, part)
+                crc = checksum(room, crc)
             else:
-                crc = codec.copy_crc32(room, part, crc)
+                crc = copy_crc32(room, part, crc)
             self._used_bytes += len(part)
             self._position += len(part)
             done += len(part)
@@ -297,7 +298,7 @@ class OutputFile:
             self._current.transfer = handle.read(file, room, offset_bytes + done)
             self._current.transfer.wait()
             self._current.transfer = None
-            crc = codec.checksum(room, crc)
+            crc = checksum(room, crc)
             self._used_bytes += len(room)
             self._position += len(room)
             done += len(room)
@@ -306,7 +307,7 @@ class OutputFile:
 
     def _join(self, crc: int, length_bytes: int) -> None:
         if self._summed:
-            self.checksum = codec.join_checksums([(self.checksum, 0), (crc, length_bytes)])
+            self.checksum = join_checksums([(self.checksum, 0), (crc, length_bytes)])
 
     def commit(self) -> None:
         """Write what is left, sync, and let the file appear under its name. It is over then.
@@ -320,7 +321,7 @@ class OutputFile:
         with self._named():
             if self._current is not None and self._used_bytes:
                 # Whole pages, so that they go past the page cache; what is too much is cut off.
-                whole = -(-self._used_bytes // _PAGE_BYTES) * _PAGE_BYTES
+                whole = -(-self._used_bytes // PAGE_BYTES) * PAGE_BYTES
                 self._current.tensor[self._used_bytes : whole] = 0
                 self._send(whole, self._position - self._used_bytes)
             while self._in_flight:
@@ -568,7 +569,7 @@ class InputFile(io.RawIOBase):
 
         def put(done: int, piece: torch.Tensor, crc: int) -> int:
             memory[done : done + len(piece)].copy_(piece)
-            return codec.crc32(piece, crc)
+            return crc32(piece, crc)
 
         self._read(offset_bytes, storage.nbytes(), put)
 
@@ -628,10 +629,10 @@ class InputFile(io.RawIOBase):
             # Memory that torch has just allocated: to touch it page after page would take longer than the drive does.
             # Huge pages take longer still where a host has to bring them (measured in a virtual machine: 5 times).
             if len(memory) >= _FRESH_BYTES_MIN:
-                codec.prefault(memory[start:stop])
+                prefault(memory[start:stop])
 
         def put(done: int, piece: torch.Tensor, crc: int) -> int:
-            return codec.copy_crc32(memory[done : done + len(piece)], piece, crc)
+            return copy_crc32(memory[done : done + len(piece)], piece, crc)
 
         self._read(offset_bytes, len(memory), put, expect)
 
@@ -683,7 +684,7 @@ class InputFile(io.RawIOBase):
         while self._pieces and not self._pieces[0].start <= at < self._pieces[0].stop:
             self._free_first()
         if not self._pieces:
-            self._next = at // _PAGE_BYTES * _PAGE_BYTES
+            self._next = at // PAGE_BYTES * PAGE_BYTES
         self._read_ahead(stop)
         return self._pieces[0]
 
@@ -692,7 +693,7 @@ class InputFile(io.RawIOBase):
         while self._buffers.free:
             start = self._next
             beyond = min(stop + self._ahead_bytes, self._file_bytes)
-            end = min(start + self._buffers.buffer_bytes, -(-beyond // _PAGE_BYTES) * _PAGE_BYTES, self._file_bytes)
+            end = min(start + self._buffers.buffer_bytes, -(-beyond // PAGE_BYTES) * PAGE_BYTES, self._file_bytes)
             # What is not wanted yet comes in long pieces, or many short reads would make many short transfers.
             short = end - start < min(self._ahead_bytes // 4, self._buffers.buffer_bytes) and end < self._file_bytes
             if end <= start or (start >= stop and short):

@@ -16,14 +16,14 @@ import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.storage.layout import PAGE_BYTES, format_bytes, round_up
+from swapper.sizes import PAGE_BYTES, SMALL_BYTES, format_bytes, round_up
 from swapper.storage.store import RecordKey
-from swapper.tensors.evicted import AwayGradient, can_have_gradient_away, raw_gradient
+from swapper.tensors.evicted import can_evict_gradient
+from swapper.tensors.evicted_gradients import EvictedGradient, raw_gradient
 from swapper.tensors.strides import is_dense, same_layout
 
 __all__ = [
     "BUCKETS_AT_ONCE",
-    "SMALL_BYTES",
     "Change",
     "Gradient",
     "GradientPart",
@@ -43,9 +43,6 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
-
-SMALL_BYTES = 16 * 1024
-"""Gradients smaller than this never move: the transfer would cost more than the memory."""
 
 BUCKETS_AT_ONCE = 2
 """Buckets whose gradients the pool must hold in a step: one in use, one arriving."""
@@ -140,7 +137,7 @@ class Gradient:
     left: bool = False
     norm: TakenNorm | None = None
     changes: list[Change] = field(default_factory=list)
-    handed: weakref.ref[AwayGradient] | None = None
+    handed: weakref.ref[EvictedGradient] | None = None
     why: str = ""
     cause: SwapIOError | None = None
 
@@ -172,10 +169,10 @@ class Gradient:
         assert part.start <= start < part.stop, start
         return part
 
-    def somebody_has_it(self) -> AwayGradient | None:
+    def somebody_has_it(self) -> EvictedGradient | None:
         """The tensor that stands for it, if somebody has that."""
         handed = None if self.handed is None else self.handed()
-        return handed if isinstance(handed, AwayGradient) else None
+        return handed if isinstance(handed, EvictedGradient) else None
 
     def can_take(self, fresh: torch.Tensor) -> bool:
         """Whether the records can hold `fresh`, so that it comes back as it was."""
@@ -236,7 +233,7 @@ def fitting(parts: Sequence[GradientPart], known: Container[int], stored: bool, 
 
 def can_leave(p: torch.nn.Parameter) -> bool:
     """Whether the gradient of `p` is taken; else it stays in memory."""
-    return p.numel() * p.dtype.itemsize >= SMALL_BYTES and is_dense(p) and can_have_gradient_away(p)
+    return p.numel() * p.dtype.itemsize >= SMALL_BYTES and is_dense(p) and can_evict_gradient(p)
 
 
 def record_bytes(p: torch.nn.Parameter, start: int, stop: int) -> int:

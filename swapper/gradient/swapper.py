@@ -53,13 +53,13 @@ from swapper.gradient.records import (
 from swapper.io.devices import Copy, DeviceCopies
 from swapper.metrics import Metrics
 from swapper.storage.buffers import BufferPool
+from swapper.storage.cache import RecordCache
 from swapper.storage.malloc_trim import return_free_memory
-from swapper.storage.pipeline import Pipeline
 from swapper.storage.store import RecordKey, TensorStore
-from swapper.tensors.evicted import (
-    away_gradient,
+from swapper.tensors.evicted_gradients import (
     bring_back_gradients,
     clear_gradient_home,
+    evicted_gradient,
     fill_gradient,
     raw_gradient,
     set_gradient_home,
@@ -147,7 +147,7 @@ class GradientSwapper:
     ) -> None:
         self.metrics = Metrics()
         self._store = store
-        self._pipeline = Pipeline(pool, store, self.metrics)
+        self._cache = RecordCache(pool, store, self.metrics)
         self.share_pool(limit_bytes)
         self._owner = owner
         self._accumulation_steps = accumulation_steps
@@ -180,7 +180,7 @@ class GradientSwapper:
     @property
     def drops(self) -> int:
         """How often a part that was read ahead was given up."""
-        return self._pipeline.drops
+        return self._cache.drops
 
     @property
     def _window(self) -> Window | None:
@@ -227,7 +227,7 @@ class GradientSwapper:
         """Others need the pool too: take at most `limit_bytes` of it, which are no less than `reserved_bytes`."""
         self._limit_bytes = limit_bytes
         if self._store is not None:
-            self._pipeline.limit_bytes = limit_bytes
+            self._cache.limit_bytes = limit_bytes
 
     def deliver_to(self, window: Window) -> None:
         """From now on the last gradient of a window stays in memory, whole, and `window` is told of it."""
@@ -253,7 +253,7 @@ class GradientSwapper:
             if gradient.place is Place.LOST:
                 gradient.raise_lost()
             self._settle(gradient)
-        self._pipeline.check()
+        self._cache.check()
 
     def has(self, parameter: torch.nn.Parameter) -> bool:
         """Whether there is a gradient, in memory or away."""
@@ -270,7 +270,7 @@ class GradientSwapper:
         if gradient is None or gradient.place is not Place.AWAY:
             return True
         part = gradient.part_at(start)
-        return self._pipeline.stage(part.key, part.length_bytes)
+        return self._cache.stage(part.key, part.length_bytes)
 
     @contextmanager
     def taken(self, parameter: torch.nn.Parameter, start: int) -> Iterator[torch.Tensor]:
@@ -346,13 +346,13 @@ class GradientSwapper:
             if (p := gradient.parameter()) is not None:
                 self.bring_back(p)
 
-    def drain(self) -> None:
+    def flush(self) -> None:
         """Wait until all gradients that are away are on disk.
 
         Raises:
             SwapIOError: a write failed.
         """
-        self._pipeline.drain()
+        self._cache.flush()
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Notice too when the gradients of `parameters`, which are not this optimizer's, arrive.
@@ -392,7 +392,7 @@ class GradientSwapper:
                 if gradient.place is Place.HERE and (p := gradient.parameter()) is not None:
                     clear_gradient_home(p)
                 for part in gradient.parts:
-                    self._pipeline.forget(part.key)
+                    self._cache.forget(part.key)
         finally:
             self._release()
 
@@ -410,7 +410,7 @@ class GradientSwapper:
                 return self.bring_back(parameter)  # Some of torch's functions choose other kernels by the exact class.
             handed = gradient.somebody_has_it()
             if handed is None:
-                handed = away_gradient(parameter, None if self._closed else self, gradient.stride)
+                handed = evicted_gradient(parameter, None if self._closed else self, gradient.stride)
                 gradient.handed = weakref.ref(handed)
             return handed
 
@@ -552,7 +552,7 @@ class GradientSwapper:
                 copy = None
                 for part in gradient.parts:
                     piece = flat[part.start : part.stop]
-                    lease, there = self._pipeline.take(part.key, part.length_bytes)
+                    lease, there = self._cache.take(part.key, part.length_bytes)
                     assert there or before is not Place.AWAY, part.key
                     view = lease.view(0, part.numel, gradient.dtype)
                     if before is Place.HERE:
@@ -560,7 +560,7 @@ class GradientSwapper:
                     else:
                         self._complete(gradient, view)
                         copy = lease.transfer = _add(copies, view, piece, both=norm_type is not None)
-                    self._pipeline.put(part.key, part.length_bytes)
+                    self._cache.put(part.key, part.length_bytes)
                 if before is Place.HERE:
                     gradient.stride = fresh.stride()
                 gradient.changes = []
@@ -577,7 +577,7 @@ class GradientSwapper:
                 try:
                     copies.settle()  # Then what is given back, and what stays in memory, is used by nobody else.
                 finally:
-                    self._pipeline.recover()
+                    self._cache.recover()
                     self._undo(gradient, p, before, error)
                 raise
 
@@ -639,7 +639,7 @@ class GradientSwapper:
         self._next = next((at + 1 for at in window if self._order[at] is gradient), self._next)
         for coming in self._order[self._next : self._next + _AHEAD]:
             for part in coming.parts if coming.place is Place.AWAY else ():
-                if not self._pipeline.stage(part.key, part.length_bytes):
+                if not self._cache.stage(part.key, part.length_bytes):
                     return
 
     # --- [Note: distributed] ---------------------------------------------------------------------------------------
@@ -682,7 +682,7 @@ class GradientSwapper:
         if gradient.place is Place.LOST:
             gradient.raise_lost()
         try:
-            lease, there = self._pipeline.take(part.key, part.length_bytes)
+            lease, there = self._cache.take(part.key, part.length_bytes)
             assert there or gradient.place is Place.ZERO, part.key
             view = lease.view(0, part.numel, gradient.dtype)
             with modes_kept():
@@ -690,7 +690,7 @@ class GradientSwapper:
                 self._complete(gradient, view)
             yield view
         finally:
-            self._pipeline.let_go(part.key)
+            self._cache.release(part.key)
 
     def _complete(self, gradient: Gradient, view: torch.Tensor) -> None:
         """Do what was put off."""
@@ -717,11 +717,11 @@ class GradientSwapper:
             return
         try:
             for part in gradient.parts:
-                lease, _ = self._pipeline.take(part.key, part.length_bytes)
+                lease, _ = self._cache.take(part.key, part.length_bytes)
                 change(lease.view(0, part.numel, gradient.dtype))
-                self._pipeline.put(part.key, part.length_bytes)
+                self._cache.put(part.key, part.length_bytes)
         except BaseException as error:
-            self._pipeline.recover()
+            self._cache.recover()
             gradient.lose(error)
             raise
 
@@ -744,7 +744,7 @@ class GradientSwapper:
         for i, part in enumerate(gradient.parts):
             if gradient.place is Place.AWAY:
                 for following in gradient.parts[i : i + 2]:
-                    self._pipeline.stage(following.key, following.length_bytes)
+                    self._cache.stage(following.key, following.length_bytes)
             with self._opened(gradient, part) as view:
                 flat[part.start : part.stop].copy_(view)
         return whole
@@ -768,7 +768,7 @@ class GradientSwapper:
         gradient.begin_to_change()
         if os.getpid() == self._pid and not self._closed:
             for part in gradient.parts:
-                self._pipeline.discard(part.key)
+                self._cache.discard(part.key)
         gradient.arrived, gradient.norm, gradient.changes, gradient.cause = 0, None, [], None
         gradient.place = to
         if to is Place.HERE:
@@ -795,16 +795,16 @@ class GradientSwapper:
             known.changes = []
             try:
                 for part in parts:
-                    lease, _ = self._pipeline.take(part.key, part.length_bytes)
+                    lease, _ = self._cache.take(part.key, part.length_bytes)
                     lease.view(0, part.numel, known.dtype).copy_(whole[part.start : part.stop])
-                    self._pipeline.put(part.key, part.length_bytes)
+                    self._cache.put(part.key, part.length_bytes)
             except BaseException as error:
-                self._pipeline.recover()
+                self._cache.recover()
                 known.lose(error)
                 raise
         known.parts = parts
         for part in former:
-            self._pipeline.forget(part.key)
+            self._cache.forget(part.key)
         if p.requires_grad and not known.left:  # Else hooks of when it did require one stay.
             self._unhook(p)
             self._hooks[p] = self._hook(p, taken=True)
@@ -817,7 +817,7 @@ class GradientSwapper:
             self._unhook(p)
             self.watch([p])
         for part in gradient.parts:
-            self._pipeline.forget(part.key)
+            self._cache.forget(part.key)
         del self._gradients[number]
         self._order = [known for known in self._order if known is not gradient]
         self._arriving.pop(gradient, None)

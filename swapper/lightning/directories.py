@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from swapper.checkpoint.checkpoint import OpenCheckpoint, is_checkpoint, remove, save
 from swapper.errors import ConfigError, SwapError
 from swapper.files.fastsave import SaveHandle
-from swapper.tensors.evicted import EvictedView
+from swapper.tensors.evicted_views import EvictedView
 from swapper.tensors.tensor_refs import OPTIMIZER_STATES, is_lightnings, refer, replaced, resolve
 
 __all__ = ["Directories", "load_from_checkpoint", "placeholder", "read_directory"]

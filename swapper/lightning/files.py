@@ -15,7 +15,7 @@ from swapper.checkpoint.directories import check_replaceable, remove_checkpoint,
 from swapper.errors import SwapError, system_errors
 from swapper.files.fastsave import SaveHandle, load, save
 from swapper.io.handle import exchange
-from swapper.tensors.evicted import EvictedView
+from swapper.tensors.evicted_views import EvictedView
 from swapper.tensors.tensor_refs import replaced
 
 if TYPE_CHECKING:

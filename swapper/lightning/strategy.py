@@ -34,7 +34,7 @@ from swapper.parameter.swapper import ParameterSwapper
 from swapper.session import Shared
 from swapper.strategy.arguments import ConfigLike, given_among, not_of_ddp, settings_of
 from swapper.strategy.ddp_sync import has_parameters_away, make_same, ready_for_ddp
-from swapper.tensors.evicted import home_of
+from swapper.tensors.homes import home_of
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO

@@ -29,10 +29,10 @@ from swapper.optimizer.loss_scaling import may_be_scaled
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.segments import Bucket, OptimizerParameter, grouped
 from swapper.optimizer.stepper import ReadAhead, Stepper
-from swapper.tensors.evicted import (
-    away_gradient,
+from swapper.tensors.evicted_gradients import (
     bring_back_gradients,
     clear_gradient_home,
+    evicted_gradient,
     raw_gradient,
     set_gradient_home,
     set_raw_gradient,
@@ -210,7 +210,7 @@ class BackwardSteps:
 
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """What reading `p.grad` gives: a tensor that raises when its values are used."""
-        return away_gradient(parameter, self, tuple(parameter.stride()))
+        return evicted_gradient(parameter, self, tuple(parameter.stride()))
 
     def bring_back(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """The values of the gradient of `parameter` are asked for.

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 import torch
 
 from swapper.errors import SwapError, SwapIOError
-from swapper.tensors.evicted import home_of
+from swapper.tensors.homes import home_of
 
 __all__ = ["Failure", "Versions", "versions"]
 

@@ -13,7 +13,7 @@ from swapper.errors import ConfigError, SwapError
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.probe import StateSpec, is_elementwise, keeps_bits, learn_state
 from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, grouped, plan_buckets, plan_segments
-from swapper.storage.layout import PAGE_BYTES, round_up
+from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.schedule import Schedule, plan_schedule
 from swapper.tensors.strides import is_plain
 
@@ -30,6 +30,7 @@ class OptimizerPlan:
         config: `bucket_bytes` and `offload_optimizer` count here.
         owner: number of this optimizer among those of the process; part of every record's key.
         records: see `plan_buckets`.
+        swaps_state: False for `device: none`: nothing is planned, and the state stays in `optimizer.state`.
 
     Attributes:
         buckets: in the order in which they are stepped.
@@ -47,7 +48,10 @@ class OptimizerPlan:
         config: OffloadConfig,
         owner: int,
         records: Mapping[torch.Tensor, tuple[int, int]] | None = None,
+        *,
+        swaps_state: bool = True,
     ) -> None:
+        self.swaps_state = swaps_state
         self._config = config
         self._owner = owner
         self._records: Mapping[torch.Tensor, tuple[int, int]] = records or {}
@@ -60,9 +64,10 @@ class OptimizerPlan:
         self.is_wasteful = False
         self.is_misfit = False
         self.threads = torch.get_num_threads()
-        self.device = _device_of(parameters_of(optimizer))
+        parameters = list(parameters_of(optimizer)) if swaps_state else []
+        self.device = _device_of(parameters)
         self.remote = is_remote(self.device)
-        self.extend(optimizer, [p for p in parameters_of(optimizer) if p.requires_grad])
+        self.extend(optimizer, [p for p in parameters if p.requires_grad])
 
     def of(self, parameter: torch.Tensor) -> OptimizerParameter | None:
         """What is known of a parameter; None if it is not planned."""

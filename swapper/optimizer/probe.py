@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.errors import ConfigError
-from swapper.storage.layout import segment_cuts
+from swapper.optimizer.cuts import segment_cuts
 from swapper.tensors.strides import contiguous_stride, is_dense
 
 __all__ = [

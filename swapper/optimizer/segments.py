@@ -22,12 +22,16 @@ from typing import Any
 
 import torch
 
-from swapper.io import codec
+from swapper.io.checksums import checksum
 from swapper.io.devices import Copy, DeviceCopies
+from swapper.optimizer.cuts import CUT_NUMEL, segment_cuts
+from swapper.optimizer.master_codec import join_master, split_master, ties_bytes_max
 from swapper.optimizer.probe import StateSpec
+from swapper.sizes import ALIGNMENT_BYTES, SMALL_BYTES, round_up
 from swapper.storage.buffers import Lease
-from swapper.storage.layout import ALIGNMENT_BYTES, CUT_NUMEL, Entry, RecordLayout, plan_record, round_up, segment_cuts
+from swapper.storage.layout import Entry, RecordLayout, plan_record
 from swapper.storage.store import RecordKey
+from swapper.tensors.dtypes import NAMES, PLAIN_DTYPES
 from swapper.tensors.strides import is_dense, same_layout
 
 __all__ = [
@@ -45,9 +49,6 @@ __all__ = [
 
 MASTER = "master_param"
 """Key of the master weights (fp32) in a state dict."""
-
-SMALL_BYTES = 16 * 1024
-"""State smaller than this never moves: the transfer would cost more than the memory."""
 
 SEGMENT_NUMEL = 1 << 19
 """Most elements of a segment. torch's scratch for one, a few times 2 MiB in fp32, then fits the caches, and is so small
@@ -276,7 +277,7 @@ def is_edited(segments: Sequence[Segment]) -> bool:
     if all(checksum is None for checksum in known):
         return False
     return None in known or any(
-        codec.checksum(segment.slice_of(segment.parameter.detach()).cpu().contiguous()) != segment.checksum
+        checksum(segment.slice_of(segment.parameter.detach()).cpu().contiguous()) != segment.checksum
         for segment in segments
     )
 
@@ -385,10 +386,10 @@ class Bucket:
                 dtype = torch.int16 if segment.master == "split" else torch.float32
                 tensors.append((MASTER, dtype, (segment.numel,), (1,)))
                 if segment.master == "split":
-                    tail_bytes_max += codec.ties_bytes_max(segment.numel)
+                    tail_bytes_max += ties_bytes_max(segment.numel)
             for key, dtype, shape, stride in tensors:
                 stored = (*shape, 2) if dtype.is_complex else shape
-                entries.append(Entry(f"{number}.{key}", codec.SAFETENSORS_NAMES[dtype], stored))
+                entries.append(Entry(f"{number}.{key}", NAMES[dtype], stored))
                 places.append((segment, key, dtype, shape, stride))
         layout = plan_record(entries, tail_bytes_max)
         for (segment, key, dtype, shape, stride), offset in zip(places, layout.offsets_bytes, strict=True):
@@ -484,13 +485,13 @@ class Bucket:
         Returns:
             False if there is none, or the parameter is not the one it was encoded with: `out` is `float(bits)` then.
         """
-        if segment.checksum is None or segment.checksum != codec.checksum(bits):
+        if segment.checksum is None or segment.checksum != checksum(bits):
             out.copy_(bits)
             return False
         if segment.master_moves and segment.master == "split":
             assert lease is not None
             ties = lease.view(tie_offset_bytes, _tie_bytes(segment), torch.uint8)
-            codec.join_master(bits, segment.slots[MASTER].view(lease), ties, segment.tie_bits, out)
+            join_master(bits, segment.slots[MASTER].view(lease), ties, segment.tie_bits, out)
             return True
         kept = segment.kept_master
         if segment.master_moves:
@@ -515,13 +516,13 @@ class Bucket:
             if master is not None and bits is not None:
                 if segment.master == "split" and segment.master_moves:
                     assert lease is not None
-                    ties = lease.view(cursor, codec.ties_bytes_max(segment.numel), torch.uint8)
-                    segment.tie_bits = codec.split_master(master, bits, segment.slots[MASTER].view(lease), ties)
+                    ties = lease.view(cursor, ties_bytes_max(segment.numel), torch.uint8)
+                    segment.tie_bits = split_master(master, bits, segment.slots[MASTER].view(lease), ties)
                     torch.autograd.graph.increment_version(bits)  # As `copy_` would have done it.
                 else:
                     bits.copy_(master)
                     self._keep_whole(segment, master, lease)
-                segment.checksum = codec.checksum(bits)
+                segment.checksum = checksum(bits)
             elif segment.tie_bits:
                 assert lease is not None
                 lease.view(cursor, len(old[segment]), torch.uint8).copy_(old[segment])
@@ -692,7 +693,7 @@ def plan_segments(
     moving = tuple(
         spec
         for spec in specs
-        if spec.dtype in codec.SAFETENSORS_NAMES and math.prod(spec.shape) * spec.dtype.itemsize >= SMALL_BYTES
+        if spec.dtype in PLAIN_DTYPES and math.prod(spec.shape) * spec.dtype.itemsize >= SMALL_BYTES
     )
     dtypes = {spec.key: spec.dtype for spec in specs}
     whole = Segment(of, 0, numel, True, master, moving, dtypes)
@@ -769,7 +770,7 @@ def _cost_bytes(segment: Segment, remote: bool) -> int:
     if segment.master_moves:
         per_element = 2 if segment.master == "split" else 4
         stored += round_up(per_element * segment.numel, ALIGNMENT_BYTES)
-        stored += codec.ties_bytes_max(segment.numel) if segment.master == "split" else 0
+        stored += ties_bytes_max(segment.numel) if segment.master == "split" else 0
     return stored + _scratch_bytes(segment, remote)
 
 

@@ -15,10 +15,10 @@ from swapper.errors import ConfigError
 from swapper.optimizer.plan import OptimizerPlan
 from swapper.optimizer.segments import MASTER, Bucket, OptimizerParameter, Segment, is_edited
 from swapper.optimizer.stepper import ReadAhead, Stepper, progress
+from swapper.sizes import ALIGNMENT_BYTES, round_up
 from swapper.storage.buffers import Lease
-from swapper.storage.layout import ALIGNMENT_BYTES, round_up
+from swapper.storage.cache import RecordCache
 from swapper.storage.malloc_trim import return_free_memory
-from swapper.storage.pipeline import Pipeline
 from swapper.storage.store import TensorStore
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 from swapper.tensors.strides import is_dense
@@ -49,14 +49,14 @@ class StateRecords:
     Args:
         plan: the buckets.
         stepper: reads ahead, and counts.
-        pipeline: brings records in and out.
+        cache: brings records in and out.
         store: where they are; None if they stay in the pool.
     """
 
-    def __init__(self, plan: OptimizerPlan, stepper: Stepper, pipeline: Pipeline, store: TensorStore | None) -> None:
+    def __init__(self, plan: OptimizerPlan, stepper: Stepper, cache: RecordCache, store: TensorStore | None) -> None:
         self.plan = plan
         self.stepper = stepper
-        self.pipeline = pipeline
+        self.cache = cache
         self.store = store
 
     def gather(
@@ -103,9 +103,9 @@ class StateRecords:
                         offset = tie_offsets.get(segment, 0)
                         read_segment(bucket, segment, lease, entries, flat, edited.get(of, False), offset)
                     if lease is not None:
-                        self.pipeline.give_back(bucket.key)
+                        self.cache.release(bucket.key)
         except BaseException:
-            self.pipeline.recover()
+            self.cache.recover()
             raise
         return gathered
 
@@ -128,7 +128,7 @@ class StateRecords:
         """As if no step had been made."""
         for bucket in self.plan.buckets:
             if bucket.length_bytes:
-                self.pipeline.discard(bucket.key)
+                self.cache.discard(bucket.key)
             for segment in bucket.segments:
                 segment.forget()
 
@@ -160,7 +160,7 @@ class StateRecords:
                 continue
             lease = self.stepper.take(bucket)
             if lease is not None and (length_bytes := take_whole(bucket, lease)):
-                self.pipeline.put(bucket.key, length_bytes)
+                self.cache.put(bucket.key, length_bytes)
                 continue
             masters: dict[Segment, tuple[torch.Tensor, torch.Tensor]] = {}
             for segment in chosen:
@@ -175,7 +175,7 @@ class StateRecords:
                 passed_bytes = 0
                 return_free_memory()
             if lease is not None:
-                self.pipeline.put(bucket.key, bucket.finish(lease))
+                self.cache.put(bucket.key, bucket.finish(lease))
 
     def replace_one(self, optimizer: Optimizer, parameter: torch.nn.Parameter, entries: dict[str, Any]) -> None:
         """Replace the state of one parameter by `entries`, which keep their dtypes; without any, forget it.
@@ -193,7 +193,7 @@ class StateRecords:
                 for segment in mine:
                     segment.forget()
                 if bucket.length_bytes and not any(segment.has_state for segment in bucket.segments):
-                    self.pipeline.discard(bucket.key)
+                    self.cache.discard(bucket.key)
                 continue
             lease = self.stepper.take(bucket)
             bucket.forget(mine, lease)
@@ -204,7 +204,7 @@ class StateRecords:
             if masters:
                 bucket.encode(masters, lease)
             if lease is not None:
-                self.pipeline.put(bucket.key, bucket.finish(lease))
+                self.cache.put(bucket.key, bucket.finish(lease))
 
 
 def read_segment(

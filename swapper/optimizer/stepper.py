@@ -23,10 +23,10 @@ from swapper.optimizer.plan import OptimizerPlan
 from swapper.optimizer.segments import Bucket, Opened, OptimizerParameter, Scratch, Segment, grouped, is_edited
 from swapper.progress import ProgressBar
 from swapper.storage.buffers import BufferPool, Lease
+from swapper.storage.cache import RecordCache
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.malloc_trim import return_free_memory
-from swapper.storage.pipeline import Pipeline
-from swapper.tensors.evicted import gradient_lent, raw_gradient
+from swapper.tensors.evicted_gradients import gradient_attached, raw_gradient
 from swapper.tensors.strides import same_layout
 
 __all__ = ["ReadAhead", "Stepper", "SwappedGradients", "SwappedParameters", "Work", "progress"]
@@ -94,7 +94,7 @@ class SwappedGradients(Protocol):
     def bring_back_all(self) -> None:
         """Have all gradients in memory."""
 
-    def drain(self) -> None:
+    def flush(self) -> None:
         """Wait until what is away is on disk."""
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class Stepper:
         plan: the buckets.
         pool: for scratch.
         pool_bytes: how much of the pool there is; to know whether memory is short.
-        pipeline: brings records in and out.
+        cache: brings records in and out.
         metrics: counts.
 
     Attributes:
@@ -175,7 +175,7 @@ class Stepper:
         plan: OptimizerPlan,
         pool: BufferPool | GrowingPool,
         pool_bytes: int,
-        pipeline: Pipeline,
+        cache: RecordCache,
         metrics: Metrics,
     ) -> None:
         self.parameters: SwappedParameters | None = None
@@ -187,7 +187,7 @@ class Stepper:
         self._class_step = class_step
         self._plan = plan
         self._pool_bytes = pool_bytes
-        self._pipeline = pipeline
+        self._cache = cache
         self._metrics = metrics
         self._copies = DeviceCopies(plan.device)
         self._scratches: list[Scratch] = []
@@ -284,7 +284,7 @@ class Stepper:
         """
         with ExitStack() as steps:  # The last that is added is the first that is done.
             steps.callback(self.drop_scratch)
-            steps.callback(self._pipeline.recover)
+            steps.callback(self._cache.recover)
             steps.callback(self._changes.clear)
             steps.callback(self._seen.clear)
             steps.callback(self._edited.clear)
@@ -314,7 +314,7 @@ class Stepper:
         """Bring the record in and wait for it; None if nothing of it moves."""
         if not bucket.length_bytes:
             return None
-        lease, _ = self._pipeline.take(bucket.key, bucket.length_bytes)
+        lease, _ = self._cache.take(bucket.key, bucket.length_bytes)
         return lease
 
     def stage(self, bucket: Bucket, active: Sequence[Segment]) -> bool:
@@ -324,12 +324,12 @@ class Stepper:
             for segment in active:
                 if not self.gradients.stage(segment.parameter, segment.start):
                     return False
-        return not bucket.length_bytes or self._pipeline.stage(bucket.key, bucket.length_bytes)
+        return not bucket.length_bytes or self._cache.stage(bucket.key, bucket.length_bytes)
 
     @property
     def drops(self) -> int:
         """How often something that was read ahead was given up before it was used."""
-        return self._pipeline.drops + (0 if self.gradients is None else self.gradients.drops)
+        return self._cache.drops + (0 if self.gradients is None else self.gradients.drops)
 
     def widen(self, optimizer: Optimizer) -> None:
         """Show the optimizer its own groups, hooks and state again. Idempotent."""
@@ -393,7 +393,7 @@ class Stepper:
                 continue
             part = stack.enter_context(gradients.taken(p, start))
             if mine[0].whole and not mine[0].master and not self._plan.remote:  # The class is given it itself.
-                stack.enter_context(gradient_lent(p, part.as_strided(p.shape, p.stride())))
+                stack.enter_context(gradient_attached(p, part.as_strided(p.shape, p.stride())))
                 continue
             for segment in mine:
                 self._gradient_slices[segment] = part[segment.start - start : segment.stop - start]
@@ -583,7 +583,7 @@ class Stepper:
         for item in opened:
             bucket.write_back(item, self._copies, scratch)
         if lease is not None:
-            self._pipeline.put(bucket.key, bucket.finish(lease))
+            self._cache.put(bucket.key, bucket.finish(lease))
             if made_state:
                 states.clear()
                 return_free_memory()

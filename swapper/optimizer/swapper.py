@@ -6,6 +6,7 @@ torch's own state-dict hooks, and each bucket is stepped by the class's own code
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
@@ -36,10 +37,10 @@ from swapper.optimizer.state_dicts import (
 )
 from swapper.optimizer.stepper import ReadAhead, Stepper, SwappedGradients, SwappedParameters
 from swapper.storage.buffers import BufferPool
+from swapper.storage.cache import RecordCache
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.pipeline import Pipeline
 from swapper.storage.store import TensorStore
-from swapper.tensors.evicted import bring_back_gradients, raw_gradient
+from swapper.tensors.evicted_gradients import bring_back_gradients, raw_gradient
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 
 __all__ = ["OptimizerSwapper"]
@@ -95,13 +96,14 @@ class OptimizerSwapper:
         self._closed = False
         self._released = False
         self.metrics = Metrics()
-        self._pipeline = Pipeline(pool, store, self.metrics)
-        self._stepper = Stepper(class_step(type(optimizer)), plan, pool, pool_bytes, self._pipeline, self.metrics)
-        self._records = StateRecords(plan, self._stepper, self._pipeline, store)
+        self._cache = RecordCache(pool, store, self.metrics)
+        self._stepper = Stepper(class_step(type(optimizer)), plan, pool, pool_bytes, self._cache, self.metrics)
+        self._records = StateRecords(plan, self._stepper, self._cache, store)
         self._window_lock = threading.Lock()
         self._read_ahead = False
         self._failure: Failure | None = None
         self._former_step: Any = None
+        self._finalizer: weakref.finalize[..., Any] | None = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._loading: dict[int, dict[str, Any]] | None = None
         self._advised = False
@@ -113,12 +115,16 @@ class OptimizerSwapper:
             if plan.step_in_backward:
                 prepare, fail = _called_weakly(self._prepare_step), _called_weakly(self._fail)
                 self._backward = BackwardSteps(optimizer, plan, self._stepper, prepare, fail)
+            if not plan.swaps_state:
+                self._hooks.append(optimizer.register_step_post_hook(self._count_step))
+                vars(optimizer)["swapper"] = self
+                return
             self._add_buckets(plan.buckets)
             self._reconcile(optimizer)
             existing = [(cast(torch.nn.Parameter, p), entries) for p, entries in optimizer.state.items() if entries]
             if existing:
                 self._import(optimizer, existing, as_it_is=True)
-                self._pipeline.drain()  # The copy in memory must stay until the one on the drive is good.
+                self._cache.flush()  # The copy in memory must stay until the one on the drive is good.
             kept.update(self._own_state)
             self._own_state.clear()
             self._install(optimizer)
@@ -166,9 +172,9 @@ class OptimizerSwapper:
             SwapIOError: a write failed.
         """
         self._check_open()
-        self._pipeline.drain()
+        self._cache.flush()
         if self.gradients is not None:
-            self.gradients.drain()
+            self.gradients.flush()
 
     def rest(self) -> None:
         """As `flush`, when no step is to be expected soon: gives the buffers back that were leased for the next one.
@@ -250,6 +256,8 @@ class OptimizerSwapper:
             KeyError: the optimizer does not have `parameter`.
         """
         self._check_usable("state")
+        if not self.swaps_state:
+            return copy.deepcopy(self._optimizer().state.get(parameter, {}))
         if not self._plan.is_planned(parameter) and not any(p is parameter for p in parameters_of(self._optimizer())):
             raise KeyError("the optimizer does not have this parameter")
         self._plan.check_unchanged(parameter)
@@ -262,6 +270,9 @@ class OptimizerSwapper:
         """
         self._check_open()
         optimizer = self._optimizer()
+        if not self.swaps_state:
+            optimizer.state.clear()
+            return
         self._note_cut_off(optimizer)
         with self._replacing("forgetting optimizer state"):
             self._records.forget()
@@ -295,7 +306,8 @@ class OptimizerSwapper:
             raise
         finally:
             self.close()
-        self._finalizer.detach()
+        if self._finalizer is not None:
+            self._finalizer.detach()
 
     def settled_records(self, operation: str) -> StateRecords:
         """The records of all state, in step with `param_groups`; what has files is in them.
@@ -339,6 +351,11 @@ class OptimizerSwapper:
         self._made_anew()
 
     @property
+    def swaps_state(self) -> bool:
+        """Whether the state is in records. With `device: none` it is in `optimizer.state`."""
+        return self._plan.swaps_state
+
+    @property
     def store(self) -> TensorStore | None:
         """Where the records are; None if they are in memory."""
         return self._store
@@ -355,7 +372,7 @@ class OptimizerSwapper:
 
     def share_pool(self, read_ahead_bytes: int) -> None:
         """Others need the pool too: read at most `read_ahead_bytes` ahead."""
-        self._pipeline.read_ahead_bytes = read_ahead_bytes
+        self._cache.read_ahead_bytes = read_ahead_bytes
 
     @property
     def backward_steps(self) -> BackwardSteps | None:
@@ -415,12 +432,13 @@ class OptimizerSwapper:
             optimizer.state = self._own_state
         if vars(optimizer).get("swapper") is not self:
             return
-        for name in ("step", "__getstate__"):
-            vars(optimizer).pop(name, None)
-        if self._former_step is not None:
-            optimizer.step = self._former_step  # type: ignore[method-assign]
-        elif any("initial_lr" in group for group in optimizer.param_groups):
-            _install_scheduler_wrapper(optimizer)
+        if self.swaps_state:
+            for name in ("step", "__getstate__"):
+                vars(optimizer).pop(name, None)
+            if self._former_step is not None:
+                optimizer.step = self._former_step  # type: ignore[method-assign]
+            elif any("initial_lr" in group for group in optimizer.param_groups):
+                _install_scheduler_wrapper(optimizer)
         del vars(optimizer)["swapper"]
 
     def _optimizer(self) -> Optimizer:
@@ -482,7 +500,7 @@ class OptimizerSwapper:
         return loss
 
     def _check_state(self, optimizer: Optimizer) -> None:
-        if optimizer.state is not self._state:
+        if self.swaps_state and optimizer.state is not self._state:
             raise SwapError(
                 "optimizer.state was replaced since the last step, but the state of a swapped optimizer is on disk. "
                 "Assign what single parameters are to have (optimizer.state[parameter] = {...}) or load all of it with "
@@ -539,7 +557,7 @@ class OptimizerSwapper:
         parameters = [p for p in parameters if not self._plan.is_planned(p)]
         if not parameters:
             return
-        self._pipeline.drop_staged()
+        self._cache.drop_prefetched()
         self._drop_window()  # The new ones may need a larger one.
         buckets = self._plan.extend(optimizer, parameters)
         try:
@@ -557,13 +575,13 @@ class OptimizerSwapper:
         if self._store is None:
             return
         schedule = self._plan.schedule(self._pool_bytes)
-        self._pipeline.keep(self._plan.buckets[i].key for i in schedule.resident)
+        self._cache.keep(self._plan.buckets[i].key for i in schedule.resident)
         self._store.plan({bucket.key: bucket.length_bytes for bucket in buckets if bucket.length_bytes}, summed=True)
 
     def _forget_buckets(self, buckets: Iterable[Bucket]) -> None:
         for bucket in buckets:
             if bucket.length_bytes:
-                self._pipeline.forget(bucket.key)
+                self._cache.forget(bucket.key)
 
     def _parameters_with_state(self) -> list[torch.nn.Parameter]:
         """Those that have state, in a group or not."""
@@ -576,7 +594,7 @@ class OptimizerSwapper:
         gathered = self._records.gather(outside, self._records.allocator(outside))
         state = [(p, gathered[id(p)]) for p in outside if id(p) in gathered]
         wanted = [p for p in parameters_of(optimizer) if p.requires_grad or raw_gradient(p) is not None]
-        self._pipeline.drop_staged()
+        self._cache.drop_prefetched()
         self._drop_window()  # The new cuts may need a larger one.
         with self._replacing("cutting optimizer state anew"):
             self._plan.threads = torch.get_num_threads()
@@ -602,6 +620,10 @@ class OptimizerSwapper:
             100 * waited_s / took_s,
             took_s,
         )
+
+    def _count_step(self, *_: object) -> None:
+        if not self._closed:
+            self.metrics.steps += 1
 
     def _prepare_step(self) -> None:
         """Before the first bucket that is stepped in backward: what `_step` does before it."""
@@ -642,7 +664,7 @@ class OptimizerSwapper:
             yield
         except BaseException as error:
             failure.explain(error)
-            self._pipeline.recover()
+            self._cache.recover()
             raise
         self._failure = before
 
@@ -840,12 +862,12 @@ class OptimizerSwapper:
             return
         self._stepper.abandon()
         try:
-            self._pipeline.drain()
+            self._cache.flush()
         finally:
             self._drop_window()
             for bucket in self._plan.buckets:
                 if bucket.length_bytes:
-                    self._pipeline.forget(bucket.key)
+                    self._cache.forget(bucket.key)
                 for segment in bucket.segments:
                     segment.forget()
             if self.gradients is not None:

@@ -32,17 +32,15 @@ from swapper.parameter.access_order import Use
 from swapper.parameter.cache import BY_ADDRESS, Held, State
 from swapper.parameter.records import OtherTensors, plan_record_of, why_not
 from swapper.parameter.swapper import ParameterSwapper
+from swapper.sizes import SMALL_BYTES, format_bytes
 from swapper.storage.buffers import BufferPool
-from swapper.storage.layout import format_bytes
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import RecordKey, TensorStore
-from swapper.tensors.evicted import home_of, make_ordinary, settle
+from swapper.tensors.evicted import make_ordinary, restore_for_good
+from swapper.tensors.homes import home_of
 from swapper.tensors.unfilled import fill_with_nothing, has_nothing, mark_unfilled
 
 __all__ = ["Nursery"]
-
-SMALL_BYTES = 16384
-"""Parameters that are shorter wait for `offload` in memory."""
 
 _building: dict[int, Nursery] = {}
 """By thread: the nursery whose `building` it is in."""
@@ -158,7 +156,7 @@ class Nursery(ParameterSwapper):
         with self._lock:
             with self.present([held]):
                 values = parameter.detach().clone(memory_format=torch.preserve_format)
-            settle(parameter, values)
+            restore_for_good(parameter, values)
             self._part_from(held, parameter)
 
     def materialize(
@@ -335,7 +333,7 @@ class Nursery(ParameterSwapper):
         self._held_bytes -= lease.length_bytes
         self._drop(held, parameter)
         self._store.forget(held.key)
-        settle(parameter, values)
+        restore_for_good(parameter, values)
         if not self._home:
             self.close()
 

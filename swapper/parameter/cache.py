@@ -25,12 +25,12 @@ from dataclasses import dataclass, field
 import torch
 
 from swapper.errors import SwapError, SwapIOError
-from swapper.io import codec
+from swapper.io.checksums import checksum
 from swapper.metrics import Metrics
 from swapper.parameter.access_order import Order, Use
 from swapper.parameter.records import ParameterPlace, ParameterRecord
+from swapper.sizes import format_bytes
 from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
-from swapper.storage.layout import format_bytes
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.storage.transfers import AnyTransfer
 from swapper.tensors.grad_modes import outside_of_inference
@@ -181,7 +181,7 @@ class ParameterCache:
 
     def _is_newer(self, held: Held) -> bool:
         """Whether the values differ from what is stored. See [Note: when a buffer may go]."""
-        return held.changed or [codec.checksum(values) for values in held.values] != held.checksums
+        return held.changed or [checksum(values) for values in held.values] != held.checksums
 
     def _write(self, held: Held) -> None:
         """Start writing a record that is HERE."""
@@ -191,7 +191,7 @@ class ParameterCache:
         for place, values in zip(held.plan.places, held.values, strict=True):
             if place.offset_bytes != place.file_offset_bytes:
                 _in_file(lease, place).view(place.shape).copy_(values.as_strided(place.shape, place.stride))
-        checksums = [codec.checksum(values) for values in held.values]
+        checksums = [checksum(values) for values in held.values]
         lease.transfer = self._store.write(held.key, lease, held.plan.file_bytes)
         held.checksums, held.changed = checksums, False
         self.metrics.count_write(held.key, held.plan.file_bytes, lease.transfer)

@@ -10,10 +10,10 @@ import torch
 from swapper.parameter.records import ParameterPlace
 from swapper.storage.store import TensorStore
 
-__all__ = ["LastingCopies"]
+__all__ = ["MappedCopies"]
 
 
-class LastingCopies:
+class MappedCopies:
     """The copies that somebody has now, one of each parameter.
 
     Args:

@@ -19,17 +19,11 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from swapper.errors import ConfigError
-from swapper.io.codec import SAFETENSORS_NAMES
-from swapper.storage.layout import (
-    ALIGNMENT_BYTES,
-    PAGE_BYTES,
-    Entry,
-    RecordLayout,
-    format_bytes,
-    plan_whole_tensors,
-    round_up,
-)
-from swapper.tensors.evicted import home_of, is_ordinary
+from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
+from swapper.storage.layout import Entry, RecordLayout, plan_whole_tensors
+from swapper.tensors.dtypes import NAMES
+from swapper.tensors.evicted import is_ordinary
+from swapper.tensors.homes import home_of
 from swapper.tensors.strides import is_dense, is_plain
 
 __all__ = [
@@ -47,9 +41,6 @@ __all__ = [
     "where",
     "why_not",
 ]
-
-_NAMES = SAFETENSORS_NAMES | {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}
-"""How a record's header names the element types that are swapped. The file format has no other float8."""
 
 _ALREADY = "it is swapped already"
 _EMPTY = "it is empty"
@@ -135,7 +126,7 @@ def why_not(parameter: torch.nn.Parameter) -> str:
         return f"its class is {type(parameter).__name__}"
     if parameter.layout is not torch.strided or not is_dense(parameter):
         return "its elements do not lie densely in memory"
-    if not parameter.dtype.is_floating_point or parameter.dtype not in _NAMES:
+    if not parameter.dtype.is_floating_point or parameter.dtype not in NAMES:
         return f"its dtype is {parameter.dtype}"
     if parameter.numel() == 0:
         return _EMPTY
@@ -339,7 +330,7 @@ def plan_record_of(number: int, group: Sequence[tuple[str, torch.nn.Parameter]])
 
     ordered = sorted(group, key=rank)  # stable
     layout = plan_whole_tensors(
-        [Entry(name, _NAMES[p.dtype], (*p.shape, 2) if p.dtype.is_complex else tuple(p.shape)) for name, p in ordered]
+        [Entry(name, NAMES[p.dtype], (*p.shape, 2) if p.dtype.is_complex else tuple(p.shape)) for name, p in ordered]
     )
     places = []
     cursor = round_up(layout.tail_offset_bytes, ALIGNMENT_BYTES)

@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 
 from swapper.errors import SwapError
 from swapper.parameter.cache import BY_ADDRESS, Held, ParameterCache
-from swapper.tensors.evicted import home_of
+from swapper.tensors.homes import home_of
 
 __all__ = ["in_transform", "refuse_in_transform", "saves_places", "saving_places"]
 

@@ -25,11 +25,11 @@ import torch
 
 from swapper.errors import ConfigError, SwapError
 from swapper.finalizers import finalizer
-from swapper.io import codec
+from swapper.io.checksums import checksum
 from swapper.parameter.access_order import Order, Use
 from swapper.parameter.cache import Held, ParameterCache, State, finalize
 from swapper.parameter.forward_hooks import Forward, ForwardHooks
-from swapper.parameter.mapped_copies import LastingCopies
+from swapper.parameter.mapped_copies import MappedCopies
 from swapper.parameter.records import (
     ParameterPlace,
     ParameterRecord,
@@ -42,11 +42,12 @@ from swapper.parameter.records import (
     where,
 )
 from swapper.parameter.saved_tensors import in_transform, refuse_in_transform, saves_places, saving_places
+from swapper.sizes import format_bytes
 from swapper.storage.buffers import BufferPool, PoolExhausted
-from swapper.storage.layout import format_bytes
 from swapper.storage.store import RecordKey, TensorStore
-from swapper.tensors.evicted import EvictedParameter, Home, evict, home_of, refuse_copy, restore, settle
+from swapper.tensors.evicted import EvictedParameter, evict, refuse_copy, restore, restore_for_good
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
+from swapper.tensors.homes import Home, home_of
 
 __all__ = ["ParameterSwapper"]
 
@@ -81,7 +82,7 @@ class _Running:
 
 
 class _PlaceHome:
-    """Where the values of one parameter come from. See `evicted.Home`.
+    """Where the values of one parameter come from. See `homes.Home`.
 
     The parameter has this, and its record has the parameter. So this knows the record by its number only, and a
     parameter that nobody uses any more is freed at once, not when the garbage collector comes.
@@ -114,7 +115,7 @@ class _PlaceHome:
     def viewed(self) -> bool:
         return self._held()[1].foreign_uses()
 
-    def surrender(self, parameter: torch.nn.Parameter) -> None:
+    def forget(self, parameter: torch.nn.Parameter) -> None:
         swapper, held = self._held()
         swapper._surrender(held, parameter)
 
@@ -132,9 +133,9 @@ class _PlaceHome:
         swapper, held = self._held()
         swapper._stay(held, parameter)
 
-    def lasting(self) -> torch.Tensor:
+    def mapped_copy(self) -> torch.Tensor:
         swapper, held = self._held()
-        return swapper._lasting_copy(held, held.plan.places[self._index])
+        return swapper._mapped_copy(held, held.plan.places[self._index])
 
     def present(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
         return self._held()[0]._used(_parts_of(homes))
@@ -207,7 +208,7 @@ class ParameterSwapper(ParameterCache):
         self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._forward_hooks: weakref.WeakSet[ForwardHooks] = weakref.WeakSet()
         self._home: dict[torch.nn.Parameter, Held] = {}
-        self._lasting = LastingCopies(store)
+        self._copies = MappedCopies(store)
         self._former: dict[torch.nn.Parameter, Home] = {}  # who had them, until all are taken over
         if summary := summary_of_what_stays(model, records, self.stays):
             log.warning("%s\n  model.swapper.stays has the reason for each parameter", summary)
@@ -224,7 +225,7 @@ class ParameterSwapper(ParameterCache):
         formers, self._former = self._former, {}
         keepers = dict.fromkeys(former.keeper for former in formers.values())
         for parameter, former in formers.items():
-            former.surrender(parameter)
+            former.forget(parameter)
         for keeper in keepers:
             assert isinstance(keeper, ParameterSwapper)
             keeper._end_surrender()
@@ -437,7 +438,7 @@ class ParameterSwapper(ParameterCache):
         with self.present([held]):
             copies = [p.detach().clone(memory_format=torch.preserve_format) for p in away]
         for parameter, copy in zip(away, copies, strict=True):
-            settle(parameter, copy)
+            restore_for_good(parameter, copy)
 
     def _give_everything_back(self) -> None:
         """After a failed construction: the values of what was taken over are in the pool or on the drive."""
@@ -451,7 +452,7 @@ class ParameterSwapper(ParameterCache):
                     self._bring(held, "forward")
                     for place, values in [(held.plan.places[i], held.values[i]) for i in mine]:
                         copy = values.as_strided(place.shape, place.stride).clone(memory_format=torch.preserve_format)
-                        settle(place.parameter, copy)
+                        restore_for_good(place.parameter, copy)
         self._closed = True
         self._remove_hooks()
         finalize(self._all, self._dropped, self._store, lambda: None, self._pid)
@@ -672,7 +673,7 @@ class ParameterSwapper(ParameterCache):
             self._awaiting.clear()
         self._let_go()
 
-    def _lasting_copy(self, held: Held, place: ParameterPlace) -> torch.Tensor:
+    def _mapped_copy(self, held: Held, place: ParameterPlace) -> torch.Tensor:
         index = held.plan.places.index(place)
 
         def fill(copy: torch.Tensor) -> None:
@@ -682,8 +683,8 @@ class ParameterSwapper(ParameterCache):
 
         self._check_open()
         with self._lock:
-            now = codec.checksum(held.values[index]) if held.state is State.HERE else held.checksums[index]
-            return self._lasting.get(place, now, fill)
+            now = checksum(held.values[index]) if held.state is State.HERE else held.checksums[index]
+            return self._copies.get(place, now, fill)
 
     def _lets_go(self, held: Held) -> bool:
         """Whether a record is given up whose parameter was given data that do not fit it."""

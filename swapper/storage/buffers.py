@@ -17,12 +17,10 @@ from swapper.errors import SwapError
 from swapper.finalizers import finalizer
 from swapper.io.devices import DEVICES, Copies, is_accelerator
 from swapper.io.handle import AsyncIOHandle, Slab
+from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.transfers import AnyTransfer
 
 __all__ = ["BufferPool", "Lease", "PoolExhausted"]
-
-PAGE_BYTES = 4096
-"""Leases start at multiples of this and are a multiple of it long, so that their transfers go direct in whole."""
 
 _LOOKS = 32
 """Buffers that one call looks at, the oldest first, of those that were given back with a transfer in flight."""
@@ -263,7 +261,7 @@ class BufferPool:
     ) -> None:
         if pool_bytes <= 0:
             raise ValueError(f"pool_bytes: {pool_bytes} is not positive")
-        self.capacity_bytes = _round_up(pool_bytes)
+        self.capacity_bytes = round_up(pool_bytes, PAGE_BYTES)
         self.peak_used_bytes = 0
         self._pid = os.getpid()
         self._handles = handles
@@ -333,7 +331,7 @@ class BufferPool:
         with self._lock:
             if self._closed:
                 raise SwapError("the buffer pool is closed")
-            self._make_ready(min(_round_up(ready_bytes), self.capacity_bytes))
+            self._make_ready(min(round_up(ready_bytes, PAGE_BYTES), self.capacity_bytes))
 
     def trim(self) -> None:
         """Give the memory beyond the last lease back to the system until leases need it again."""
@@ -392,7 +390,7 @@ class BufferPool:
         self._check_process()
         if length_bytes <= 0:
             raise ValueError(f"length_bytes: {length_bytes} is not positive")
-        extent_bytes = _round_up(length_bytes)
+        extent_bytes = round_up(length_bytes, PAGE_BYTES)
         with self._lock:
             if self._closed:
                 raise SwapError("the buffer pool is closed")
@@ -536,10 +534,6 @@ class BufferPool:
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
             raise SwapError("this buffer pool was made before a fork: its memory exists in the parent only")
-
-
-def _round_up(length_bytes: int) -> int:
-    return -(-length_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def _unregister(

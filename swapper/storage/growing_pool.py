@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import torch
 
+from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.buffers import BufferPool, Lease
-from swapper.storage.layout import PAGE_BYTES, round_up
 
 __all__ = ["GrowingPool"]
 
@@ -21,7 +21,7 @@ class GrowingPool:
     that are empty go when the next are made.
 
     Args:
-        capacity_bytes: of the first pool.
+        capacity_bytes: of the first pool; 0 makes none yet.
         device: see `BufferPool`.
     """
 
@@ -29,7 +29,8 @@ class GrowingPool:
         self._device = device
         self._lock = threading.RLock()
         self._pools: list[BufferPool] = []
-        self._grow(capacity_bytes)
+        if capacity_bytes:
+            self._grow(capacity_bytes)
 
     @property
     def capacity_bytes(self) -> int:

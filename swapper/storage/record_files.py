@@ -14,7 +14,8 @@ from typing import NamedTuple
 from swapper.errors import SwapIOError
 from swapper.finalizers import finalizer
 from swapper.io.handle import AsyncIOHandle, Checksums, File
-from swapper.storage.layout import PAGE_BYTES, Share
+from swapper.sizes import PAGE_BYTES
+from swapper.storage.layout import Share
 
 __all__ = ["Part", "Pinned", "PinnedPart", "Record", "link", "remove", "reopen", "umask", "used"]
 

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from swapper.errors import ConfigError, SwapIOError
-from swapper.storage.layout import format_bytes
+from swapper.sizes import format_bytes
 
 __all__ = [
     "MEMORY_FILE_SYSTEMS",

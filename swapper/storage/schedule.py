@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swapper.errors import ConfigError
-from swapper.storage.layout import format_bytes
+from swapper.sizes import format_bytes
 
 __all__ = ["IN_FLIGHT", "READ_AHEAD", "Schedule", "format_bytes", "plan_schedule"]
 

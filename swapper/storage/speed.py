@@ -17,7 +17,7 @@ import torch
 
 from swapper.errors import SwapIOError
 from swapper.io.handle import AsyncIOHandle, File, Slab, Transfer
-from swapper.storage.layout import round_up
+from swapper.sizes import round_up
 from swapper.storage.runs import NvmePathError, file_systems
 
 __all__ = ["DriveSpeed", "measure_speed", "measure_speeds"]

@@ -19,9 +19,10 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 from swapper.errors import SwapError, SwapIOError
 from swapper.finalizers import finalizer
-from swapper.io import codec
+from swapper.io.checksums import join_checksums
 from swapper.io.handle import AsyncIOHandle, Checksums, File, Transfer
-from swapper.storage.layout import PAGE_BYTES, Share, format_bytes, round_up, share_out
+from swapper.sizes import PAGE_BYTES, format_bytes, round_up
+from swapper.storage.layout import Share, share_out
 from swapper.storage.record_files import Part, Pinned, PinnedPart, Record, link, remove, reopen, umask, used
 from swapper.storage.recycled_files import Spares, is_unread
 from swapper.storage.runs import (
@@ -422,7 +423,7 @@ class TensorStore:
             if part.checksums is None:
                 raise ValueError(f"no checksums are kept of the record {key.file_name}")
             crcs.append((part.checksums.joined(part_bytes), part_bytes))
-        return codec.join_checksums(crcs)
+        return join_checksums(crcs)
 
     def publish(self, key: RecordKey, path: Path, length_bytes: int) -> bool:
         """`publish_all` for one record. Returns whether it was possible."""

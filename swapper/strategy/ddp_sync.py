@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from swapper.tensors.evicted import home_of
+from swapper.tensors.homes import home_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from swapper.errors import ConfigError
-from swapper.tensors.evicted import home_of
+from swapper.tensors.homes import home_of
 
 __all__ = ["CANNOT_GO_WITH", "check_memory", "names_of", "refuse_foreach_on_one_memory"]
 

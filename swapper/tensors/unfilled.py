@@ -1,8 +1,8 @@
 """Parameters and buffers that have memory and no values yet: using one raises, and what fills it makes it ordinary.
 
-`materialize` gives a model on the meta device memory. What its initialiser leaves alone waits for a file, for a state
-dict or for the user's own code. Until then its class is one of the two here, whose `__torch_function__` sees every use:
-writing fills it, views and conversions are as empty as it is, and reading it is an error with its name.
+`materialize` gives a model on the meta device memory. A tensor that its initialiser leaves alone waits for a file, for
+a state dict or for the user's own code. Until then its class is one of the two here: writing fills it, views and
+conversions are as empty as it is, and reading it is an error with its name.
 
 [Note: how it is known] The memory is filled with bytes that no initialiser leaves: floating numbers are all NaN.
 Initialisers run on ordinary tensors, because they write through `.data` and NumPy too; what has the version and the
@@ -11,25 +11,16 @@ bytes of before afterwards was not filled. The bytes are looked at again before 
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from swapper.errors import SwapError
-from swapper.tensors.evicted import (
-    LAYOUT,
-    METADATA,
-    UNFILLED,
-    EvictedParameter,
-    is_saving,
-    name_of,
-    restored_class,
-    run,
-)
+from swapper.tensors.evicted import EvictedParameter, class_in_memory
+from swapper.tensors.evicted_views import run
+from swapper.tensors.homes import LAYOUT, METADATA, UNFILLED, Call, StandIn
 
 __all__ = ["fill_with_nothing", "has_nothing", "is_unfilled", "mark_unfilled", "refuse_unfilled"]
 
@@ -63,70 +54,60 @@ _CARRIES_ON = frozenset(
         "cpu", "cuda", "clone", "contiguous", "pin_memory",
     }
 )  # fmt: skip
-"""Views and conversions: what they give is as empty as what they are given."""
+"""Views and conversions: their results are as empty as their arguments."""
 _LIKES = frozenset({"empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"})
 
 
 class _Mark:
-    """What all that shares the memory of one tensor without values has in common."""
+    """Common to all tensors that share the memory of one without values."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.filled = False
-        self.parameter_class = (
-            _UnfilledParameter  # for `swapper.tensors.evicted`, which puts it on when the memory is there
-        )
         self.owner: weakref.ref[torch.Tensor] | None = None
+        self.parameter_class = _UnfilledParameter  # `evicted.restore` gives it to an owner that is attached.
 
     def fill(self) -> None:
-        """Somebody wrote to it."""
         self.filled = True
         owner = None if self.owner is None else self.owner()
         if owner is not None:
             _make_ordinary(owner)
 
     def refuse(self, tensor: torch.Tensor) -> None:
-        """Raise the error of a use of `tensor`, whose mark this is, if it still has no values."""
         refuse_unfilled(tensor)
 
 
-class _Unfilled(torch.Tensor):
+class _Unfilled(StandIn):
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Run `func` if it does not read what has no values.
+    def use(cls, call: Call) -> Any:
+        """Run `call` if it does not read what has no values.
 
         Raises:
             SwapError: it does.
         """
-        kwargs = kwargs or {}
-        name = name_of(func)
-        passes = name in METADATA or name in LAYOUT or name in _PASSES
-        if passes and not is_saving(name, sys._getframe(1)):
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **kwargs)
-        marked = [item for item in tree_iter((args, kwargs)) if _mark_of(item) is not None]
-        for item in [item for item in marked if _mark_of(item).filled]:  # type: ignore[union-attr]
-            _make_ordinary(item)
-            marked = [other for other in marked if other is not item]
+        name, func, args, kwargs, _ = call
+        if (name in METADATA or name in LAYOUT or name in _PASSES) and not call.is_saving():
+            return call.plainly()
+        marked = []
+        for item in tree_iter((args, kwargs)):
+            if (mark := _mark_of(item)) is None:
+                continue
+            if mark.filled:
+                _make_ordinary(item)
+            else:
+                marked.append(item)
         if not marked:
             return func(*args, **kwargs)
         if name in _CARRIES_ON:
             return _carry_on(run(func, args, kwargs, bare=True), marked[0])
-        if name in _LIKES or name.startswith("new_"):
+        is_converted = name == "__set__ data" and _mark_of(args[1]) is not None  # As empty as before.
+        if name in _LIKES or name.startswith("new_") or is_converted:
             return run(func, args, kwargs, bare=True)
         written: list[Any] = []
         if name in _OVERWRITES or getattr(func, "__module__", "") == "torch.nn.init":
             written = list(tree_iter(args[0] if args else kwargs.get("tensor")))
         elif kwargs.get("out") is not None:
             written = list(tree_iter(kwargs["out"]))
-        if name == "__set__ data" and _mark_of(args[1]) is not None:
-            return run(func, args, kwargs, bare=True)  # As empty as before, as when the model is converted.
         marks = [mark for item in written if (mark := _mark_of(item)) is not None]
         for item in marked:
             mark = _mark_of(item)
@@ -163,7 +144,7 @@ def _mark_of(item: object) -> _Mark | None:
 def _make_ordinary(tensor: torch.Tensor) -> None:
     tensor.__dict__.pop(UNFILLED, None)
     if isinstance(tensor, _UnfilledParameter):
-        tensor.__class__ = restored_class(tensor)  # type: ignore[assignment]
+        tensor.__class__ = class_in_memory(tensor)  # type: ignore[assignment]
     elif isinstance(tensor, _Unfilled):
         tensor.__class__ = torch.Tensor  # type: ignore[assignment]
 
@@ -202,7 +183,7 @@ def _check(tensor: torch.Tensor, mark: _Mark) -> None:
 
 
 def fill_with_nothing(tensor: torch.Tensor) -> None:
-    """Fill the memory of `tensor` with what `has_nothing` knows. Its version stays."""
+    """Fill the memory of `tensor` with bytes that `has_nothing` knows. Its version stays."""
     floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
     memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
     memory.fill_(_FLOATING_BYTE if floating else _INTEGER_BYTE)
@@ -210,7 +191,7 @@ def fill_with_nothing(tensor: torch.Tensor) -> None:
 
 @torch.no_grad()
 def has_nothing(tensor: torch.Tensor) -> bool:
-    """Whether no element of `tensor`, whose memory is there, differs from what `fill_with_nothing` left."""
+    """True if every element of `tensor`, which is in memory, is as `fill_with_nothing` left it."""
     if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
         return bool(torch.isnan(tensor.float() if tensor.dtype.itemsize == 1 else tensor).all())
     return bool((tensor.detach().contiguous().reshape(-1).view(torch.uint8) == _INTEGER_BYTE).all())
@@ -233,7 +214,7 @@ def mark_unfilled(tensor: torch.Tensor, name: str) -> None:
 
 
 def is_unfilled(tensor: torch.Tensor) -> bool:
-    """Whether `tensor`, in memory, still has no values."""
+    """True if `tensor`, in memory, still has no values."""
     mark = _mark_of(tensor)
     if mark is None or mark.filled:
         return False

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import Odd, Training, Words, make_model, options_of
+from command import as_json
+from command import swapper as command
+from repository import BENCHMARKS
 from safetensors.torch import load_file, load_model
-from test_checkpoint import Odd, Training, Words, make_model, options_of
-from test_cli import as_json
-from test_cli import swapper as command
-from test_optimizer_exact import MORE, OPTIMIZERS
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from training import MORE, OPTIMIZERS
 from twins import bits
 
 import swapper
@@ -32,7 +33,6 @@ from swapper.checkpoint.streams import TensorStream
 from swapper.errors import ConfigError, SwapError
 from swapper.files.tensor_files import read_header
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 ALL_OPTIMIZERS = {**OPTIMIZERS, **MORE}
 
 

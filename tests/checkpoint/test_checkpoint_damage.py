@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint_faults import Training
+from checkpoints import SmallTraining as Training
 
 import swapper
 from swapper.checkpoint.index import INDEX
 from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.io import codec
+from swapper.io import checksums
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -43,7 +43,7 @@ def training(tmp_path_factory: pytest.TempPathFactory) -> Training:
 
 
 def crc(data: bytes) -> int:
-    return codec.checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else 0
+    return checksums.checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else 0
 
 
 def seal(directory: Path, index: dict[str, Any]) -> None:

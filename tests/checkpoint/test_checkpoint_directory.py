@@ -7,48 +7,28 @@ import os
 import stat
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import safetensors
 import torch
-from test_checkpoint import OPTIMIZERS, Odd, Training, Words, settings_of
-from test_store import mounted
+from checkpoints import Odd, Training, Words, settings_of, whole
+from drives import mounted
+from repository import BENCHMARKS
 from torch import nn
+from training import OPTIMIZERS
 from twins import bits
 
 import swapper
-from swapper.checkpoint.reader import Checkpoint
+from swapper.files.whole_file import POOL_BYTES
 
 ADAMW = OPTIMIZERS["AdamW"]
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
-
-
-@pytest.fixture
-def elsewhere(tmp_path: Path) -> Iterator[Path]:
-    """A directory on another file system."""
-    try:
-        with tempfile.TemporaryDirectory(dir="/dev/shm") as name:
-            if os.stat(name).st_dev == os.stat(tmp_path).st_dev:
-                pytest.skip("/dev/shm is on the same file system")
-            yield Path(name)
-    except OSError:
-        pytest.skip("there is no /dev/shm here")
 
 
 def files(directory: Path) -> dict[str, os.stat_result]:
     return {path.name: path.stat() for path in directory.iterdir()}
-
-
-def whole(directory: Path) -> bool:
-    with Checkpoint(directory) as checkpoint:
-        for name in checkpoint.index.files:
-            checkpoint.verify(name)
-    return True
 
 
 @pytest.mark.parametrize("way", ["everything", "nvme", "cpu", "plain"])
@@ -371,5 +351,5 @@ def test_saving_and_loading_hold_at_most_the_pool_and_100_mb(before: str, after:
         program = MEMORY.format(benchmarks=str(BENCHMARKS), settings=settings, action=action, path=path)
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        allowed_mb = (swapper.streams.POOL_BYTES + 100e6) / 1e6  # type: ignore[attr-defined]
+        allowed_mb = (POOL_BYTES + 100e6) / 1e6
         assert float(done.stdout) <= allowed_mb, f"{action} with {way}"

@@ -15,73 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
+from checkpoints import SmallTraining, whole
 from interrupts import interrupted_at
-from test_checkpoint_directory import elsewhere, whole
-from torch import nn
-from twins import bits, small_records
 
-import swapper
 from swapper.checkpoint import writer as checkpoint_files
 from swapper.errors import SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, File
 
-__all__ = ["elsewhere"]
-
 pytestmark = pytest.mark.timeout(40)
-
-
-class Net(nn.Module):
-    """Parameters that are swapped and that are not, and a buffer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.one = nn.Linear(64, 72)
-        self.two = nn.Linear(72, 64)
-        self.norm = nn.BatchNorm1d(64)
-
-    def loss(self, turn: int) -> torch.Tensor:
-        x = torch.randn(16, 64, generator=torch.Generator().manual_seed(turn))
-        x = x.to(self.one.weight.dtype)
-        return self.norm(self.two(torch.tanh(self.one(x)))).square().mean()
-
-
-class Training:
-    """Some steps, plain or swapped."""
-
-    def __init__(self, path: Path | None, *, masters: bool = False, **more: Any) -> None:
-        torch.manual_seed(0)
-        self.model: Any = Net().to(torch.bfloat16 if masters else torch.float32)
-        self.optimizer: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
-        self.turn = 0
-        if path is not None:
-            settings: dict[str, Any] = {
-                "nvme_path": path,
-                "pool_bytes": "2MiB",
-                "bucket_bytes": "128KiB",
-                "offload_optimizer": {"device": "nvme", "master_weights": masters},
-                "offload_param": {"device": "nvme"},
-            }
-            with small_records():
-                swapper.offload(self.model, self.optimizer, swapper.OffloadConfig(**{**settings, **more}))
-
-    def steps(self, count: int = 1) -> Training:
-        for _ in range(count):
-            self.model.loss(self.turn).backward()
-            self.optimizer.step()
-            self.optimizer.zero_grad()
-            self.turn += 1
-        return self
-
-    def save(self, directory: Path) -> swapper.SaveHandle:
-        return swapper.save_checkpoint(directory, self.model, self.optimizer, {"turn": self.turn, "t": torch.ones(3)})
-
-    def load(self, directory: Path) -> Training:
-        self.turn = swapper.load_checkpoint(directory, self.model, self.optimizer)["turn"]
-        return self
-
-    def everything(self) -> Any:
-        return bits([dict(self.model.state_dict()), self.optimizer.state_dict()["state"]])
 
 
 class CallFails:
@@ -156,7 +97,7 @@ def at_most(held: tuple[int, int], where: str) -> None:
 @pytest.mark.parametrize("where", ["linked", "copied"])
 def test_any_call_fails(where: str, tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = tmp_path / "saves" if where == "linked" else elsewhere / "saves"
-    training = Training(tmp_path).steps(2)
+    training = SmallTraining(tmp_path).steps(2)
     training.save(parent / "saved").wait()
     training.save(parent / "saved").wait()
     gc.collect()
@@ -186,8 +127,8 @@ def test_any_call_fails(where: str, tmp_path: Path, elsewhere: Path, monkeypatch
         assert os.listdir(parent) == ["saved"], fails.failed
         at_most(held, fails.failed)
     assert raised > 20
-    assert training.everything() == Training(None).steps(training.turn).everything()
-    assert Training(None).load(parent / "saved").everything() == training.load(parent / "saved").everything()
+    assert training.everything() == SmallTraining(None).steps(training.turn).everything()
+    assert SmallTraining(None).load(parent / "saved").everything() == training.load(parent / "saved").everything()
 
 
 EVERY = {
@@ -203,7 +144,7 @@ EVERY = {
 @pytest.mark.parametrize("where", ["linked", "copied"])
 def test_ctrl_c_at_any_place(where: str, tmp_path: Path, elsewhere: Path) -> None:
     parent = tmp_path / "saves" if where == "linked" else elsewhere / "saves"
-    training = Training(tmp_path).steps(2)
+    training = SmallTraining(tmp_path).steps(2)
     training.save(parent / "saved").wait()
     gc.collect()
     held = held_by_process()
@@ -216,13 +157,13 @@ def test_ctrl_c_at_any_place(where: str, tmp_path: Path, elsewhere: Path) -> Non
             at_most(held, f"{file_name}, {n}")
             n += every
         assert n, file_name
-    assert training.everything() == Training(None).steps(training.turn).everything()
+    assert training.everything() == SmallTraining(None).steps(training.turn).everything()
 
 
 def test_ctrl_c_while_it_is_loaded(tmp_path: Path) -> None:
-    Training(None).steps(2).save(tmp_path / "saved")
-    expected = Training(None).steps(3).everything()
-    training = Training(tmp_path).steps(1)
+    SmallTraining(None).steps(2).save(tmp_path / "saved")
+    expected = SmallTraining(None).steps(3).everything()
+    training = SmallTraining(tmp_path).steps(1)
     held = held_by_process()
     for file_name, every in {
         "checkpoint/checkpoint.py": 7,
@@ -245,8 +186,8 @@ def test_ctrl_c_while_it_is_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("swapped", [True, False])
 def test_ctrl_c_while_it_is_loaded_is_not_forgotten(swapped: bool, tmp_path: Path) -> None:
     """From the first tensor that was changed to the last, no step is made."""
-    Training(None).steps(2).save(tmp_path / "saved")
-    training = Training(tmp_path if swapped else None).steps(1)
+    SmallTraining(None).steps(2).save(tmp_path / "saved")
+    training = SmallTraining(tmp_path if swapped else None).steps(1)
     outcomes = []
     for n in range(0, 10_000, 29):
         training.optimizer.zero_grad()

@@ -15,10 +15,12 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import SmallNet as Net
+from checkpoints import SmallTraining as Training
+from checkpoints import whole
+from drives import mounted
+from isolation import in_forked_child
 from safetensors import safe_open
-from test_checkpoint_directory import elsewhere, whole
-from test_checkpoint_faults import Net, Training
-from test_store import in_forked_child, mounted
 from torch import nn
 from twins import bits
 
@@ -27,8 +29,6 @@ from swapper.checkpoint import writer as checkpoint_files
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io.handle import File
 from swapper.storage.store import TensorStore
-
-__all__ = ["elsewhere"]
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -602,7 +602,7 @@ AT_THE_END = """
 import atexit, sys
 sys.path[:0] = sys.argv[3:]
 from pathlib import Path
-from test_checkpoint_faults import Training
+from checkpoints import SmallTraining as Training
 training = Training(Path(sys.argv[1])).steps(2)
 training.save(Path(sys.argv[2]) / "dropped")
 atexit.register(lambda: training.save(Path(sys.argv[2]) / "late"))

@@ -25,14 +25,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load, save
-from test_init import config_for
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
+from twins import config_for
 
 import swapper
 from swapper.checkpoint import values
 from swapper.errors import SwapError
-from swapper.io.codec import SAFETENSORS_NAMES
+from swapper.tensors.dtypes import PLAIN_DTYPES
 
 DTYPES = sorted({d for d in vars(torch).values() if isinstance(d, torch.dtype)} - {torch.bit}, key=str)
 UNQUANTISED = [dtype for dtype in DTYPES if not str(dtype).removeprefix("torch.").startswith(("qint", "quint"))]
@@ -93,7 +93,7 @@ def through_files(value: Any, what: str = "extra") -> Any:
     for name, tensor in tensors.items():
         assert name.startswith("extra.")
         assert tensor.is_contiguous() and tensor.device.type == "cpu" and not tensor.requires_grad
-        assert tensor.dtype in SAFETENSORS_NAMES and not tensor.dtype.is_complex
+        assert tensor.dtype in PLAIN_DTYPES and not tensor.dtype.is_complex
     text = json.dumps(data, allow_nan=False).encode("ascii")
     # The package refuses tensors that share memory.
     stored = load(save({name: tensor.clone() for name, tensor in tensors.items()}))

@@ -22,6 +22,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from repository import ROOT
 from typer.main import get_command
 from typer.testing import CliRunner, Result
 
@@ -38,7 +39,6 @@ from swapper.cli.deepspeed_flags import BenchCommand, TuneCommand, translated
 from swapper.config import AioConfig, OffloadConfig
 from swapper.errors import ConfigError, SwapError
 
-ROOT = Path(__file__).resolve().parents[2]
 SIZE = 8 << 20
 SMALL = ["--size", "8MiB", "--block-size", "1MiB", "--queue-depth", "4", "--loops", "2"]
 

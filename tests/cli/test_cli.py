@@ -19,17 +19,17 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from typer.testing import CliRunner, Result
+from command import as_json, swapper
+from typer.testing import CliRunner
 
 from swapper.bench.machine import swapper_version
 from swapper.cli import app
 from swapper.cli import runs as cli_runs
 from swapper.errors import ConfigError, SwapError, SwapIOError
+from swapper.sizes import format_bytes
 from swapper.storage import runs as runs_module
-from swapper.storage.layout import format_bytes
 from swapper.storage.runs import RunDirectory, RunState, find_runs, make_run_directory, remove_run
 
 pytestmark = pytest.mark.timeout(120)
@@ -41,23 +41,6 @@ ELSEWHERE = {"host": "elsewhere", "boot_id": "another"}
 @pytest.fixture(autouse=True)
 def _no_default_directory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("SWAPPER_NVME_PATH", raising=False)
-
-
-def swapper(*arguments: object, code: int = 0) -> Result:
-    """Run a command in this process, and check how it ended."""
-    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
-    assert result.exit_code == code, result.output
-    assert result.exception is None or isinstance(result.exception, SystemExit)
-    assert "Traceback" not in result.output
-    assert "\x1b" not in result.output, "no colour where there is no terminal"
-    return result
-
-
-def as_json(*arguments: object, code: int = 0) -> dict[str, Any]:
-    """What a command prints with --json, which must be all that it prints on standard output."""
-    data = json.loads(swapper(*arguments, "--json", code=code).stdout)
-    assert isinstance(data, dict)
-    return data
 
 
 def leftover(nvme_path: Path, name: str = "swapper-dead-0", size: int = 100_000, **owner: object) -> Path:

@@ -20,6 +20,7 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel
+from repository import ROOT
 
 from swapper.config import (
     AioConfig,
@@ -32,7 +33,6 @@ from swapper.config import (
 from swapper.config import settings as config_module
 from swapper.errors import ConfigError
 
-ROOT = Path(__file__).resolve().parents[2]
 CONFIG_FILES = sorted((ROOT / "config").glob("*.yaml"))
 NVME = {"nvme_path": "/local_nvme", "offload_optimizer": {"device": "nvme"}}
 

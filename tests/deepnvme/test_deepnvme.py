@@ -25,7 +25,6 @@ from typing import Any
 import pytest
 import torch
 from interrupts import interrupted_at
-from test_gds import mock, mock_path  # noqa: F401 (fixtures)
 
 from swapper.deepnvme import (
     AsyncIOBuilder,

@@ -15,7 +15,6 @@ import pickle
 import random
 import shutil
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -27,7 +26,9 @@ from typing import Any
 import isolation
 import pytest
 import torch
+from archives import without_id
 from interrupts import interrupted_at
+from repository import BENCHMARKS
 from torch import Tensor, nn
 
 import swapper
@@ -38,7 +39,6 @@ from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.storage import temporary_files
 
 SMALL_POOL = 1 << 20
-BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 
 Load = Callable[..., Any]
 Save = Callable[[object, Path], object]
@@ -235,15 +235,6 @@ def test_an_object_that_cannot_be_pickled_leaves_nothing(tmp_path: Path) -> None
     with pytest.raises((AttributeError, pickle.PicklingError)):
         swapper.save({"a": torch.ones(3), "f": lambda: 0}, tmp_path / "x")
     assert not list(tmp_path.iterdir())
-
-
-def without_id(data: bytes) -> bytes:
-    """A file without what identifies it, which is of torch's choice: 40 digits, and their checksum."""
-    entry = next(e for e in archive.read_directory(lambda at, n: data[at : at + n], len(data)) if "_id" in e.name)
-    start = entry.offset_bytes + archive.header_bytes(data[entry.offset_bytes :])
-    content = data[start : start + 40]
-    assert content.isdigit()
-    return data.replace(content, b"-" * 40).replace(struct.pack("<I", zlib.crc32(content)), b"----")
 
 
 @pytest.mark.parametrize("name", OBJECTS)

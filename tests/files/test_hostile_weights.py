@@ -19,12 +19,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_init import values_of
 from torch import nn
+from twins import values_of
 
 import swapper
-from swapper.files.tensor_files import DTYPES, read_header
+from swapper.files.tensor_files import read_header
 from swapper.io.handle import AsyncIOHandle
+from swapper.tensors.dtypes import DTYPES
 
 INDEX = "model.safetensors.index.json"
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

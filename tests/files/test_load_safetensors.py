@@ -17,11 +17,10 @@ import pytest
 import safetensors.torch
 import torch
 from hypothesis import strategies
-from test_init import config_for, on_meta, values_of
-from test_memory import BENCHMARK
-from test_parameter_models import CASES, WIDTH, Llama, Mlp
+from models import CASES, WIDTH, Llama, Mlp
+from repository import BENCHMARK
 from torch import nn
-from twins import adamw, bits, close, offloaded, small_records
+from twins import adamw, bits, close, config_for, offloaded, on_meta, small_records, values_of
 
 import swapper
 from swapper.files.tensor_files import read_header

@@ -11,16 +11,16 @@ from typing import Any
 
 import pytest
 import torch
-from test_fastsave import without_id
-from test_memory import BENCHMARK
-from test_parameter_models import CASES, WIDTH, Llama, Mlp, loss_of, tokens, vectors
+from archives import without_id
+from models import CASES, WIDTH, Llama, Mlp, loss_of, tokens, vectors
+from repository import BENCHMARK
 from twins import Run, adamw, bits, close, offloaded, run_twice, swapper_of
 
 import swapper
 from swapper.files.whole_file import POOL_BYTES
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.storage.store import TensorStore
-from swapper.tensors.evicted import EvictedView
+from swapper.tensors.evicted_views import EvictedView
 
 SMALL_POOL = 1 << 18
 
@@ -29,7 +29,7 @@ def saved_bytes(run: Run, state: Any, path: Path) -> bytes:
     """The file: of torch for the plain model, ours for the swapped one."""
     if run.swapped:
         swapper.save(state, path, pool_bytes=SMALL_POOL)
-        assert not swapper_of(run.model)._lasting._copies, "it was copied to a mapped file"
+        assert not swapper_of(run.model)._copies._copies, "it was copied to a mapped file"
         return path.read_bytes()
     file = io.BytesIO()
     torch.save(state, file)

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from interrupts import interrupted_at
-from test_gradient import (
+from gradient_twins import (
     Twin,
     adamw,
     assert_same,
@@ -25,15 +24,16 @@ from test_gradient import (
     make_config,
     wrapped,
 )
-from test_optimizer_exact import same_bits
+from interrupts import interrupted_at
 from torch import nn
+from training import same_bits
 
 import swapper
 from swapper import SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
-from swapper.storage.pipeline import Pipeline
+from swapper.storage.cache import RecordCache
 from swapper.storage.store import RecordKey
-from swapper.tensors.evicted import raw_gradient
+from swapper.tensors.evicted_gradients import raw_gradient
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -216,24 +216,24 @@ def test_a_read_that_fails_in_a_step(nvme_path: Path, faults: FaultPlan) -> None
 
 
 class Interruption:
-    """Raises Ctrl-C at the n-th call of one of the pipeline's methods for gradients."""
+    """Raises Ctrl-C at the n-th call of one of the cache's methods for gradients."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, method: str, at: int, *, after: bool) -> None:
-        original = getattr(Pipeline, method)
+        original = getattr(RecordCache, method)
         self.left = at
 
-        def interrupted(pipeline: Pipeline, key: RecordKey, *args: Any) -> Any:
+        def interrupted(cache: RecordCache, key: RecordKey, *args: Any) -> Any:
             if key.kind != "grad":
-                return original(pipeline, key, *args)
+                return original(cache, key, *args)
             self.left -= 1
             if self.left == 0 and not after:
                 raise KeyboardInterrupt
-            result = original(pipeline, key, *args)
+            result = original(cache, key, *args)
             if self.left == 0:
                 raise KeyboardInterrupt
             return result
 
-        monkeypatch.setattr(Pipeline, method, interrupted)
+        monkeypatch.setattr(RecordCache, method, interrupted)
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])

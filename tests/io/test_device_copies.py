@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 import torch
 from host_device import LateCopies
-from test_optimizer_exact import OPTIMIZERS, same_bits
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
+from training import OPTIMIZERS, same_bits
 
 import swapper
 from swapper.errors import SwapError, SwapIOError
@@ -31,10 +31,10 @@ from swapper.metrics import Metrics
 from swapper.optimizer.segments import Scratch, Segment
 from swapper.session import Shared
 from swapper.storage.buffers import BufferPool
+from swapper.storage.cache import RecordCache
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.pipeline import Pipeline
 from swapper.storage.store import RecordKey, TensorStore
-from swapper.tensors.evicted import raw_gradient, set_raw_gradient
+from swapper.tensors.evicted_gradients import raw_gradient, set_raw_gradient
 
 pytestmark = pytest.mark.timeout(60)
 
@@ -194,7 +194,7 @@ def failure(kind: str, at: int) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch, pytest.raises((RuntimeError, SwapIOError), match=r"it fails|memory"):
         Fails.calls, Fails.at = 0, at if kind == "class" else 0
         if kind == "put":
-            patch.setattr(Pipeline, "put", failing(Pipeline.put, at))
+            patch.setattr(RecordCache, "put", failing(RecordCache.put, at))
         if kind == "fetch":
             patch.setattr(Segment, "slice_of", failing(Segment.slice_of, at))
         if kind == "copy":
@@ -555,70 +555,70 @@ KEY = RecordKey(0, "grad", 0)
 
 
 @contextlib.contextmanager
-def records(path: Path, stored: bool = True) -> Iterator[tuple[Pipeline, BufferPool, Metrics]]:
+def records(path: Path, stored: bool = True) -> Iterator[tuple[RecordCache, BufferPool, Metrics]]:
     metrics = Metrics()
     faults = FaultPlan(seed=0, delay_us=20_000)
     with AsyncIOHandle(faults=faults) as handle, BufferPool(4 * SIZE, handle) as pool:
         store = TensorStore([path], "run", 0, [handle]) if stored else None
         if store is not None:
             store.plan({RecordKey(0, "grad", number): SIZE for number in range(8)})
-        yield Pipeline(pool, store, metrics), pool, metrics
+        yield RecordCache(pool, store, metrics), pool, metrics
         if store is not None:
             store.close()
 
 
-def put(pipeline: Pipeline, copies: DeviceCopies, number: int, value: int) -> None:
+def put(cache: RecordCache, copies: DeviceCopies, number: int, value: int) -> None:
     key = RecordKey(0, "grad", number)
-    lease, _ = pipeline.take(key, SIZE)
+    lease, _ = cache.take(key, SIZE)
     source = torch.full((SIZE,), value, dtype=torch.uint8)
     lease.transfer = copies.copy(lease.tensor, source)
-    pipeline.put(key, SIZE)
+    cache.put(key, SIZE)
 
 
-def value_of(pipeline: Pipeline, number: int) -> int:
+def value_of(cache: RecordCache, number: int) -> int:
     key = RecordKey(0, "grad", number)
-    lease, there = pipeline.take(key, SIZE)
+    lease, there = cache.take(key, SIZE)
     assert there and bool(lease.tensor.eq(lease.tensor[0]).all())
     value = int(lease.tensor[0])
-    pipeline.give_back(key)
+    cache.release(key)
     return value
 
 
 @pytest.mark.parametrize("stored", [True, False])
 @pytest.mark.parametrize("how", ["take", "stage", "drain", "later"])
 def test_a_record_is_written_when_it_was_copied(nvme_path: Path, how: str, stored: bool) -> None:
-    with records(nvme_path, stored) as (pipeline, pool, metrics):
+    with records(nvme_path, stored) as (cache, pool, metrics):
         copies = DeviceCopies(CPU)
         for number in range(3):
-            put(pipeline, copies, number, number + 1)
-        pipeline.check()
+            put(cache, copies, number, number + 1)
+        cache.check()
         assert metrics.writes == 0 and LateCopies.waits == 0
         if how == "stage":
-            assert all(pipeline.stage(RecordKey(0, "grad", number), SIZE) for number in range(3))
-            assert pipeline.drop_staged() is False
+            assert all(cache.stage(RecordKey(0, "grad", number), SIZE) for number in range(3))
+            assert cache.drop_prefetched() is False
         if how == "drain":
-            pipeline.drain()
+            cache.flush()
             assert pool.used_bytes == 0 or not stored
         if how == "later":
             LateCopies.synchronize()
-            pipeline.check()
+            cache.check()
         if how in ("drain", "later"):
             assert metrics.writes == (3 if stored else 0)
         for _ in range(2):
-            assert [value_of(pipeline, number) for number in (1, 0, 2)] == [2, 1, 3]
+            assert [value_of(cache, number) for number in (1, 0, 2)] == [2, 1, 3]
         assert metrics.writes == (3 if stored else 0)
 
 
 def test_a_pool_that_is_short_waits_for_copies(nvme_path: Path) -> None:
-    with records(nvme_path) as (pipeline, pool, _):
+    with records(nvme_path) as (cache, pool, _):
         copies = DeviceCopies(CPU)
         for number in range(8):
-            put(pipeline, copies, number, number + 1)
+            put(cache, copies, number, number + 1)
         leases = [pool.acquire(SIZE) for _ in range(4)]  # Another's: what is leaving gives way.
         for lease in leases:
             lease.tensor.fill_(99)
             lease.release()
-        assert [value_of(pipeline, number) for number in range(8)] == list(range(1, 9))
+        assert [value_of(cache, number) for number in range(8)] == list(range(1, 9))
 
 
 def test_a_copy_that_ends_between_two_looks_is_no_write(nvme_path: Path) -> None:
@@ -629,62 +629,62 @@ def test_a_copy_that_ends_between_two_looks_is_no_write(nvme_path: Path) -> None
             EndsNow.looks += 1
             return EndsNow.looks > 1
 
-    with records(nvme_path) as (pipeline, _, metrics):
-        lease, _ = pipeline.take(KEY, SIZE)
+    with records(nvme_path) as (cache, _, metrics):
+        lease, _ = cache.take(KEY, SIZE)
         lease.tensor.fill_(5)
         lease.transfer = EndsNow(LateCopies.late.record())
-        pipeline.put(KEY, SIZE)
-        pipeline.check()
-        assert metrics.writes == 1 and value_of(pipeline, 0) == 5
+        cache.put(KEY, SIZE)
+        cache.check()
+        assert metrics.writes == 1 and value_of(cache, 0) == 5
 
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_record_that_is_discarded_is_not_written(nvme_path: Path, stored: bool) -> None:
-    with records(nvme_path, stored) as (pipeline, pool, metrics):
-        put(pipeline, DeviceCopies(CPU), 0, 5)
-        pipeline.discard(KEY)
+    with records(nvme_path, stored) as (cache, pool, metrics):
+        put(cache, DeviceCopies(CPU), 0, 5)
+        cache.discard(KEY)
         LateCopies.synchronize()
-        pipeline.drain()
+        cache.flush()
         assert metrics.writes == 0 and pool.used_bytes == 0
-        lease, there = pipeline.take(KEY, SIZE)
+        lease, there = cache.take(KEY, SIZE)
         assert not there
-        pipeline.give_back(KEY)
+        cache.release(KEY)
         lease.release()
 
 
 @pytest.mark.parametrize("stored", [True, False])
 def test_a_copy_that_failed_is_raised_until_the_record_is_discarded(nvme_path: Path, stored: bool) -> None:
-    with records(nvme_path, stored) as (pipeline, pool, metrics):
-        put(pipeline, DeviceCopies(CPU), 0, 5)
+    with records(nvme_path, stored) as (cache, pool, metrics):
+        put(cache, DeviceCopies(CPU), 0, 5)
         LateCopies.broken = True
-        for call in (pipeline.check, pipeline.drain, lambda: pipeline.take(KEY, SIZE), pipeline.check):
+        for call in (cache.check, cache.flush, lambda: cache.take(KEY, SIZE), cache.check):
             with pytest.raises(SwapIOError, match="illegal memory access"):
                 call()
-        assert pipeline._reclaim() is False
-        pipeline.discard(KEY)
-        pipeline.check()
+        assert cache._reclaim() is False
+        cache.discard(KEY)
+        cache.check()
         assert metrics.writes == 0 and pool.used_bytes == 0
 
 
 def test_a_write_that_cannot_be_started_is_tried_again(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with records(nvme_path) as (pipeline, _, metrics):
+    with records(nvme_path) as (cache, _, metrics):
         copies = DeviceCopies(CPU)
-        put(pipeline, copies, 0, 5)
-        put(pipeline, copies, 1, 6)
+        put(cache, copies, 0, 5)
+        put(cache, copies, 1, 6)
         LateCopies.synchronize()
         with monkeypatch.context() as patch:
             patch.setattr(TensorStore, "write", failing(TensorStore.write, 1))
             with pytest.raises(SwapIOError, match="it fails"):
-                pipeline.check()
+                cache.check()
         assert metrics.writes == 1
-        assert [value_of(pipeline, number) for number in range(2)] == [5, 6]
+        assert [value_of(cache, number) for number in range(2)] == [5, 6]
 
 
 def test_what_is_taken_and_not_put_is_the_pools_after_the_copy(nvme_path: Path) -> None:
-    with records(nvme_path) as (pipeline, pool, _):
-        lease, _ = pipeline.take(KEY, SIZE)
+    with records(nvme_path) as (cache, pool, _):
+        lease, _ = cache.take(KEY, SIZE)
         lease.transfer = DeviceCopies(CPU).copy(lease.tensor, torch.ones(SIZE, dtype=torch.uint8))
-        pipeline.recover()
+        cache.recover()
         assert pool.used_bytes == SIZE
         LateCopies.synchronize()
         assert pool.used_bytes == 0

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import gc
 import itertools
 import logging
 import os
 import random
-import shutil
 import subprocess
 import sys
 import threading
@@ -23,6 +21,7 @@ import pytest
 import torch
 from conformance import AVAILABLE, Conformance, Subject
 from host_device import HostCopies
+from mock_cufile import COMPILER, Mock, settled
 
 from swapper.errors import SwapError, SwapIOError
 from swapper.io import bounce, gds
@@ -30,72 +29,12 @@ from swapper.io.gds import GDSHandle, probe_cufile
 from swapper.io.handle import AsyncIOHandle, Checksums, FaultPlan, Transfer
 
 BLOCK = 16 << 10
-CHUNK = 64 << 10
 SIZES = (0, 1, 511, 512, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 13, 40 * BLOCK + 5)
-COMPILER = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
 
 pytestmark = [
     pytest.mark.timeout(60),
     pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the mock library"),
 ]
-
-
-class Mock:
-    """The mock's switches and counters."""
-
-    def __init__(self, path: str) -> None:
-        self._library = ctypes.CDLL(path)
-        self._library.mock_get.restype = ctypes.c_long
-
-    def reset(self) -> None:
-        self._library.mock_reset()
-
-    def __setitem__(self, name: str, value: int) -> None:
-        self._library.mock_set(name.encode(), ctypes.c_long(value))
-
-    def __getitem__(self, name: str) -> int:
-        return int(self._library.mock_get(name.encode()))
-
-
-@pytest.fixture(scope="session")
-def mock_path(tmp_path_factory: pytest.TempPathFactory) -> str:
-    assert COMPILER is not None
-    source = Path(host_device.__file__).with_name("mock_cufile.cpp")
-    library = tmp_path_factory.mktemp("mock") / "libmock_cufile.so"
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Wno-return-type-c-linkage", "-shared", "-fPIC", "-pthread"]
-    subprocess.run([COMPILER, *flags, str(source), "-o", str(library)], check=True)
-    return str(library)
-
-
-@pytest.fixture
-def mock(mock_path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Mock]:
-    probe = os.open(tmp_path / "probe", os.O_CREAT | os.O_RDWR)
-    os.close(probe)
-    with AsyncIOHandle() as handle, handle.open(tmp_path / "probe") as file:
-        if not file.direct:
-            pytest.skip(f"needs a file system with O_DIRECT: {file.direct_reason}")
-    monkeypatch.setenv(gds.LIBRARY_VARIABLE, mock_path)
-    monkeypatch.setitem(bounce.DEVICES, "cpu", HostCopies)
-    monkeypatch.setattr(bounce, "CHUNK_BYTES_MIN", CHUNK)
-    monkeypatch.setattr(gds, "_said", set())
-    monkeypatch.setattr(gds, "_NVIDIA_FS", tmp_path / "no-nvidia-fs")
-    HostCopies.reset()
-    mock = Mock(mock_path)
-    mock.reset()
-    yield mock
-    settled(mock)
-    assert mock["open_buffers"] == 0
-    assert not HostCopies.locked
-    mock.reset()
-
-
-def settled(mock: Mock) -> None:
-    """The I/O threads drop what they hold of a transfer just after it is over."""
-    gc.collect()
-    deadline = time.monotonic() + 10
-    while mock["open_handles"] and time.monotonic() < deadline:
-        time.sleep(0.001)
-    assert (mock["open_handles"], mock["registered"]) == (0, mock["deregistered"])
 
 
 def make_handle(**options: object) -> GDSHandle:

@@ -17,7 +17,8 @@ from torch import nn
 
 from swapper.errors import SwapError
 from swapper.lightning import SwapStrategy
-from swapper.tensors.evicted import AwayGradient, EvictedParameter, GradientAwayParameter
+from swapper.tensors.evicted import EvictedParameter
+from swapper.tensors.evicted_gradients import EvictedGradient, GradientEvictedParameter
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in IGNORED_WARNINGS]
 
@@ -52,7 +53,7 @@ def test_another_trainer_trains_the_same_module(first: str, second: str, nvme_pa
 def test_another_trainer_takes_parameters_whose_gradients_are_away(nvme_path: Path) -> None:
     model, first = Net(), trainer_of(strategy_of(nvme_path, "state-gradients"))
     first.fit(model, loader())  # A validation would be the end of gradients.
-    assert type(model.second.weight) is GradientAwayParameter
+    assert type(model.second.weight) is GradientEvictedParameter
     trainer_of(strategy_of(nvme_path, "state-gradients-parameters")).fit(model, loader())
     assert type(model.second.weight) is EvictedParameter and not model.swapper.stays
     model.swapper.close(keep_values=True)
@@ -208,7 +209,7 @@ def test_an_exception_in_configure_model_is_the_users(error: BaseException, nvme
 def test_a_progress_bar_starts_no_thread() -> None:
     program = (
         "import threading\n"
-        "from swapper.checkpoint.writer import progress_bar\n"
+        "from swapper.progress import progress_bar\n"
         "with progress_bar('saving', 10) as update:\n"
         "    update(10)\n"
         "assert threading.enumerate() == [threading.main_thread()], threading.enumerate()\n"
@@ -220,5 +221,5 @@ def test_gradients_stay_away_when_a_trainer_is_done(nvme_path: Path) -> None:
     trainer = fit(strategy_of(nvme_path, "state-gradients-parameters"), validation=None)
     model = trainer.lightning_module
     assert type(model.second.weight) is EvictedParameter
-    assert type(model.second.weight.grad) is AwayGradient
+    assert type(model.second.weight.grad) is EvictedGradient
     assert "cpu" not in vars(model)

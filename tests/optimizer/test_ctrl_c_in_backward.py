@@ -197,7 +197,7 @@ def test_reading_gradients_that_are_gone_leaves_the_modes_alone(held: bool, nvme
                 raise
 
         interrupted = interrupted_at(
-            n, read, "tensors/evicted.py", "tensors/grad_modes.py", "optimizer/backward_step.py", *MODES
+            n, read, "tensors/evicted_gradients.py", "tensors/grad_modes.py", "optimizer/backward_step.py", *MODES
         )
         assert modes() == (True, False, True), n
         del error  # Who kept the traceback lets go of it: nothing may be switched by that.

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_optimizer_exact import MasterWeights
 from torch import nn
 from torch.optim import Optimizer
+from training import MasterWeights
 from twins import bits
 
 import swapper

@@ -15,7 +15,8 @@ import torch
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from swapper.storage.layout import ALIGNMENT_BYTES, CUT_NUMEL, keeps_bits, round_up, segment_cuts
+from swapper.optimizer.cuts import CUT_NUMEL, keeps_bits, segment_cuts
+from swapper.sizes import ALIGNMENT_BYTES, round_up
 
 Cuts = Sequence[tuple[int, int]]
 Snapshot = dict[str, torch.Tensor]

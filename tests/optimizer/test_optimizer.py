@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
 import io
@@ -11,75 +10,30 @@ import pickle
 import threading
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from test_optimizer_exact import MasterWeights, make_config, same_bits
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
+from training import (
+    MasterWeights,
+    adamw,
+    assert_same,
+    assert_same_state,
+    backward,
+    make_config,
+    make_model,
+    run,
+    same_bits,
+    wrapped,
+)
 
 import swapper
-
-WIDTH = 160
-
-
-def make_model(dtype: torch.dtype = torch.float32) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(40, WIDTH), nn.GELU(), nn.Linear(WIDTH, 3 * WIDTH), nn.LayerNorm(3 * WIDTH)).to(
-        dtype
-    )
-
-
-def adamw(model: nn.Module) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2)
-
-
-def backward(model: nn.Module, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    dtype = next(model.parameters()).dtype
-    loss: torch.Tensor = model(torch.randn(4, 40, generator=generator).to(dtype)).float().square().mean()
-    loss.backward()
-    return loss
-
-
-def run(model: nn.Module, optimizer: Any, steps: range = range(4)) -> None:
-    for seed in steps:
-        backward(model, seed)
-        optimizer.step()
-        optimizer.zero_grad()
-
-
-@contextlib.contextmanager
-def wrapped(optimizer: Optimizer, nvme_path: Path, **settings: object) -> Iterator[swapper.OptimizerSwapper]:
-    swapper.wrap_optimizer(optimizer, make_config(nvme_path, **settings))
-    try:
-        yield swapper.of(optimizer)
-    finally:
-        swapper.of(optimizer).close()
-
-
-def assert_same(a: nn.Module, b: nn.Module) -> None:
-    assert all(same_bits(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-
-
-def assert_same_state(a: dict[str, Any], b: dict[str, Any]) -> None:
-    assert a["param_groups"] == b["param_groups"]
-    assert a["state"].keys() == b["state"].keys()
-    for i, entries in a["state"].items():
-        assert entries.keys() == b["state"][i].keys()
-        for key, value in entries.items():
-            other = b["state"][i][key]
-            if isinstance(value, torch.Tensor):
-                assert value.shape == other.shape and value.dtype == other.dtype
-                assert value.numel() == 0 or same_bits(value.reshape(-1), other.reshape(-1)), (i, key)
-            else:
-                assert value == other
-
 
 Scenario = Callable[[nn.Module, Optimizer], None]
 

@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from test_optimizer import assert_same, backward, make_model, run, wrapped
 from torch import nn
 from torch.optim import Optimizer
+from training import assert_same, backward, make_model, run, wrapped
 
 import swapper
 

@@ -10,41 +10,11 @@ import torch
 from gpt import GPT, SIZES
 from torch import nn
 from torch.optim import Optimizer
+from training import MORE, OPTIMIZERS, Make, MasterWeights, make_config, same_bits
 
 import swapper
 
 STEPS = 20
-Make = Callable[[list[nn.Parameter]], Optimizer]
-
-
-def muon(parameters: list[nn.Parameter]) -> Optimizer:
-    return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=1e-3)
-
-
-OPTIMIZERS: dict[str, Make] = {
-    "AdamW": lambda p: torch.optim.AdamW(p, lr=1e-3),
-    "Adam": lambda p: torch.optim.Adam(p, lr=1e-3),
-    "SGD": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3),
-    "Adafactor": lambda p: torch.optim.Adafactor(p, lr=1e-2),
-    "Muon": muon,
-}
-MORE: dict[str, Make] = {
-    "AdamW-fused": lambda p: torch.optim.AdamW(p, lr=1e-3, fused=True),
-    "AdamW-foreach": lambda p: torch.optim.AdamW(p, lr=1e-3, foreach=True),
-    "Adam-amsgrad": lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True, weight_decay=0.1),
-    "NAdam": lambda p: torch.optim.NAdam(p),
-    "RAdam": lambda p: torch.optim.RAdam(p),
-    "Adamax": lambda p: torch.optim.Adamax(p),
-    "Adadelta": lambda p: torch.optim.Adadelta(p),
-    "ASGD": lambda p: torch.optim.ASGD(p),
-    "Rprop": lambda p: torch.optim.Rprop(p),
-    "SGD-plain": lambda p: torch.optim.SGD(p, lr=1e-2),
-    "SGD-nesterov": lambda p: torch.optim.SGD(p, lr=1e-2, momentum=0.9, nesterov=True, weight_decay=0.1),
-    "RMSprop-centered": lambda p: torch.optim.RMSprop(p, centered=True, momentum=0.9),
-    "Adagrad-initial": lambda p: torch.optim.Adagrad(p, initial_accumulator_value=0.1),
-}
 
 
 @pytest.fixture(params=[1, 2, 3], ids=lambda n: f"{n}-threads")
@@ -53,37 +23,6 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
     torch.set_num_threads(request.param)
     yield request.param
     torch.set_num_threads(before)
-
-
-def make_config(nvme_path: Path, **settings: object) -> swapper.OffloadConfig:
-    # Buckets so small that the larger parameters are cut; a pool that holds whole ones for Adafactor and Muon.
-    return swapper.OffloadConfig(
-        nvme_path=nvme_path,
-        pool_bytes="24MiB",
-        bucket_bytes="256KiB",
-        offload_optimizer={"device": "nvme", **settings},
-    )
-
-
-class MasterWeights:
-    """The reference for master weights, written out: the optimizer steps fp32 copies, the model gets them rounded."""
-
-    def __init__(self, parameters: list[nn.Parameter], make: Make) -> None:
-        self.parameters = parameters
-        self.masters = [nn.Parameter(p.detach().float()) for p in parameters]
-        self.optimizer = make(self.masters)
-
-    def step(self) -> None:
-        for p, master in zip(self.parameters, self.masters, strict=True):
-            master.grad = None if p.grad is None else p.grad.float()
-        self.optimizer.step()
-        with torch.no_grad():
-            for p, master in zip(self.parameters, self.masters, strict=True):
-                p.copy_(master)
-
-    def zero_grad(self) -> None:
-        for p in self.parameters:
-            p.grad = None
 
 
 def tiny_gpt(dtype: torch.dtype) -> GPT:
@@ -102,11 +41,6 @@ def train(model: GPT, step: Callable[[], object], zero_grad: Callable[[], object
         zero_grad()
         losses.append(loss.item())
     return losses
-
-
-def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = a.detach().reshape(-1), b.detach().reshape(-1)
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
 def assert_same_models(a: nn.Module, b: nn.Module) -> None:

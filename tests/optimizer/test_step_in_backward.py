@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import swapper
 from swapper import ConfigError, OffloadConfig, OptimizerSwapper, SwapError, SwapIOError
-from swapper.tensors.evicted import raw_gradient
+from swapper.tensors.evicted_gradients import raw_gradient
 
 WIDTH = 192
 
@@ -362,8 +362,8 @@ def test_a_failed_write_in_backward_is_a_failed_step(nvme_path: Path, monkeypatc
     made.optimizer.zero_grad()
     saved = made.optimizer.state_dict()
     saved_bits = {name: value.clone() for name, value in made.model.state_dict().items()}
-    pipeline = made.swapper._pipeline
-    put = pipeline.put
+    cache = made.swapper._cache
+    put = cache.put
     calls = itertools.count()
 
     def failing_put(key: Any, length_bytes: int) -> None:
@@ -371,7 +371,7 @@ def test_a_failed_write_in_backward_is_a_failed_step(nvme_path: Path, monkeypatc
             raise SwapIOError(5, "write", Path("record"), 0, length_bytes)
         put(key, length_bytes)
 
-    monkeypatch.setattr(pipeline, "put", failing_put)
+    monkeypatch.setattr(cache, "put", failing_put)
     with pytest.raises(SwapIOError) as raised:
         made.backward()
     monkeypatch.undo()

@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_init import config_for
-from test_parameter_models import WIDTH, Mlp, loss_of, vectors
+from models import WIDTH, Mlp, loss_of, vectors
 from torch import nn
 from torch.nn import functional as F
-from twins import Run, adamw, bits, close, offloaded, run_twice, small_records
+from twins import Run, adamw, bits, close, config_for, offloaded, run_twice, small_records
 
 import swapper
 from swapper.storage.buffers import PoolExhausted

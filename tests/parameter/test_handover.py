@@ -11,10 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_init import config_for, on_meta, values_of
-from test_parameter_models import WIDTH, Mlp
+from models import WIDTH, Mlp
 from torch import nn
-from twins import bits, small_records, swapper_of
+from twins import config_for, evaluate, on_meta, small_records, swapper_of, train, values_of
 
 import swapper
 
@@ -110,28 +109,6 @@ KINDS: dict[str, MakeModel] = {
     "a forward of the user's": with_own_forward,
     "recurrent": Recurrent,
 }
-
-
-def inputs(seed: int) -> torch.Tensor:
-    return torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(seed))
-
-
-def evaluate(model: nn.Module) -> object:
-    """Without hooks and gradients, where torch's layers take their fast path."""
-    model.eval()
-    with torch.no_grad():
-        noted = [bits(model(inputs(seed))) for seed in (1, 2)]
-    model.train()
-    return noted
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> object:
-    output = model(inputs(seed))
-    output.square().mean().backward()
-    gradients = [bits(p.grad) for p in model.parameters()]
-    optimizer.step()
-    optimizer.zero_grad()
-    return bits(output), gradients, values_of(model)
 
 
 def adamw(model: nn.Module) -> torch.optim.AdamW:

@@ -17,16 +17,17 @@ import pytest
 import torch
 from interrupts import interrupted_at
 from isolation import alone
-from test_memory import BENCHMARK
-from test_parameter_models import CASES, WIDTH, Gpt2, Mlp, loss_of, tokens, vectors
+from models import CASES, WIDTH, Gpt2, Mlp, loss_of, tokens, vectors
+from repository import BENCHMARK
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations
-from twins import Run, bits, facts_of, run_twice, small_records
+from twins import Run, bits, config_for, facts_of, on_meta, run_twice, small_records, values_of
 
 import swapper
 from swapper.io.handle import AsyncIOHandle, FaultPlan
-from swapper.tensors.evicted import EvictedParameter, home_of
+from swapper.tensors.evicted import EvictedParameter
+from swapper.tensors.homes import home_of
 
 
 @pytest.fixture
@@ -39,19 +40,6 @@ def leaves_nothing(nvme_path: Path) -> Iterator[None]:
 
 
 MakeModel = Callable[[], nn.Module]
-
-
-def config_for(nvme_path: Path, **settings: object) -> swapper.OffloadConfig:
-    values: dict[str, object] = {
-        "nvme_path": nvme_path, "pool_bytes": "2MiB", "bucket_bytes": "16KiB",
-        "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"},
-    }  # fmt: skip
-    return swapper.OffloadConfig(**(values | settings))
-
-
-def values_of(model: nn.Module) -> dict[str, object]:
-    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
-    return {name: bits(tensor) for name, tensor in tensors}
 
 
 def looks_of(model: nn.Module) -> list[object]:
@@ -633,11 +621,6 @@ class Tied(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = self.head(self.blocks(self.norm(x)))
         return y
-
-
-def on_meta(make: MakeModel) -> nn.Module:
-    with torch.device("meta"):
-        return make()
 
 
 def initialise_module(module: nn.Module) -> None:

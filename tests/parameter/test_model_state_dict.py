@@ -15,14 +15,14 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-from test_init import config_for
-from test_memory import BENCHMARK
-from test_parameter_models import CASES, WIDTH, Gpt2, Llama, Mlp, loss_of, tokens, vectors
+from models import CASES, WIDTH, Gpt2, Llama, Mlp, loss_of, tokens, vectors
+from repository import BENCHMARK
 from torch import nn
-from twins import Run, adamw, bits, close, facts_of, offloaded, run_twice, small_records, swapper_of
+from twins import Run, adamw, bits, close, config_for, facts_of, offloaded, run_twice, small_records, swapper_of
 
 import swapper
-from swapper.tensors.evicted import EvictedParameter, EvictedView
+from swapper.tensors.evicted import EvictedParameter
+from swapper.tensors.evicted_views import EvictedView
 
 DEPTH = 16
 """Of a model many times as long as the pool."""

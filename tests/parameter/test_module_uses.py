@@ -125,7 +125,7 @@ def assert_at_rest(model: nn.Module, swapper: ParameterSwapper) -> None:
 PLACES = {
     "parameter/swapper.py": 197,
     "parameter/cache.py": 197,
-    "tensors/evicted.py": 151,
+    "tensors/evicted": 151,
     "parameter/access_order.py": 997,
     "parameter/saved_tensors.py": 67,
     "parameter/forward_hooks.py": 23,

@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_handover import evaluate, train
-from test_init import config_for, values_of
-from test_parameter_models import Mlp
+from models import Mlp
 from torch.optim import Optimizer
-from twins import small_records, swapper_of
+from twins import config_for, evaluate, small_records, swapper_of, train, values_of
 
 import swapper
 

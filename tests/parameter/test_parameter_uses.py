@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_parameter_models import (
+from models import (
     CASES,
     VOCABULARY,
     WIDTH,

@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from isolation import alone
-from test_init import config_for, values_of
-from test_parameter_models import WIDTH, Mlp
+from models import WIDTH, Mlp
 from torch import nn
-from twins import bits, small_records, swapper_of
+from twins import bits, config_for, small_records, swapper_of, values_of
 
 import swapper
 
@@ -94,7 +93,7 @@ def test_most_of_a_model_stays(kind: str, nvme_path: Path, caplog: pytest.LogCap
         swapper.offload(model, config=config_for(nvme_path))
     [message] = [record.getMessage() for record in caplog.records]
     total = length_bytes + 2 * 4 * WIDTH
-    shown = swapper.layout.format_bytes
+    shown = swapper.sizes.format_bytes
     assert message.startswith(f"{shown(length_bytes)} of the {shown(total)} of this model stay in memory:\n")
     assert (
         f"{shown(length_bytes)} in 5 of 7 parameters (layers.0.weight, layers.1.weight, layers.2.weight and 2 more)"

@@ -17,12 +17,12 @@ from typing import Any
 
 import pytest
 import torch
+from drives import keys, killed_run, mounted, random_bytes
 from hypothesis import given
 from hypothesis import strategies as st
-from test_failures import STEPS, Snapshot, plain
-from test_optimizer import adamw, assert_same_state, backward, make_model, run
-from test_optimizer_exact import same_bits
-from test_store import in_forked_child, keys, killed_run, mounted, random_bytes
+from isolation import in_forked_child
+from snapshots import STEPS, Snapshot
+from training import adamw, assert_same_state, backward, make_model, run, same_bits
 
 import swapper
 from swapper.errors import ConfigError, SwapError, SwapIOError
@@ -36,8 +36,6 @@ from swapper.storage.runs import NvmePathError, check_nvme_paths
 from swapper.storage.speed import DriveSpeed, measure_speed
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.storage.transfers import JoinedTransfer, start_all
-
-__all__ = ["plain"]
 
 pytestmark = [
     pytest.mark.timeout(120),

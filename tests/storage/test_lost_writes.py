@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -20,7 +19,7 @@ from swapper.metrics import Metrics
 from swapper.storage import runs
 from swapper.storage import store as store_module
 from swapper.storage.buffers import BufferPool
-from swapper.storage.pipeline import Pipeline
+from swapper.storage.cache import RecordCache
 from swapper.storage.runs import NvmePathError
 from swapper.storage.speed import DriveSpeed
 from swapper.storage.store import RecordKey, TensorStore
@@ -29,31 +28,6 @@ KEY = RecordKey(0, "optim", 0)
 MIB = 1 << 20
 
 pytestmark = pytest.mark.timeout(120)
-
-
-@pytest.fixture
-def thin_drive(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 of 64 MiB whose backing has room for half of that: it learns of it when it writes its pages back."""
-    if os.geteuid() != 0:
-        pytest.skip("needs root to mount")
-    backing, mount = tmp_path / "backing", tmp_path / "mount"
-    backing.mkdir()
-    mount.mkdir()
-    commands = [
-        ["mount", "-t", "tmpfs", "-o", "size=32m", "swapper", str(backing)],
-        ["truncate", "-s", "64M", str(backing / "image")],
-        ["mkfs.ext4", "-q", "-m", "0", "-E", "lazy_itable_init=1", "-O", "^has_journal", str(backing / "image")],
-        ["mount", "-o", "loop,errors=continue", str(backing / "image"), str(mount)],
-    ]
-    with contextlib.ExitStack() as stack:
-        for command in commands:
-            if command[0] == "mount":
-                stack.callback(subprocess.run, ["umount", "-l", command[-1]], capture_output=True)
-            try:
-                subprocess.run(command, check=True, capture_output=True)
-            except (OSError, subprocess.CalledProcessError) as error:
-                pytest.skip(f"cannot make such a drive: {error}")
-        yield mount
 
 
 def push_out(file: File) -> None:
@@ -73,20 +47,20 @@ def test_what_the_page_cache_lost_is_an_error_at_every_read(thin_drive: Path, wa
         pool = stack.enter_context(BufferPool(64 * MIB, stack.enter_context(handle)))
         store = stack.enter_context(contextlib.closing(TensorStore([thin_drive], "run", 0, [handle])))
         store.plan({KEY: 40 * MIB})
-        pipeline = Pipeline(pool, store, Metrics())
-        lease, _ = pipeline.take(KEY, 40 * MIB)
+        cache = RecordCache(pool, store, Metrics())
+        lease, _ = cache.take(KEY, 40 * MIB)
         lease.tensor.fill_(7)
-        pipeline.put(KEY, 40 * MIB)
-        pipeline.drain()
+        cache.put(KEY, 40 * MIB)
+        cache.flush()
         (part,) = store._records[KEY].parts
         push_out(part.file)
-        for attempt in (pipeline.drain, lambda: pipeline.take(KEY, 40 * MIB), pipeline.drain):
+        for attempt in (cache.flush, lambda: cache.take(KEY, 40 * MIB), cache.flush):
             with pytest.raises(SwapIOError, match="page cache") as caught:
                 attempt()
             assert caught.value.errno in (errno.EIO, errno.ENOSPC)
             assert caught.value.path == part.file.path
-        pipeline.discard(KEY)
-        pipeline.drain()
+        cache.discard(KEY)
+        cache.flush()
 
 
 def test_a_record_that_was_lost_and_is_written_again_is_good(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,22 +101,22 @@ def test_ctrl_c_while_a_start_that_failed_is_cleaned_up_leaves_nothing_in_flight
     with BufferPool(16 * MIB, *handles) as pool:
         store = TensorStore(paths, "run", 0, handles)
         store.plan({KEY: 8 * MIB})
-        pipeline = Pipeline(pool, store, Metrics())
-        lease, _ = pipeline.take(KEY, 8 * MIB)
+        cache = RecordCache(pool, store, Metrics())
+        lease, _ = cache.take(KEY, 8 * MIB)
         lease.tensor.fill_(7)
-        pipeline.put(KEY, 8 * MIB)
+        cache.put(KEY, 8 * MIB)
         del lease
-        pipeline.drain()
+        cache.flush()
         started, refusing = (part.share.drive for part in store._records[KEY].parts)
         plans[started].bytes_per_second = 4 * MIB
         handles[refusing].close()  # Its `read` raises.
         timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
         timer.start()
         with pytest.raises(KeyboardInterrupt):
-            pipeline.stage(KEY, 8 * MIB)
+            cache.stage(KEY, 8 * MIB)
         assert handles[started].in_flight == 0, "it would go on writing into memory that has another owner"
         timer.join()
-        pipeline.recover()
+        cache.recover()
         store.close()
     for handle in handles:
         handle.close()

@@ -12,17 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from drives import keys, mode_of, mounted, random_bytes
 from hypothesis import given
 from hypothesis import strategies as st
+from isolation import in_forked_child
 from safetensors import safe_open
-from test_lost_writes import thin_drive
-from test_optimizer import adamw, assert_same_state, make_model, run
-from test_store import as_nobody, in_forked_child, keys, mode_of, mounted, random_bytes, small_drive
+from training import adamw, assert_same_state, make_model, run
 
 import swapper
 from swapper.errors import SwapError, SwapIOError
 from swapper.files.whole_file import OutputFile
-from swapper.io import codec
+from swapper.io import checksums
 from swapper.io.handle import AsyncIOHandle, FaultPlan, File, exchange
 from swapper.storage import record_files
 from swapper.storage import recycled_files as spares
@@ -30,8 +30,6 @@ from swapper.storage.buffers import BufferPool
 from swapper.storage.runs import NvmePathError
 from swapper.storage.speed import DriveSpeed
 from swapper.storage.store import RecordKey, TensorStore
-
-__all__ = ["as_nobody", "small_drive", "thin_drive"]
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -88,7 +86,7 @@ def content(seed: int, length: int = LENGTH) -> bytes:
 
 
 def crc_of(data: bytes) -> int:
-    return codec.checksum(torch.tensor(bytearray(data), dtype=torch.uint8))
+    return checksums.checksum(torch.tensor(bytearray(data), dtype=torch.uint8))
 
 
 @pytest.fixture(params=[False, True], ids=["plain", "verify"])
@@ -116,7 +114,7 @@ def two_drives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Driv
 
 @given(st.lists(st.binary(max_size=5000), max_size=6))
 def test_checksums_of_parts_are_joined(parts: list[bytes]) -> None:
-    assert codec.join_checksums((crc_of(part), len(part)) for part in parts) == crc_of(b"".join(parts))
+    assert checksums.join_checksums((crc_of(part), len(part)) for part in parts) == crc_of(b"".join(parts))
 
 
 @pytest.mark.parametrize("length", [PAGE, 64 << 10, (64 << 10) + PAGE, LENGTH])
@@ -823,7 +821,7 @@ def test_rows_of_bytes_and_files_are_appended(tmp_path: Path, summed: bool) -> N
         handle.open(source) as file,
         OutputFile(tmp_path / "made", pool_bytes=512 << 10, summed=summed) as made,
     ):
-        crc = codec.checksum if summed else codec.crc32
+        crc = checksums.checksum if summed else checksums.crc32
         assert made.append(b"head") == crc(torch.frombuffer(bytearray(b"head"), dtype=torch.uint8))
         assert made.append(row) == crc(row)
         assert made.append_file(handle, file, 100, 900_000) == crc_of(parts[2])
@@ -848,7 +846,7 @@ def test_a_pinned_record_is_copied_while_it_is_written(drives: Drives, tmp_path:
     with drives.store.pin(KEY) as pinned, OutputFile(tmp_path / "copy") as copy:
         drives.write(2)
         parts = [(copy.append_file(*part[:2], 0, part.length_bytes), part.length_bytes) for part in pinned.parts]
-        assert codec.join_checksums(parts) == crc
+        assert checksums.join_checksums(parts) == crc
         copy.commit()
     assert (tmp_path / "copy").read_bytes() == content(1)
 

@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 
-from swapper.storage.layout import ALIGNMENT_BYTES, PAGE_BYTES, Entry, RecordLayout, plan_record
+from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES
+from swapper.storage.layout import Entry, RecordLayout, plan_record
 
 DTYPES = {
     "F64": torch.float64,

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from swapper.errors import ConfigError
-from swapper.storage.layout import format_bytes
+from swapper.sizes import format_bytes
 from swapper.storage.schedule import IN_FLIGHT, plan_schedule
 
 MiB = 1 << 20

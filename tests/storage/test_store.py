@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import gc
@@ -13,7 +12,6 @@ import pickle
 import shutil
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import threading
@@ -23,6 +21,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from drives import HOLDER, as_nobody, keys, killed_run, mode_of, mounted, other_process, random_bytes
+from isolation import in_forked_child
 
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
@@ -63,55 +63,9 @@ def pool(handle: AsyncIOHandle) -> Iterator[BufferPool]:
         yield pool
 
 
-def keys(count: int) -> list[RecordKey]:
-    return [RecordKey(0, "optim", i) for i in range(count)]
-
-
 def free_bytes(store: TensorStore) -> int:
     (file_system,) = store.file_systems()
     return file_system.free_bytes
-
-
-def mode_of(path: Path) -> int:
-    return stat.S_IMODE(path.stat().st_mode)
-
-
-def random_bytes(length: int, seed: int = 0) -> torch.Tensor:
-    return torch.randint(0, 256, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
-
-
-HOLDER = """
-import sys, time
-from pathlib import Path
-from swapper.io.handle import AsyncIOHandle
-from swapper.storage.store import RecordKey, TensorStore
-store = TensorStore([Path(sys.argv[1])], sys.argv[2], 0, [AsyncIOHandle(backend="threads")])
-store.plan({RecordKey(0, "optim", i): 1 << 20 for i in range(3)})
-print(store.directories[0], flush=True)
-sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def other_process(nvme_path: Path, run: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A process that has a store on `nvme_path` until its standard input ends; and its run directory."""
-    process = subprocess.Popen(
-        [sys.executable, "-c", HOLDER, str(nvme_path), run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
-    with process:
-        try:
-            assert process.stdout is not None
-            yield process, Path(process.stdout.readline().strip())
-        finally:
-            process.kill()
-
-
-def killed_run(nvme_path: Path, run: str = "dead") -> Path:
-    with other_process(nvme_path, run) as (process, directory):
-        process.send_signal(signal.SIGKILL)
-        process.wait()
-    assert directory.is_dir()
-    return directory
 
 
 def make_leftover(nvme_path: Path, name: str = "swapper-dead-0", **owner: object) -> Path:
@@ -122,21 +76,6 @@ def make_leftover(nvme_path: Path, name: str = "swapper-dead-0", **owner: object
     (directory / "lock").write_text(json.dumps({**described, **owner}))
     (directory / KEY.file_name).write_bytes(b"x" * 10_000)
     return directory
-
-
-def in_forked_child(work: Callable[[], None]) -> None:
-    """Run `work` in a forked child that ends without clean-up, and fail if it raised."""
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            work()
-            status = 0
-        except BaseException as error:
-            os.write(2, f"in the child: {error!r}\n".encode())
-        finally:
-            os._exit(status)
-    assert os.waitpid(pid, 0)[1] == 0
 
 
 # --- A run directory --------------------------------------------------------------------------------------------------
@@ -545,16 +484,6 @@ def test_a_directory_that_is_not_ours_to_write_is_refused(nvme_path: Path, handl
         nvme_path.chmod(0o700)
 
 
-@contextlib.contextmanager
-def as_nobody() -> Iterator[None]:
-    """What root does here is what an ordinary user would do."""
-    os.seteuid(65534)
-    try:
-        yield
-    finally:
-        os.seteuid(0)
-
-
 @pytest.mark.root
 def test_another_users_directory_is_refused(
     nvme_path: Path, handle: AsyncIOHandle, monkeypatch: pytest.MonkeyPatch
@@ -571,38 +500,10 @@ def test_another_users_directory_is_refused(
     assert not list(nvme_path.iterdir())
 
 
-@contextlib.contextmanager
-def mounted(path: Path, *options: str) -> Iterator[Path]:
-    done = subprocess.run(["mount", *options, str(path)], capture_output=True, text=True)
-    if done.returncode:
-        pytest.skip(f"cannot mount here: {done.stderr.strip()}")
-    try:
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
-
-
 @pytest.fixture
 def tmpfs(nvme_path: Path) -> Iterator[Path]:
     """A file system of 4 MiB."""
     with mounted(nvme_path, "-t", "tmpfs", "-o", "size=4m", "tmpfs"):
-        yield nvme_path
-
-
-@pytest.fixture(params=["tmpfs", "ext4"])
-def small_drive(request: pytest.FixtureRequest, nvme_path: Path, tmp_path: Path) -> Iterator[Path]:
-    """A file system of some MiB."""
-    if request.param == "tmpfs":
-        options = ["-t", "tmpfs", "-o", "size=16m", "tmpfs"]
-    else:
-        if shutil.which("mkfs.ext4") is None:
-            pytest.skip("mkfs.ext4 is not there")
-        image = tmp_path / "image"
-        with open(image, "wb") as file:
-            file.truncate(32 * MiB)
-        subprocess.run(["mkfs.ext4", "-q", "-F", "-m", "0", str(image)], check=True)
-        options = ["-t", "ext4", "-o", "loop", str(image)]
-    with mounted(nvme_path, *options):
         yield nvme_path
 
 

@@ -11,16 +11,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_failures import STEPS, Snapshot, plain
-from test_optimizer import adamw, assert_same, assert_same_state, make_model, run
-from test_optimizer_exact import MasterWeights, same_bits
+from snapshots import STEPS, Snapshot
+from training import MasterWeights, adamw, assert_same, assert_same_state, make_model, run, same_bits
 
 import swapper
 from swapper.io.handle import AsyncIOHandle
 from swapper.storage.buffers import BufferPool
 from swapper.storage.store import RecordKey, TensorStore
-
-__all__ = ["plain"]
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -201,8 +198,8 @@ def test_a_file_cut_short_is_an_error_of_its_own(paths: list[Path]) -> None:
 
 def test_what_is_resident_is_not_read_and_checked_once_it_is(paths: list[Path], plain: list[Snapshot]) -> None:
     with Training(paths, resident_bytes="400KiB") as training:
-        pipeline = training.swapper._pipeline
-        names = {key.file_name for key in pipeline._resident}
+        cache = training.swapper._cache
+        names = {key.file_name for key in cache._resident}
         resident = [place for place in training.places() if place.file.name in names]
         assert resident and len(resident) < len(training.places())
         for file, length in resident:
@@ -211,7 +208,7 @@ def test_what_is_resident_is_not_read_and_checked_once_it_is(paths: list[Path], 
         training.swapper.flush()
         file, length = resident[0]
         flip(file, length - 1)
-        pipeline.keep([])
+        cache.keep([])
         with said(file, length - 1):
             run(training.model, training.optimizer, range(3, 4))
 

@@ -6,6 +6,7 @@ The processes are forked from a server that has imported torch and has no thread
 from __future__ import annotations
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
@@ -58,3 +59,18 @@ def alone(function: Callable[..., object], *arguments: object, timeout_s: float 
     assert how == "returned", f"{function.__name__} in its own process:\n{value}"
     assert process.exitcode == 0
     return value
+
+
+def in_forked_child(work: Callable[[], None]) -> None:
+    """Run `work` in a forked child that ends without clean-up, and fail if it raised."""
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            work()
+            status = 0
+        except BaseException as error:
+            os.write(2, f"in the child: {error!r}\n".encode())
+        finally:
+            os._exit(status)
+    assert os.waitpid(pid, 0)[1] == 0

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from interrupts import interrupted_at
-from test_parameter_models import CASES, VOCABULARY, WIDTH, Mlp, tokens, vectors
+from models import CASES, VOCABULARY, WIDTH, Mlp, tokens, vectors
 from torch import nn
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -1155,6 +1155,9 @@ FILES = (
         "parameter/forward_hooks.py",
         "parameter/saved_tensors.py",
         "tensors/evicted.py",
+        "tensors/evicted_views.py",
+        "tensors/evicted_gradients.py",
+        "tensors/homes.py",
         "storage/store.py",
         "optimizer/segments.py",
     ),

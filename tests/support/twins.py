@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from models import WIDTH
 from torch import nn
 from torch.optim import Optimizer
 
+import swapper
 from swapper.api import init, offload
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
@@ -284,3 +286,43 @@ def _perform(run: Run, program: Callable[[Run], None]) -> None:
     run.check_facts()
     program(run)
     run.note_model("end")
+
+
+def config_for(nvme_path: Path, **settings: object) -> swapper.OffloadConfig:
+    values: dict[str, object] = {
+        "nvme_path": nvme_path, "pool_bytes": "2MiB", "bucket_bytes": "16KiB",
+        "offload_param": {"device": "nvme"}, "offload_optimizer": {"device": "nvme"},
+    }  # fmt: skip
+    return swapper.OffloadConfig(**(values | settings))
+
+
+def values_of(model: nn.Module) -> dict[str, object]:
+    tensors = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    return {name: bits(tensor) for name, tensor in tensors}
+
+
+def on_meta(make: MakeModel) -> nn.Module:
+    with torch.device("meta"):
+        return make()
+
+
+def inputs(seed: int) -> torch.Tensor:
+    return torch.randn(2, 7, WIDTH, generator=torch.Generator().manual_seed(seed))
+
+
+def evaluate(model: nn.Module) -> object:
+    """Without hooks and gradients, where torch's layers take their fast path."""
+    model.eval()
+    with torch.no_grad():
+        noted = [bits(model(inputs(seed))) for seed in (1, 2)]
+    model.train()
+    return noted
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> object:
+    output = model(inputs(seed))
+    output.square().mean().backward()
+    gradients = [bits(p.grad) for p in model.parameters()]
+    optimizer.step()
+    optimizer.zero_grad()
+    return bits(output), gradients, values_of(model)

@@ -11,10 +11,9 @@ from typing import Any
 import pytest
 import safetensors.torch
 import torch
-from test_init import config_for, on_meta, values_of
-from test_parameter_models import WIDTH
+from models import WIDTH
 from torch import nn
-from twins import bits, small_records, swapper_of
+from twins import bits, config_for, on_meta, small_records, swapper_of, values_of
 
 import swapper
 

@@ -23,16 +23,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_failures import STEPS, Snapshot, Training, make_config, plain
-from test_optimizer import adamw, assert_same, assert_same_state, backward, make_model, run
-from test_optimizer_exact import same_bits
-from test_store import mounted
+from drives import mounted
+from snapshots import STEPS, Snapshot, Training, make_config
 from torch import nn
 from torch.optim import Optimizer
+from training import adamw, assert_same, assert_same_state, backward, make_model, run, same_bits
 
 import swapper
-
-__all__ = ["plain"]
 
 
 def train_plain(steps: int = STEPS) -> nn.Module:
@@ -259,8 +256,8 @@ CHILD = """
     logging.basicConfig(level=logging.WARNING, stream=sys.stdout, format="%(message)s")
     import torch
     import swapper
-    from test_optimizer import adamw, make_model, run
-    from test_failures import make_config
+    from training import adamw, make_model, run
+    from snapshots import make_config
     path = Path(sys.argv[1])
     model = make_model()
     optimizer = swapper.wrap_optimizer(adamw(model), make_config(path))
@@ -359,11 +356,11 @@ def test_sigterm_while_starting(nvme_path: Path, leaves_nothing: None, delay_s: 
 @pytest.mark.parametrize("how", ["", "sys.exit()", "del optimizer"])
 def test_the_interpreter_ends_with_transfers_in_flight(nvme_path: Path, leaves_nothing: None, how: str) -> None:
     program = """
-    import functools, swapper.shared
+    import functools, swapper.session
     from swapper.io.handle import AsyncIOHandle, FaultPlan
-    from test_optimizer import backward
+    from training import backward
     swapper.of(optimizer).close()
-    swapper.shared.AsyncIOHandle = functools.partial(AsyncIOHandle, faults=FaultPlan(delay_us=50000))
+    swapper.session.AsyncIOHandle = functools.partial(AsyncIOHandle, faults=FaultPlan(delay_us=50000))
     model = make_model()
     optimizer = swapper.wrap_optimizer(adamw(model), make_config(path))
     run(model, optimizer, range(2))

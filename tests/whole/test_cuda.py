@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 from gpt import GPT, SIZES
-from test_optimizer_exact import OPTIMIZERS, make_config, same_bits
 from torch import nn
+from training import OPTIMIZERS, make_config, same_bits
 
 import swapper
 from swapper.errors import SwapIOError
 from swapper.io import gds
 from swapper.io.gds import GDSHandle, probe_cufile
 from swapper.io.handle import AsyncIOHandle, FaultPlan
-from swapper.storage.pipeline import Pipeline
-from swapper.tensors.evicted import raw_gradient
+from swapper.storage.cache import RecordCache
+from swapper.tensors.evicted_gradients import raw_gradient
 
 pytestmark = [
     pytest.mark.cuda,
@@ -185,9 +185,9 @@ def test_what_comes_after_a_step_that_failed_is_not_overwritten(
     for p in model.parameters():
         p.grad = torch.ones_like(p)
     calls = 0
-    put = Pipeline.put
+    put = RecordCache.put
 
-    def failing(self: Pipeline, *args: object) -> None:
+    def failing(self: RecordCache, *args: object) -> None:
         nonlocal calls
         calls += 1
         if calls == 4:
@@ -195,7 +195,7 @@ def test_what_comes_after_a_step_that_failed_is_not_overwritten(
         put(self, *args)  # type: ignore[arg-type]
 
     with monkeypatch.context() as patch:
-        patch.setattr(Pipeline, "put", failing)
+        patch.setattr(RecordCache, "put", failing)
         with pytest.raises(SwapIOError, match="it fails"):
             optimizer.step()
     with torch.no_grad():

@@ -18,7 +18,7 @@ from twins import small_records
 
 import swapper
 from swapper.config import OffloadConfig
-from swapper.tensors.evicted import raw_gradient
+from swapper.tensors.evicted_gradients import raw_gradient
 
 RANKS = 2
 WHAT = ["state", "gradients", "parameters", "state-gradients", "state-gradients-parameters"]

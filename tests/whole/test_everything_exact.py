@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from test_optimizer_exact import MasterWeights
 from torch import nn
+from training import MasterWeights
 
 import swapper
 from swapper import OffloadConfig

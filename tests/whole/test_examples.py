@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from repository import ROOT
 
-ROOT = Path(__file__).resolve().parents[2]
 SMALL = ["--batch-size", "4", "--context", "32", "--threads", "1", "--device", "cpu"]
 CONFIG = """
 pool_bytes: 8MiB

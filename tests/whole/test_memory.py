@@ -8,12 +8,11 @@ import sys
 from pathlib import Path
 
 import torch
-from test_optimizer_exact import make_config
+from repository import BENCHMARK
 from torch import nn
+from training import make_config
 
 import swapper
-
-BENCHMARK = Path(__file__).resolve().parents[2] / "benchmarks" / "memory.py"
 
 
 def test_the_peak_stays_within_the_formula(nvme_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""How tensors are encoded in a record, and the checksums of bytes: of a record, and of a part of a ZIP file.
+"""Splits fp32 masters into their 16-bit parameters and what those lack, and joins them again, to the bit.
 
 [Note: split masters] With `master_weights` a bf16 parameter has an fp32 master. The parameter is the
 master rounded to nearest even, so the `exact` encoding stores, beside the parameter, only what the
@@ -17,7 +17,6 @@ made from fp16 weights one in eight, the worst case is all: 2.125 bytes for each
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from itertools import pairwise
 
 import torch
@@ -25,34 +24,9 @@ from torch import Tensor
 
 from swapper.errors import SwapError
 from swapper.io import _native
+from swapper.io.host_memory import require_on_host
 
-__all__ = [
-    "SAFETENSORS_NAMES",
-    "checksum",
-    "copy_crc32",
-    "crc32",
-    "join_checksums",
-    "join_master",
-    "prefault",
-    "split_master",
-    "ties_bytes_max",
-]
-
-SAFETENSORS_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-    torch.complex64: "F32",  # with a last dimension of 2
-    torch.complex128: "F64",
-}
-"""The name that the file format has for each element type that it knows."""
+__all__ = ["join_master", "split_master", "ties_bytes_max"]
 
 _LOW_DTYPES = (torch.int16, torch.uint16)
 
@@ -141,116 +115,8 @@ def join_master(param: Tensor, low: Tensor, ties: Tensor, tie_bits: int, master:
         raise SwapError(f"a stored master is damaged: {error}") from error
 
 
-def checksum(tensor: Tensor, seed: int = 0) -> int:
-    """CRC-32C (Castagnoli, RFC 3720) of the bytes of `tensor`, 0 <= result < 2**32.
-
-    The checksum of the nine bytes "123456789" is 0xE3069283, of no bytes 0. It finds damage, not
-    malice. Uses up to `torch.get_num_threads()` threads and releases the GIL.
-
-    Args:
-        tensor: on the CPU and contiguous; any dtype, shape and alignment.
-        seed: the checksum of what came before; 0 if nothing did.
-
-    Raises:
-        ValueError: `tensor` is not as described.
-    """
-    _require("tensor", tensor)
-    return _native.crc32c(tensor.data_ptr(), tensor.nbytes, seed, torch.get_num_threads())
-
-
-def join_checksums(parts: Iterable[tuple[int, int]]) -> int:
-    """The `checksum` of bytes of which only those of their parts are known.
-
-    Args:
-        parts: the checksum and the length in bytes of each, in order; none are no bytes.
-    """
-    joined = 0
-    for crc, length_bytes in parts:
-        joined = _native.crc32c_join(joined, crc, length_bytes)
-    return joined
-
-
-def crc32(tensor: Tensor, seed: int = 0) -> int:
-    """CRC-32 (ZIP, gzip; RFC 1952) of the bytes of `tensor`: as `zlib.crc32`, some times faster. Releases the GIL.
-
-    Args:
-        tensor: on the CPU and contiguous; any dtype, shape and alignment.
-        seed: the checksum of what came before; 0 if nothing did.
-
-    Raises:
-        ValueError: `tensor` is not as described.
-    """
-    _require("tensor", tensor)
-    return _native.crc32(tensor.data_ptr(), tensor.nbytes, seed)
-
-
-def copy_crc32(destination: Tensor | memoryview, source: Tensor | memoryview, seed: int = 0) -> int:
-    """Copy the bytes of `source` and return their `crc32`, on one way through memory. Releases the GIL.
-
-    Autograd does not notice the write.
-
-    Args:
-        destination: as many bytes as `source` has, none in common with it; written. Faster at multiples of 16 bytes.
-        source: both contiguous, of any shape and alignment; a tensor on the CPU.
-        seed: the checksum of what came before; 0 if nothing did.
-
-    Raises:
-        ValueError: a tensor is not as described.
-        BufferError: a memoryview is not, or `destination` is read-only.
-    """
-    to, to_bytes = _place("destination", destination, writable=True)
-    begin, length_bytes = _place("source", source, writable=False)
-    if to_bytes != length_bytes:
-        raise ValueError(f"destination has {to_bytes} bytes; source has {length_bytes}")
-    if to < begin + length_bytes and begin < to + length_bytes:
-        raise ValueError("destination and source overlap in memory")
-    return _native.copy_crc32(to, begin, length_bytes, seed)
-
-
-def prefault(memory: Tensor | memoryview) -> None:
-    """Let the kernel bring the pages of memory that is about to be filled, with all threads. Its content stays.
-
-    A hint. Uses `torch.get_num_threads()` threads and releases the GIL.
-
-    Raises:
-        ValueError: `memory` is a tensor that is not on the CPU or not contiguous.
-        BufferError: `memory` is a memoryview that is not contiguous, or read-only.
-    """
-    address, length_bytes = _place("memory", memory, writable=True)
-    _native.prefault(address, length_bytes, torch.get_num_threads())
-
-
-def _place(name: str, memory: Tensor | memoryview, *, writable: bool) -> tuple[int, int]:
-    """Address and length of `memory`."""
-    if isinstance(memory, Tensor):
-        _require(name, memory)
-        return memory.data_ptr(), memory.nbytes
-    return _native.address_of(memory, writable)
-
-
-def _require(
-    name: str,
-    tensor: Tensor,
-    dtypes: tuple[torch.dtype, ...] = (),
-    numel: int = 0,
-    *,
-    or_more: bool = False,
-) -> None:
-    """Raise ValueError unless native code can be given the address of `tensor`.
-
-    Args:
-        name: what the error calls it.
-        tensor: must be on the CPU and contiguous.
-        dtypes: those allowed; empty for any, and then shape and `numel` are free too.
-        numel: how many elements it must have, in one dimension.
-        or_more: more elements will do.
-    """
-    if tensor.device.type != "cpu":
-        raise ValueError(f"{name} is on {tensor.device}; it must be on the CPU")
-    if tensor.layout != torch.strided or not tensor.is_contiguous():
-        raise ValueError(f"{name} is not contiguous")
-    if not dtypes:
-        return
+def _require(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...], numel: int, *, or_more: bool = False) -> None:
+    require_on_host(name, tensor)
     if tensor.dtype not in dtypes:
         raise ValueError(f"{name} is {tensor.dtype}; it must be {' or '.join(map(str, dtypes))}")
     if tensor.dim() != 1:

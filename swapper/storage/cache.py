@@ -1,17 +1,17 @@
-"""Runs a schedule over the pool and the store: read ahead, use, write behind.
+"""Moves records between the drive and the pool: prefetch, use, write behind.
 
-[Note: who owns a buffer] Each record that is in memory has one `Held`: its lease, and its place in the life cycle. The
-transfer in flight travels in the lease. A lease that is released while its transfer is in flight is given back by the
-pool only when the transfer is done, so no exception, wherever it strikes, can let two owners have one buffer. (But for
-Ctrl-C in the microseconds in which a transfer was started and is not yet in the lease: it then ends unwatched.)
+[Note: who owns a buffer] Each record that is in memory has one `CachedRecord`: its lease, and its state. The transfer
+in flight travels in the lease. A lease that is released while its transfer is in flight is given back by the pool only
+when the transfer is done, so no exception, wherever it strikes, can let two owners have one buffer. (But for Ctrl-C in
+the microseconds in which a transfer was started and is not yet in the lease: it then ends unwatched.)
 
 [Note: copies from a device] A buffer that is put while a device still copies into it (the copy is the transfer of its
 lease) is written when the copy is over: whoever calls next then starts the write, or waits for the copy if it needs the
 record, or its buffer, before.
 
-[Note: failed writes] A record whose write failed, or the copy before it, keeps its buffer and its transfer, in a place
-of its own. Every later call raises the error again, until `discard` or `forget`: the record on disk is neither the old
-nor the new one.
+[Note: failed writes] A record whose write failed, or the copy before it, keeps its buffer and its transfer, as FAILED.
+Every later call raises the error again, until `discard` or `forget`: the record on disk is neither the old nor the new
+one.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from collections.abc import Iterable
 from swapper.errors import SwapIOError
 from swapper.metrics import Metrics
 from swapper.storage.buffers import BufferPool, Lease
+from swapper.storage.cached_records import CachedRecord, CachedRecords, RecordState
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.held_records import Held, HeldRecords, Place
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.storage.transfers import AnyTransfer
 
-__all__ = ["Pipeline", "Place"]
+__all__ = ["RecordCache", "RecordState"]
 
 _LOOKS = 32
 """Writes that one call looks at, the oldest first, to see whether they are over. Each call starts at most one, so the
 list does not grow; and a drive finishes them in about the order in which they were started."""
 
 
-class Pipeline:
+class RecordCache:
     """Moves one owner's records between the pool and the store.
 
     Args:
@@ -61,7 +61,7 @@ class Pipeline:
         self.limit_bytes: int | None = None
         self.read_ahead_bytes: int | None = None
         self.drops = 0
-        self._held = HeldRecords()
+        self._held = CachedRecords()
         self._resident: frozenset[RecordKey] = frozenset()
         self._dropped: deque[AnyTransfer] = deque()  # reads that are not wanted any more
         self._lock = threading.RLock()
@@ -71,7 +71,7 @@ class Pipeline:
         """From now on these records stay in the pool once they are there."""
         with self._lock:
             self._resident = frozenset(keys)
-            for held in self._held.of_place(Place.KEPT):
+            for held in self._held.of_state(RecordState.KEPT):
                 if self._store is not None and held.key not in self._resident:
                     self._evict(held)
 
@@ -91,12 +91,12 @@ class Pipeline:
             self._collect()
             held = self._held.get(key)
             if held is not None:
-                if held.place is Place.LEAVING:  # Still in memory: no need to read what is just being written.
-                    self._held.move(held, Place.ARRIVING, writing=True)
+                if held.state is RecordState.LEAVING:  # Still in memory: no need to read what is just being written.
+                    self._held.move(held, RecordState.ARRIVING, writing=True)
                 return True
             if self._store.stored_bytes(key) == 0:
                 return True
-            staged_bytes = self._held.bytes_of(Place.ARRIVING)
+            staged_bytes = self._held.bytes_of(RecordState.ARRIVING)
             if self.read_ahead_bytes is not None and staged_bytes + length_bytes > self.read_ahead_bytes:
                 return False
             lease = self._try_acquire(length_bytes)
@@ -109,7 +109,7 @@ class Pipeline:
         """Bring `key` in and wait for it.
 
         Returns:
-            The buffer, the caller's until `put` or `give_back`; and whether it holds a record (False: it is a new
+            The buffer, the caller's until `put` or `release`; and whether it holds a record (False: it is a new
             buffer of undefined content, because nothing is stored yet).
 
         Raises:
@@ -122,11 +122,11 @@ class Pipeline:
             if held is None:
                 lease = self._acquire(length_bytes)
                 if self._store is None or self._store.stored_bytes(key) == 0:
-                    self._held.add(Held(key, lease, Place.LIVE, empty=True))
+                    self._held.add(CachedRecord(key, lease, RecordState.LIVE, empty=True))
                     self._metrics.begin_use(key)
                     return lease, False
                 held = self._read(key, lease)
-            assert held.place is not Place.LIVE, f"{key} is in use already"
+            assert held.state is not RecordState.LIVE, f"{key} is in use already"
             self._start_write(held)
             transfer = held.lease.transfer
             if transfer is None or transfer.done():
@@ -139,11 +139,11 @@ class Pipeline:
                         self._store.check_written(key)  # While it was read it may have been lost.
                 except SwapIOError:
                     if held.writing:
-                        self._held.move(held, Place.FAILED, writing=False)
+                        self._held.move(held, RecordState.FAILED, writing=False)
                     else:  # The next call reads it again.
                         self._give_up(held)
                     raise
-            self._held.move(held, Place.LIVE, writing=False)
+            self._held.move(held, RecordState.LIVE, writing=False)
             held.lease.transfer = None
             self._metrics.begin_use(key)
             return held.lease, True
@@ -161,43 +161,41 @@ class Pipeline:
             held.empty = False
             self._metrics.end_use(key)
             if self._store is None:
-                self._held.move(held, Place.KEPT, writing=held.lease.transfer is not None)
+                self._held.move(held, RecordState.KEPT, writing=held.lease.transfer is not None)
                 return
             if held.lease.transfer is not None:  # See [Note: copies from a device].
                 held.copied_bytes = length_bytes
             else:
                 self._write(held, length_bytes)
-            self._held.move(held, Place.KEPT if key in self._resident else Place.LEAVING, writing=True)
+            self._held.move(held, RecordState.KEPT if key in self._resident else RecordState.LEAVING, writing=True)
             self._collect()
 
-    def give_back(self, key: RecordKey) -> None:
-        """Let go of the buffer taken for `key`; it was not changed. If nothing is stored, nothing is kept either."""
+    def release(self, key: RecordKey) -> None:
+        """Give back the buffer taken for `key`, which was not changed. If nothing is stored, nothing is kept either.
+
+        Does nothing if it is not in use, as after a `take` that was cut off.
+        """
         with self._lock:
-            held = self._live(key)
+            held = self._held.get(key)
+            if held is None or held.state is not RecordState.LIVE:
+                return
             self._metrics.end_use(key)
             if not held.empty and (self._store is None or key in self._resident):
-                self._held.move(held, Place.KEPT, writing=False)
+                self._held.move(held, RecordState.KEPT, writing=False)
             else:
                 self._give_up(held)
 
-    def let_go(self, key: RecordKey) -> None:
-        """As `give_back`; nothing if it is not in use, as after a `take` that was cut off."""
-        with self._lock:
-            held = self._held.get(key)
-            if held is not None and held.place is Place.LIVE:
-                self.give_back(key)
-
-    def drop_staged(self) -> bool:
-        """Give back what was only read ahead. Returns whether that freed anything; False if the pipeline is busy."""
+    def drop_prefetched(self) -> bool:
+        """Give back what was only read ahead. Returns whether that freed anything; False if the cache is busy."""
         if not self._lock.acquire(blocking=False):
             return False
         try:
-            dropped = [self._drop(held) for held in self._held.of_place(Place.ARRIVING)]
+            dropped = [self._drop(held) for held in self._held.of_state(RecordState.ARRIVING)]
             return any(dropped)
         finally:
             self._lock.release()
 
-    def drain(self) -> None:
+    def flush(self) -> None:
         """Wait until everything is written.
 
         Raises:
@@ -205,7 +203,7 @@ class Pipeline:
                 record is discarded.
         """
         with self._lock, self._metrics.span("swapper.drain", "wait_write_s"):
-            self.drop_staged()
+            self.drop_prefetched()
             writes = list(self._held.writes())
             for held in writes:
                 with contextlib.suppress(SwapIOError):  # Raised again by `_collect`.
@@ -237,11 +235,11 @@ class Pipeline:
         Without a store there is no other copy: then what was put before stays, as it is.
         """
         with self._lock:
-            self.drop_staged()
-            for held in self._held.of_place(Place.LIVE):
+            self.drop_prefetched()
+            for held in self._held.of_state(RecordState.LIVE):
                 self._metrics.end_use(held.key)
                 if self._store is None and not held.empty:
-                    self._held.move(held, Place.KEPT, writing=False)
+                    self._held.move(held, RecordState.KEPT, writing=False)
                 else:
                     self._give_up(held)
 
@@ -265,26 +263,26 @@ class Pipeline:
             if self._store is not None:
                 self._store.forget(key)
 
-    def _live(self, key: RecordKey) -> Held:
+    def _live(self, key: RecordKey) -> CachedRecord:
         held = self._held.get(key)
         assert held is not None, f"{key} is not in use"
-        assert held.place is Place.LIVE, f"{key} is not in use"
+        assert held.state is RecordState.LIVE, f"{key} is not in use"
         return held
 
-    def _read(self, key: RecordKey, lease: Lease) -> Held:
+    def _read(self, key: RecordKey, lease: Lease) -> CachedRecord:
         assert self._store is not None
-        held = Held(key, lease, Place.ARRIVING)
+        held = CachedRecord(key, lease, RecordState.ARRIVING)
         lease.transfer = self._store.read(key, lease)
         self._metrics.count_read(key, self._store.stored_bytes(key), lease.transfer)
         self._held.add(held)
         return held
 
-    def _write(self, held: Held, length_bytes: int) -> None:
+    def _write(self, held: CachedRecord, length_bytes: int) -> None:
         assert self._store is not None
         held.lease.transfer = self._store.write(held.key, held.lease, length_bytes)
         self._metrics.count_write(held.key, length_bytes, held.lease.transfer)
 
-    def _start_write(self, held: Held) -> None:
+    def _start_write(self, held: CachedRecord) -> None:
         """If a device copies the record, wait until it has, and start writing it. See [Note: copies from a device].
 
         Raises:
@@ -297,12 +295,12 @@ class Pipeline:
             held.lease.transfer.wait()
         except SwapIOError:
             held.copied_bytes = 0
-            self._held.move(held, Place.FAILED, writing=False)
+            self._held.move(held, RecordState.FAILED, writing=False)
             raise
         self._write(held, held.copied_bytes)
         held.copied_bytes = 0
 
-    def _give_up(self, held: Held) -> None:
+    def _give_up(self, held: CachedRecord) -> None:
         """Give the buffer back. The memory goes to nobody else before the transfer in it is over."""
         self._held.remove(held)
         held.lease.release()
@@ -328,16 +326,16 @@ class Pipeline:
         self._observe_dropped()
         if failure is not None:
             raise failure
-        failed = self._held.first(Place.FAILED)
+        failed = self._held.first(RecordState.FAILED)
         if failed is not None:
             assert failed.lease.transfer is not None
             failed.lease.transfer.wait()
 
-    def _see_written(self, held: Held) -> bool:
+    def _see_written(self, held: CachedRecord) -> bool:
         """Wait for the write of `held`, and let the record leave if it was leaving.
 
         Returns:
-            False if the write failed, so that its place is FAILED; or if it could not be started.
+            False if the write failed, so that it is FAILED; or if it could not be started.
         """
         try:
             self._start_write(held)
@@ -345,20 +343,20 @@ class Pipeline:
             held.lease.transfer.wait()
         except SwapIOError:
             if held.writing and not held.copied_bytes:
-                self._held.move(held, Place.FAILED, writing=False)
+                self._held.move(held, RecordState.FAILED, writing=False)
             return False
-        if held.place is Place.LEAVING:
+        if held.state is RecordState.LEAVING:
             self._give_up(held)
         else:
             self._held.end_write(held)
             held.lease.transfer = None
         return True
 
-    def _drop(self, held: Held) -> bool:
+    def _drop(self, held: CachedRecord) -> bool:
         """Give up a record that was only read ahead. False if it leaves later, as it is still being written."""
         self.drops += 1
         if held.writing:
-            self._held.move(held, Place.LEAVING, writing=True)
+            self._held.move(held, RecordState.LEAVING, writing=True)
             return False
         if held.lease.transfer is not None:
             self._dropped.append(held.lease.transfer)
@@ -367,7 +365,7 @@ class Pipeline:
 
     def _drop_last_staged(self) -> bool:
         """Give up one record that was only read ahead: the one staged last, which is needed last. False if none is."""
-        held = self._held.last(Place.ARRIVING)
+        held = self._held.last(RecordState.ARRIVING)
         if held is None:
             return False
         self._drop(held)
@@ -380,10 +378,10 @@ class Pipeline:
                 self._dropped[0].wait()
             self._dropped.popleft()
 
-    def _evict(self, held: Held) -> None:
+    def _evict(self, held: CachedRecord) -> None:
         """Let a record that is kept leave; what is kept beside a store is stored too."""
         if held.writing:
-            self._held.move(held, Place.LEAVING, writing=True)
+            self._held.move(held, RecordState.LEAVING, writing=True)
         else:
             self._give_up(held)
 
@@ -409,7 +407,7 @@ class Pipeline:
 
     def _wait_for_write(self) -> bool:
         """Wait until a record has left, or failed to. False if none is leaving."""
-        leaving = self._held.first(Place.LEAVING)
+        leaving = self._held.first(RecordState.LEAVING)
         if leaving is None:
             return False
         assert leaving.lease.transfer is not None
@@ -422,10 +420,10 @@ class Pipeline:
     def _reclaim(self) -> bool:
         """Give buffers back to a pool that is short: what was read ahead, then what is leaving, then what is kept.
 
-        Called by whoever needs the buffer, which may be another pipeline, so a failed write is left to be raised here.
+        Called by whoever needs the buffer, which may be another cache, so a failed write is left to be raised here.
 
         Returns:
-            Whether anything was given back; False if this pipeline is busy.
+            Whether anything was given back; False if this cache is busy.
         """
         if not self._lock.acquire(blocking=False):
             return False
@@ -434,18 +432,18 @@ class Pipeline:
                 return True
             if self._store is None:
                 return False
-            # One whose write fails goes to another place, so that the next is the first.
-            while (held := self._held.first(Place.LEAVING)) is not None:
+            # One whose write fails gets another state, so that the next is the first.
+            while (held := self._held.first(RecordState.LEAVING)) is not None:
                 if self._see_written(held):
                     return True
-                if held.place is Place.LEAVING:  # Its write cannot be started, which its own pipeline will raise.
+                if held.state is RecordState.LEAVING:  # Its write cannot be started, which its own cache will raise.
                     break
             # What is kept goes too if it must: buffers that stay can leave no piece of the pool that is long enough.
-            while (held := self._held.first(Place.KEPT)) is not None:
+            while (held := self._held.first(RecordState.KEPT)) is not None:
                 if not held.writing or self._see_written(held):
                     self._give_up(held)
                     return True
-                if held.place is Place.KEPT:
+                if held.state is RecordState.KEPT:
                     break
             return False
         finally:

@@ -1,19 +1,18 @@
-"""Split masters, against a reference in integer arithmetic; CRC-32C, against a table built here."""
+"""Split masters, against a reference in integer arithmetic."""
 
 from __future__ import annotations
 
 import ctypes
-import random
-import zlib
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 from swapper.errors import SwapError
-from swapper.io import _native, codec
+from swapper.io import _native
+from swapper.optimizer import master_codec
 
 THREADS = [1, 2, 3, 7]
 NUMEL_FOR_SEVEN_THREADS = 7 * 2**18 + 12345
@@ -62,8 +61,8 @@ def split(bits: Tensor, low_dtype: torch.dtype = torch.int16) -> tuple[Tensor, T
     numel = bits.numel()
     param = torch.full((numel,), float("nan"), dtype=torch.bfloat16)
     low = torch.full((numel,), 0x5A5A, dtype=torch.int16).view(low_dtype)
-    ties = torch.full((codec.ties_bytes_max(numel),), 0xAA, dtype=torch.uint8)
-    tie_bits = codec.split_master(as_float(bits), param, low, ties)
+    ties = torch.full((master_codec.ties_bytes_max(numel),), 0xAA, dtype=torch.uint8)
+    tie_bits = master_codec.split_master(as_float(bits), param, low, ties)
     return param, low, ties, tie_bits
 
 
@@ -73,12 +72,12 @@ def assert_split_and_joined(bits: Tensor) -> None:
     assert torch.equal(as_bits(param), expected_param)
     assert torch.equal(as_bits(low), expected_low)
     assert tie_bits == expected_tie_bits
-    written = codec.ties_bytes_max(tie_bits)
+    written = master_codec.ties_bytes_max(tie_bits)
     assert bytes(ties[:written].tolist()) == expected_ties
     assert bool((ties[written:] == 0xAA).all()), "bytes past the last tie bit are left alone"
 
     master = torch.full((bits.numel(),), 7.0)
-    codec.join_master(param, low, ties[:written].clone(), tie_bits, master)
+    master_codec.join_master(param, low, ties[:written].clone(), tie_bits, master)
     assert torch.equal(as_bits(master), torch.where(is_nan(bits), 0x7FC00000, bits))
 
 
@@ -117,11 +116,11 @@ def test_special_values() -> None:
     largest = torch.finfo(torch.float32).max
     master = torch.tensor([0.0, -0.0, 1e-45, -1e-45, inf, -inf, largest, -largest, float("nan")])
     param, low, ties = torch.empty(9, dtype=torch.bfloat16), torch.empty(9, dtype=torch.int16), torch.empty(2).byte()
-    assert codec.split_master(master, param, low, ties) == 0
+    assert master_codec.split_master(master, param, low, ties) == 0
     assert as_bits(param).tolist() == [0, 0x8000, 0, 0x8000, 0x7F80, 0xFF80, 0x7F80, 0xFF80, 0x7FC0]
     assert as_bits(low).tolist() == [0, 0, 1, 1, 0, 0, 0xFFFF, 0xFFFF, 0]
     joined = torch.empty(9)
-    codec.join_master(param, low, ties, 0, joined)
+    master_codec.join_master(param, low, ties, 0, joined)
     assert torch.equal(as_bits(joined), as_bits(master))
 
 
@@ -169,7 +168,7 @@ def test_low_may_be_unsigned() -> None:
     bits = random_bits_with_ties(1000)
     param, low, ties, tie_bits = split(bits, torch.uint16)
     master = torch.empty(1000)
-    codec.join_master(param, low, ties, tie_bits, master)
+    master_codec.join_master(param, low, ties, tie_bits, master)
     assert torch.equal(as_bits(master), torch.where(is_nan(bits), 0x7FC00000, bits))
 
 
@@ -205,7 +204,7 @@ def test_addresses_need_no_alignment(offset_bytes: int) -> None:
 def test_wrong_number_of_ties_is_refused(numel: int, error: int) -> None:
     param, low, ties, tie_bits = split(random_bits_with_ties(numel))
     with pytest.raises(SwapError, match=rf"have {tie_bits} ties, not {tie_bits + error}"):
-        codec.join_master(param, low, ties, tie_bits + error, torch.empty(numel))
+        master_codec.join_master(param, low, ties, tie_bits + error, torch.empty(numel))
 
 
 def test_ties_are_not_read_past_their_end() -> None:
@@ -213,7 +212,7 @@ def test_ties_are_not_read_past_their_end() -> None:
     numel = 1000
     param, low = torch.ones(numel, dtype=torch.bfloat16), torch.full((numel,), -0x8000, dtype=torch.int16)
     with pytest.raises(SwapError, match="damaged"):
-        codec.join_master(param, low, torch.empty(0, dtype=torch.uint8), 0, torch.empty(numel))
+        master_codec.join_master(param, low, torch.empty(0, dtype=torch.uint8), 0, torch.empty(numel))
 
 
 def parts(numel: int = 64) -> dict[str, Tensor]:
@@ -221,7 +220,7 @@ def parts(numel: int = 64) -> dict[str, Tensor]:
         "master": torch.zeros(numel),
         "param": torch.zeros(numel, dtype=torch.bfloat16),
         "low": torch.zeros(numel, dtype=torch.int16),
-        "ties": torch.zeros(codec.ties_bytes_max(numel), dtype=torch.uint8),
+        "ties": torch.zeros(master_codec.ties_bytes_max(numel), dtype=torch.uint8),
     }
 
 
@@ -243,166 +242,27 @@ def test_wrong_tensor_is_refused_by_name(name: str, change: object, message: str
     # One master too few is seen as one param too many.
     named = "param" if name == "master" and message.startswith("elements") else name
     with pytest.raises(ValueError, match=rf"^{named} .*{message}"):
-        codec.split_master(**tensors)
+        master_codec.split_master(**tensors)
     with pytest.raises(ValueError, match=rf"^{named} .*{message}"):
-        codec.join_master(tie_bits=len(tensors["master"].flatten()), **tensors)
+        master_codec.join_master(tie_bits=len(tensors["master"].flatten()), **tensors)
 
 
 @pytest.mark.parametrize("tie_bits", [-1, 65])
 def test_impossible_tie_bits_are_refused(tie_bits: int) -> None:
     with pytest.raises(ValueError, match="tie_bits"):
-        codec.join_master(tie_bits=tie_bits, **parts())
+        master_codec.join_master(tie_bits=tie_bits, **parts())
 
 
 def test_overlap_is_refused() -> None:
     tensors = parts()
     tensors["low"] = tensors["master"].view(torch.int16)[64:]
     with pytest.raises(ValueError, match="low and master overlap"):
-        codec.join_master(tie_bits=0, **tensors)
+        master_codec.join_master(tie_bits=0, **tensors)
     with pytest.raises(ValueError, match="master and low overlap"):
-        codec.split_master(**tensors)
+        master_codec.split_master(**tensors)
 
 
 def test_ties_bytes_max_rounds_up() -> None:
-    assert [codec.ties_bytes_max(numel) for numel in (0, 1, 8, 9, 16, 17)] == [0, 1, 1, 2, 2, 3]
+    assert [master_codec.ties_bytes_max(numel) for numel in (0, 1, 8, 9, 16, 17)] == [0, 1, 1, 2, 2, 3]
     with pytest.raises(ValueError, match="negative"):
-        codec.ties_bytes_max(-1)
-
-
-def table_entry(byte: int) -> int:
-    for _ in range(8):
-        byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-    return byte
-
-
-TABLE = [table_entry(byte) for byte in range(256)]
-
-
-def reference_crc32c(data: bytes, seed: int = 0) -> int:
-    crc = seed ^ 0xFFFFFFFF
-    for byte in data:
-        crc = crc >> 8 ^ TABLE[(crc ^ byte) & 0xFF]
-    return crc ^ 0xFFFFFFFF
-
-
-def tensor_of(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else torch.empty(0, dtype=torch.uint8)
-
-
-# RFC 3720, appendix B.4 (which prints the bytes in the order in which they are sent), and the usual check value.
-KNOWN = {
-    "empty": (b"", 0),
-    "check": (b"123456789", 0xE3069283),
-    "zeros": (bytes(32), 0x8A9136AA),
-    "ones": (b"\xff" * 32, 0x62A8AB43),
-    "ascending": (bytes(range(32)), 0x46DD794E),
-    "descending": (bytes(range(31, -1, -1)), 0x113FDB5C),
-}
-
-
-@pytest.mark.parametrize("name", KNOWN)
-def test_checksum_of_known_vectors(name: str) -> None:
-    data, expected = KNOWN[name]
-    tensor = tensor_of(data)
-    assert codec.checksum(tensor) == expected
-    assert _native.crc32c_by_table(tensor.data_ptr(), len(data)) == expected
-    assert reference_crc32c(data) == expected
-
-
-# Around words of 8 bytes and around three lanes of 256 and of 4096 bytes.
-@pytest.mark.parametrize("length", [*range(40), 767, 768, 769, 1543, 12287, 12288, 12289, 25000])
-def test_checksum_equals_the_table(length: int) -> None:
-    data = random.Random(length).randbytes(length + 3)
-    tensor = tensor_of(data)
-    for offset in range(4):
-        expected = reference_crc32c(data[offset : offset + length], seed=0x1234)
-        address = tensor.data_ptr() + offset
-        assert _native.crc32c(address, length, 0x1234) == expected
-        assert _native.crc32c_by_table(address, length, 0x1234) == expected
-
-
-@settings(max_examples=200)
-@given(st.binary(max_size=2000), st.integers(0, 2000))
-def test_seed_continues_a_checksum(data: bytes, cut: int) -> None:
-    tensor = tensor_of(data)
-    cut = min(cut, len(data))
-    first = _native.crc32c(tensor.data_ptr(), cut)
-    whole = _native.crc32c(tensor.data_ptr() + cut, len(data) - cut, seed=first)
-    assert whole == codec.checksum(tensor) == reference_crc32c(data)
-
-
-def test_checksum_does_not_depend_on_threads(threads: int) -> None:
-    tensor = tensor_of(random.Random(0).randbytes(9 * 2**20 + 12345))
-    for length in (2**21 - 1, 2**21, 7 * 2**20 + 3, len(tensor)):
-        expected = _native.crc32c_by_table(tensor.data_ptr(), length, 99)
-        assert _native.crc32c(tensor.data_ptr(), length, 99, threads) == expected
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64], ids=str)
-def test_checksum_is_of_the_bytes(dtype: torch.dtype) -> None:
-    tensor = (torch.arange(60).reshape(3, 4, 5) % 7).to(dtype)
-    data = bytes(tensor.flatten().view(torch.uint8).tolist())
-    assert codec.checksum(tensor) == reference_crc32c(data)
-    assert codec.checksum(tensor[0, 0, 0]) == reference_crc32c(data[: tensor.element_size()])
-
-
-@pytest.mark.parametrize(
-    ("tensor", "message"),
-    [
-        (torch.zeros(4, 4).t(), "not contiguous"),
-        (torch.zeros(1).expand(4), "not contiguous"),
-        (torch.zeros(4, 4).to_sparse(), "not contiguous"),
-        (torch.zeros(4, device="meta"), "on meta"),
-    ],
-    ids=["transposed", "expanded", "sparse", "meta"],
-)
-def test_checksum_refuses(tensor: Tensor, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        codec.checksum(tensor)
-
-
-# Around words of 8 bytes, vectors of 16 and of 64, and blocks of 64 KiB.
-@pytest.mark.parametrize("length", [*range(20), 63, 64, 65, 79, 80, 127, 128, 1000, 65535, 65536, 65537, 140_003])
-def test_crc32_equals_zlib_and_copies_every_byte(length: int) -> None:
-    data = random.Random(length).randbytes(length + 3)
-    for offset in range(4):
-        part = tensor_of(data)[offset : offset + length]
-        expected = zlib.crc32(data[offset : offset + length], 0x1234)
-        assert codec.crc32(part, 0x1234) == expected
-        assert _native.crc32_by_table(part.data_ptr(), length, 0x1234) == expected
-        for to in (0, 1, 16):
-            copy = torch.full((to + length + 1,), 7, dtype=torch.uint8)
-            assert codec.copy_crc32(copy[to : to + length], part, 0x1234) == expected
-            assert torch.equal(copy[to : to + length], part)
-            assert copy[:to].eq(7).all() and copy[-1] == 7
-        memory = bytearray(length)
-        assert codec.copy_crc32(memoryview(memory), memoryview(data)[offset : offset + length], 0x1234) == expected
-        assert memory == data[offset : offset + length]
-
-
-def test_copy_with_crc32_refuses_what_would_go_beyond() -> None:
-    with pytest.raises(ValueError, match="destination has 3 bytes; source has 4"):
-        codec.copy_crc32(torch.zeros(3, dtype=torch.uint8), torch.zeros(1))
-    tensor = torch.zeros(8)
-    with pytest.raises(ValueError, match="destination and source overlap"):
-        codec.copy_crc32(tensor[1:5], tensor[:4])
-    with pytest.raises(ValueError, match="source is not contiguous"):
-        codec.copy_crc32(torch.zeros(16), torch.zeros(4, 4).t())
-    with pytest.raises(BufferError):
-        codec.copy_crc32(memoryview(b"1234"), torch.zeros(1))
-    with pytest.raises(BufferError):
-        codec.copy_crc32(torch.zeros(1), memoryview(b"12345678")[::2])
-
-
-@pytest.mark.parametrize("length", [0, 1, 4096, 10_000, 3_000_001, 9 << 20])
-def test_prefault_keeps_the_content_and_what_is_beside(length: int, threads: int) -> None:
-    torch.set_num_threads(threads)
-    memory = bytearray(random.Random(length).randbytes(length + 200))
-    before = bytes(memory)
-    codec.prefault(memoryview(memory)[100 : 100 + length])
-    assert memory == before
-    fresh = torch.UntypedStorage(length + 1)
-    codec.prefault(torch.zeros(length + 1, dtype=torch.uint8))
-    codec.prefault(memoryview((ctypes.c_char * (length + 1)).from_address(fresh.data_ptr())))
-    with pytest.raises(BufferError):
-        codec.prefault(memoryview(before))
+        master_codec.ties_bytes_max(-1)

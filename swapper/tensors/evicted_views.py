@@ -1,0 +1,230 @@
+"""Tensors of state dicts whose parameters are evicted; and `run`, which runs a function where values are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol
+
+import torch
+from torch.nn import Module, Parameter
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from swapper.errors import SwapError
+from swapper.tensors.evicted_gradients import EvictedGradient
+from swapper.tensors.homes import LAYOUT, METADATA, UNFILLED, Call, Home, StandIn, home_of, present
+
+__all__ = [
+    "MAKES_PARAMETERS",
+    "MAKES_STATE_DICTS",
+    "EvictedView",
+    "PartOfView",
+    "Source",
+    "ViewOfParameter",
+    "run",
+]
+
+MAKES_PARAMETERS = Parameter.__new__.__code__
+MAKES_STATE_DICTS = Module._save_to_state_dict.__code__
+
+
+class Source(Protocol):
+    """Gives an `EvictedView` its values."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    def homes(self) -> Sequence[Home]:
+        """The homes whose values must be in memory for `real`."""
+
+    def real(self) -> torch.Tensor:
+        """The tensor itself."""
+
+    def mapped_copy(self) -> torch.Tensor:
+        """The values at an address that stays theirs as long as somebody has the tensor."""
+
+
+class ViewOfParameter:
+    """The values of a parameter, evicted or not. See `Source`."""
+
+    def __init__(self, parameter: Parameter, home: Home) -> None:
+        self.shape, self.stride, self.dtype = parameter.shape, home.stride, parameter.dtype
+        self.parameter = parameter
+        self._keeper = home.keeper
+        self._copy: torch.Tensor | None = None
+
+    def homes(self) -> Sequence[Home]:
+        """That of the parameter, if it is still swapped."""
+        home = home_of(self.parameter)
+        return () if home is None else (home,)
+
+    def real(self) -> torch.Tensor:
+        """As ordinary state dicts have it."""
+        return self.parameter.detach()
+
+    def mapped_copy(self) -> torch.Tensor:
+        """A copy that is the same for all views of the parameter, and is kept."""
+        home = home_of(self.parameter)
+        self._copy = self.real() if home is None else home.mapped_copy()
+        return self._copy
+
+
+class PartOfView:
+    """The result of `view`, or of an index by integers and slices, of a tensor of a state dict. See `Source`."""
+
+    def __init__(self, whole: Source, func: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> None:
+        like = func(torch.empty_strided(whole.shape, whole.stride, dtype=whole.dtype, device="meta"), *args)
+        self.shape, self.stride, self.dtype = like.shape, like.stride(), like.dtype
+        self.whole, self._func, self._args = whole, func, args
+
+    def homes(self) -> Sequence[Home]:
+        """Those of the whole."""
+        return self.whole.homes()
+
+    def real(self) -> torch.Tensor:
+        """A view of the whole."""
+        return self.of(self.whole.real())
+
+    def mapped_copy(self) -> torch.Tensor:
+        """A view of the copy of the whole: a part begins and ends in it as in the whole."""
+        return self.of(self.whole.mapped_copy())
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """This part of any tensor of the shape and strides of the whole."""
+        return self._func(whole, *self._args)
+
+
+class EvictedView(StandIn):
+    """The tensor of an evicted parameter in a state dict: it shares the parameter's memory whenever that has values.
+
+    So it reads as the parameter is at that time, what is written to it is the parameter's, and until it is used it
+    costs nothing. Only its address, and what is saved of it, are those of a copy in a mapped file.
+    """
+
+    source: Source
+
+    @staticmethod
+    def __new__(cls, source: Source) -> EvictedView:
+        """Make one of `source`. It has no memory: what C++ code does with it comes back as a dispatch."""
+        view: EvictedView = torch.Tensor._make_wrapper_subclass(
+            cls, source.shape, strides=source.stride, dtype=source.dtype, device=torch.device("cpu")
+        )
+        view.source = source
+        return view
+
+    @classmethod
+    def use(cls, call: Call) -> Any:
+        """Run `call`, with the values in memory unless it only asks for metadata."""
+        name, args, first = call.name, call.args, call.first
+        if not isinstance(first, EvictedView):
+            return run(call.func, args, call.kwargs)
+        if name in _STATEFUL:
+            wanted = args[1] if len(args) > 1 else call.kwargs.get("requires_grad", True)
+            if name in ("requires_grad_", "__set__ requires_grad") and not wanted:
+                return first  # It does not already.
+            raise SwapError(
+                f"{name.split()[-1]} of a tensor of a state dict whose parameters are swapped: "
+                "make it a copy first (clone)"
+            )
+        if name in ("detach", "__get__ data"):
+            if call.caller.f_code is MAKES_PARAMETERS:
+                raise SwapError(
+                    "a parameter cannot be made of a tensor of a state dict whose parameters are swapped; "
+                    "make it a copy first (clone)"
+                )
+            return EvictedView(first.source)
+        if name in _ADDRESSES:
+            parameter = _parameter_of(first.source)
+            mark = None if parameter is None else vars(parameter).get(UNFILLED)
+            if mark is not None and call.is_saving():
+                mark.refuse(parameter)
+            return call._replace(args=(first.source.mapped_copy(), *args[1:])).plainly()
+        if name in METADATA or name in LAYOUT:
+            return call.plainly()
+        if not call.kwargs and _makes_part(name, args[1:]):
+            return EvictedView(PartOfView(first.source, call.func, args[1:]))
+        return run(call.func, args, call.kwargs)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`, called by C++ code, with the values in memory."""
+        return run(func, args, kwargs or {})
+
+    def __deepcopy__(self, memo: dict[Any, Any]) -> torch.Tensor:
+        of = id(self.source.parameter if isinstance(self.source, ViewOfParameter) else self.source)
+        copy: torch.Tensor | None = memo.get(("values", of))
+        if copy is None:
+            copy = memo["values", of] = self.clone(memory_format=torch.preserve_format)
+            return copy
+        return copy.detach()  # Tied parameters stay so.
+
+
+_STATEFUL = frozenset(
+    {
+        "requires_grad_", "__set__ requires_grad", "__set__ grad", "__set__ data", "set_", "resize_", "resize_as_",
+        "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "share_memory_", "t_", "transpose_",
+        "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "as_strided_", "rename_", "__set__ names", "detach_",
+        "__set__ _backward_hooks", "__set__ _post_accumulate_grad_hooks", "__set__ _grad",
+    }
+)  # fmt: skip
+"""Functions that would change a view itself, and not the values."""
+
+_ADDRESSES = frozenset(
+    {"data_ptr", "untyped_storage", "storage", "_typed_storage", "__reduce_ex__", "_reduce_ex_internal"}
+)
+"""Functions that give away the address of the values, for use at any later time."""
+
+
+def _makes_part(name: str, args: tuple[Any, ...]) -> bool:
+    """True for a method of a tensor, called with `args`, that `PartOfView` is for. A list of indices copies."""
+    if name == "view":
+        sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
+        return all(type(size) is int for size in sizes)
+    index = args[0] if name == "__getitem__" else None
+    return all(type(item) in (int, slice) for item in (index if isinstance(index, tuple) else (index,)))
+
+
+def _parameter_of(source: Source) -> Parameter | None:
+    while isinstance(source, PartOfView):
+        source = source.whole
+    return source.parameter if isinstance(source, ViewOfParameter) else None
+
+
+def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, bare: bool = False) -> Any:
+    """Run `func` with all evicted values in memory.
+
+    Args:
+        bare: let it have tensors without values too, which else refuse themselves to be read.
+    """
+    homes: list[Home] = []
+    unfilled = False
+    views: dict[int, EvictedView] = {}
+    for item in tree_iter((args, kwargs)):
+        if isinstance(item, EvictedView):
+            views[id(item)] = item
+            homes += item.source.homes()
+            parameter = _parameter_of(item.source)
+            unfilled = unfilled or (parameter is not None and UNFILLED in vars(parameter))
+        elif (home := home_of(item)) is not None:
+            homes.append(home)
+            unfilled = unfilled or UNFILLED in vars(item)
+        elif isinstance(item, EvictedGradient):
+            item.bring_back()
+    plainly = nullcontext() if unfilled and not bare else torch._C.DisableTorchFunctionSubclass()
+    with present(homes), plainly:
+        if not views:
+            return func(*args, **kwargs)
+        real = {key: view.source.real() for key, view in views.items()}
+        args, kwargs = tree_map_only(EvictedView, lambda view: real[id(view)], (args, kwargs))
+        result = func(*args, **kwargs)
+        view_of = {id(real[key]): view for key, view in views.items()}  # What works in place gives it back.
+        if type(result) in (list, tuple):
+            return type(result)(view_of.get(id(item), item) for item in result)
+        return view_of.get(id(result), result)

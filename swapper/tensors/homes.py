@@ -1,0 +1,194 @@
+"""Homes bring the values of tensors back; `StandIn` sees every use of a tensor that has no values in memory."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import FrameType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+__all__ = [
+    "ADDRESS",
+    "HOME",
+    "LAYOUT",
+    "METADATA",
+    "UNFILLED",
+    "Call",
+    "Home",
+    "StandIn",
+    "gathered",
+    "home_of",
+    "present",
+]
+
+HOME = "_swapper_home"
+"""Name of the attribute of a parameter that holds its `Home`."""
+
+ADDRESS = "_swapper_address"
+"""Name of the attribute of a parameter that keeps the mapped copy whose address it gave."""
+
+UNFILLED = "_swapper_unfilled"
+"""Name of the attribute of a tensor that has no values yet; see `swapper.tensors.unfilled`."""
+
+
+class Home(Protocol):
+    """Brings the values of one parameter."""
+
+    @property
+    def stride(self) -> tuple[int, ...]:
+        """Strides of the parameter when its values are in memory."""
+
+    @property
+    def owner(self) -> object:
+        """Brings the values of all its parameters together. Hashable."""
+
+    @property
+    def temporary(self) -> bool:
+        """True if another home may take the parameter over."""
+
+    @property
+    def viewed(self) -> bool:
+        """True if tensors that are not ours share the memory of the values."""
+
+    @property
+    def keeper(self) -> object:
+        """Must live as long as the values are wanted."""
+
+    def mapped_copy(self) -> torch.Tensor:
+        """A copy of the values in a mapped file: it costs disk, and has an address of its own."""
+
+    def present(self, homes: Iterable[Home]) -> AbstractContextManager[None]:
+        """Have the parameters of `homes`, all of this owner and this one's among them, in memory within it."""
+
+    def gather(self, homes: Iterable[Home]) -> AbstractContextManager[None]:
+        """As `present`, and raise beforehand if there is no room for all of them."""
+
+    def forget(self, parameter: torch.nn.Parameter) -> None:
+        """Another home has the values of `parameter` now. Only if `temporary`."""
+
+    def stay(self, parameter: torch.nn.Parameter) -> None:
+        """Leave `parameter`, which is `viewed`, its values where they are now, for good. Only if `temporary`."""
+
+    def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """Make what `copy.deepcopy` of the parameter gives.
+
+        Raises:
+            SwapError: it cannot be copied.
+        """
+
+
+def home_of(item: object) -> Home | None:
+    """The home of a swapped parameter, whether it is evicted or attached; None for anything else."""
+    return item.__dict__.get(HOME) if isinstance(item, torch.nn.Parameter) else None
+
+
+def present(homes: Sequence[Home]) -> AbstractContextManager[object]:
+    """Have the values of the parameters of `homes` in memory within it, whoever owns them."""
+    return _together(homes, lambda home: home.present)
+
+
+def gathered(parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[object]:
+    """Within it `parameters` have their values, and are of their own class."""
+    homes = [home for parameter in parameters if (home := home_of(parameter)) is not None]
+    return _together(homes, lambda home: home.gather)
+
+
+def _together(
+    homes: Sequence[Home], way: Callable[[Home], Callable[[Iterable[Home]], AbstractContextManager[None]]]
+) -> AbstractContextManager[object]:
+    if not homes:
+        return nullcontext()
+    by_owner: dict[object, list[Home]] = {}
+    for home in homes:
+        by_owner.setdefault(home.owner, []).append(home)
+    if len(by_owner) == 1:
+        return way(homes[0])(homes)
+    with ExitStack() as stack:
+        for those in by_owner.values():
+            stack.enter_context(way(those[0])(those))
+        return stack.pop_all()
+
+
+METADATA = frozenset(
+    {
+        "__get__ shape", "__get__ dtype", "__get__ device", "__get__ layout", "__get__ ndim", "__get__ names",
+        "__get__ requires_grad", "__set__ requires_grad", "__get__ is_leaf", "__get__ grad", "__set__ grad",
+        "__delete__ grad", "__get__ grad_fn", "__get__ _grad", "__set__ _grad", "__get__ _grad_fn", "__get__ output_nr",
+        "__get__ _version", "__get__ retains_grad", "__get__ _backward_hooks", "__set__ _backward_hooks",
+        "__get__ _post_accumulate_grad_hooks", "__set__ _post_accumulate_grad_hooks", "__get__ grad_dtype",
+        "__get__ is_cpu", "__get__ is_cuda", "__get__ is_ipu", "__get__ is_maia", "__get__ is_meta",
+        "__get__ is_mkldnn", "__get__ is_mps", "__get__ is_mtia", "__get__ is_nested", "__get__ is_quantized",
+        "__get__ is_sparse", "__get__ is_sparse_csr", "__get__ is_vulkan", "__get__ is_xla", "__get__ is_xpu",
+        "__get__ itemsize", "__get__ nbytes", "__get__ name", "__get__ volatile", "__get__ _base",
+        "__len__", "dim", "ndimension", "numel", "nelement", "size", "element_size", "is_floating_point", "is_complex",
+        "is_signed", "is_inference", "get_device", "register_hook", "register_post_accumulate_grad_hook",
+        "requires_grad_", "is_same_size", "__hash__", "is_conj", "is_neg", "has_names", "dense_dim", "sparse_dim",
+    }
+)  # fmt: skip
+"""Functions and attributes (getter, setter, deleter) of a tensor that are answered without its values."""
+
+LAYOUT = frozenset({"stride", "is_contiguous", "dim_order"})
+"""Functions that are answered for the strides that the tensor has when its values are in memory."""
+
+
+class Call(NamedTuple):
+    """A use of tensors, as `__torch_function__` gets it.
+
+    Attributes:
+        name: of the function; of an attribute "__get__ NAME", "__set__ NAME" or "__delete__ NAME".
+        caller: the Python code that uses them.
+    """
+
+    name: str
+    func: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    caller: FrameType
+
+    @property
+    def first(self) -> Any:
+        """The first argument, often the tensor itself."""
+        return self.args[0] if self.args else None
+
+    def plainly(self) -> Any:
+        """Run it on the tensors as they are, whatever their classes make of it."""
+        with torch._C.DisableTorchFunctionSubclass():
+            return self.func(*self.args, **self.kwargs)
+
+    def on_layout(self, stride: tuple[int, ...]) -> Any:
+        """Run it on a tensor like the first, without memory, that has the strides of the values."""
+        with torch._C.DisableTorchFunctionSubclass():
+            like = torch.empty_strided(self.first.shape, stride, dtype=self.first.dtype, device="meta")
+            return self.func(like, *self.args[1:], **self.kwargs)
+
+    def is_saving(self) -> bool:
+        """True if it asks for an address to save the values. Others compare addresses, or write to them."""
+        globals_, function = self.caller.f_globals, self.caller.f_code.co_name
+        by_address = globals_.get("__name__") == "safetensors.torch" and function in ("_to_ndarray", "_tobytes")
+        return self.name in ("__reduce_ex__", "_reduce_ex_internal") or (self.name == "data_ptr" and by_address)
+
+
+class StandIn(torch.Tensor):
+    """Stands for a tensor whose values are not in memory: every use of it comes to `use`."""
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run `func`, with the values in memory unless it only asks for metadata."""
+        name: str = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__", "__delete__"):  # of an attribute
+            name = f"{name} {getattr(getattr(func, '__self__', None), '__name__', '')}"
+        return cls.use(Call(name, func, args, kwargs or {}, sys._getframe(1)))
+
+    @classmethod
+    def use(cls, call: Call) -> Any:
+        """Answer `call`, which has a tensor of this class among its arguments."""
+        raise NotImplementedError

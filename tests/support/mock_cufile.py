@@ -1,0 +1,82 @@
+"""The library that stands for cuFile."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import host_device
+import pytest
+from host_device import HostCopies
+
+from swapper.io import bounce, gds
+from swapper.io.handle import AsyncIOHandle
+
+CHUNK = 64 << 10
+
+
+COMPILER = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
+
+
+class Mock:
+    """The mock's switches and counters."""
+
+    def __init__(self, path: str) -> None:
+        self._library = ctypes.CDLL(path)
+        self._library.mock_get.restype = ctypes.c_long
+
+    def reset(self) -> None:
+        self._library.mock_reset()
+
+    def __setitem__(self, name: str, value: int) -> None:
+        self._library.mock_set(name.encode(), ctypes.c_long(value))
+
+    def __getitem__(self, name: str) -> int:
+        return int(self._library.mock_get(name.encode()))
+
+
+@pytest.fixture(scope="session")
+def mock_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+    assert COMPILER is not None
+    source = Path(host_device.__file__).with_name("mock_cufile.cpp")
+    library = tmp_path_factory.mktemp("mock") / "libmock_cufile.so"
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Wno-return-type-c-linkage", "-shared", "-fPIC", "-pthread"]
+    subprocess.run([COMPILER, *flags, str(source), "-o", str(library)], check=True)
+    return str(library)
+
+
+@pytest.fixture
+def mock(mock_path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Mock]:
+    probe = os.open(tmp_path / "probe", os.O_CREAT | os.O_RDWR)
+    os.close(probe)
+    with AsyncIOHandle() as handle, handle.open(tmp_path / "probe") as file:
+        if not file.direct:
+            pytest.skip(f"needs a file system with O_DIRECT: {file.direct_reason}")
+    monkeypatch.setenv(gds.LIBRARY_VARIABLE, mock_path)
+    monkeypatch.setitem(bounce.DEVICES, "cpu", HostCopies)
+    monkeypatch.setattr(bounce, "CHUNK_BYTES_MIN", CHUNK)
+    monkeypatch.setattr(gds, "_said", set())
+    monkeypatch.setattr(gds, "_NVIDIA_FS", tmp_path / "no-nvidia-fs")
+    HostCopies.reset()
+    mock = Mock(mock_path)
+    mock.reset()
+    yield mock
+    settled(mock)
+    assert mock["open_buffers"] == 0
+    assert not HostCopies.locked
+    mock.reset()
+
+
+def settled(mock: Mock) -> None:
+    """The I/O threads drop what they hold of a transfer just after it is over."""
+    gc.collect()
+    deadline = time.monotonic() + 10
+    while mock["open_handles"] and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert (mock["open_handles"], mock["registered"]) == (0, mock["deregistered"])
