@@ -24,15 +24,21 @@ NOT_SANITIZED := $(addprefix %/test_,$(addsuffix .py,init gradient load_safetens
     checkpoint_damage checkpoint_faults checkpoint_uses))
 SANITIZED_TESTS = $(filter-out $(NOT_SANITIZED),\
     $(sort tests/optimizer/test_optimizer.py $(shell grep -lE '$(USES_CORE)' tests/test_*.py tests/*/test_*.py)))
+# Each third file of them, from the n-th on.
+part = $(shell echo $(SANITIZED_TESTS) | tr ' ' '\n' | awk 'NR % 3 == $(1) % 3')
 
-.PHONY: help build train train-xl train-lightning test lint sanitize sanitize-core sanitize-python schema clean
+# Two tests at a time, each on its own core on the machines of CI; those marked `alone` have the machine to themselves.
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+.PHONY: help build train train-xl train-lightning test test-all lint sanitize sanitize-core schema clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train      train a small GPT with its optimizer state on disk (under five minutes)"
 	@echo "make train-xl   train a GPT of 1.3 billion parameters in 3 GB of memory, all of it on disk (19 GB of files)"
 	@echo "make train-lightning  the same model under Lightning's command line"
-	@echo "make test       lint, then all tests, a minute of fuzz among them (SWAPPER_FUZZ_SECONDS)"
+	@echo "make test       lint, then a sample of the tests that touches everything (minutes)"
+	@echo "make test-all   lint, then all tests, a minute of fuzz among them (SWAPPER_FUZZ_SECONDS)"
 	@echo "make lint       ruff, mypy, clang-format"
 	@echo "make sanitize   under ASan, UBSan and TSan: the native core's own tests, then those in Python that use it"
 	@echo "make build      set up .venv and build the native core (DEBUG=1 for assertions)"
@@ -55,7 +61,10 @@ train-lightning: $(VENV)/.built
 	    --trainer.strategy.config config/tiny.yaml
 
 test: lint
-	SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-60} $(BIN)/python -m pytest -q
+	$(PYTEST)
+
+test-all: lint
+	SWAPPER_TESTS=all SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-60} $(PYTEST)
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .
@@ -63,20 +72,28 @@ lint: $(VENV)/.built
 	$(BIN)/mypy
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(wildcard tests/support/*.cpp tests/cpp/*.cpp tests/cpp/*.h)
 
-sanitize: sanitize-core sanitize-python
+# Two at a time: the core's own tests, and the tests in Python in three parts, each a process that its first finding ends.
+SANITIZED_PARTS := sanitize-python-1 sanitize-python-2 sanitize-python-3
+.PHONY: $(SANITIZED_PARTS)
+sanitize: $(ASAN)/.built
+	@$(MAKE) --no-print-directory -j2 --output-sync=target $(SANITIZED_PARTS) sanitize-core
 
 sanitize-core: build/.sanitizers
 	@$(MAKE) --no-print-directory -C tests/cpp sanitize
 
-# In the tree's directory, which Python searches first: nothing shall find the package's other build. --capture=sys: else
-# pytest would keep a sanitizer's report, which ends the process, to itself.
-sanitize-python: $(VENV)/.built $(ASAN)/.built
+# The package beside the core that is built for it.
+$(ASAN)/.copied: $(VENV)/.built $(ASAN)/.built $(shell find swapper -name '*.py')
 	@find $(ASAN)/swapper -name '*.py' -delete
 	@$(BIN)/python setup.py -q build_py --build-lib $(ASAN)
+	@touch $@
+
+# In the tree's directory, which Python searches first: nothing shall find the package's other build. --capture=sys: else
+# pytest would keep a sanitizer's report, which ends the process, to itself.
+$(SANITIZED_PARTS): sanitize-python-%: $(ASAN)/.copied
 	@preload=$$(ldd $(ASAN)/swapper/io/_native*.so | awk '/lib(asan|ubsan|stdc\+\+)\./ { printf "%s ", $$3 }'); \
 	    cd $(ASAN) && $(FIXED_PLACES) env PYTHONPATH=$(CURDIR)/$(ASAN) LD_PRELOAD="$$preload" $(ASAN_ENVIRONMENT) \
 	    SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-20} $(abspath $(BIN))/python -m pytest -q --capture=sys \
-	    -c $(CURDIR)/pyproject.toml $(SANITIZED_TESTS:%=$(CURDIR)/%)
+	    -c $(CURDIR)/pyproject.toml -p no:cacheprovider $(addprefix $(CURDIR)/,$(call part,$*))
 
 build/.sanitizers:
 	@mkdir -p build

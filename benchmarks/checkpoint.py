@@ -1,4 +1,4 @@
-"""How long `swapper.save_checkpoint` holds training, with everything on disk, beside `torch.save` with fsync.
+"""Measures how long `swapper.save_checkpoint` holds training, with everything on disk, beside `torch.save` with fsync.
 
     python benchmarks/checkpoint.py --nvme-path DIR
 
@@ -12,9 +12,6 @@ Ends with 0 whatever the figures are.
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
 import os
 import shutil
 import statistics
@@ -24,13 +21,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
+from benchmark import keep_result, make_parser, timed
 from torch import nn
 
 import swapper
+from swapper.bench.contestants import torch_save
 from swapper.bench.machine import machine, swapper_version
 from swapper.config import format_size, parse_size
 
-RESULTS = Path(__file__).resolve().parent / "results"
 FEATURES = 1024
 """A layer of so many by four times so many is 16 MiB."""
 
@@ -84,13 +82,13 @@ def measure(nvme_path: Path, state_bytes: int, rounds: int, compare: bool) -> Re
             if turn:
                 result.first_writes.append(now - before)
             before = now
+            target = directory / f"step-{turn}"
             start_s = time.perf_counter()
-            swapper.save_checkpoint(directory / f"step-{turn}", model, optimizer).wait()
+            swapper.save_checkpoint(target, model, optimizer).wait()
             result.stalls_s.append(time.perf_counter() - start_s)
-            names = os.listdir(directory / f"step-{turn}")
-            result.records = sum(name.endswith(".safetensors") for name in names) - 1
+            result.records = sum(name.endswith(".safetensors") for name in os.listdir(target)) - 1
             if compare:
-                result.torch_save_s.append(torch_save(directory / "plain.pt", state_bytes))
+                result.torch_save_s.append(time_torch_save(directory / "plain.pt", state_bytes))
             print(f"  {format_size(state_bytes)}, checkpoint {turn + 1} of {rounds}", end="\r", flush=True)
     finally:
         shutil.rmtree(directory)
@@ -99,27 +97,19 @@ def measure(nvme_path: Path, state_bytes: int, rounds: int, compare: bool) -> Re
     return result
 
 
-def torch_save(path: Path, length_bytes: int) -> float:
+def time_torch_save(path: Path, length_bytes: int) -> float:
     """Seconds to save tensors of so many bytes, in memory, and sync them."""
     piece_bytes = 16 << 20
     state = {str(i): torch.full((piece_bytes // 4,), float(i)) for i in range(length_bytes // piece_bytes)}
-    start_s = time.perf_counter()
-    with open(path, "wb") as file:
-        torch.save(state, file)
-        file.flush()
-        os.fsync(file.fileno())
-    took_s = time.perf_counter() - start_s
+    took_s = timed(lambda: torch_save(state, path))
     path.unlink()
     return took_s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme-path", type=Path, required=True, help="a directory on the drive")
+    parser = make_parser(__doc__, rounds=6)
     parser.add_argument("--sizes", default="0.5GB,2GB,8GB", help="of state, separated by commas")
-    parser.add_argument("--rounds", type=int, default=6, help="checkpoints for each size")
     parser.add_argument("--compare-up-to", default="2GB", help="largest size that torch.save is timed for")
-    parser.add_argument("--save", action="store_true", help="write the figures to benchmarks/results")
     arguments = parser.parse_args()
     results = []
     for size in arguments.sizes.split(","):
@@ -127,11 +117,8 @@ def main() -> None:
         compare = state_bytes <= parse_size(arguments.compare_up_to)
         results.append(measure(arguments.nvme_path, state_bytes, arguments.rounds, compare))
         print(results[-1].line())
-    if arguments.save:
-        name = f"{datetime.datetime.now():%Y-%m-%d}-checkpoint-{datetime.datetime.now():%H%M%S}.json"
-        content = {"swapper": swapper_version(), "machine": asdict(machine()), "results": [asdict(r) for r in results]}
-        RESULTS.joinpath(name).write_text(json.dumps(content, indent=1, default=str) + "\n")
-        print(f"saved to {RESULTS / name}")
+    content = {"swapper": swapper_version(), "machine": asdict(machine()), "results": [asdict(r) for r in results]}
+    keep_result(arguments, "checkpoint", content)
 
 
 if __name__ == "__main__":

@@ -8,25 +8,21 @@ times of the steps and the peak memory as JSON, in the last line.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import json
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
-from peak import Peak
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
+from benchmark import make_parser, random_batch
 from gpt import GPT, SIZES
+from peak import Peak
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme-path", type=Path, required=True)
+    parser = make_parser(__doc__, results=False)
     parser.add_argument("--size", choices=sorted(SIZES), default="small")
     parser.add_argument("--vocab-size", type=int, default=50257)
     parser.add_argument("--context", type=int, default=128)
@@ -57,11 +53,10 @@ def main() -> None:
 
 def train_one(engine: Any, vocab_size: int, context: int, number: int) -> dict[str, float]:
     """One step; seconds of its parts, and the loss."""
-    generator = torch.Generator().manual_seed(number)
-    window = torch.randint(vocab_size, (1, context + 1), generator=generator)
+    tokens, following = random_batch(vocab_size, context, number)
     start_s = time.perf_counter()
-    logits = engine(window[:, :-1])
-    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), window[:, 1:].flatten())
+    logits = engine(tokens)
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), following.flatten())
     forward_s = time.perf_counter()
     engine.backward(loss)
     backward_s = time.perf_counter()

@@ -1,4 +1,4 @@
-"""How fast a drive is, as the engine reaches it: what a benchmark holds its own figures against, in the same run."""
+"""Measures a drive as the engine reaches it: benchmarks hold their own figures against it, in the same run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How bandwidths of several drives add up: records written and read through one store, on one directory and on two.
+"""Measures how bandwidths of several drives add up: records of one store, on one directory and on two.
 
     python benchmarks/drives.py --nvme-path DIR                 two directories in DIR, each capped
     python benchmarks/drives.py --nvme-path DIR DIR --cap 0     real drives, as fast as they are
@@ -13,15 +13,13 @@ the caps was reached. With `--cap 0` the cases are each directory alone, and all
 from __future__ import annotations
 
 import argparse
-import json
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 
-import torch
+from benchmark import keep_result, make_parser, settings_of, system
 
 from swapper.config import parse_size
 from swapper.io.handle import AsyncIOHandle, FaultPlan
@@ -93,17 +91,14 @@ def wait_for(lease: Lease) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme-path", type=Path, nargs="+", required=True, help="directories; must exist")
+    parser = make_parser(__doc__, rounds=5, several_paths=True)
     parser.add_argument(
         "--cap", type=parse_size, default="200MB", help="bytes per second of a capped directory; 0: none"
     )
     parser.add_argument("--total-bytes", type=parse_size, default="256MiB", help="moved in each direction and round")
     parser.add_argument("--record-bytes", type=parse_size, default="16MiB")
     parser.add_argument("--in-flight", type=int, default=4, help="records")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--backend", default="auto")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args()
 
     paths: list[Path] = arguments.nvme_path
@@ -134,8 +129,8 @@ def main() -> None:
 
 
 def show(cases: list[Case], arguments: argparse.Namespace) -> None:
-    system = f"{platform.system()} {platform.release()}, torch {torch.__version__}, engine {cases[0].backend}"
-    print(f"{system}; {arguments.total_bytes >> 20} MiB in records of {arguments.record_bytes >> 20} MiB")
+    description = f"{system()}, engine {cases[0].backend}"
+    print(f"{description}; {arguments.total_bytes >> 20} MiB in records of {arguments.record_bytes >> 20} MiB")
     print(f"medians of {arguments.rounds} rounds, MB/s")
     width = max(len(case.name) for case in cases)
     print(f"{'':<{width}} {'caps':>9} {'shares':>11} {'write':>7} {'read':>7} {'of the caps':>12} {'of the first':>13}")
@@ -152,9 +147,7 @@ def show(cases: list[Case], arguments: argparse.Namespace) -> None:
             f"{both_bps / first_bps:13.2f}"
         )
         rows.append({"name": case.name, "caps": case.caps, "shares": case.shares, "rounds": case.rounds})
-    if arguments.json:
-        settings = {key: str(value) for key, value in vars(arguments).items()}
-        arguments.json.write_text(json.dumps({"arguments": settings, "system": system, "cases": rows}, indent=1) + "\n")
+    keep_result(arguments, "drives", {"arguments": settings_of(arguments), "system": description, "cases": rows})
 
 
 if __name__ == "__main__":

@@ -21,9 +21,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,18 +30,25 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmark import (
+    bf16_model,
+    in_a_process,
+    keep_result,
+    make_parser,
+    medians,
+    only_in_a_process,
+    random_batch,
+    settings_of,
+    system,
+)
 from drive_speed import Drive
+from gpt import GPT, SIZES
 from peak import Peak
+from timeline import share_out
 
 import swapper
 from swapper.io.handle import AsyncIOHandle
 from swapper.metrics import Timeline
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from gpt import GPT, SIZES
-from timeline import share_out
-
-RESULTS = Path(__file__).with_name("results")
 
 ALLOWANCE_BYTES = 50 * 10**6
 """For what swapping keeps in Python's memory, and holes in the heap."""
@@ -58,20 +63,16 @@ WARM_UP = 2
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme-path", type=Path, required=True)
+    parser = make_parser(__doc__, rounds=7)
     parser.add_argument("--size", choices=sorted(SIZES), default="small")
     parser.add_argument("--vocab-size", type=int, default=50257)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
     parser.add_argument("--pool-bytes", default="320MiB")
     parser.add_argument("--bucket-bytes", default="16MiB")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--deepspeed", nargs="?", const=sys.executable, metavar="PYTHON", help="train with it too")
-    parser.add_argument("--save", action="store_true", help=f"keep the result in {RESULTS.name}/")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
     parser.add_argument("--only", choices=["baseline", "swapped"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -83,13 +84,12 @@ def main() -> None:
         print(json.dumps(run_baseline(arguments) if arguments.only == "baseline" else run_swapped(arguments)))
         return
     arguments.nvme_path.mkdir(parents=True, exist_ok=True)
-    baseline = in_a_process([sys.executable, *sys.argv, "--only", "baseline"])
-    swapped = in_a_process([sys.executable, *sys.argv, "--only", "swapped"])
+    baseline, swapped = only_in_a_process("baseline"), only_in_a_process("swapped")
     config = make_config(arguments)
     bound_bytes = baseline["peak_bytes"] + config.pool_bytes + 2 * config.bucket_bytes + ALLOWANCE_BYTES
     record = {
-        "arguments": {key: str(value) for key, value in vars(arguments).items() if key != "only"},
-        "system": f"{platform.system()} {platform.release()}, torch {torch.__version__}, {arguments.threads} threads",
+        "arguments": settings_of(arguments),
+        "system": system(),
         "baseline_bytes": baseline["peak_bytes"],
         "bound_bytes": bound_bytes,
         **swapped,
@@ -97,20 +97,7 @@ def main() -> None:
     if arguments.deepspeed:
         record["deepspeed"] = run_deepspeed(arguments)
     show(record)
-    if arguments.save:
-        path = RESULTS / time.strftime("%Y-%m-%d-everything-nvme-%H%M%S.json")
-        record["arguments"] |= {"nvme_path": "...", "deepspeed": "..." if arguments.deepspeed else "None"}
-        path.write_text(json.dumps(record, indent=1) + "\n")
-        print(f"saved: {path}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(record, indent=1) + "\n")
-
-
-def in_a_process(command: list[str]) -> dict[str, Any]:
-    """The last line that `command` prints, as JSON."""
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    result: dict[str, Any] = json.loads(output.rstrip().splitlines()[-1])
-    return result
+    keep_result(arguments, "everything-nvme", record)
 
 
 def make_config(arguments: argparse.Namespace) -> swapper.OffloadConfig:
@@ -126,17 +113,11 @@ def make_config(arguments: argparse.Namespace) -> swapper.OffloadConfig:
 
 
 def make_model(arguments: argparse.Namespace) -> GPT:
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)  # The model is never whole in fp32, which would be the peak.
-    model = GPT(SIZES[arguments.size], arguments.vocab_size, recompute=arguments.recompute)
-    torch.set_default_dtype(torch.float32)
-    return model
+    return bf16_model(SIZES[arguments.size], arguments.vocab_size, recompute=arguments.recompute)
 
 
 def batch(arguments: argparse.Namespace, number: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(number)
-    window = torch.randint(arguments.vocab_size, (1, arguments.context + 1), generator=generator)
-    return window[:, :-1], window[:, 1:]
+    return random_batch(arguments.vocab_size, arguments.context, number)
 
 
 def run_baseline(arguments: argparse.Namespace) -> dict[str, float]:
@@ -229,10 +210,6 @@ def one_step(
         "written_bytes": written,
         **moved,
     }
-
-
-def medians(rows: list[dict[str, float]]) -> dict[str, float]:
-    return {key: statistics.median(row[key] for row in rows) for key in rows[0]}
 
 
 def run_deepspeed(arguments: argparse.Namespace) -> dict[str, Any]:

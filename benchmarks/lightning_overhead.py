@@ -1,4 +1,4 @@
-"""What `SwapStrategy` adds to a step of Lightning's when nothing is swapped: the stock strategy and ours in turn.
+"""Measures what `SwapStrategy` adds to a step when nothing is swapped: Lightning's strategy and ours in turn.
 
     python benchmarks/lightning_overhead.py --rounds 121 --steps 100
 

@@ -13,26 +13,21 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
-import time
-from pathlib import Path
+import statistics
 
 import torch
+from benchmark import bf16_model, make_parser, only_in_a_process, random_batch, timed
+from gpt import Shape
+from optimizers import MasterWeights
 from peak import Peak
 
 import swapper
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from gpt import GPT, Shape
-from optimizers import MasterWeights
 
 MODES = ("no optimizer", "plain", "plain with masters", "swapped")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme-path", type=Path, required=True)
+    parser = make_parser(__doc__, results=False)
     parser.add_argument("--layers", type=int, default=12)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--vocab-size", type=int, default=50304)
@@ -47,7 +42,7 @@ def main() -> None:
     if arguments.only:
         print(json.dumps(run(arguments.only, arguments)))
         return
-    results = {mode: in_a_process(mode) for mode in arguments.modes}
+    results = {mode: only_in_a_process(mode) for mode in arguments.modes}
     if "swapped" in results and "no optimizer" in results:
         config = make_config(arguments)
         bound = results["no optimizer"]["peak_bytes"] + config.pool_bytes + 2 * config.bucket_bytes + 100 * 10**6
@@ -64,13 +59,6 @@ def main() -> None:
         )
 
 
-def in_a_process(mode: str) -> dict[str, float]:
-    command = [sys.executable, *sys.argv, "--only", mode]
-    output = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-    result: dict[str, float] = json.loads(output)
-    return result
-
-
 def make_config(arguments: argparse.Namespace) -> swapper.OffloadConfig:
     return swapper.OffloadConfig(
         nvme_path=arguments.nvme_path,
@@ -81,12 +69,8 @@ def make_config(arguments: argparse.Namespace) -> swapper.OffloadConfig:
 
 
 def run(mode: str, arguments: argparse.Namespace) -> dict[str, float]:
-    torch.manual_seed(0)
     shape = Shape(arguments.layers, arguments.width // 64, arguments.width, arguments.context)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(torch.bfloat16)  # The model is never whole in fp32, which would be the peak.
-    model = GPT(shape, arguments.vocab_size)
-    torch.set_default_dtype(default)
+    model = bf16_model(shape, arguments.vocab_size)
     masters = MasterWeights(model) if mode == "plain with masters" else None
     optimizer: torch.optim.Optimizer | None = None
     if mode != "no optimizer":
@@ -95,29 +79,28 @@ def run(mode: str, arguments: argparse.Namespace) -> dict[str, float]:
     if mode == "swapped":
         assert optimizer is not None
         swapper.wrap_optimizer(optimizer, make_config(arguments))
+
+    def step() -> None:
+        if masters:
+            masters.take_gradients()
+        if optimizer is not None:
+            optimizer.step()
+            optimizer.zero_grad()
+        if masters:
+            masters.write_back()
+        model.zero_grad()
+
     times_s = []
     with Peak() as peak:
-        for step in range(arguments.steps):
-            generator = torch.Generator().manual_seed(step)
-            tokens = torch.randint(arguments.vocab_size, (1, arguments.context + 1), generator=generator)
-            loss = model.loss(tokens[:, :-1], tokens[:, 1:])
+        for number in range(arguments.steps):
+            loss = model.loss(*random_batch(arguments.vocab_size, arguments.context, number))
             loss.backward()  # type: ignore[no-untyped-call]
-            start_s = time.perf_counter()
-            if masters:
-                masters.take_gradients()
-            if optimizer is not None:
-                optimizer.step()
-                optimizer.zero_grad()
-            if masters:
-                masters.write_back()
-            model.zero_grad()
-            times_s.append(time.perf_counter() - start_s)
-    times_s.sort()
+            times_s.append(timed(step))
     if mode == "swapped":
         assert optimizer is not None
         swapper.of(optimizer).close()
     numel = sum(p.numel() for p in model.parameters())
-    return {"peak_bytes": peak.bytes, "numel": numel, "loss": loss.item(), "step_s": times_s[len(times_s) // 2]}
+    return {"peak_bytes": peak.bytes, "numel": numel, "loss": loss.item(), "step_s": statistics.median_high(times_s)}
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""How close `optimizer.step()` comes to the drive: step time / max(bytes / drive's speed, compute).
+"""Measures how close `optimizer.step()` comes to the drive: step time / max(bytes / drive's speed, compute).
 
     python benchmarks/optimizer_step.py --nvme-path DIR
 
@@ -11,37 +11,27 @@ step beside one that is not, first or second by turns: what checksums cost, in t
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
-import platform
 import resource
-import statistics
-import sys
-import time
 from pathlib import Path
 
 import torch
+from benchmark import keep_result, make_parser, medians, settings_of, system, timed
 from drive_speed import Drive
+from gpt import GPT, SIZES
 
 import swapper
 from swapper.io.handle import AsyncIOHandle
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-from gpt import GPT, SIZES
-
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme-path", type=Path, required=True)
+    parser = make_parser(__doc__, rounds=7)
     parser.add_argument("--size", choices=sorted(SIZES), default="small")
     parser.add_argument("--vocab-size", type=int, default=50304)
     parser.add_argument("--pool-bytes", default="256MiB")
     parser.add_argument("--bucket-bytes", default="32MiB")
-    parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--verify", action="store_true", help="measure `verify: crc32c` too")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args()
 
     arguments.nvme_path.mkdir(parents=True, exist_ok=True)
@@ -96,9 +86,8 @@ def main() -> None:
                 rows[-1] |= cost_of_verifying(disk, optimizers[2], verified_first=turn % 2 == 1)
         backend = handle.backend
         drive.close()
-    median = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
-    system = f"{platform.system()} {platform.release()}, torch {torch.__version__}, {torch.get_num_threads()} threads"
-    print(f"{system}, engine {backend}; {numel / 1e6:.0f}M parameters, bf16, AdamW, fp32 masters")
+    median = medians(rows)
+    print(f"{system()}, engine {backend}; {numel / 1e6:.0f}M parameters, bf16, AdamW, fp32 masters")
     print(f"pool {arguments.pool_bytes}, buckets {arguments.bucket_bytes}; medians of {arguments.rounds} rounds")
     for key, value in median.items():
         print(f"  {key:<30} {value:8.3f}")
@@ -110,10 +99,8 @@ def main() -> None:
         )
     for optimizer in optimizers:
         swapper.of(optimizer).close()
-    if arguments.json:
-        record = {"system": system, "backend": backend, "numel": numel, "median": median, "rounds": rows}
-        settings = {key: str(value) for key, value in vars(arguments).items()}
-        arguments.json.write_text(json.dumps({"arguments": settings, **record}, indent=1) + "\n")
+    record = {"system": system(), "backend": backend, "numel": numel, "median": median, "rounds": rows}
+    keep_result(arguments, "optimizer-step", {"arguments": settings_of(arguments), **record})
 
 
 def make_model(size: str, vocab_size: int) -> GPT:
@@ -146,13 +133,6 @@ def cost_of_verifying(
     }
 
 
-def timed(call: object) -> float:
-    start_s = time.perf_counter()
-    assert callable(call)
-    call()
-    return time.perf_counter() - start_s
-
-
 def cpu_s() -> float:
     """CPU seconds of this process so far, of all threads, user and kernel."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
@@ -160,7 +140,7 @@ def cpu_s() -> float:
 
 
 def kernel_bytes() -> tuple[int, int]:
-    """What this process read from and wrote to block devices so far (proc_pid_io(5)), in bytes."""
+    """Bytes that this process read from and wrote to block devices so far, proc_pid_io(5)."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"]), int(fields["write_bytes"])
 

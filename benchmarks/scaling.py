@@ -1,4 +1,4 @@
-"""What swapping costs the host for each record, each use of a module and each parameter, and whether that grows.
+"""Measures the host's cost of swapping for each record, each use of a module and each parameter, and if it grows.
 
     python benchmarks/scaling.py --nvme-path DIR [--baseline PATH] [--only records|modules|parameters|buckets ...]
 
@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from benchmark import keep_result, make_parser, settings_of
 
 PARTS = ("records", "modules", "parameters", "buckets")
 COUNTS = (100, 1_000, 10_000)
@@ -64,15 +65,12 @@ Point = dict[str, Any]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nvme-path", type=Path, required=True)
+    parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--baseline", type=Path, help="another checkout, to be measured in turn with this one")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--most", type=int, default=max(COUNTS), help="of records, modules and parameters")
     parser.add_argument("--numel", type=int, default=163_000_000, help="parameters of the part on buckets")
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--patience", type=float, default=30.0, help="seconds that one measurement may take")
-    parser.add_argument("--json", type=Path, help="also write the figures there")
     arguments = parser.parse_args()
 
     arguments.nvme_path.mkdir(parents=True, exist_ok=True)
@@ -87,9 +85,7 @@ def main() -> None:
                 globals()[f"measure_{part}"](measurer, arguments)
         finally:
             measurer.close()
-    if arguments.json:
-        settings = {key: str(value) for key, value in vars(arguments).items()}
-        arguments.json.write_text(json.dumps({"arguments": settings, "points": measurer.points}, indent=1) + "\n")
+    keep_result(arguments, "scaling", {"arguments": settings_of(arguments), "points": measurer.points})
     print()
     for line in measurer.verdicts:
         print(line)
@@ -165,9 +161,9 @@ class Measurer:
         self._rounds, self._patience_s = rounds, patience_s
         self._children: dict[str, subprocess.Popen[str]] = {}
         for name, tree in trees.items():
-            place = directory / name
-            place.mkdir()
-            command = [sys.executable, __file__, "--nvme-path", str(place), "--json", str(tree)]
+            home = directory / name
+            home.mkdir()
+            command = [sys.executable, __file__, "--nvme-path", str(home), "--json", str(tree)]
             self._children[name] = subprocess.Popen(
                 command,
                 env={**os.environ, "PYTHONPATH": str(tree), CHILD: "1"},

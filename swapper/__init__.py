@@ -15,7 +15,9 @@ from swapper.api import (
 from swapper.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.files.fastsave import FastWriter, SaveHandle, load, save
+from swapper.files.fast_writer import FastWriter
+from swapper.files.fastsave import load, save
+from swapper.files.saving import SaveHandle
 from swapper.metrics import Moves, Stats
 from swapper.optimizer.probe import register_elementwise
 from swapper.optimizer.swapper import OptimizerSwapper

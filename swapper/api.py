@@ -1,4 +1,4 @@
-"""What users call: `wrap_optimizer`, `unwrap_optimizer`, `of`, `check`. Wires everything together."""
+"""The functions of `swapper`: `wrap_optimizer`, `offload`, `init`, `check` and others. Wires everything together."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from swapper.check import CheckReport, DriveReport, dry_run
+from swapper.check import CheckReport, DriveReport, make_report
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
 from swapper.files.weights import load_weights
-from swapper.gradient.records import gradient_bytes
+from swapper.gradient.records import needs_of as gradient_needs_of
 from swapper.gradient.swapper import GradientSwapper
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.probe import refuse_unsupported
 from swapper.optimizer.swapper import OptimizerSwapper
-from swapper.parameter.building import Nursery, initialisers_of
-from swapper.parameter.records import plan_parameter_records, summary_of_what_stays, where
+from swapper.parameter.building import ModelBuilder, initialisers_of
+from swapper.parameter.records import ParameterPlan, plan_parameters
 from swapper.parameter.swapper import ParameterSwapper
+from swapper.progress import warn_once
 from swapper.session import Shared
 from swapper.sizes import PAGE_BYTES
+from swapper.storage.budget import OptimizerNeeds, PoolBudget
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.schedule import IN_FLIGHT, READ_AHEAD
 from swapper.tensors import homes
 from swapper.tensors.evicted import let_viewed_stay
+from swapper.tensors.grad_modes import outside_of_inference
 from swapper.tensors.memory_overlap import check_memory, refuse_foreach_on_one_memory
 
 __all__ = [
@@ -54,6 +56,7 @@ log = logging.getLogger(__name__)
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
 _OptimizersT = TypeVar("_OptimizersT", bound=Optimizer | Sequence[Optimizer] | None)
 _ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
+_MadeT = TypeVar("_MadeT")
 ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
 
 _owners = itertools.count()
@@ -85,101 +88,16 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
             f"offload_param.device: {settings.offload_param.device} needs the model too: call "
             "swapper.offload(model, optimizer, config) instead of wrap_optimizer"
         )
-    wrapped = _wrap(optimizer, settings)
-    of(wrapped).keep_last = settings.checkpoint.keep_last
-    return wrapped
-
-
-@torch.inference_mode(False)  # What is made here is used outside of that mode too.
-def _wrap(
-    optimizer: _OptimizerT, settings: OffloadConfig, records: Mapping[torch.Tensor, tuple[int, int]] | None = None
-) -> _OptimizerT:
-    _check_is_optimizer(optimizer)
-    if getattr(optimizer, "swapper", None) is not None:
-        raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
-    device = settings.offload_optimizer.device
-    refuse_unsupported(optimizer)
-    moves_gradients = settings.offload_gradient.device == "nvme"
-    if settings.offload_gradient.device == "cpu":
-        moves_gradients = any(is_accelerator(p.device) for p in parameters_of(optimizer))
-        if not moves_gradients:
-            _say_once(
-                "offload_gradient.device: cpu is the same as none for a model on the CPU: its gradients are there"
-            )
-    if settings.offload_param.device == "cpu":
-        if any(is_accelerator(p.device) for p in parameters_of(optimizer)):
-            raise ConfigError(
-                "offload_param.device: cpu is not there yet for a model on a GPU in this version of swapper; use none"
-            )
-        _say_once("offload_param.device: cpu is the same as none for a model on the CPU: its parameters are there")
-    asked = settings.offload_optimizer
-    asks_more = asked.master_weights or asked.step_in_backward or moves_gradients
-    swaps_state = device != "none" or asks_more
-    if swaps_state:
-        refuse_foreach_on_one_memory(optimizer)
-    plan = OptimizerPlan(optimizer, settings, next(_owners), records, swaps_state=swaps_state)
-    if plan.device.type == "meta":
-        raise ConfigError("the parameters are on the meta device and have no values; give the model memory first")
-    pool: BufferPool | GrowingPool
-    if device == "nvme":
-        plan.schedule(settings.pool_bytes)  # Refuses what cannot work before anything is made.
-        shared = Shared.of(settings, plan.device)
-        pool_bytes = settings.pool_bytes - shared.held_bytes
-        wanted_bytes = plan.stored_bytes + plan.scratch_bytes * plan.scratch_count
-        release = shared.hold(plan.schedule(pool_bytes).held_bytes, wanted_bytes)
-        pool, store = shared.pool, shared.store
-    else:
-        if device == "none" and plan.remote:
-            raise ConfigError(
-                "offload_optimizer.device: none can neither keep master weights nor step gradients that are offloaded "
-                "for a model on a GPU; use device: cpu"
-            )
-        pool_bytes = plan.stored_bytes + plan.scratch_bytes * plan.scratch_count
-        pool, store = GrowingPool(pool_bytes, device=plan.device), None
-        release = pool.close
-    try:
-        OptimizerSwapper(optimizer, plan, pool, pool_bytes, store, release)
-    except BaseException:
-        if getattr(optimizer, "swapper", None) is None:  # Else Ctrl-C struck when it was wrapped already.
-            release()
-        raise
-    if moves_gradients:
-        swapper = of(optimizer)
+    with outside_of_inference():  # What is made here is used outside of that mode too.
+        plans = _plan([optimizer], settings, {})
+        budget = _budget(plans, settings, None, Shared.existing(settings))
+        budget.check()
         try:
-            gradients = _swap_gradients(plan, settings)
-            swapper.attach(gradients=gradients)
-            if swapper.backward_steps is not None:
-                gradients.deliver_to(swapper.backward_steps)
+            _wrap(optimizer, plans[0], budget.optimizers[0], settings)
         except BaseException:
-            swapper.unwrap()
+            _unwrap([optimizer])
             raise
     return optimizer
-
-
-def _swap_gradients(plan: OptimizerPlan, settings: OffloadConfig) -> GradientSwapper:
-    parts = plan.gradient_parts()
-    total_bytes, _ = gradient_bytes(parts)
-    stored = settings.offload_gradient.device == "nvme"
-    state_stored = settings.offload_optimizer.device == "nvme"
-    owner, steps = next(_owners), settings.gradient_accumulation_steps
-    if not stored and not state_stored:  # As for state with device: cpu, a pool of the size that is needed.
-        own = BufferPool(max(total_bytes, PAGE_BYTES), device=plan.device)
-        try:
-            return GradientSwapper(parts, owner, steps, own, own.capacity_bytes, None, own.close)
-        except BaseException:
-            own.close()
-            raise
-    shared = Shared.of(settings, plan.device)
-    limit_bytes = settings.pool_bytes - shared.held_bytes
-    if state_stored:
-        schedule = plan.schedule(settings.pool_bytes)
-        limit_bytes -= schedule.pool_bytes - schedule.held_bytes
-    release = shared.hold(0 if stored else total_bytes, total_bytes)
-    try:
-        return GradientSwapper(parts, owner, steps, shared.pool, limit_bytes, shared.store if stored else None, release)
-    except BaseException:
-        release()
-        raise
 
 
 @overload
@@ -222,103 +140,200 @@ def offload(
     settings = _as_config(config)
     _check_is_model(model)
     optimizers, given = _optimizers_of(optimizer)
-    records = None
-    if settings.offload_param.device == "nvme":
-        there = _parameters_on(model, settings)
-        if there is not None:
-            records = there.where()
-        else:
-            _check_can_be_offloaded(model)
-            let_viewed_stay(model.parameters())
-            planned, stays = plan_parameter_records(model, settings.bucket_bytes)
-            summary_of_what_stays(model, planned, stays)  # Refuses before anything is made.
-            records = where(planned)
-    wrapped: list[Optimizer] = []
-    if settings.offload_optimizer.step_in_backward:
-        tensors = dict([*model.named_parameters(), *model.named_buffers()])
-        check_memory(tensors, [p for each in optimizers for p in parameters_of(each)])
-    try:
-        for each in optimizers:
-            _wrap(each, settings, records)
-            wrapped.append(each)
-            of(each).keep_last = settings.checkpoint.keep_last
+    with outside_of_inference():  # What is made here is used outside of that mode too.
         _offload(model, optimizers, settings)
-    except BaseException:
-        for each in wrapped:
-            swapper = getattr(each, "swapper", None)
-            if isinstance(swapper, OptimizerSwapper):
-                swapper.unwrap()
-        raise
     return model, given
 
 
-@torch.inference_mode(False)  # What is made here is used outside of that mode too.
 def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: OffloadConfig) -> None:
-    """Parameters, after the optimizers' state and the gradients."""
-    swappers = [of(optimizer) for optimizer in optimizers]
-    free_bytes, record_bytes, gradient_bytes = settings.pool_bytes, 0, 0
-    stored = settings.offload_optimizer.device == "nvme"  # Else it takes nothing from this pool.
-    all_gradients = [s.gradients for s in swappers if isinstance(s.gradients, GradientSwapper)]
-    for swapper in swappers if stored else ():
-        schedule = swapper._plan.schedule(settings.pool_bytes)
-        free_bytes -= schedule.pool_bytes
-        record_bytes = max(record_bytes, schedule.largest_bytes)
-    for gradients in all_gradients:
-        gradients.watch(model.parameters())
-        free_bytes -= gradients.reserved_bytes
-        gradient_bytes = max(gradient_bytes, gradients.reserved_bytes // IN_FLIGHT)
-    if settings.offload_param.device == "nvme":
-        shared = Shared.of(settings, None)
-        free_bytes -= shared.pool.abandoned_bytes
-        leave_bytes = min(free_bytes // 2, READ_AHEAD * (record_bytes + gradient_bytes))
-        parameters = _parameters_on(model, settings)
+    # First all plans, of parameters before optimizers: buckets of state follow the records of parameters. Up to the
+    # `try` below nothing is made and nothing changes, so there is nothing to undo.
+    swapper = _parameters_on(model, settings)
+    if settings.offload_param.device == "nvme" and swapper is None:
+        _check_can_be_offloaded(model)
+        let_viewed_stay(model.parameters())  # First: the plan counts those of `swapper.init` with views as staying.
+    parameters = _plan_parameters(model, settings)
+    if settings.offload_optimizer.step_in_backward:
+        tensors = dict([*model.named_parameters(), *model.named_buffers()])
+        check_memory(tensors, [p for each in optimizers for p in parameters_of(each)])
+    plans = _plan(optimizers, settings, {} if parameters is None else parameters.where())
+    budget = _budget(plans, settings, parameters, Shared.existing(settings))
+    budget.check()
+    try:
+        # State and gradients leave memory before parameters do: an optimizer that sets itself up then finds parameters
+        # in memory, and does not read each of them from the drive.
+        for optimizer, plan, needs in zip(optimizers, plans, budget.optimizers, strict=True):
+            _wrap(optimizer, plan, needs, settings)
+        for optimizer in optimizers:
+            if isinstance(gradients := of(optimizer).gradients, GradientSwapper):
+                gradients.watch(model.parameters())  # Before parameters are hooked, so that their hooks come after.
+        shares = budget.shares()
         if parameters is not None:
-            parameters.share_pool(free_bytes, leave_bytes)
-        else:
-            release = shared.hold(0, 0)
-            try:
-                parameters = ParameterSwapper(
-                    model,
-                    next(_owners),
-                    settings.bucket_bytes,
-                    free_bytes,
-                    leave_bytes,
-                    settings.offload_param.resident_bytes,
-                    settings.offload_optimizer.step_in_backward,
-                    shared.pool,
-                    shared.store,
+            if swapper is not None:
+                swapper.share_pool(shares.parameters)
+            else:
+                shared = Shared.of(settings, None)
+                release = shared.hold(0, 0)  # Parameters make memory of the pool ready as they come.
+                number, pool, store = next(_owners), shared.pool, shared.store
+                # The last step that can fail. It then gives all values back itself.
+                swapper = _made(
+                    lambda: ParameterSwapper(model, number, parameters, shares.parameters, pool, store, release),
                     release,
                 )
-            except BaseException:
-                release()
-                raise
-            object.__setattr__(model, "swapper", parameters)
-        for swapper in swappers:
-            swapper.attach(parameters=parameters)
-        free_bytes -= parameters.held_bytes_max
-    # Beside what each needs at least. Of the three in flight one is in use.
-    for swapper in swappers if stored else ():
-        swapper.share_pool((IN_FLIGHT - 1) * record_bytes + free_bytes // 2)
-    for gradients in all_gradients:
-        gradients.share_pool(gradients.reserved_bytes + free_bytes // 2)
+                object.__setattr__(model, "swapper", swapper)
+        # Now the swappers get to know each other: until here none depended on one that comes later.
+        for optimizer, needs in zip(optimizers, budget.optimizers, strict=True):
+            each = of(optimizer)
+            if parameters is not None:
+                each.attach(parameters=swapper)
+            if needs.state is not None:
+                each.share_pool(shares.state)
+            if needs.gradients is not None and isinstance(each.gradients, GradientSwapper):
+                each.gradients.share_pool(needs.gradients.pool_bytes + shares.spare)
+    except BaseException:
+        _unwrap(optimizers)
+        raise
+
+
+def _plan(
+    optimizers: Sequence[Optimizer], settings: OffloadConfig, records: Mapping[torch.Tensor, tuple[int, int]]
+) -> list[OptimizerPlan]:
+    """Plan the state of each optimizer. Changes nothing.
+
+    Raises:
+        ConfigError: one cannot be wrapped.
+    """
+    plans: list[OptimizerPlan] = []
+    asked = settings.offload_optimizer
+    for number, optimizer in enumerate(optimizers):
+        _check_is_optimizer(optimizer)
+        if getattr(optimizer, "swapper", None) is not None or any(each is optimizer for each in optimizers[:number]):
+            raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
+        refuse_unsupported(optimizer)
+        on_accelerator = any(is_accelerator(p.device) for p in parameters_of(optimizer))
+        if settings.offload_param.device == "cpu" and on_accelerator:
+            raise ConfigError(
+                "offload_param.device: cpu is not there yet for a model on a GPU in this version of swapper; use none"
+            )
+        for name, what in ("offload_gradient", "gradients"), ("offload_param", "parameters"):
+            if getattr(settings, name).device == "cpu" and not on_accelerator:
+                text = f"{name}.device: cpu is the same as none for a model on the CPU: its {what} are there"
+                warn_once(log, text)
+        device = settings.offload_gradient.device
+        gradients_move = device == "nvme" or (device == "cpu" and on_accelerator)
+        swaps_state = asked.device != "none" or asked.master_weights or asked.step_in_backward or gradients_move
+        if swaps_state:
+            refuse_foreach_on_one_memory(optimizer)
+        plan = OptimizerPlan(optimizer, settings, next(_owners), records, swaps_state=swaps_state)
+        if plan.device.type == "meta":
+            raise ConfigError("the parameters are on the meta device and have no values; give the model memory first")
+        if asked.device == "none" and swaps_state and plan.remote:
+            raise ConfigError(
+                "offload_optimizer.device: none can neither keep master weights nor step gradients that are offloaded "
+                "for a model on a GPU; use device: cpu"
+            )
+        plans.append(plan)
+    return plans
+
+
+def _plan_parameters(model: torch.nn.Module, settings: OffloadConfig) -> ParameterPlan | None:
+    """Plan the parameters that go to the drive, unless they are there already; None if they stay in memory."""
+    if settings.offload_param.device != "nvme":
+        return None
+    if (swapper := _parameters_on(model, settings)) is not None:
+        return swapper.plan
+    resident_bytes, in_backward = settings.offload_param.resident_bytes, settings.offload_optimizer.step_in_backward
+    return plan_parameters(model, settings.bucket_bytes, resident_bytes, in_backward)
+
+
+def _budget(
+    plans: Sequence[OptimizerPlan], settings: OffloadConfig, parameters: ParameterPlan | None, shared: Shared | None
+) -> PoolBudget:
+    stored = settings.offload_gradient.device == "nvme"
+    needs = []
+    for plan in plans:
+        state = plan.schedule() if settings.offload_optimizer.device == "nvme" else None
+        # Without a drive nothing is shared: state and gradients each have a pool that is as large as it has to be.
+        shares = plan.moves_gradients and (stored or state is not None)
+        needs.append(OptimizerNeeds(state, gradient_needs_of(plan.gradient_parts(), stored) if shares else None))
+    least = None if parameters is None else parameters.needs
+    if shared is None:
+        return PoolBudget(settings.pool_bytes, needs, least)
+    return PoolBudget(settings.pool_bytes, needs, least, shared.held_bytes, shared.pool.abandoned_bytes)
+
+
+def _wrap(optimizer: Optimizer, plan: OptimizerPlan, needs: OptimizerNeeds, settings: OffloadConfig) -> None:
+    """Move the state of `optimizer`, and its gradients. After an exception it may be wrapped: see `_unwrap`."""
+    pool: BufferPool | GrowingPool
+    if needs.state is not None:
+        shared = Shared.of(settings, plan.device)  # Makes run directories, engines and the pool, if it is the first.
+        pool_bytes = settings.pool_bytes - shared.held_bytes  # Before `hold`, which counts this optimizer in.
+        release = shared.hold(needs.state.held_bytes, plan.wanted_bytes)
+        pool, store = shared.pool, shared.store
+    else:  # In memory, in a pool that is as large as it has to be.
+        pool_bytes = plan.wanted_bytes
+        pool, store = GrowingPool(pool_bytes, device=plan.device), None
+        release = pool.close
+    try:
+        # Plans files, moves out the state there is, and replaces `step` on the object last. If it fails before that,
+        # the object is as it was, and only the hold on the pool is left to be undone.
+        OptimizerSwapper(optimizer, plan, pool, pool_bytes, store, release)
+    except BaseException:
+        if getattr(optimizer, "swapper", None) is None:  # Else it was wrapped already, and `unwrap` releases.
+            release()
+        raise
+    swapper = of(optimizer)
+    swapper.keep_last = settings.checkpoint.keep_last
+    if plan.moves_gradients:
+        # After the state: gradients are cut as its buckets are, and a step asks the optimizer's swapper for them.
+        gradients = _swap_gradients(plan, needs, settings)
+        swapper.attach(gradients=gradients)
+        if swapper.backward_steps is not None:
+            # Last: from here on a gradient that arrives goes to the steps in backward.
+            gradients.deliver_to(swapper.backward_steps)
+
+
+def _unwrap(optimizers: Iterable[Optimizer]) -> None:
+    """Undo `_wrap` of those that came so far: state and gradients are in memory again, holds on the pool released."""
+    for optimizer in optimizers:
+        swapper = getattr(optimizer, "swapper", None)
+        if isinstance(swapper, OptimizerSwapper):
+            swapper.unwrap()
+
+
+def _swap_gradients(plan: OptimizerPlan, needs: OptimizerNeeds, settings: OffloadConfig) -> GradientSwapper:
+    parts = plan.gradient_parts()
+    owner, steps = next(_owners), settings.gradient_accumulation_steps
+    if needs.gradients is None:  # As for state in memory, a pool that is as large as it has to be.
+        own = BufferPool(max(gradient_needs_of(parts, stored=False).total_bytes, PAGE_BYTES), device=plan.device)
+        return _made(lambda: GradientSwapper(parts, owner, steps, own, own.capacity_bytes, None, own.close), own.close)
+    shared = Shared.of(settings, plan.device)
+    # Not for gradients are what all keep so far, this optimizer's state included, and the records of that in a step.
+    limit_bytes = settings.pool_bytes - shared.held_bytes
+    if needs.state is not None:
+        limit_bytes -= needs.state.pool_bytes - needs.state.held_bytes
+    store = shared.store if needs.gradients.stored else None
+    kept_bytes = 0 if needs.gradients.stored else needs.gradients.total_bytes
+    release = shared.hold(kept_bytes, needs.gradients.total_bytes)
+    return _made(lambda: GradientSwapper(parts, owner, steps, shared.pool, limit_bytes, store, release), release)
+
+
+def _made(make: Callable[[], _MadeT], release: Callable[[], object]) -> _MadeT:
+    """Give what `make` makes; it takes over what `release` undoes, unless it fails."""
+    try:
+        return make()
+    except BaseException:
+        release()
+        raise
 
 
 def _parameters_on(model: torch.nn.Module, settings: OffloadConfig) -> ParameterSwapper | None:
-    """What has the parameters of `model`, if this very config was used."""
+    """Give the swapper that has the parameters of `model`, if it was made with this very config."""
     swapper = vars(model).get("swapper")
     shared = Shared.existing(settings)
     if isinstance(swapper, ParameterSwapper) and shared is not None and swapper.store is shared.store:
         return swapper
     return None
-
-
-_said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        log.warning("%s", text)
 
 
 def _check_can_be_offloaded(model: torch.nn.Module) -> None:
@@ -361,7 +376,7 @@ def init(config: ConfigLike) -> Iterator[None]:
         SwapError: used within itself.
         SwapIOError: the drive failed, or has too little free space.
     """
-    with _nursery(_as_config(config)).building():
+    with _builder(_as_config(config)).building():
         yield
 
 
@@ -390,9 +405,9 @@ def materialize(
         SwapIOError: the drive failed, or has too little free space.
     """
     initialisers = initialisers_of(model, initialiser)
-    nursery = _nursery(_as_config(config))
-    with nursery.building():
-        nursery.materialize(model, initialisers)
+    builder = _builder(_as_config(config))
+    with builder.building():
+        builder.materialize(model, initialisers)
     return model
 
 
@@ -444,8 +459,7 @@ def gathered(
     return homes.gathered(parameters)
 
 
-@torch.inference_mode(False)  # What is made here is used outside of that mode too.
-def _nursery(settings: OffloadConfig) -> Nursery:
+def _builder(settings: OffloadConfig) -> ModelBuilder:
     if settings.offload_param.device != "nvme":
         raise ConfigError(
             f"offload_param.device: {settings.offload_param.device} leaves parameters in memory; set it to nvme, or "
@@ -454,7 +468,9 @@ def _nursery(settings: OffloadConfig) -> Nursery:
     shared = Shared.of(settings, None)
     release = shared.hold(0, 0)
     try:
-        return Nursery(next(_owners), settings.bucket_bytes, settings.pool_bytes, shared.pool, shared.store, release)
+        return ModelBuilder(
+            next(_owners), settings.bucket_bytes, settings.pool_bytes, shared.pool, shared.store, release
+        )
     except BaseException:
         release()
         raise
@@ -517,8 +533,14 @@ def check(
     for each in optimizers:
         _check_is_optimizer(each)
         refuse_unsupported(each)
-    there = _parameters_on(model, settings)
-    report = dry_run(model, optimizers, settings, None if there is None else there.records)
+    parameters = _plan_parameters(model, settings)
+    if parameters is not None and parameters.summary and _parameters_on(model, settings) is None:
+        log.warning("%s", parameters.summary)
+    records = {} if parameters is None else parameters.where()
+    plans = [OptimizerPlan(each, settings, number, records) for number, each in enumerate(optimizers)]
+    budget = _budget(plans, settings, parameters, None)
+    budget.check(as_a_whole=True)
+    report = make_report(model, optimizers, plans, parameters, budget, settings)
     print(report)
     return report
 

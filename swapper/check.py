@@ -1,9 +1,8 @@
-"""`check`: what a run would need and move, found out without doing any of it."""
+"""`swapper.check`: the needs of a run, computed without starting it."""
 
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,32 +11,24 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
-from swapper.errors import ConfigError
-from swapper.gradient.records import can_leave, check_room, gradient_bytes, gradient_pool_bytes
+from swapper.gradient.records import can_leave
+from swapper.gradient.records import needs_of as gradient_needs_of
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
-from swapper.parameter.records import (
-    ParameterRecord,
-    first_of,
-    least_bytes,
-    plan_parameter_records,
-    summary_of_what_stays,
-    where,
-)
+from swapper.parameter.records import ParameterPlan
 from swapper.session import Engines
 from swapper.sizes import format_bytes
-from swapper.storage.runs import check_nvme_paths, file_systems
+from swapper.storage.budget import PoolBudget
+from swapper.storage.mounts import check_nvme_paths, file_systems
 from swapper.storage.speed import measure_speeds
 
-__all__ = ["CheckReport", "DriveReport", "dry_run"]
-
-log = logging.getLogger(__name__)
+__all__ = ["CheckReport", "DriveReport", "make_report"]
 
 _TYPICAL_ENDURANCE_BYTES = 600 * 10**12
 
 
 @dataclass(frozen=True)
 class DriveReport:
-    """What one of several drives would get.
+    """The part of one of several drives.
 
     Attributes:
         path: as in the config.
@@ -54,7 +45,7 @@ class DriveReport:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What a run would need and move, at most; from `check`. All in bytes, except counts.
+    """The needs of a run, and what it would move, at most; from `check`. All in bytes, except counts.
 
     State, traffic and files count each record at its longest; what is written is up to 1.2 % less.
 
@@ -126,83 +117,55 @@ class CheckReport:
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
 
-def dry_run(
+def make_report(
     model: torch.nn.Module,
     optimizers: Sequence[Optimizer],
+    plans: Sequence[OptimizerPlan],
+    parameters: ParameterPlan | None,
+    budget: PoolBudget,
     settings: OffloadConfig,
-    records: Sequence[ParameterRecord] | None = None,
 ) -> CheckReport:
-    """See `swapper.check`.
+    """See `swapper.check`."""
+    state_bytes = sum(plan.stored_bytes for plan in plans)
+    all_parts = [plan.gradient_parts() if plan.moves_gradients else [] for plan in plans]
+    gradient_bytes = [gradient_needs_of(parts, stored=True).total_bytes for parts in all_parts]
+    parameter_bytes = 0 if parameters is None else sum(record.file_bytes for record in parameters.records)
 
-    Args:
-        records: of the model's parameters, if they are on the drive already.
-    """
-    if settings.offload_param.device != "nvme":
-        records = ()
-    elif records is None:
-        records, stays = plan_parameter_records(model, settings.bucket_bytes)
-        if summary := summary_of_what_stays(model, records, stays):
-            log.warning("%s", summary)
-    record_of = where(records)
-    plans = [OptimizerPlan(optimizer, settings, number, record_of) for number, optimizer in enumerate(optimizers)]
-    remote = any(plan.remote for plan in plans)
     state_stored = settings.offload_optimizer.device == "nvme"
     gradients_stored = settings.offload_gradient.device == "nvme"
-    gradients_move = gradients_stored or (settings.offload_gradient.device == "cpu" and remote)
-    all_parts = [plan.gradient_parts() for plan in plans]
-    gradient_total = sum(gradient_bytes(parts)[0] for parts in all_parts) if gradients_move else 0
-    pool_bytes = settings.pool_bytes if state_stored or gradients_stored or records else 0
-    held_bytes = own_bytes = read_bytes = written_bytes = stored_bytes = 0
-    moving_bytes = []  # what each optimizer needs of the pool while it steps
-    for plan, parts in zip(plans, all_parts, strict=True):
-        scratch_bytes = plan.scratch_bytes * plan.scratch_count
-        limit_bytes = settings.pool_bytes - held_bytes
-        moving_bytes.append(0)
-        if state_stored:
-            schedule = plan.schedule(limit_bytes)
-            moving_bytes[-1] += schedule.pool_bytes - schedule.held_bytes
-            held_bytes += schedule.held_bytes
-            limit_bytes -= schedule.pool_bytes
-            read_bytes += plan.stored_bytes - (schedule.held_bytes - scratch_bytes)
-        else:
-            own_bytes += plan.stored_bytes + scratch_bytes
-        if gradients_stored or (gradients_move and state_stored):
-            check_room(parts, gradients_stored, limit_bytes, settings.pool_bytes)
-            moving_bytes[-1] += gradient_pool_bytes(parts, gradients_stored)
-        elif gradients_move:
-            own_bytes += gradient_bytes(parts)[0]
-    # Parameters take what no optimizer needs. Without them optimizers, which step one after another, share their part.
-    needed_bytes = held_bytes + (sum(moving_bytes) if records else max(moving_bytes, default=0))
-    state_bytes = sum(plan.stored_bytes for plan in plans)
+    read_bytes = written_bytes = 0
+    micro_batches = settings.gradient_accumulation_steps
     if state_stored:
-        written_bytes = stored_bytes = state_bytes
+        # Records that stay in the pool are written and not read again.
+        read_bytes = sum(each.state.moving_bytes for each in budget.optimizers if each.state is not None)
+        written_bytes = state_bytes
     if gradients_stored:
         # Of the first micro-batch nothing is read to add to it, but then all for the step.
-        read_bytes += gradient_total * settings.gradient_accumulation_steps
-        written_bytes += gradient_total * settings.gradient_accumulation_steps
-        stored_bytes += gradient_total
-    parameter_bytes = sum(record.file_bytes for record in records)
-    if records:
-        resident = first_of(records, settings.offload_param.resident_bytes)
-        in_backward = settings.offload_optimizer.step_in_backward
-        needed_bytes += least_bytes(model, records, resident, in_backward)[0]
+        read_bytes += sum(gradient_bytes) * micro_batches
+        written_bytes += sum(gradient_bytes) * micro_batches
+    if parameters is not None:
         # In forward and backward of each pass, and for the step; what the pool has room for is not read again.
-        read_bytes += parameter_bytes * (2 * settings.gradient_accumulation_steps + 1)
-        trained = [r for r in records if any(place.parameter.requires_grad for place in r.places)]
+        read_bytes += parameter_bytes * (2 * micro_batches + 1)
+        trained = [r for r in parameters.records if any(each.parameter.requires_grad for each in r.locations)]
         written_bytes += sum(record.file_bytes for record in trained)
-        stored_bytes += parameter_bytes
-        if needed_bytes > settings.pool_bytes:
-            raise ConfigError(
-                f"pool_bytes: {format_bytes(settings.pool_bytes)} are too few; optimizer state, gradients and "
-                f"parameters together need {format_bytes(needed_bytes)}. Set pool_bytes to at least {needed_bytes}"
-            )
+    stored_bytes = parameter_bytes + state_stored * state_bytes + gradients_stored * sum(gradient_bytes)
     drives, free_bytes = _check_drives(settings, stored_bytes) if stored_bytes else ((), -1)
-    if pool_bytes:  # A config also asks for three whole buckets, though the largest of this model may be smaller.
+
+    own_bytes = 0  # of pools for what is not in the shared one
+    for plan, each, moved_bytes in zip(plans, budget.optimizers, gradient_bytes, strict=True):
+        own_bytes += 0 if each.state is not None else plan.wanted_bytes
+        own_bytes += 0 if each.gradients is not None else moved_bytes
+    needed_bytes, pool_bytes = budget.needed_bytes, 0
+    if state_stored or gradients_stored or parameter_bytes:
+        pool_bytes = settings.pool_bytes
+        # A config also asks for three whole buckets, though the largest of this model may be smaller.
         needed_bytes = max(needed_bytes, 3 * settings.bucket_bytes)
-    away = {id(p) for parts in all_parts for _, p, _, _ in parts if can_leave(p)} if gradients_move else set()
-    tensors = [*(p for p in model.parameters() if p not in record_of), *model.buffers()]
-    in_memory = [p for p in model.parameters() if p.requires_grad and id(p) not in away]
-    model_bytes = sum(t.nbytes for t in tensors) + sum(p.nbytes for p in in_memory)
+    swapped = {} if parameters is None else parameters.where()
+    evicted = {id(p) for parts in all_parts for _, p, _, _ in parts if can_leave(p)}
+    in_memory = [*(p for p in model.parameters() if p not in swapped), *model.buffers()]
+    in_memory += [p for p in model.parameters() if p.requires_grad and id(p) not in evicted]  # their gradients
+    model_bytes = sum(tensor.nbytes for tensor in in_memory)
+    host_bytes = 0 if any(plan.remote for plan in plans) else model_bytes
     worn_bytes = written_bytes
     if drives:
         worn_bytes = written_bytes * max(drive.disk_bytes for drive in drives) // max(stored_bytes, 1)
@@ -210,12 +173,12 @@ def dry_run(
         parameter_numel=sum(p.numel() for optimizer in optimizers for p in parameters_of(optimizer)),
         model_bytes=model_bytes,
         state_bytes=state_bytes,
-        gradient_bytes=gradient_total,
+        gradient_bytes=sum(gradient_bytes),
         parameter_bytes=parameter_bytes,
         buckets=sum(len(plan.buckets) for plan in plans),
         pool_bytes=pool_bytes + own_bytes,
         pool_needed_bytes=needed_bytes + own_bytes,
-        host_bytes=(0 if remote else model_bytes) + pool_bytes + own_bytes + 2 * settings.bucket_bytes,
+        host_bytes=host_bytes + pool_bytes + own_bytes + 2 * settings.bucket_bytes,
         disk_bytes=stored_bytes,
         disk_free_bytes=free_bytes,
         step_read_bytes=read_bytes,
@@ -226,7 +189,7 @@ def dry_run(
 
 
 def _check_drives(settings: OffloadConfig, stored_bytes: int) -> tuple[tuple[DriveReport, ...], int]:
-    """What each drive would get, if they are several; and how much all can take."""
+    """The report of each drive, if they are several; and how much all can take."""
     paths = settings.nvme_paths
     check_nvme_paths(paths)
     speeds = [1]

@@ -92,6 +92,24 @@ class SwapIOError(SwapError, OSError):
         return (type(self), arguments)
 
 
+def renewed(
+    error: SwapIOError, *, operation: str = "", path: str | os.PathLike[str] = "", detail: str = ""
+) -> SwapIOError:
+    """The same failure as a new exception: one that was raised keeps the traceback of where that was.
+
+    Args:
+        operation, path, detail: replace those of `error` where they are not empty.
+    """
+    return SwapIOError(
+        error.errno or _errno.EIO,
+        operation or error.operation,
+        path or error.path,
+        error.offset_bytes,
+        error.length_bytes,
+        detail or error.detail,
+    )
+
+
 def show(value: object) -> str:
     """`value` as the user may have written it: one line, and not a page long."""
     text = repr(str(value)) if isinstance(value, os.PathLike) else repr(value)

@@ -1,8 +1,7 @@
-"""What is done when an object dies, or at the end of the program: `weakref.finalize`, also in processes of
-multiprocessing.
+"""`finalizer`: `weakref.finalize` that also runs at the end of processes of multiprocessing.
 
-Those end without calling what `atexit` and `weakref.finalize` have, as do the workers of `torch.multiprocessing` and of
-Lightning's launchers "spawn", "fork" and "notebook".
+Those do not call `atexit` and `weakref.finalize`; nor do the workers of `torch.multiprocessing` and of Lightning's
+launchers "spawn", "fork" and "notebook".
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Counters of what moved and what waited, profiler ranges, and the timeline. Prints nothing."""
+"""Counters of transfers and waits, profiler ranges, and the timeline. Prints nothing."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from swapper.errors import SwapError
 __all__ = ["Metrics", "Moves", "Record", "Stats", "Timeline", "TimelineEvent", "moves_of"]
 
 Record = tuple[int, str, int]
-"""A record as its key has it: whose it is, of which kind ("param", "grad" or "optim"), and which one."""
+"""The key of a record: its owner, its kind ("param", "grad" or "optim"), and its number."""
 
 
 class _Timed(Protocol):
@@ -36,7 +36,7 @@ class TimelineEvent:
         name: "read" and "write" are transfers of a record, "use" is the time in which code may work with its values;
             "swapper.step" is an optimizer's step; "swapper.wait_read", "swapper.wait_write", "swapper.wait_pool" (for
             room) and "swapper.drain" are waits of the thread that trains; any other is from `Timeline.span`.
-        start_s, stop_s: for a transfer, when it began to move and when it was over, whoever looked.
+        start_s, stop_s: of a transfer, from its first byte to its end.
         record: what was moved or used; None for other spans.
         length_bytes: moved; 0 for what is no transfer.
     """
@@ -49,15 +49,15 @@ class TimelineEvent:
 
 
 class Timeline:
-    """Collects what swapping does while it is entered: waits, steps, uses of records, and every transfer of one.
+    """Collects waits, steps, uses of records and all their transfers while it is entered.
 
         with Timeline() as timeline:
             with timeline.span("forward"):
                 loss = model(x)
         timeline.events()
 
-    It is of the whole process, whichever thread works and however many models and optimizers are swapped. An event
-    takes about 200 bytes. While no timeline is entered nothing is collected.
+    It is of the whole process: of all threads, models and optimizers. An event takes about 200 bytes. While no
+    timeline is entered nothing is collected.
     """
 
     def __init__(self) -> None:
@@ -97,7 +97,7 @@ class Timeline:
             self._events.append(TimelineEvent(name, start_s, time.perf_counter()))
 
     def events(self) -> list[TimelineEvent]:
-        """What is over so far, by start. A transfer that is in flight, or a span that is not left, is not there yet."""
+        """Give the events so far, by start: transfers that are complete, and spans that were left."""
         with self._lock:
             self._collect()
             return sorted(self._events, key=lambda event: event.start_s)
@@ -132,7 +132,7 @@ _switching = threading.Lock()
 
 @dataclass
 class Metrics:
-    """What one swapper did since it was made. Bytes are those asked of the drive, headers and padding included."""
+    """Counts the work of one swapper since it was made. Bytes are asked of the drive, with headers and padding."""
 
     steps: int = 0
     bytes_read: int = 0
@@ -191,7 +191,7 @@ class Metrics:
 
 @dataclass(frozen=True)
 class Moves:
-    """What moved between memory and the drive. Sizes are bytes, times seconds.
+    """Transfers between memory and the drive. Sizes are bytes, times seconds.
 
     Attributes:
         bytes_read, bytes_written: asked of the drive, padding included.
@@ -211,7 +211,7 @@ class Moves:
 
 @dataclass(frozen=True)
 class Stats:
-    """What an `OptimizerSwapper` did since it was made. Sizes are bytes, times seconds.
+    """The work of an `OptimizerSwapper` since it was made. Sizes are bytes, times seconds.
 
     Attributes:
         steps: calls of `step()` that were completed.
@@ -249,5 +249,5 @@ class Stats:
 
 
 def moves_of(metrics: Metrics) -> Moves:
-    """What `metrics` has counted of moves."""
+    """Give the part of `metrics` that counts moves."""
     return Moves(**{field.name: getattr(metrics, field.name) for field in dataclasses.fields(Moves)})

@@ -1,18 +1,26 @@
-"""Progress bars on a terminal: tqdm's, without the thread that it starts with its first bar and never ends."""
+"""Progress bars on a terminal: tqdm's, without its thread; and warnings that are logged once."""
 
 from __future__ import annotations
 
+import functools
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from tqdm import tqdm
 
-__all__ = ["ProgressBar", "progress_bar"]
+__all__ = ["ProgressBar", "progress_bar", "warn_once"]
+
+
+@functools.cache
+def warn_once(log: logging.Logger, text: str) -> None:
+    """Log a warning, if this process has not done so before."""
+    log.warning("%s", text)
 
 
 class ProgressBar(tqdm):  # type: ignore[type-arg]  # Subscripts are for type checkers only.
-    """A bar that is drawn again when it is updated, and not by a thread of its own."""
+    """A bar that is drawn when it is updated, and not by a thread that tqdm starts with the first and never ends."""
 
     monitor_interval = 0
 

@@ -1,4 +1,4 @@
-"""What everything made from one `OffloadConfig` object shares: the pool, the engines and the run directories."""
+"""`Shared`: the pool, the engines and the run directories of one `OffloadConfig` object."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -21,7 +22,7 @@ __all__ = ["Engines", "Shared", "close_all"]
 
 
 class Shared:
-    """The pool, engines and run directories of one `OffloadConfig` object, closed when the last optimizer lets go."""
+    """The pool, engines and run directories of one `OffloadConfig` object, closed when the last holder releases it."""
 
     _all: ClassVar[weakref.WeakValueDictionary[int, Shared]] = weakref.WeakValueDictionary()
 
@@ -32,26 +33,20 @@ class Shared:
         self._wanted_bytes = 0
         self._engines = Engines(config)
         self.handles = self._engines.handles
-        try:
-            # The store comes first: what is wrong with a path is said before memory is taken.
-            self.store = TensorStore(
-                config.nvme_paths, _run_name(), _rank(), self.handles, verify=config.verify == "crc32c"
-            )
-            try:
-                self.pool = BufferPool(config.pool_bytes, *self.handles, device=device, ready_bytes=0)
-            except BaseException:
-                self.store.close()
-                raise
-        except BaseException:
-            self._engines.close()
-            raise
+        with ExitStack() as undo:
+            undo.callback(self._engines.close)
+            # The store comes first: an error of a path is raised before memory is taken.
+            verify = config.verify == "crc32c"
+            self.store = TensorStore(config.nvme_paths, _run_name(), _rank(), self.handles, verify=verify)
+            undo.callback(self.store.close)
+            self.pool = BufferPool(config.pool_bytes, *self.handles, device=device, ready_bytes=0)
+            undo.pop_all()
 
     @classmethod
     def of(cls, config: OffloadConfig, device: torch.device | None) -> Shared:
-        """The one of this very object; made if there is none.
+        """Give the one of this very object; make it if there is none.
 
         Args:
-            config: the object.
             device: of tensors that are copied to and from the pool, which is locked for it; None for none.
         """
         shared = cls._all.get(id(config))
@@ -63,15 +58,15 @@ class Shared:
 
     @classmethod
     def existing(cls, config: OffloadConfig) -> Shared | None:
-        """The one of this very object, if there is one."""
+        """Give the one of this very object, if there is one."""
         return cls._all.get(id(config))
 
     @classmethod
     def join(cls, config: OffloadConfig, store: TensorStore) -> bool:
-        """Let `config` share what has `store`, if it asks for the same, but for the accumulation of gradients.
+        """Let `config` share the one that has `store`, if it asks for the same, but for the accumulation of gradients.
 
         Returns:
-            Whether it does now.
+            True if it does now.
         """
         if (existing := cls.existing(config)) is not None:
             return existing.store is store
@@ -89,10 +84,10 @@ class Shared:
         Args:
             held_bytes: the part of the pool that it keeps.
             wanted_bytes: the most of the pool that it can ever use, as far as it is known. Made ready now, so that no
-                step has to; what turns out to be needed beyond it is made ready when it is leased.
+                step has to; memory that turns out to be needed beyond it is made ready when it is leased.
 
         Returns:
-            What lets go; it may be called twice.
+            A function that counts it out again; it may be called twice.
 
         Raises:
             SwapIOError: there is not so much memory.
@@ -120,7 +115,7 @@ class Shared:
         return release
 
     def rest(self) -> None:
-        """Give the pool's memory back to the system, but for what nobody has on a drive, until it is used again."""
+        """Give the pool's memory back to the system until it is used again, except records that no drive has."""
         while self.pool.reclaim():
             pass
         self.pool.trim()
@@ -133,7 +128,7 @@ class Shared:
             self.store.close()
             self.pool.close()
         finally:
-            self._engines.close()
+            self._engines.close()  # Last: the store's files and the pool are registered with them.
 
 
 class _Engine:
@@ -149,8 +144,8 @@ class _Engine:
 
     @classmethod
     def of(cls, settings: AioConfig, drive: object) -> _Engine:
-        """The one of these settings on this drive, made if there is none that works."""
-        # What makes it, too: tests put others there. A forked child has none of the parent's.
+        """Give the one of these settings on this drive; make it if there is none that works."""
+        # The class is part of the key, because tests replace it; the process too: a child cannot use its parent's.
         key = (AsyncIOHandle, settings, drive, os.getpid())
         with cls._lock:
             engine = cls._all.get(key)
@@ -176,7 +171,7 @@ class _Engine:
             return engine
 
     def close(self) -> None:
-        """Have one user less. The last ends it, which raises what failed and nobody has waited for, whosever it was."""
+        """Have one user less. The last closes it, which raises a failure that nobody has waited for, of any user."""
         with self._lock:
             self._users -= 1
             if self._users > 0:
@@ -189,8 +184,7 @@ class _Engine:
 class Engines:
     """An engine for each drive of a config, so that a slow one does not hold the queue of a fast one.
 
-    Those of equal settings on one drive are one engine, also of several configs: several models, or fits one after the
-    other of which the earlier are still there. It ends when the last of them lets go.
+    Configs of equal settings share the engine of a drive: several models, or fits of which the earlier still live.
 
     Attributes:
         handles: in the order of `nvme_paths`.
@@ -198,16 +192,15 @@ class Engines:
 
     def __init__(self, config: OffloadConfig) -> None:
         self._engines: list[_Engine] = []
-        try:
+        with ExitStack() as undo:
+            undo.callback(self.close)
             for drive in _drives(config.nvme_paths):
                 self._engines.append(_Engine.of(config.aio, drive))
-        except BaseException:
-            self.close()
-            raise
+            undo.pop_all()
         self.handles = [engine.handle for engine in self._engines]
 
     def close(self) -> None:
-        """Let go of all. Raises as `close_all`. Idempotent."""
+        """Release all. Raises as `close_all`. Idempotent."""
         engines, self._engines = self._engines, []
         close_all(engines)
 
@@ -217,7 +210,7 @@ class _Closes(Protocol):
 
 
 def close_all(opened: Sequence[_Closes]) -> None:
-    """Close each, whatever the others raise; then raise what the first did."""
+    """Close each, whatever the others raise; then raise the first exception."""
     failures: list[BaseException] = []
     for each in opened:
         try:
@@ -229,7 +222,7 @@ def close_all(opened: Sequence[_Closes]) -> None:
 
 
 def _drives(paths: Sequence[Path]) -> list[object]:
-    """What tells the drives of `paths` apart. Several paths of one config are taken for several drives in any case."""
+    """Give each of `paths` a key of its drive. Several paths of one config are taken for several drives in any case."""
     drives: list[object] = []
     for path in paths:
         try:

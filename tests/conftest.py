@@ -18,9 +18,11 @@ import torch
 
 from swapper.io import _native
 
-# Support modules that define fixtures, and those whose asserts shall say what differs.
-pytest_plugins = ["drives", "mock_cufile", "snapshots"]
-pytest.register_assert_rewrite("checkpoints", "command", "gradient_twins", "isolation", "training", "twins")
+# Support modules that define fixtures and hooks, and those whose asserts shall say what differs.
+pytest_plugins = ["drives", "measuring", "mock_cufile", "sampling", "snapshots", "turns"]
+pytest.register_assert_rewrite(
+    "checkpoints", "command", "configs", "deepnvme_programs", "gradient_twins", "isolation", "training", "twins"
+)
 
 
 # By `make sanitize`: AddressSanitizer's run-time is then in this process, and never otherwise.

@@ -18,7 +18,8 @@ MOST_NAMES = 30
 """Packages, modules and files in `swapper/` itself."""
 
 INSIDE: dict[str, set[str]] = {
-    "io.bounce": {"io.devices"},
+    "io.host_handle": {"io._native", "io.backends", "io.file", "io.transfer"},
+    "io.bounce": {"io.devices", "io.transfer"},
     "io.host_memory": {"io._native"},
     "io.checksums": {"io.host_memory", "io._native"},
     "optimizer.cuts": set(),
@@ -29,7 +30,18 @@ INSIDE: dict[str, set[str]] = {
 }
 """Module: all that it may import of its own package, where a package has layers of its own that matter."""
 
-NATIVE = {"io.handle", "io.gds", "io.checksums", "io.host_memory", "optimizer.master_codec", "storage.buffers"}
+NATIVE = {
+    "io.handle",
+    "io.gds",
+    "io.backends",
+    "io.file",
+    "io.transfer",
+    "io.host_handle",
+    "io.checksums",
+    "io.host_memory",
+    "optimizer.master_codec",
+    "storage.buffers",
+}
 """Modules that import the native core, or take names of it from those that do."""
 
 PURE = {"errors", "optimizer.cuts", "storage.layout", "storage.schedule"}
@@ -39,6 +51,51 @@ PURE_MODULES = {
     *("__future__", "collections", "dataclasses", "enum", "errno"),
     *("functools", "itertools", "json", "math", "typing"),
 }
+
+
+MOST_LINES = 600
+
+STILL_LONGER = {
+    "checkpoint.values",
+    "config.settings",
+    "gradient.swapper",
+    "optimizer.segments",
+    "optimizer.swapper",
+    "parameter.swapper",
+}
+"""To be emptied."""
+
+RETIRED = {
+    "away": "evicted",
+    "dry_run": "check",
+    "endings": "finalizers",
+    "free_up": "reclaim",
+    "hand_over_to": "release",
+    "heap": "malloc_trim",
+    "lasting": "mapped_copies",
+    "let_go": "release",
+    "lose": "discard",
+    "nursery": "building",
+    "part_with": "release",
+    "saved_places": "saved_tensors",
+    "settle": "wait, flush or close",
+    "shed": "evict or drop",
+    "spares": "recycled_files",
+    "surrender": "release",
+    "trial": "probe",
+    "unhold": "release",
+    "unswapped": "plain",
+}
+"""Words that no name in `swapper/` has any more, and the words to use: see the table of words in ARCHITECTURE.md."""
+
+STILL_SAID = {
+    "away": {"gradient", "optimizer"},
+    "dry_run": {"cli"},  # In `cli` it is an option of `swapper clean`, as users know it.
+    "lose": {"gradient"},
+    "settle": {"gradient", "io", "storage"},
+    "trial": {"optimizer"},
+}
+"""The packages in which a retired word is still said. To be emptied, but for what users know."""
 
 
 class Row(NamedTuple):
@@ -191,6 +248,36 @@ def test_a_package_says_its_purpose_and_holds_names_only(module: str) -> None:
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         names = isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in ("__all__", "__version__")
         assert docstring or names or isinstance(node, ast.ImportFrom), ast.unparse(node)
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_is_not_long(module: str) -> None:
+    lines = len(MODULES[module].read_text().splitlines())
+    assert lines <= MOST_LINES or module in STILL_LONGER, f"swapper.{module} has {lines} lines: split it by noun"
+
+
+def defined(path: Path) -> Iterator[tuple[str, int]]:
+    """All names that a file gives to something, and their lines."""
+    yield path.stem, 1
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                yield node.name, node.lineno
+            case ast.arg():
+                yield node.arg, node.lineno
+            case ast.Name(ctx=ast.Store()):
+                yield node.id, node.lineno
+            case ast.Attribute(ctx=ast.Store()):
+                yield node.attr, node.lineno
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_no_name_has_a_retired_word(module: str) -> None:
+    for name, line in defined(MODULES[module]):
+        words = "_".join(re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)).lower()
+        for word, instead in RETIRED.items():
+            if f"_{word}_" in f"_{words}_" and package_of(module) not in STILL_SAID.get(word, ()):
+                raise AssertionError(f"swapper.{module}, line {line}: {name}; say {instead} instead of {word}")
 
 
 def test_nothing_is_submitted_inside_an_assert() -> None:

@@ -1,14 +1,15 @@
-"""What a directory offers: its file system, by a file made there; and its drives, as the kernel describes them."""
+"""Looks at a directory: its file system, by a file made there, and its drives, as the kernel describes them."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import shlex
 import stat
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,13 +17,27 @@ import torch
 from swapper.bench import machine
 from swapper.bench.machine import read_int, read_text
 from swapper.errors import SwapError, SwapIOError
-from swapper.io.handle import AsyncIOHandle, File
-from swapper.storage.runs import Mount, RunState, find_runs, mount_of
+from swapper.io.handle import AsyncIOHandle
+from swapper.storage.mounts import Mount, mount_of
+from swapper.storage.runs import RunState, find_runs
 
 __all__ = ["Directory", "Drive", "look_at_directory"]
 
-_TRIAL_BYTES = 1 << 20
+_PROBE_BYTES = 1 << 20
 _VIRTUAL_MAKERS = ("QEMU", "VMware", "VBOX", "Virtual", "Msft", "Xen")
+_KINDS_BY_NAME = {
+    r"z?ram\d+": "memory",
+    r"loop\d+": "loop",
+    r"(nbd|rbd)\d+": "network",
+    r"mmcblk\d+": "MMC",
+    r"x?vd.*": "virtual",
+}
+_KINDS_BY_PATH = {
+    r"/usb\d+/": "USB",
+    r"/ata\d+/": "SATA",
+    r"/end_device-": "SAS",
+    r"/virtio\d+/": "virtual",
+}
 
 
 @dataclass(frozen=True)
@@ -49,9 +64,9 @@ class Drive:
     members: list[Drive]
 
 
-@dataclass(frozen=True)
+@dataclass
 class Directory:
-    """What a directory offers to a run that keeps its files there. What could not be found out is None.
+    """A directory, as a run that keeps its files there finds it. What could not be found out is None.
 
     Attributes:
         error: why no file could be made there, written and read; "" if one could. If not, `direct` and what
@@ -65,65 +80,41 @@ class Directory:
     """
 
     path: str
-    error: str
-    change: str
-    file_system: str | None
-    mount_point: str | None
-    source: str | None
-    direct: bool | None
-    direct_reason: str
-    alignment_bytes: int | None
-    memory_alignment_bytes: int | None
-    preallocated: bool | None
-    preallocate_reason: str
-    free_bytes: int | None
-    total_bytes: int | None
-    stale_bytes: int | None
-    drives: list[Drive]
-
-
-@dataclass(frozen=True)
-class _FileTrial:
+    error: str = ""
+    change: str = ""
+    file_system: str | None = None
+    mount_point: str | None = None
+    source: str | None = None
     direct: bool | None = None
     direct_reason: str = ""
     alignment_bytes: int | None = None
     memory_alignment_bytes: int | None = None
     preallocated: bool | None = None
     preallocate_reason: str = ""
+    free_bytes: int | None = None
+    total_bytes: int | None = None
+    stale_bytes: int | None = None
+    drives: list[Drive] = field(default_factory=list)
 
 
 def look_at_directory(path: Path) -> Directory:
     """Make a file in `path`, write to it, read it and remove it; look at the rest."""
-    trial, error, change = _FileTrial(), "", ""
+    found = Directory(str(path))
     try:
         if not stat.S_ISDIR(os.stat(path).st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
-        trial = _try_file(path)
+        _probe_file(path, found)
     except (SwapError, OSError) as failure:
-        error, change = _explained(path, failure)
-    try:
-        mount = mount_of(path)
-        space = os.statvfs(path)
-    except OSError:
-        mount = space = None
-    return Directory(
-        path=str(path),
-        error=error,
-        change=change,
-        file_system=mount.kind if mount else None,
-        mount_point=mount.mount_point if mount else None,
-        source=mount.source if mount else None,
-        direct=trial.direct,
-        direct_reason=trial.direct_reason,
-        alignment_bytes=trial.alignment_bytes,
-        memory_alignment_bytes=trial.memory_alignment_bytes,
-        preallocated=trial.preallocated,
-        preallocate_reason=trial.preallocate_reason,
-        free_bytes=space.f_bavail * space.f_frsize if space else None,
-        total_bytes=space.f_blocks * space.f_frsize if space else None,
-        stale_bytes=_stale_bytes(path),
-        drives=_drives(mount) if mount else [],
-    )
+        found.error, found.change = _explained(path, failure)
+    with contextlib.suppress(OSError):
+        mount, space = mount_of(path), os.statvfs(path)
+        found.free_bytes, found.total_bytes = space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+        if mount is not None:
+            found.file_system, found.mount_point, found.source = mount.kind, mount.mount_point, mount.source
+            found.drives = _drives(mount)
+    with contextlib.suppress(SwapIOError):
+        found.stale_bytes = sum(run.size_bytes or 0 for run in find_runs(path) if run.state is RunState.STALE)
+    return found
 
 
 def _explained(path: Path, failure: Exception) -> tuple[str, str]:
@@ -139,45 +130,28 @@ def _explained(path: Path, failure: Exception) -> tuple[str, str]:
     return reason, "name another directory"
 
 
-def _try_file(path: Path) -> _FileTrial:
+def _probe_file(path: Path, found: Directory) -> None:
+    """Note in `found` what a file in `path` can do, once it was written and read."""
     descriptor, name = tempfile.mkstemp(prefix=".swapper-report-", dir=path)
     try:
         with AsyncIOHandle(queue_depth=8) as handle, handle.open(name, "rw") as file:
-            _write_and_read(handle, file)
-            preallocated, preallocate_reason = None, ""
+            # One page, on the way that transfers go: some file systems open a file for O_DIRECT, then refuse to use it.
+            page = torch.arange(4096).to(torch.uint8)
+            back = torch.zeros_like(page)
+            handle.write(file, page).wait()
+            handle.read(file, back).wait()
+            if not torch.equal(page, back):
+                raise SwapError("what was written is not what was read: do not trust this drive")
             try:
-                preallocated = file.preallocate(_TRIAL_BYTES)
-                preallocate_reason = "" if preallocated else "the file system cannot"
+                found.preallocated = file.preallocate(_PROBE_BYTES)
+                found.preallocate_reason = "" if found.preallocated else "the file system cannot"
             except SwapIOError as error:  # As on a full drive.
-                preallocate_reason = str(error)
-            return _FileTrial(
-                direct=file.direct,
-                direct_reason=file.direct_reason,
-                alignment_bytes=file.alignment_bytes,
-                memory_alignment_bytes=file.memory_alignment_bytes,
-                preallocated=preallocated,
-                preallocate_reason=preallocate_reason,
-            )
+                found.preallocate_reason = str(error)
+            found.direct, found.direct_reason = file.direct, file.direct_reason
+            found.alignment_bytes, found.memory_alignment_bytes = file.alignment_bytes, file.memory_alignment_bytes
     finally:
         os.close(descriptor)
         os.unlink(name)
-
-
-def _write_and_read(handle: AsyncIOHandle, file: File) -> None:
-    """One page, on the way that transfers go: some file systems open a file for O_DIRECT and then refuse to use it."""
-    page = torch.arange(4096).to(torch.uint8)
-    back = torch.zeros_like(page)
-    handle.write(file, page).wait()
-    handle.read(file, back).wait()
-    if not torch.equal(page, back):
-        raise SwapError("what was written is not what was read: do not trust this drive")
-
-
-def _stale_bytes(path: Path) -> int | None:
-    try:
-        return sum(run.size_bytes or 0 for run in find_runs(path) if run.state is RunState.STALE)
-    except SwapIOError:
-        return None
 
 
 # --- Block devices -------------------------------------------------------------------------------------------------
@@ -204,12 +178,6 @@ def _drive(block: Path) -> Drive:
         block = block.parent
     schedulers = (read_text(block / "queue/scheduler") or "").split()
     rotating = read_int(block / "queue/rotational")
-    kilobytes = read_int(block / "queue/max_sectors_kb")
-    hardware_kilobytes = read_int(block / "queue/max_hw_sectors_kb")
-    try:
-        members = sorted(member.resolve() for member in (block / "slaves").iterdir())
-    except OSError:
-        members = []
     return Drive(
         name=block.name,
         kind=_kind(block),
@@ -217,10 +185,15 @@ def _drive(block: Path) -> Drive:
         rotating=None if rotating is None else rotating == 1,
         scheduler=next((word.strip("[]") for word in schedulers if word.startswith("[")), None),
         schedulers=[word.strip("[]") for word in schedulers],
-        max_request_bytes=None if kilobytes is None else kilobytes << 10,
-        max_hardware_request_bytes=None if hardware_kilobytes is None else hardware_kilobytes << 10,
-        members=[_drive(member) for member in members],
+        max_request_bytes=_kibibytes(block / "queue/max_sectors_kb"),
+        max_hardware_request_bytes=_kibibytes(block / "queue/max_hw_sectors_kb"),
+        members=[_drive(member) for member in sorted(member.resolve() for member in (block / "slaves").glob("*"))],
     )
+
+
+def _kibibytes(path: Path) -> int | None:
+    count = read_int(path)
+    return None if count is None else count << 10
 
 
 def _model(block: Path) -> str | None:
@@ -243,18 +216,12 @@ def _kind(block: Path) -> str:
     if name.startswith("dm-"):
         maker = (read_text(block / "dm/uuid") or "").partition("-")[0]
         return {"LVM": "LVM", "CRYPT": "encrypted"}.get(maker, "mapped")
-    by_name = {"zram": "memory", "ram": "memory", "loop": "loop", "nbd": "network", "rbd": "network", "mmcblk": "MMC"}
-    for prefix, kind in by_name.items():
-        if re.fullmatch(prefix + r"\d+", name):
+    for pattern, kind in _KINDS_BY_NAME.items():
+        if re.fullmatch(pattern, name):
             return kind
-    if name.startswith(("vd", "xvd")) or any(maker in (_model(block) or "") for maker in _VIRTUAL_MAKERS):
+    if any(maker in (_model(block) or "") for maker in _VIRTUAL_MAKERS):
         return "virtual"
-    for sign, kind in (
-        (r"/usb\d+/", "USB"),
-        (r"/ata\d+/", "SATA"),
-        (r"/end_device-", "SAS"),
-        (r"/virtio\d+/", "virtual"),
-    ):
-        if re.search(sign, path):
+    for pattern, kind in _KINDS_BY_PATH.items():
+        if re.search(pattern, path):
             return kind
     return "SCSI" if name.startswith("sd") else "other"

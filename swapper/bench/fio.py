@@ -27,24 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from swapper.bench.measure import Contestant, ContestantFailed, Timing, account_bytes
+from swapper.bench.site import EngineSettings
 from swapper.bench.witness import Operation
 
-__all__ = ["ENGINES", "Fio", "FioProgram", "find_fio"]
+__all__ = ["ENGINES", "Fio", "FioProgram", "find_fio", "fio_contestants"]
 
 ENGINES = ("libaio", "io_uring")
-"""Those of fio's engines that keep many requests in flight from one thread."""
+"""fio's engines that keep many requests in flight from one thread."""
 
 _COMMON = (
-    "--thread",
-    "--direct=1",
-    "--output-format=json",
-    "--overwrite=1",
-    "--fallocate=none",
-    "--invalidate=0",
-    "--scramble_buffers=0",
-    "--gtod_reduce=1",
-    "--disk_util=0",
-    "--iomem_align=2m",
+    *("--thread", "--direct=1", "--output-format=json", "--overwrite=1", "--fallocate=none", "--invalidate=0"),
+    *("--scramble_buffers=0", "--gtod_reduce=1", "--disk_util=0", "--iomem_align=2m"),
 )
 _REGISTERED = ("--fixedbufs=1", "--registerfiles=1", "--nonvectored=1")
 _HUGE_PAGES = "glibc.malloc.hugetlb=1"
@@ -52,7 +45,7 @@ _HUGE_PAGES = "glibc.malloc.hugetlb=1"
 
 @dataclass(frozen=True)
 class FioProgram:
-    """Where it is, and what it calls itself: "fio-3.33"."""
+    """Its path, and the version that it prints: "fio-3.33"."""
 
     path: str
     version: str
@@ -70,16 +63,27 @@ def find_fio() -> FioProgram | None:
     return FioProgram(path, ended.stdout.strip()) if ended.returncode == 0 else None
 
 
+def fio_contestants(
+    program: FioProgram,
+    operations: Sequence[Operation],
+    files: Sequence[Path],
+    length_bytes: int,
+    settings: EngineSettings,
+) -> list[Contestant]:
+    """fio with each of `ENGINES`, for each operation; the arguments are those of `Fio`."""
+    return [
+        Fio(program, engine, operation, files, length_bytes, settings) for engine in ENGINES for operation in operations
+    ]
+
+
 class Fio(Contestant):
     """One run of fio over existing files, in turn block by block.
 
     Args:
         program: from `find_fio`.
         engine: one of `ENGINES`.
-        operation, files, length_bytes: as for `Contestant`; the length is a multiple of `block_bytes`.
-        block_bytes: of one request.
-        queue_depth: requests in flight, per thread.
-        threads: for each file.
+        operation, files, length_bytes: as for `Contestant`; the length is a multiple of the block.
+        settings: of ours; its threads are for each file.
     """
 
     def __init__(
@@ -89,41 +93,34 @@ class Fio(Contestant):
         operation: Operation,
         files: Sequence[Path],
         length_bytes: int,
-        *,
-        block_bytes: int,
-        queue_depth: int,
-        threads: int,
+        settings: EngineSettings,
     ) -> None:
         super().__init__(f"fio {engine}", operation, files, length_bytes)
         self._program = program
         self._engine = engine
-        self._block_bytes = block_bytes
-        self._queue_depth = queue_depth
-        self._threads = threads
+        self._settings = settings
         self._registered = engine == "io_uring"
 
     def command(self) -> list[str]:
         """The command line of the next run."""
         mode = ("--rw=write",) if self.operation == "write" else ("--rw=rw", "--rwmixread=100")
-        command = [self._program.path, *_COMMON, *mode, f"--ioengine={self._engine}"]
-        depth = self._queue_depth * self._threads * len(self.files)
-        command += [f"--bs={self._block_bytes}", f"--iodepth={depth}"]
-        if self._registered:
-            command += _REGISTERED
+        depth = self._settings.queue_depth * self._settings.threads * len(self.files)
         # A backslash and a colon have a meaning in a list of names.
         names = [str(path).replace("\\", "\\\\").replace(":", "\\:") for path in self.files]
-        command += [f"--filename={':'.join(names)}", f"--size={self.moved_bytes}", "--name=bench"]
-        return command
+        return [
+            *(self._program.path, *_COMMON, *mode, *(_REGISTERED if self._registered else ())),
+            *(f"--ioengine={self._engine}", f"--bs={self._settings.block_bytes}", f"--iodepth={depth}"),
+            *(f"--filename={':'.join(names)}", f"--size={self.moved_bytes}", "--name=bench"),
+        ]
 
     def run(self) -> Timing:
         """Raises ContestantFailed with what fio said."""
         before = resource.getrusage(resource.RUSAGE_CHILDREN)
         ended = self._start()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
         if ended.returncode != 0 and self._registered:
             self._registered = False  # As where RLIMIT_MEMLOCK is less than what is in flight.
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
-            ended = self._start()
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            return self.run()
         if ended.returncode != 0:
             lines = (ended.stderr.strip() or ended.stdout.strip() or "it said nothing").splitlines()
             raise ContestantFailed(f"{self.name} failed with exit status {ended.returncode}: {lines[-1]}")

@@ -1,4 +1,4 @@
-"""What this machine is and allows, by looking and by trying. What cannot be found out is None, never an error."""
+"""Looks at this machine, and tries what it allows. What cannot be found out is None, never an error."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ import torch
 
 from swapper.errors import SwapError
 from swapper.io.handle import AsyncIOHandle, Slab
-from swapper.storage.runs import mounts
+from swapper.storage.mounts import mounts
 
 __all__ = [
     "CudaDevice",
     "Limits",
     "Machine",
-    "SlabTrial",
+    "SlabProbe",
     "cuda_devices",
     "has_nvidia_driver",
     "limits",
     "machine",
+    "probe_slab",
     "read_int",
     "read_text",
     "swapper_version",
-    "try_slab",
 ]
 
 ROOT = Path("/")
@@ -158,34 +158,26 @@ def _memory_limit() -> tuple[int | None, int | None]:
     """Version of the cgroup that holds the memory controller, and the lowest limit on the way up from this process."""
     paths = {}  # controller, or "" for version 2: path
     for line in (read_text(PROC / "self/cgroup") or "").splitlines():
-        _, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        for controller in controllers.split(","):
-            paths[controller] = path
-    version, file, path = (
-        (1, "memory.limit_in_bytes", paths["memory"]) if "memory" in paths else (2, "memory.max", paths.get("", ""))
-    )
+        controllers, _, path = line.partition(":")[2].partition(":")
+        paths.update(dict.fromkeys(controllers.split(","), path))
+    version, file, path = 2, "memory.max", paths.get("", "")
+    if "memory" in paths:
+        version, file, path = 1, "memory.limit_in_bytes", paths["memory"]
     kind = "cgroup" if version == 1 else "cgroup2"
     for mount in mounts(PROC / "self/mountinfo"):
         if mount.kind != kind or (version == 1 and "memory" not in mount.options.split(",")):
             continue
-        found = []
-        seen = False
         top = Path(mount.mount_point)
         # In a container the path may be the host's, of which the mount shows a part.
         below = path.removeprefix(mount.root) if path.startswith(mount.root) else ""
         at = top / below.strip("/")
-        for directory in (at, *at.parents):
-            text = read_text(directory / file)
-            seen = seen or text is not None
-            # Version 1 says "no limit" with the largest number there is.
-            if text is not None and text.isdecimal() and int(text) < 1 << 60:
-                found.append(int(text))
-            if directory == top:
-                break
+        way_up = [at, *(parent for parent in at.parents if parent.is_relative_to(top))]
+        texts = [text for directory in way_up if (text := read_text(directory / file)) is not None]
         # The root of version 2 has no such file, and no limit.
-        if seen or (version == 2 and at == top):
-            return version, min(found, default=None)
+        if texts or (version == 2 and at == top):
+            # Version 1 says "no limit" with the largest number there is.
+            limits = [int(text) for text in texts if text.isdecimal() and int(text) < 1 << 60]
+            return version, min(limits, default=None)
     return None, None
 
 
@@ -194,7 +186,7 @@ def _memory_limit() -> tuple[int | None, int | None]:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the kernel allows this process.
+    """The kernel's limits for this process.
 
     Attributes:
         memlock_bytes, memlock_hard_bytes: RLIMIT_MEMLOCK; None is unlimited.
@@ -214,15 +206,14 @@ class Limits:
 
 def limits() -> Limits:
     """Look at what is allowed."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    soft, hard = (None if n == resource.RLIM_INFINITY else n for n in resource.getrlimit(resource.RLIMIT_MEMLOCK))
     status = _fields(read_text(PROC / "self/status"))
     capabilities = status.get("CapEff", "")
+    is_number = re.fullmatch("[0-9a-f]+", capabilities) is not None
     return Limits(
-        memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
-        memlock_hard_bytes=None if hard == resource.RLIM_INFINITY else hard,
-        may_lock_any=(
-            bool(int(capabilities, 16) >> _CAP_IPC_LOCK & 1) if re.fullmatch("[0-9a-f]+", capabilities) else None
-        ),
+        memlock_bytes=soft,
+        memlock_hard_bytes=hard,
+        may_lock_any=bool(int(capabilities, 16) >> _CAP_IPC_LOCK & 1) if is_number else None,
         aio_max_nr=read_int(PROC / "sys/fs/aio-max-nr"),
         aio_nr=read_int(PROC / "sys/fs/aio-nr"),
         io_uring_disabled=read_int(PROC / "sys/kernel/io_uring_disabled"),
@@ -231,13 +222,13 @@ def limits() -> Limits:
 
 
 @dataclass(frozen=True)
-class SlabTrial:
-    """What became of a slab like those that a pool is made of.
+class SlabProbe:
+    """The result of trying a slab like those that a pool is made of.
 
     Attributes:
-        allocated: whether there was so much memory.
-        locked: whether it is page-locked (mlock).
-        registered: whether io_uring took it.
+        allocated: there was so much memory.
+        locked: it is page-locked (mlock).
+        registered: io_uring took it.
         reason, lock_reason, register_reason: why not; "" where it did.
         huge_bytes: how much of it is huge pages.
         transparent_hugepage: the kernel's setting: "always", "madvise" or "never".
@@ -254,7 +245,7 @@ class SlabTrial:
     transparent_hugepage: str | None
 
 
-def try_slab(length_bytes: int = SLAB_BYTES) -> SlabTrial:
+def probe_slab(length_bytes: int = SLAB_BYTES) -> SlabProbe:
     """Allocate a slab, lock it, register it, and see what pages it got. It is gone when this returns."""
     setting = re.search(r"\[(\w+)\]", read_text(SYS / "kernel/mm/transparent_hugepage/enabled") or "")
     hugepage = setting[1] if setting else None
@@ -262,27 +253,17 @@ def try_slab(length_bytes: int = SLAB_BYTES) -> SlabTrial:
         slab = Slab(length_bytes)
     except (SwapError, OSError) as error:
         reason = str(error)
-        return SlabTrial(length_bytes, False, reason, False, reason, False, reason, None, hugepage)
+        return SlabProbe(length_bytes, False, reason, False, reason, False, reason, None, hugepage)
     register_reason = ""
     try:
         with AsyncIOHandle(queue_depth=8) as handle:
             if not handle.register(slab):
-                register_reason = next(
-                    (refusal.reason for refusal in handle.refusals if refusal.backend == "uring+fixed"), "unknown"
-                )
+                reasons = {refusal.backend: refusal.reason for refusal in handle.refusals}
+                register_reason = reasons.get("uring+fixed", "unknown")
     except (SwapError, OSError) as error:
         register_reason = str(error)
-    return SlabTrial(
-        length_bytes=length_bytes,
-        allocated=True,
-        reason="",
-        locked=slab.locked,
-        lock_reason=slab.lock_reason,
-        registered=not register_reason,
-        register_reason=register_reason,
-        huge_bytes=_huge_bytes(slab.address),
-        transparent_hugepage=hugepage,
-    )
+    locks, registers = (slab.locked, slab.lock_reason), (not register_reason, register_reason)
+    return SlabProbe(length_bytes, True, "", *locks, *registers, _huge_bytes(slab.address), hugepage)
 
 
 def _huge_bytes(address: int) -> int | None:
@@ -323,5 +304,5 @@ def cuda_devices() -> tuple[list[CudaDevice], str]:
 
 
 def has_nvidia_driver() -> bool:
-    """Whether there is a GPU driver, with or without a torch that uses it."""
+    """True if there is a GPU driver, with or without a torch that uses it."""
     return (PROC / "driver/nvidia").exists()

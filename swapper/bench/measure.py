@@ -1,4 +1,4 @@
-"""Contestants that move the same bytes in turn, and what the clock and the kernel say of each.
+"""Contestants that move the same bytes in turn, measured by the clock and by the kernel's accounts.
 
 Wall time is that of moving: opening, allocating memory and registering it come before. CPU time is user + kernel of the
 whole process, I/O threads included. What the kernel does on threads of its own (write-back, interrupts) is in nobody's.
@@ -10,14 +10,15 @@ import os
 import random
 import resource
 import statistics
+import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from swapper.bench.witness import Operation, Proof, Witness
 from swapper.errors import SwapError
+from swapper.progress import ProgressBar
 
 __all__ = [
     "Contestant",
@@ -27,6 +28,7 @@ __all__ = [
     "Timing",
     "account_bytes",
     "alternate",
+    "best_fio",
     "drop_from_cache",
     "time_here",
 ]
@@ -53,7 +55,7 @@ class Timing:
     synced: bool = False
 
 
-class Contestant(ABC):
+class Contestant:
     """One way to move `length_bytes` to or from each of `files`.
 
     Args:
@@ -80,20 +82,24 @@ class Contestant(ABC):
             if path.exists():
                 drop_from_cache(path)
 
-    @abstractmethod
     def run(self) -> Timing:
-        """Move the bytes.
+        """Move the bytes, in this process if a subclass does not say otherwise.
 
         Raises:
-            ContestantFailed: it could not.
+            ContestantFailed: another program or library could not. Other errors as from the transfers.
         """
+        return time_here(self.operation, self.move)
 
-    def finish(self) -> None:  # noqa: B027
+    def move(self) -> bool:
+        """Move the bytes of one run; return True if what was written was synced."""
+        raise NotImplementedError
+
+    def finish(self) -> None:
         """After each run and its proof, not timed; also after one that failed."""
 
 
 def drop_from_cache(path: Path) -> None:
-    """Write back what is dirty of a file and ask the kernel to forget it. Whether it did is for `Witness` to see."""
+    """Write back what is dirty of a file and ask the kernel to forget it. `Witness` sees if it did."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)
@@ -114,19 +120,14 @@ def time_here(operation: Operation, move: Callable[[], bool]) -> Timing:
     synced = move()
     seconds = time.perf_counter() - start_s
     after = resource.getrusage(resource.RUSAGE_SELF)
-    return Timing(
-        seconds=seconds,
-        cpu_s=after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime,
-        account_bytes=account_bytes(operation, before, after),
-        synced=synced,
-    )
+    cpu_s = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Timing(seconds, cpu_s, account_bytes(operation, before, after), synced)
 
 
 def account_bytes(operation: Operation, before: resource.struct_rusage, after: resource.struct_rusage) -> int:
-    """What the kernel charged between two looks; its unit is 512 bytes."""
-    if operation == "read":
-        return (after.ru_inblock - before.ru_inblock) * 512
-    return (after.ru_oublock - before.ru_oublock) * 512
+    """Bytes that the kernel charged between two looks; its unit is 512 bytes."""
+    field = "ru_inblock" if operation == "read" else "ru_oublock"
+    return (int(getattr(after, field)) - int(getattr(before, field))) * 512
 
 
 @dataclass(frozen=True)
@@ -136,11 +137,6 @@ class Spread:
     median: float
     min: float
     max: float
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread:
-        """The spread of at least one value."""
-        return cls(statistics.median(values), min(values), max(values))
 
 
 @dataclass
@@ -167,18 +163,21 @@ class Figure:
     @property
     def bandwidth_bps(self) -> Spread:
         """Bytes per second. Only without `refusal`."""
-        assert not self.refusal, self.refusal
-        return Spread.of([self.moved_bytes / timing.seconds for timing in self.timings])
+        return self._spread(lambda timing: self.moved_bytes / timing.seconds)
 
     @property
     def cpu_s_per_gb(self) -> Spread:
         """CPU seconds per 10^9 bytes. Only without `refusal`."""
+        return self._spread(lambda timing: timing.cpu_s / (self.moved_bytes / 1e9))
+
+    def _spread(self, of: Callable[[Timing], float]) -> Spread:
         assert not self.refusal, self.refusal
-        return Spread.of([timing.cpu_s / (self.moved_bytes / 1e9) for timing in self.timings])
+        values = [of(timing) for timing in self.timings]
+        return Spread(statistics.median(values), min(values), max(values))
 
     @property
     def flag(self) -> str:
-        """What else should be known of the figure, in a few words."""
+        """A warning about the figure, in a few words; "" without one."""
         busy = [proof.other_bytes for proof in self.proofs if proof.other_bytes]
         if not busy:
             return ""
@@ -200,44 +199,48 @@ class Figure:
         }
 
 
-def alternate(
-    contestants: Sequence[Contestant], rounds: int, after_run: Callable[[Contestant], None] | None = None
-) -> list[Figure]:
+def best_fio(figures: Sequence[Figure], figure: Figure) -> Figure | None:
+    """The faster of fio's engines at the operation of `figure`, in the same directories; None without one."""
+    wanted = figure.operation, figure.directories
+    rivals = [one for one in figures if one.name.startswith("fio ") and (one.operation, one.directories) == wanted]
+    return max((one for one in rivals if not one.refusal), key=lambda one: one.bandwidth_bps.median, default=None)
+
+
+def alternate(contestants: Sequence[Contestant], rounds: int) -> list[Figure]:
     """Let each contestant run once in every round, in another order each time, with a proof for each run.
 
-    A contestant that fails by `ContestantFailed`, or has a run without proof, is not run again.
+    A contestant that fails by `ContestantFailed`, or has a run without proof, is not run again. On a terminal a bar
+    shows the progress.
 
     Args:
         contestants: in the order of the result.
         rounds: at least 1.
-        after_run: called after each run, or instead of it, with what ran.
     """
     directories = [tuple(path.parent for path in contestant.files) for contestant in contestants]
-    witnesses = {places: Witness(places) for places in directories}
+    witnesses = {parents: Witness(parents) for parents in directories}
     figures = [
-        Figure(contestant.name, contestant.operation, contestant.moved_bytes, tuple(map(str, places)))
-        for contestant, places in zip(contestants, directories, strict=True)
+        Figure(contestant.name, contestant.operation, contestant.moved_bytes, tuple(map(str, parents)))
+        for contestant, parents in zip(contestants, directories, strict=True)
     ]
     order = list(range(len(contestants)))
-    for number in range(rounds):
-        random.Random(number).shuffle(order)  # So that nobody always runs after the same other.
-        for i in order:
-            if not figures[i].refusal:
-                _run_once(contestants[i], witnesses[directories[i]], figures[i])
-            if after_run is not None:
-                after_run(contestants[i])
+    with ProgressBar(total=rounds * len(order), leave=False, delay=1, disable=not sys.stderr.isatty()) as bar:
+        for number in range(rounds):
+            random.Random(number).shuffle(order)  # So that nobody always runs after the same other.
+            for i in order:
+                bar.set_description(f"{figures[i].operation} {figures[i].name}", refresh=False)
+                if not figures[i].refusal:
+                    _run_once(contestants[i], witnesses[directories[i]], figures[i])
+                bar.update()  # Not in a thread, which would be counted as CPU time of what is measured.
     return figures
 
 
 def _run_once(contestant: Contestant, witness: Witness, figure: Figure) -> None:
+    operation, files = contestant.operation, contestant.files
     try:
         contestant.prepare()
-        existing = [path for path in contestant.files if path.exists()]
-        witness.begin(contestant.operation, existing)
+        witness.begin(operation, [path for path in files if path.exists()])
         timing = contestant.run()
-        proof = witness.judge(
-            contestant.operation, contestant.files, contestant.length_bytes, timing.account_bytes, timing.synced
-        )
+        proof = witness.judge(operation, files, contestant.length_bytes, timing.account_bytes, timing.synced)
         figure.timings.append(timing)
         figure.proofs.append(proof)
     except ContestantFailed as error:

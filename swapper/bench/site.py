@@ -1,39 +1,25 @@
-"""Where a measurement takes place: a directory, a file that was written in full, and the memory that is moved."""
+"""A site of measurements: a directory, a file that was written in full, and the memory that is moved."""
 
 from __future__ import annotations
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
-import typer
 
-from swapper.bench.contestants import Lane
-from swapper.errors import SwapError
+from swapper.bench.witness import Operation
+from swapper.config import AioConfig
 from swapper.io.gds import GDSHandle
-from swapper.io.handle import AsyncIOHandle, Checksums, File, Slab
+from swapper.io.handle import AsyncIOHandle, Checksums, File, Slab, Transfer
 from swapper.sizes import PAGE_BYTES
 
-__all__ = ["EngineSettings", "Site", "check_device"]
-
-
-def check_device(device: str, *, gds: bool) -> None:
-    """Refuse a device that is not there.
-
-    Raises:
-        BadParameter: GPUDirect Storage was asked for without a GPU.
-        SwapError: in words that say what to change.
-    """
-    if gds and device != "cuda":
-        raise typer.BadParameter("--gds moves tensors on a GPU: it needs `bench --device cuda` or `tune --gpu`")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SwapError("torch finds no CUDA device here: measure with tensors on the CPU")
+__all__ = ["EngineSettings", "Lane", "Site"]
 
 
 @dataclass(frozen=True)
 class EngineSettings:
-    """What a handle is made with; the names are those of `AsyncIOHandle`."""
+    """The arguments of a handle; the names are those of `AsyncIOHandle`."""
 
     backend: str = "auto"
     block_bytes: int = 4 << 20
@@ -42,19 +28,31 @@ class EngineSettings:
     single_submit: bool = False
     overlap_events: bool = True
 
+    @classmethod
+    def of(cls, aio: AioConfig) -> EngineSettings:
+        """The settings of an `aio` section."""
+        threads = aio.intra_op_parallelism
+        return cls(aio.backend, aio.block_size, aio.queue_depth, threads, aio.single_submit, aio.overlap_events)
+
     def open(self, stack: contextlib.ExitStack, *, gds: bool = False) -> AsyncIOHandle:
         """A handle that `stack` closes. Errors as from `AsyncIOHandle`."""
         make = GDSHandle if gds else AsyncIOHandle
-        return stack.enter_context(
-            make(
-                backend=self.backend,
-                block_bytes=self.block_bytes,
-                queue_depth=self.queue_depth,
-                threads=self.threads,
-                single_submit=self.single_submit,
-                overlap_events=self.overlap_events,
-            )
-        )
+        return stack.enter_context(make(**asdict(self)))
+
+
+@dataclass(frozen=True)
+class Lane:
+    """One directory's part of a run: its file, the memory that is moved, and the handle that moves it."""
+
+    handle: AsyncIOHandle
+    file: File
+    tensor: torch.Tensor
+    checksums: Checksums | None = None
+
+    def start(self, operation: Operation, piece: torch.Tensor, offset_bytes: int) -> Transfer:
+        """Start one transfer."""
+        start = self.handle.read if operation == "read" else self.handle.write
+        return start(self.file, piece, offset_bytes, checksums=self.checksums)
 
 
 class Site:
@@ -92,7 +90,6 @@ class Site:
         *,
         tensor: torch.Tensor | None = None,
         register: bool = True,
-        checksums: Checksums | None = None,
     ) -> Lane:
         """The file opened on `handle` until `stack` closes it.
 
@@ -101,12 +98,11 @@ class Site:
             handle: it registers the memory, too, unless `register` is False.
             tensor: other memory than the site's.
             register: whether the site's memory is registered with the kernel, or for GPUDirect Storage.
-            checksums: of the file.
         """
-        file: File = stack.enter_context(handle.open(self.path, "rw"))
+        file = stack.enter_context(handle.open(self.path, "rw"))
         if register and tensor is None:
             if self._slab is not None:
                 handle.register(self._slab)
             elif isinstance(handle, GDSHandle):
                 handle.pin(self.tensor)
-        return Lane(handle, file, self.tensor if tensor is None else tensor, checksums)
+        return Lane(handle, file, self.tensor if tensor is None else tensor)

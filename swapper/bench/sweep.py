@@ -90,7 +90,7 @@ def _product(lists: Mapping[str, list[Any]]) -> list[AioConfig]:
 
 
 def demand(setting: AioConfig) -> tuple[object, ...]:
-    """What a setting takes, to order by: threads, then bytes in flight, then requests; ties as a config's defaults."""
+    """Sorts settings by threads, then bytes in flight, then requests; ties by nearness to a config's defaults."""
     default = AioConfig()
     return (
         setting.intra_op_parallelism,

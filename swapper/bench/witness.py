@@ -1,4 +1,4 @@
-"""Whether what was timed moved to or from a drive, or only to or from the page cache.
+"""Judges if what was timed moved to or from a drive, or only to or from the page cache.
 
 [Note: proof] One timed run is believed only if all of this holds:
 
@@ -22,13 +22,14 @@ import mmap
 import os
 import re
 import stat
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from swapper.bench.machine import read_text
-from swapper.storage.runs import MEMORY_FILE_SYSTEMS, mount_of
+from swapper.storage.mounts import MEMORY_FILE_SYSTEMS, mount_of
 
 __all__ = ["Operation", "Proof", "Witness", "resident_bytes"]
 
@@ -51,34 +52,31 @@ _libc.mincore.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_char_p]
 
 
 def resident_bytes(path: Path) -> int:
-    """How much of a file of ours is in the page cache, mincore(2).
+    """Bytes of a file of ours that are in the page cache, mincore(2).
 
     Raises:
         OSError: it cannot be opened or mapped.
     """
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        length = os.fstat(descriptor).st_size
+    with open(path, "rb") as file:
+        length = os.fstat(file.fileno()).st_size
         if length == 0:
             return 0
         # Not Python's `mmap`, whose address is given out for writable mappings only.
-        address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, descriptor, 0)
-        if address == ctypes.c_void_p(-1).value:
+        address = _libc.mmap(None, length, mmap.PROT_READ, mmap.MAP_SHARED, file.fileno(), 0)
+    if address == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+    try:
+        pages = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
+        if _libc.mincore(address, length, pages) != 0:
             raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
-        try:
-            pages = ctypes.create_string_buffer(-(-length // mmap.PAGESIZE))
-            if _libc.mincore(address, length, pages) != 0:
-                raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
-        finally:
-            _libc.munmap(address, length)
     finally:
-        os.close(descriptor)
+        _libc.munmap(address, length)
     return sum(page & 1 for page in pages.raw) * mmap.PAGESIZE
 
 
 @dataclass(frozen=True)
 class Proof:
-    """What speaks for and against one timed run.
+    """The evidence for and against one timed run.
 
     Attributes:
         reason: why it is not believed; "" if it is.
@@ -90,50 +88,27 @@ class Proof:
 
     @property
     def proven(self) -> bool:
-        """Whether the drive was measured."""
+        """True if the drive was measured."""
         return not self.reason
 
 
 @dataclass
 class _Holder:
-    """What holds the files of one file system: one block device, or those that it is spread over."""
+    """The block devices of one file system: one, or those that it is spread over."""
 
-    name: str
-    tops: list[Path]
-    members: list[Path]
-    """The drives below; the same as `tops` where those are drives themselves."""
+    blocks: list[Path]
+    drives: list[Path]
+    """The drives below; the same as `blocks` where those are drives themselves."""
     files: int = 0
 
-    def counted(self) -> dict[Operation, int]:
-        return _sum(self.tops)
+    @property
+    def name(self) -> str:
+        return " + ".join(block.name for block in self.blocks)
 
-    def counted_below(self) -> dict[Operation, int]:
-        return _sum(self.members)
-
-
-@dataclass
-class _Below:
-    """What was found out about the file systems of the files."""
-
-    holders: dict[str, _Holder] = field(default_factory=dict)
-    unseen: list[str] = field(default_factory=list)
-    """Types of file systems without a device that can be seen."""
-    refusals: list[str] = field(default_factory=list)
-
-
-def _sum(blocks: list[Path]) -> dict[Operation, int]:
-    counted = [_counted(block / "stat") for block in blocks]
-    return {"read": sum(each["read"] for each in counted), "write": sum(each["write"] for each in counted)}
-
-
-def _since(before: dict[Operation, int], after: dict[Operation, int]) -> dict[Operation, int]:
-    return {name: after[name] - before[name] for name in after}
-
-
-def _counted(path: Path) -> dict[Operation, int]:
-    # Fields as in Documentation/block/stat.rst of Linux: the third and the seventh are sectors read and written.
-    words = path.read_text().split()
-    return {"read": int(words[2]) * _SECTOR_BYTES, "write": int(words[6]) * _SECTOR_BYTES}
+    def counted(self) -> tuple[Counter[Operation], Counter[Operation]]:
+        """Bytes since the machine started, of the block devices and of the drives."""
+        blocks, drives = (sum(map(_counted, some), Counter[Operation]()) for some in (self.blocks, self.drives))
+        return blocks, drives
 
 
 class Witness:
@@ -144,39 +119,30 @@ class Witness:
     """
 
     def __init__(self, directories: Sequence[Path]) -> None:
-        below = _Below()
-        for directory in directories:
-            _look_below(directory, below)
-        self._holders = list(below.holders.values())
-        self._unseen = sorted(set(below.unseen))
-        self._refusals = list(dict.fromkeys(below.refusals))
-        self._before: list[tuple[dict[Operation, int], dict[Operation, int]]] = []
+        self._holders: dict[tuple[Path, ...], _Holder] = {}
+        self._unseen: set[str] = set()  # types of file systems without a device that can be seen
+        self._refusals: dict[str, None] = {}  # reasons against every run, each once
+        self._before: list[tuple[Counter[Operation], Counter[Operation]]] = []
         self._resident: int | None = None
+        for directory in directories:
+            self._look_below(directory)
 
     def describe(self) -> str:
-        """What the proof is made of, in one line."""
+        """The parts of the proof, in one line."""
         if self._refusals:
-            return f"none: {self._refusals[0]}"
-        parts = [f"the counters of {holder.name}" for holder in self._holders]
+            return f"none: {next(iter(self._refusals))}"
+        parts = [f"the counters of {holder.name}" for holder in self._holders.values()]
         parts += ["the kernel's account of the process", "the file's pages in the page cache"]
-        unseen = f" ({', '.join(self._unseen)} shows no device)" if self._unseen else ""
+        unseen = f" ({', '.join(sorted(self._unseen))} shows no device)" if self._unseen else ""
         return ", ".join(parts[:-1]) + " and " + parts[-1] + unseen
 
     def begin(self, operation: Operation, files: Sequence[Path]) -> None:
         """Look before a run that reads or writes `files`."""
         self._resident = _total_resident(files) if operation == "read" else None
-        self._before = self._look()
-
-    def _look(self) -> list[tuple[dict[Operation, int], dict[Operation, int]]]:
-        return [(holder.counted(), holder.counted_below()) for holder in self._holders]
+        self._before = [holder.counted() for holder in self._holders.values()]
 
     def judge(
-        self,
-        operation: Operation,
-        files: Sequence[Path],
-        length_bytes: int,
-        account_bytes: int,
-        synced: bool,
+        self, operation: Operation, files: Sequence[Path], length_bytes: int, account_bytes: int, synced: bool
     ) -> Proof:
         """Look after it.
 
@@ -188,8 +154,8 @@ class Witness:
             synced: for a write, whether it was synced while the clock ran.
         """
         if self._refusals:
-            return Proof(self._refusals[0])
-        looks = self._look()  # First: others go on.
+            return Proof(next(iter(self._refusals)))
+        looks = [holder.counted() for holder in self._holders.values()]  # First: others go on.
         moved_bytes = length_bytes * len(files)
         reason = ""
         if operation == "read":
@@ -203,19 +169,64 @@ class Witness:
         elif not synced and (_total_resident(files) or 0) > (1 - _ENOUGH) * moved_bytes:
             reason = "what was written is in the page cache, and was not synced while the clock ran"
         other_bytes = 0
-        for holder, before, after in zip(self._holders, self._before, looks, strict=True):
+        for holder, before, after in zip(self._holders.values(), self._before, looks, strict=True):
             wanted_bytes = length_bytes * holder.files
-            counted, below = _since(before[0], after[0]), _since(before[1], after[1])
-            for count, what in ((counted[operation], holder.name), (below[operation], f"the drives of {holder.name}")):
+            counted, below = after[0] - before[0], after[1] - before[1]
+            for count, name in ((counted[operation], holder.name), (below[operation], f"the drives of {holder.name}")):
                 if not reason and count < _ENOUGH * wanted_bytes:
-                    reason = f"{what} counted {_part(count, wanted_bytes)} as {_PAST[operation]}"
-            others = sum(counted.values()) - wanted_bytes
+                    verb = "read" if operation == "read" else "written"
+                    reason = f"{name} counted {_part(count, wanted_bytes)} as {verb}"
+            others = counted.total() - wanted_bytes
             if others > max(_BUSY * wanted_bytes, _BUSY_BYTES):
                 other_bytes += others
         return Proof(reason, other_bytes)
 
+    def _look_below(self, directory: Path) -> None:
+        mount = mount_of(directory)
+        kind = mount.kind if mount is not None else "unknown"
+        if kind in MEMORY_FILE_SYSTEMS or kind == "hugetlbfs":
+            self._refuse(f"{directory} is on {kind}, which is memory and no drive")
+        if kind == "zfs":
+            self._refuse(f"{directory} is on zfs, which has a cache of its own that cannot be looked into")
+        blocks = _blocks(directory)
+        if not blocks:
+            self._unseen.add(kind)
+            return
+        holder = self._holders.get(tuple(blocks))
+        if holder is None:
+            drives = {drive for block in blocks for drive in self._drives(block)}
+            holder = self._holders[tuple(blocks)] = _Holder(blocks, sorted(drives))
+        holder.files += 1
 
-_PAST: dict[Operation, str] = {"read": "read", "write": "written"}
+    def _drives(self, block: Path) -> Iterator[Path]:
+        """The drives that `block` is made of, or `block` itself; notes why they cannot be believed."""
+        disk = block.parent if (block / "partition").exists() else block
+        if re.fullmatch(r"(zram|ram|nullb)\d+", disk.name):
+            self._refuse(f"{disk.name} is memory and no drive")
+        if backing := read_text(disk / "loop/backing_file"):
+            if read_text(disk / "loop/dio") != "1":
+                self._refuse(
+                    f"{disk.name} is a file that goes through the page cache ({backing}): set it up with "
+                    "`losetup --direct-io=on`"
+                )
+            parts = _blocks(Path(backing).parent) if Path(backing).exists() else []
+            if not parts:
+                self._refuse(f"{disk.name} is a file of which no drive can be found ({backing})")
+        else:
+            parts = [member.resolve() for member in (disk / "slaves").glob("*")]
+        if not parts:
+            yield block
+        for part in parts:
+            yield from self._drives(part)
+
+    def _refuse(self, reason: str) -> None:
+        self._refusals.setdefault(reason)
+
+
+def _counted(block: Path) -> Counter[Operation]:
+    # Fields as in Documentation/block/stat.rst of Linux: the third and the seventh are sectors read and written.
+    words = (block / "stat").read_text().split()
+    return Counter({"read": int(words[2]) * _SECTOR_BYTES, "write": int(words[6]) * _SECTOR_BYTES})
 
 
 def _part(counted_bytes: int, moved_bytes: int) -> str:
@@ -228,28 +239,6 @@ def _total_resident(files: Sequence[Path]) -> int | None:
         return sum(resident_bytes(path) for path in files)
     except OSError:
         return None
-
-
-# --- Which devices -------------------------------------------------------------------------------------------------
-
-
-def _look_below(directory: Path, below: _Below) -> None:
-    """Add what holds `directory` to `below`."""
-    mount = mount_of(directory)
-    kind = mount.kind if mount is not None else "unknown"
-    if kind in MEMORY_FILE_SYSTEMS or kind == "hugetlbfs":
-        below.refusals.append(f"{directory} is on {kind}, which is memory and no drive")
-    if kind == "zfs":
-        below.refusals.append(f"{directory} is on zfs, which has a cache of its own that cannot be looked into")
-    blocks = _blocks(directory)
-    if not blocks:
-        below.unseen.append(kind)
-    else:
-        name = " + ".join(block.name for block in blocks)
-        if name not in below.holders:
-            members = {member for block in blocks for member in _members(block, below)}
-            below.holders[name] = _Holder(name, blocks, sorted(members))
-        below.holders[name].files += 1
 
 
 def _blocks(directory: Path) -> list[Path]:
@@ -286,25 +275,3 @@ def _blocks(directory: Path) -> list[Path]:
 def _block(number: int) -> Path | None:
     path = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     return path.resolve() if (path / "stat").exists() else None
-
-
-def _members(block: Path, below: _Below) -> Iterator[Path]:
-    """The drives that `block` is made of, or `block` itself; why it cannot be believed goes to `below`."""
-    disk = block.parent if (block / "partition").exists() else block
-    if re.fullmatch(r"(zram|ram|nullb)\d+", disk.name):
-        below.refusals.append(f"{disk.name} is memory and no drive")
-    if backing := read_text(disk / "loop/backing_file"):
-        if read_text(disk / "loop/dio") != "1":
-            below.refusals.append(
-                f"{disk.name} is a file that goes through the page cache ({backing}): set it up with "
-                "`losetup --direct-io=on`"
-            )
-        parts = _blocks(Path(backing).parent) if Path(backing).exists() else []
-        if not parts:
-            below.refusals.append(f"{disk.name} is a file of which no drive can be found ({backing})")
-    else:
-        parts = [member.resolve() for member in (disk / "slaves").glob("*")]
-    if not parts:
-        yield block
-    for part in parts:
-        yield from _members(part, below)

@@ -1,4 +1,4 @@
-"""Room for files that are removed again, whatever happens."""
+"""Directories for files that are removed again, whatever happens; refusals where space or memory is short."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from types import FrameType
 from swapper.bench.machine import machine
 from swapper.errors import SwapError
 from swapper.sizes import format_bytes
-from swapper.storage.runs import check_nvme_path
+from swapper.storage.mounts import check_nvme_path
 
 __all__ = ["check_memory", "workspace"]
 
@@ -76,14 +76,20 @@ def check_memory(needed_bytes: int) -> None:
 
 @contextlib.contextmanager
 def _signals_end_it() -> Iterator[None]:
-    """SIGTERM and SIGHUP end the program the way an exception does, so that clean-up happens."""
+    received: list[int] = []
 
+    # As an exception does, so that clean-up happens.
     def leave(number: int, frame: FrameType | None) -> None:
+        received.append(number)
         sys.exit(128 + number)
 
     former = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
     try:
         yield
+    except Exception:
+        if received:  # torch.save raises an error of its own where one passes through it.
+            sys.exit(128 + received[0])
+        raise
     finally:
         for number, handler in former.items():
             signal.signal(number, handler)

@@ -1,23 +1,20 @@
 """`save_checkpoint` and `load_checkpoint`: all of a training in one directory, without copying what is on disk already.
 
 [Note: one at a time] Two saves at once could publish out of order, and prune what the other counts on. So a process
-makes one after the other: the next waits for one that still goes on in the background. What is being written belongs to
-whoever takes it out of a list of one: the thread in the background, or the caller whom Ctrl-C strikes before that.
+makes one after the other: the next waits for one that still goes on in the background.
 """
 
 from __future__ import annotations
 
 import contextlib
-import datetime
 import errno
 import functools
-import importlib.metadata
 import logging
 import os
 import secrets
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,17 +22,25 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint.directories import check_replaceable, remove_checkpoint, remove_leftovers
-from swapper.checkpoint.index import INDEX, glance
+from swapper.checkpoint.directories import check_replaceable, remove_checkpoint, remove_leftovers, remove_replaced
+from swapper.checkpoint.index import Index, glance, made_by
 from swapper.checkpoint.reader import Checkpoint
-from swapper.checkpoint.saved_model import check_model, differences, plain_model, save_model, stored_state_dict
-from swapper.checkpoint.saved_model import ready_to_load as ready_to_load_model
-from swapper.checkpoint.saved_state import check_optimizers, loading, ready_to_load
-from swapper.checkpoint.state_writer import kind_of, save_state
-from swapper.checkpoint.values import decode, encode
-from swapper.checkpoint.writer import VALUES, NewCheckpoint
+from swapper.checkpoint.saved_model import (
+    check_model,
+    differences,
+    plain_model,
+    ready_to_load_model,
+    save_model,
+    stored_state_dict,
+)
+from swapper.checkpoint.state_loader import loading, optimizer_differences, ready_to_load_state
+from swapper.checkpoint.state_reader import StateReader
+from swapper.checkpoint.state_writer import names_of_parameters, save_state
+from swapper.checkpoint.values import decode
+from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError, show
-from swapper.files.fastsave import SaveHandle
+from swapper.files.saving import SaveHandle
+from swapper.interrupts import interrupts_deferred
 from swapper.storage.store import TensorStore
 
 __all__ = [
@@ -43,7 +48,6 @@ __all__ = [
     "Several",
     "is_checkpoint",
     "load_checkpoint",
-    "made_by",
     "refuse_unloadable",
     "remove",
     "save",
@@ -58,7 +62,7 @@ Optimizers = Optimizer | Sequence[Optimizer] | None
 
 @dataclass
 class _Training:
-    """What checkpoints of one training have in common."""
+    """The run that checkpoints of one training have in common, and how many there are."""
 
     run: str
     sequence: int
@@ -79,6 +83,9 @@ def _after_fork() -> None:
 
 
 os.register_at_fork(after_in_child=_after_fork)
+
+
+# --- Saving ----------------------------------------------------------------------------------------------------------
 
 
 def save_checkpoint(
@@ -138,18 +145,35 @@ def save(
     with _saving, contextlib.ExitStack() as undo:
         if _background is not None:
             _background.wait()
-        owned = [NewCheckpoint(directory, over_files=over_files)]
-        undo.callback(_discard, owned)
-        (new,) = owned
+        new = NewCheckpoint(directory, over_files=over_files)
+        undo.callback(new.discard)
         index = _described(model, optimizers, extra, new)
         keep_last = _keep_last(optimizers) if prune else None
-        after = _After(new.directory, index["run"], keep_last, _stores(model, optimizers))
+        after = _After(new.directory, index.run, keep_last, _adopter(model, optimizers))
         # In a handler of the program's end nobody waits for a thread any more.
-        if new.has_more_to_do and threading.main_thread().is_alive():
-            del new  # It is the thread's.
-            return _finish_in_background(owned, index, after)
+        if new.has_copies_to_make and threading.main_thread().is_alive():
+            return _finish_in_background(new, index, after, undo)
         after.tidy(new.finish(index, refuse_unloadable))
-        return SaveHandle.finished(str(new.directory))
+        return SaveHandle(str(new.directory), None)
+
+
+def _finish_in_background(new: NewCheckpoint, index: Index, after: _After, undo: contextlib.ExitStack) -> SaveHandle:
+    """Hand `new`, which `undo` discards, to a thread that writes the rest of it."""
+    global _background
+    over = threading.Event()
+
+    def finish() -> None:
+        try:
+            after.tidy(new.finish(index, refuse_unloadable))
+        finally:
+            over.set()
+
+    # The thread has it as soon as it runs: this must not discard it then, and the next save must wait.
+    with interrupts_deferred():
+        handle = SaveHandle(str(after.directory), finish)
+        _background = over
+        undo.pop_all()
+    return handle
 
 
 def refuse_unloadable(written: Path) -> None:
@@ -161,7 +185,9 @@ def refuse_unloadable(written: Path) -> None:
     try:
         with torch.inference_mode(False), Checkpoint(written) as checkpoint:
             check_model(checkpoint)
-            check_optimizers(checkpoint)
+            for number in range(len(checkpoint.index.optimizers)):
+                state = StateReader(checkpoint, number)
+                state.groups(range(len(state.saved.parameters)))
     except SwapIOError:
         raise
     except SwapError as error:
@@ -171,29 +197,101 @@ def refuse_unloadable(written: Path) -> None:
         ) from error
 
 
-def _discard(owned: list[NewCheckpoint]) -> None:
-    with contextlib.suppress(IndexError):
-        owned.pop().discard()
+def _described(model: torch.nn.Module, optimizers: Sequence[Optimizer], extra: object, new: NewCheckpoint) -> Index:
+    """Write everything, and return what the index says of it."""
+    encoded = new.encode(extra, "extra", "extra.")
+    names = names_of_parameters(model)
+    training = _trainings.setdefault(_known_by(model), _Training(secrets.token_hex(8), 0))
+    # Those of a training that was taken back to an earlier checkpoint since were made before this one too.
+    training.sequence = max([training.sequence, *(n for n, _ in _siblings(new.directory, training.run))]) + 1
+    _say_what_is_not_saved(optimizers, names)
+    saved = [save_state(each, number, names, new) for number, each in enumerate(optimizers)]
+    index = Index(
+        **made_by(),
+        run=training.run,
+        sequence=training.sequence,
+        step=saved[0][1] if saved else None,
+        model=save_model(model, new),
+        optimizers=[each for each, _ in saved],
+        extra=encoded,
+    )
+    new.publish_records()
+    new.write_values()
+    return index
 
 
-def _finish_in_background(owned: list[NewCheckpoint], index: dict[str, Any], after: _After) -> SaveHandle:
-    """Let a thread take the only item of `owned`, and write the rest of it."""
-    begun = threading.Event()
+def _say_what_is_not_saved(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+    for number, optimizer in enumerate(optimizers):
+        lost = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
+        if lost and optimizer not in _said:
+            _said.add(optimizer)
+            log.warning(
+                "optimizer %d has %d parameters that the model does not have: their state is saved, and their values "
+                "are not; give one torch.nn.ModuleDict of all modules as the model, or save the values as extra",
+                number,
+                lost,
+            )
 
-    def finish() -> None:
-        global _background
-        _background = over = threading.Event()
+
+# --- Old checkpoints -------------------------------------------------------------------------------------------------
+
+
+def _keep_last(optimizers: Sequence[Optimizer]) -> int | None:
+    """The number of checkpoints to keep, from the config of the first optimizer that says it."""
+    kept = (getattr(getattr(each, "swapper", None), "keep_last", None) for each in optimizers)
+    return next((count for count in kept if count is not None), None)
+
+
+def _adopter(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> Callable[[Path], bool]:
+    """Gives files of checkpoints that are removed to the stores of `model` and `optimizers`, which write them again."""
+    swappers = [vars(model).get("swapper"), *(getattr(each, "swapper", None) for each in optimizers)]
+    found = [getattr(swapper, "store", None) for swapper in swappers]
+    stores: list[TensorStore] = list({id(store): store for store in found if store is not None}.values())
+    return lambda path: any(store.adopt(path) for store in stores)
+
+
+def _siblings(directory: Path, run: str) -> list[tuple[int, Path]]:
+    """The checkpoints of a training beside `directory`, itself among them, in the order in which they were made."""
+    found = []
+    try:
+        beside = list(directory.parent.iterdir())
+    except OSError as error:
+        raise SwapIOError(error.errno or errno.EIO, "list", directory.parent) from error
+    for path in beside:
+        whose = None if path.name.startswith(".") else glance(path)
+        if whose is not None and whose.run == run:
+            found.append((whose.sequence, path))
+    return sorted(found)
+
+
+@dataclass
+class _After:
+    """Tidies up when a checkpoint is there."""
+
+    directory: Path
+    run: str
+    keep_last: int | None
+    adopt: Callable[[Path], bool]
+
+    def tidy(self, replaced: Path | None) -> None:
+        """Remove the checkpoint that was replaced, and those that are too many. Never raises for what cannot be."""
+        if replaced is not None:
+            remove_replaced(replaced, self.adopt)
         try:
-            with contextlib.suppress(IndexError):
-                new = owned.pop()
-                begun.set()
-                after.tidy(new.finish(index, refuse_unloadable))
-        finally:
-            over.set()
+            too_many = _siblings(self.directory, self.run)[: -self.keep_last] if self.keep_last else []
+        except SwapIOError as error:
+            log.warning("old checkpoints are left alone: %s", error)
+            return
+        for _, path in too_many:
+            try:
+                check_replaceable(path)
+            except SwapError as error:
+                log.warning("an old checkpoint is left alone: %s", error)
+                continue
+            remove_checkpoint(path, self.adopt)
 
-    handle = SaveHandle(str(after.directory), finish)
-    begun.wait()
-    return handle
+
+# --- Loading ---------------------------------------------------------------------------------------------------------
 
 
 def load_checkpoint(directory: str | os.PathLike[str], model: torch.nn.Module, optimizer: Optimizers = None) -> Any:
@@ -218,31 +316,10 @@ def load_checkpoint(directory: str | os.PathLike[str], model: torch.nn.Module, o
         SwapIOError: a file is missing or cannot be read.
     """
     model = _checked_model(model)
-    optimizers = _listed(optimizer)
-    directory = Path(os.path.abspath(directory))
-    remove_leftovers(directory.parent)
-    # What is loaded is to be used everywhere, also if this is called in inference mode.
-    with torch.inference_mode(False), Checkpoint(directory) as checkpoint:
-        index = checkpoint.index
-        found = differences(model, checkpoint)
-        if optimizer is not None:
-            found += _optimizer_differences(model, optimizers, checkpoint)
-        _refuse(found, directory)
-        extra = decode(index.extra, "extra", checkpoint.small_tensor)
-        loads = [
-            ready_to_load(each, saved, checkpoint, number)
-            for number, (each, saved) in enumerate(zip(optimizers, index.optimizers, strict=False))
-        ]
-        load_parameters = ready_to_load_model(model, checkpoint)
-        parameters = list(model.parameters())
-        with contextlib.ExitStack() as half_loaded:
-            for each in optimizers:
-                half_loaded.enter_context(loading(each, parameters, directory))
-            load_parameters()
-            for load in loads:
-                load()
-    _trainings[_known_by(model)] = _Training(index.run, index.sequence)
-    return extra
+    optimizers = None if optimizer is None else _listed(optimizer)
+    with contextlib.closing(OpenCheckpoint(directory)) as opened:
+        opened.load(model, optimizers)
+        return opened.extra
 
 
 def _known_by(model: torch.nn.Module) -> torch.nn.Module:
@@ -283,189 +360,8 @@ def _listed(optimizer: Optimizers) -> list[Optimizer]:
     return several
 
 
-def _described(
-    model: torch.nn.Module, optimizers: Sequence[Optimizer], extra: object, new: NewCheckpoint
-) -> dict[str, Any]:
-    """Write everything, and return what the index says of it."""
-    values: dict[str, torch.Tensor] = {}
-    encoded = encode(extra, "extra", values, "extra.")
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        names.setdefault(id(parameter), name)
-    training = _trainings.setdefault(_known_by(model), _Training(secrets.token_hex(8), 0))
-    # Those of a training that was taken back to an earlier checkpoint since were made before this one too.
-    training.sequence = max([training.sequence, *(n for n, _ in _siblings(new.directory, training.run))]) + 1
-    _say_what_is_not_saved(optimizers, names)
-    saved = [save_state(each, number, names, new, values) for number, each in enumerate(optimizers)]
-    index = {
-        **made_by(),
-        "run": training.run,
-        "sequence": training.sequence,
-        "step": saved[0][1] if saved else None,
-        "model": save_model(model, new, values),
-        "optimizers": [fields for fields, _ in saved],
-        "extra": encoded,
-    }
-    new.publish_records()
-    new.write_tensors(VALUES, values)
-    return index
-
-
-def _say_what_is_not_saved(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
-    for number, optimizer in enumerate(optimizers):
-        lost = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
-        if lost and optimizer not in _said:
-            _said.add(optimizer)
-            log.warning(
-                "optimizer %d has %d parameters that the model does not have: their state is saved, and their values "
-                "are not; give one torch.nn.ModuleDict of all modules as the model, or save the values as extra",
-                number,
-                lost,
-            )
-
-
-@functools.cache
-def _version() -> str:
-    """Swapper's, read once: from then on the package may be gone or be another one."""
-    try:
-        return importlib.metadata.version("tensor-swapper")
-    except (importlib.metadata.PackageNotFoundError, OSError):  # Used from a source tree.
-        return "unknown"
-
-
-def made_by() -> dict[str, str]:
-    """What an index says of when it was written, and by what."""
-    saved_at = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    return {"swapper": _version(), "torch": str(torch.__version__), "saved_at": saved_at}
-
-
-def _optimizer_differences(
-    model: torch.nn.Module, optimizers: Sequence[Optimizer], checkpoint: Checkpoint
-) -> list[str]:
-    """Where the optimizers are not those of the checkpoint, in words."""
-    saved = checkpoint.index.optimizers
-    if len(saved) != len(optimizers):
-        return [f"there are {len(optimizers)} optimizers, and {len(saved)} in the checkpoint"]
-    names: dict[int, str] = {}
-    for name, parameter in model.named_parameters():
-        names.setdefault(id(parameter), name)
-    found = []
-    for number, (optimizer, there) in enumerate(zip(optimizers, saved, strict=True)):
-        which = f"optimizer {number}" if len(saved) > 1 else "the optimizer"
-        if kind_of(optimizer) != there.kind:
-            found.append(f"{which} is a {kind_of(optimizer)}, and a {there.kind} in the checkpoint")
-        if [place for places in there.groups for place in places] != list(range(len(there.parameters))):
-            raise SwapError(f"{checkpoint.directory / INDEX} is damaged: the groups of {which} are not its parameters")
-        groups = [[_of_parameter(p, names) for p in group["params"]] for group in optimizer.param_groups]
-        were = []
-        for places in there.groups:
-            parameters = [there.parameters[place] for place in places]
-            were.append([(p.name, None if p.shape is None else tuple(p.shape), p.dtype) for p in parameters])
-        if len(groups) != len(were):
-            found.append(f"{which} has {len(groups)} parameter groups, and {len(were)} in the checkpoint")
-            continue
-        where_was = {p[0]: g for g, group in enumerate(were) for p in group if p[0]}
-        for g, (group, was) in enumerate(zip(groups, were, strict=True)):
-            if len(group) != len(was):
-                found.append(f"group {g} of {which} has {len(group)} parameters, and {len(was)} in the checkpoint")
-            for i, (one, other) in enumerate(zip(group, was, strict=False)):
-                if _agree(one, other):
-                    continue
-                if one[0] != other[0] and where_was.get(one[0], g) != g:
-                    found.append(
-                        f"{one[0]} is in group {g} of {which}, and in group {where_was[one[0]]} in the checkpoint"
-                    )
-                else:
-                    found.append(
-                        f"parameter {i} of group {g} of {which} is {_words(one)}, and {_words(other)} in the checkpoint"
-                    )
-    return found
-
-
-_Known = tuple[str, tuple[int, ...] | None, str]
-"""Name, shape and dtype of a parameter."""
-
-
-def _agree(one: _Known, other: _Known) -> bool:
-    """Whether `one` is what a checkpoint knows of it."""
-    if other[2]:
-        return one == other
-    return other[0] in ("", one[0]) and other[1] in (None, one[1])
-
-
-def _of_parameter(p: torch.Tensor, names: dict[int, str]) -> _Known:
-    return names.get(id(p), ""), tuple(p.shape), str(p.dtype).removeprefix("torch.")
-
-
-def _words(parameter: _Known) -> str:
-    name, shape, dtype = parameter
-    if not dtype:
-        return f"{name or 'one without a name'} ({'of unknown shape' if shape is None else list(shape)})"
-    return f"{name or 'one that the model does not have'} ({dtype}, {list(shape or ())})"
-
-
-# --- What is over ----------------------------------------------------------------------------------------------------
-
-
-def _keep_last(optimizers: Sequence[Optimizer]) -> int | None:
-    """How many checkpoints are kept, as the first optimizer's config says."""
-    kept = (getattr(getattr(each, "swapper", None), "keep_last", None) for each in optimizers)
-    return next((count for count in kept if count is not None), None)
-
-
-def _stores(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> list[TensorStore]:
-    """Where files of old checkpoints can be of use."""
-    swappers = [vars(model).get("swapper"), *(getattr(each, "swapper", None) for each in optimizers)]
-    stores = [getattr(swapper, "store", None) for swapper in swappers]
-    return list({id(store): store for store in stores if store is not None}.values())
-
-
-def _siblings(directory: Path, run: str) -> list[tuple[int, Path]]:
-    """The checkpoints of a training beside `directory`, itself among them, in the order in which they were made."""
-    found = []
-    try:
-        beside = list(directory.parent.iterdir())
-    except OSError as error:
-        raise SwapIOError(error.errno or errno.EIO, "list", directory.parent) from error
-    for path in beside:
-        whose = None if path.name.startswith(".") else glance(path)
-        if whose is not None and whose.run == run:
-            found.append((whose.sequence, path))
-    return sorted(found)
-
-
-@dataclass
-class _After:
-    """Tidies up when a checkpoint is there."""
-
-    directory: Path
-    run: str
-    keep_last: int | None
-    stores: list[TensorStore]
-
-    def tidy(self, replaced: Path | None) -> None:
-        """Remove the checkpoint that was replaced, and those that are too many. Never raises for what cannot be."""
-        if replaced is not None:
-            remove_checkpoint(replaced, self._adopt)
-        try:
-            too_many = _siblings(self.directory, self.run)[: -self.keep_last] if self.keep_last else []
-        except SwapIOError as error:
-            log.warning("old checkpoints are left alone: %s", error)
-            return
-        for _, path in too_many:
-            try:
-                check_replaceable(path)
-            except SwapError as error:
-                log.warning("an old checkpoint is left alone: %s", error)
-                continue
-            remove_checkpoint(path, self._adopt)
-
-    def _adopt(self, path: Path) -> bool:
-        return any(store.adopt(path) for store in self.stores)
-
-
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a directory that `save_checkpoint` made."""
+    """True if `path` is a directory that `save_checkpoint` made."""
     return os.path.isdir(path) and glance(Path(path)) is not None
 
 
@@ -477,8 +373,7 @@ def remove(directory: str | os.PathLike[str], model: torch.nn.Module, optimizer:
     """
     path = Path(os.path.abspath(directory))
     check_replaceable(path)
-    stores = _stores(plain_model(model), _listed(optimizer))
-    remove_checkpoint(path, lambda file: any(store.adopt(file) for store in stores))
+    remove_checkpoint(path, _adopter(plain_model(model), _listed(optimizer)))
 
 
 class Several(torch.nn.Module):
@@ -500,8 +395,6 @@ class OpenCheckpoint:
     """A checkpoint whose parts are loaded one after another, where `load_checkpoint` would be too early or too late.
 
     Attributes:
-        extra: as it was given to `save_checkpoint`.
-        state_dict: the model's tensors by their names; each is read, and checked, whenever it is used.
         optimizers: how many it has.
 
     Raises:
@@ -512,43 +405,60 @@ class OpenCheckpoint:
         self.directory = Path(os.path.abspath(directory))
         remove_leftovers(self.directory.parent)
         self._checkpoint = Checkpoint(self.directory)
-        try:
-            index = self._checkpoint.index
-            self.extra = decode(index.extra, "extra", self._checkpoint.small_tensor)
-            self.state_dict = stored_state_dict(self._checkpoint)
-            self.optimizers = len(index.optimizers)
-        except BaseException:
-            self.close()
-            raise
+        self.optimizers = len(self._checkpoint.index.optimizers)
+
+    @functools.cached_property
+    def extra(self) -> Any:
+        """As it was given to `save_checkpoint`."""
+        return decode(self._checkpoint.index.extra, "extra", self._checkpoint.small_tensor)
+
+    @functools.cached_property
+    def state_dict(self) -> dict[str, Any]:
+        """The model's tensors by their names; each is read, and checked, whenever it is used."""
+        return stored_state_dict(self._checkpoint)
 
     def converts(self, model: torch.nn.Module) -> bool:
-        """Whether tensors of `model` are of other dtypes than here, so that to load them is to convert them."""
+        """True if tensors of `model` have other dtypes than here, so that loading converts them."""
         here = self.state_dict
         state = plain_model(model).state_dict()
         return any(name in here and getattr(value, "dtype", None) != here[name].dtype for name, value in state.items())
 
-    @torch.inference_mode(False)
     def load_model(self, model: torch.nn.Module) -> None:
         """As `load_checkpoint` without an optimizer."""
-        model = plain_model(model)
-        _refuse(differences(model, self._checkpoint), self.directory)
-        ready_to_load_model(model, self._checkpoint)()
-        _trainings[_known_by(model)] = _Training(self._checkpoint.index.run, self._checkpoint.index.sequence)
+        self.load(plain_model(model), None)
 
-    @torch.inference_mode(False)
     def load_optimizers(self, model: torch.nn.Module, optimizer: Optimizers) -> None:
         """As `load_checkpoint`, without the model, which was loaded before."""
-        optimizers = _listed(optimizer)
-        _refuse(_optimizer_differences(plain_model(model), optimizers, self._checkpoint), self.directory)
-        loads = [
-            ready_to_load(each, saved, self._checkpoint, number)
-            for number, (each, saved) in enumerate(zip(optimizers, self._checkpoint.index.optimizers, strict=True))
-        ]
+        self.load(plain_model(model), _listed(optimizer), model_too=False)
+
+    # What is loaded is to be used everywhere, also if this is called in inference mode.
+    @torch.inference_mode(False)
+    def load(self, model: torch.nn.Module, optimizers: Sequence[Optimizer] | None, *, model_too: bool = True) -> None:
+        """As `load_checkpoint`.
+
+        Args:
+            model: the user's own module.
+            optimizers: None leaves them alone.
+            model_too: False leaves the model alone.
+        """
+        checkpoint = self._checkpoint
+        found = differences(model, checkpoint) if model_too else []
+        if optimizers is not None:
+            found += optimizer_differences(model, optimizers, checkpoint)
+        _refuse(found, self.directory)
+        _ = self.extra  # Decoded now: what cannot be decoded is refused before anything is changed.
+        loads = [ready_to_load_state(each, checkpoint, number) for number, each in enumerate(optimizers or ())]
+        if model_too:  # First: masters are decoded with the parameters' values.
+            loads.insert(0, ready_to_load_model(model, checkpoint))
+        parameters = list(model.parameters()) if model_too else []
+        # From the first tensor that is changed to the last, and if that ends in the middle, no optimizer steps.
         with contextlib.ExitStack() as half_loaded:
-            for each in optimizers:
-                half_loaded.enter_context(loading(each, [], self.directory))
+            for each in optimizers or ():
+                half_loaded.enter_context(loading(each, parameters, self.directory))
             for load in loads:
                 load()
+        if model_too:  # Its next checkpoints belong to the same training.
+            _trainings[_known_by(model)] = _Training(checkpoint.index.run, checkpoint.index.sequence)
 
     def close(self) -> None:
         """Close its files. Idempotent."""

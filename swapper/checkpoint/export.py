@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import json
 import mmap
 import os
 import re
-import secrets
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -21,22 +19,23 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from swapper.checkpoint.directories import MARK, remove_leftovers, remove_tree, sync_path
+from swapper.checkpoint.directories import remove_leftovers
 from swapper.checkpoint.plain_import import Imported, import_checkpoint
 from swapper.checkpoint.reader import Checkpoint
-from swapper.checkpoint.streams import StreamedState, TensorStream, contiguous_stride, model_stream
+from swapper.checkpoint.saved_model import model_values
+from swapper.checkpoint.state_reader import StateReader
+from swapper.checkpoint.streams import TensorStream, model_stream
 from swapper.checkpoint.values import decode, encode
-from swapper.errors import SwapError, SwapIOError
-from swapper.files import archive
-from swapper.files.archive import Record
+from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.dcp import SwapStorageWriter
 from swapper.files.fastsave import Prepared
-from swapper.files.whole_file import OutputFile
-from swapper.io.handle import exchange
+from swapper.files.output_file import OutputFile
 from swapper.optimizer.segments import MASTER
 from swapper.progress import progress_bar
 from swapper.sizes import SMALL_BYTES
+from swapper.storage.atomic import NewDirectory, remove_tree
 from swapper.tensors.dtypes import DTYPES
+from swapper.tensors.strides import contiguous_stride
 from swapper.tensors.tensor_refs import OPTIMIZER_STATES, is_lightnings, resolve, without_model
 
 __all__ = ["Exported", "Format", "Imported", "export_checkpoint", "import_checkpoint"]
@@ -56,12 +55,12 @@ _OURS = re.compile(
 
 @dataclass(frozen=True)
 class Exported:
-    """What `export_checkpoint` has written.
+    """The result of `export_checkpoint`.
 
     Attributes:
         path: of the file or directory.
         length_bytes: of all its files.
-        notes: what whoever loads it should know, each a sentence.
+        notes: sentences for whoever loads it.
     """
 
     path: Path
@@ -111,14 +110,17 @@ def export_checkpoint(
     _check_free(target, Path(os.path.abspath(directory)), to, force)
     remove_leftovers(target.parent)
     with Checkpoint(directory) as checkpoint, contextlib.ExitStack() as stack:
-        job = _Job(checkpoint, model_only, drop_masters)
+        job = _Export(checkpoint, model_only, drop_masters)
         job.done = stack.enter_context(progress_bar("exporting", job.length_bytes()))
         if to in _FILES:
             _FILES[to](job, target)
         else:
-            fill = _to_safetensors if to == "safetensors" else _to_dcp
-            with _new_directory(target) as path:
-                fill(job, path)
+            with system_errors("write", target), NewDirectory(target) as new:
+                (_to_safetensors if to == "safetensors" else _to_dcp)(job, new.path)
+                replaced = new.publish()
+            if replaced is not None:
+                with contextlib.suppress(OSError):  # The next export or save sweeps the rest.
+                    remove_tree(replaced)
     files = [target] if to in _FILES else list(target.iterdir())
     notes = list(job.notes)
     if to in _FILES and (needs := torch.serialization.get_unsafe_globals_in_checkpoint(target)):
@@ -154,253 +156,180 @@ def _check_free(target: Path, directory: Path, to: Format, force: bool) -> None:
         raise SwapError(f"{target} exists; give another name, or replace it by force (--force)")
 
 
-@contextlib.contextmanager
-def _new_directory(target: Path) -> Iterator[Path]:
-    """A directory that gets the name `target` at the end of the block; by an exception nothing is left of it.
+class _Export:
+    """A checkpoint as the state dicts of plain PyTorch, whose long tensors stand for streams.
 
-    As a checkpoint that is being written: locked, so that what is left of a killed process is removed later.
-    """
-    path = target.parent / f".{target.name}.tmp-{secrets.token_hex(6)}"
-    with contextlib.ExitStack() as stack:
-        stack.callback(remove_tree, path)
-        try:
-            path.mkdir()
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-            stack.callback(os.close, descriptor)
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-            (path / MARK).touch()
-            yield path
-            (path / MARK).unlink()
-            sync_path(path)
-            if target.exists():
-                exchange(path, target)  # What was there is removed under the other name.
-                (path / MARK).touch()
-            else:
-                os.rename(path, target)
-            sync_path(target.parent)
-        except SwapError:
-            raise
-        except OSError as error:
-            raise SwapIOError(error.errno or errno.EIO, "write", target) from error
-
-
-class _Job:
-    """What is exported.
+    They look as they will, but their memory is never touched: the bytes are streamed when they are written.
 
     Attributes:
+        states: of the optimizers that are exported.
+        streams: of each long tensor, by its address.
         done: called with the bytes of each piece.
-        notes: what whoever loads it should know.
+        notes: for whoever loads the result.
     """
 
     def __init__(self, checkpoint: Checkpoint, model_only: bool, drop_masters: bool) -> None:
         self.checkpoint = checkpoint
         self.index = checkpoint.index
         self.model_only = model_only
-        self.drop_masters = drop_masters
+        self.streams: dict[int, TensorStream] = {}
         self.done: Callable[[int], object] = lambda _: None
         self.notes: list[str] = []
-        self.states = [] if model_only else [StreamedState(checkpoint, n) for n in range(len(self.index.optimizers))]
+        self.states = [] if model_only else [StateReader(checkpoint, n) for n in range(len(self.index.optimizers))]
+        self._drop_masters = drop_masters
 
     def length_bytes(self) -> int:
         """About how much will be written."""
         total = sum(model_stream(self.checkpoint, name).length_bytes for name in self.index.model.tensors)
-        for number in range(len(self.states)):
-            for place in range(len(self.index.optimizers[number].parameters)):
-                values = self.state_of(number, place).values()
+        for number, state in enumerate(self.states):
+            for slot in range(len(state.saved.parameters)):
+                values = self.state_of(number, slot).values()
                 total += sum(value.length_bytes for value in values if isinstance(value, TensorStream))
         return total
 
-    def model_values(self) -> dict[str, Any]:
-        """What of the model's state dict is no tensor."""
-        values = self.index.model.values.items()
-        return {
-            name: decode(value, f"the state dict's {name!r}", self.checkpoint.small_tensor) for name, value in values
-        }
-
-    def state_of(self, number: int, place: int) -> dict[str, Any]:
+    def state_of(self, number: int, slot: int) -> dict[str, Any]:
         """The state of a parameter; `TensorStream`s and small values."""
-        state = self.states[number]
-        found = state.tensors(place)
-        if self.drop_masters and state.has_masters:
+        found = self.states[number].state(slot)
+        if self._drop_masters and self.states[number].with_master:
             found.pop(MASTER, None)
         return found
 
-    def options(self, number: int) -> list[dict[str, Any]]:
-        """The groups of an optimizer, without their parameters."""
-        saved = self.index.optimizers[number].options
-        options: list[dict[str, Any]] = decode(saved, f"optimizer {number}, options", self.checkpoint.small_tensor)
-        return options
-
     def extra(self, *names: str) -> Any:
-        """What the user added; of what Lightning did only `names`, if there are any."""
+        """The `extra` of the checkpoint, decoded; of one that Lightning made only `names`, if any are given."""
         data = self.index.extra
         if names and is_lightnings(data):
             data = {name: data[name] for name in names if name in data}
         return decode(data, "extra", self.checkpoint.small_tensor)
 
     def pieces(self, stream: TensorStream) -> Iterator[torch.Tensor]:
-        """Those of `stream`, counted."""
+        """The pieces of `stream`, counted by `done`."""
         for piece in stream.pieces():
             yield piece
             self.done(piece.numel())
+
+    def _tensor(self, value: Any) -> Any:
+        """A tensor that stands for a stream; if it is small, the tensor itself. Other values are as they are."""
+        if not isinstance(value, TensorStream):
+            return value
+        if value.length_bytes < SMALL_BYTES:
+            flat = torch.empty(value.numel, dtype=value.dtype)
+            if data := [*self.pieces(value)]:
+                flat.view(torch.uint8).copy_(torch.cat(data))
+        else:
+            # Read-only: nothing of it is there, and no system counts it as memory that may be needed.
+            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+            memory = mmap.mmap(-1, value.length_bytes, flags=flags, prot=mmap.PROT_READ)
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", "The given buffer is not writable")
+                flat = torch.frombuffer(memory, dtype=torch.uint8).view(value.dtype)
+            self.streams[flat.data_ptr()] = value
+        return flat.as_strided(value.shape, value.stride)
+
+    def model(self) -> OrderedDict[str, Any]:
+        """The model's state dict."""
+        saved = self.index.model
+        state = OrderedDict((name, self._tensor(model_stream(self.checkpoint, name))) for name in saved.tensors)
+        state.update({name: state[first] for name, first in saved.tied.items()})
+        state.update(model_values(self.checkpoint))
+        return state
+
+    def optimizer(self, number: int, names: Sequence[Any] | None = None) -> dict[str, Any]:
+        """An optimizer's state dict, as its class has it; by `names` instead of the parameters' numbers."""
+        state = self.states[number]
+        names = names or range(len(state.saved.parameters))
+        found: dict[Any, Any] = {}
+        for slot, name in enumerate(names):
+            if entries := self.state_of(number, slot):
+                found[name] = {key: self._tensor(value) for key, value in entries.items()}
+        return {"state": found, "param_groups": state.groups(names)}
+
+    def optimizers_by_name(self) -> dict[str, Any]:
+        """One state dict of all optimizers, as `torch.distributed.checkpoint.state_dict.get_state_dict` gives it."""
+        whole: dict[str, Any] = {"state": {}, "param_groups": []}
+        for number, state in enumerate(self.states):
+            names = [parameter.name for parameter in state.saved.parameters]
+            if "" in names or len({*names, *whole["state"]}) < len(names) + len(whole["state"]):
+                raise SwapError(
+                    f"optimizer {number} has parameters without a name of their own in the model, and "
+                    "torch.distributed.checkpoint keeps state by names; export to torch, or the model alone"
+                )
+            found = self.optimizer(number, names)
+            whole["state"] |= found["state"]
+            whole["param_groups"] += found["param_groups"]
+        return whole
 
 
 # --- torch.save and torch.distributed.checkpoint ---------------------------------------------------------------------
 
 
-class _Hollow:
-    """Tensors that look as they will, but whose memory is never touched: the bytes are streamed when they are written.
-
-    Attributes:
-        streams: of each, by its address.
-    """
-
-    def __init__(self, job: _Job) -> None:
-        self._job = job
-        self.streams: dict[int, TensorStream] = {}
-
-    def tensor(self, stream: TensorStream) -> torch.Tensor:
-        """A tensor that stands for `stream`; if it is small, the tensor itself."""
-        if stream.length_bytes < SMALL_BYTES:
-            flat = torch.empty(stream.numel, dtype=stream.dtype)
-            data = [*self._job.pieces(stream)]
-            if data:
-                flat.view(torch.uint8).copy_(torch.cat(data))
-        else:
-            # Read-only: nothing of it is there, and no system counts it as memory that may be needed.
-            flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-            memory = mmap.mmap(-1, stream.length_bytes, flags=flags, prot=mmap.PROT_READ)
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The given buffer is not writable")
-                flat = torch.frombuffer(memory, dtype=torch.uint8).view(stream.dtype)
-            self.streams[flat.data_ptr()] = stream
-        return flat.as_strided(stream.shape, stream.stride)
-
-    def model(self) -> OrderedDict[str, Any]:
-        """The model's state dict."""
-        saved = self._job.index.model
-        state: OrderedDict[str, Any] = OrderedDict()
-        for name in saved.tensors:
-            state[name] = self.tensor(model_stream(self._job.checkpoint, name))
-        state.update({name: state[first] for name, first in saved.tied.items()})
-        state.update(self._job.model_values())
-        return state
-
-    def state_of(self, number: int, place: int) -> dict[str, Any]:
-        """The state of a parameter."""
-        return {
-            key: self.tensor(value) if isinstance(value, TensorStream) else value
-            for key, value in self._job.state_of(number, place).items()
-        }
-
-    def optimizer(self, number: int) -> dict[str, Any]:
-        """An optimizer's state dict, as its class has it."""
-        saved = self._job.index.optimizers[number]
-        found = {place: self.state_of(number, place) for place in range(len(saved.parameters))}
-        groups = zip(self._job.options(number), saved.groups, strict=True)
-        return {
-            "state": {place: state for place, state in found.items() if state},
-            "param_groups": [{**options, "params": places} for options, places in groups],
-        }
-
-    def optimizers_by_name(self) -> dict[str, Any]:
-        """One state dict of all optimizers, as `torch.distributed.checkpoint.state_dict.get_state_dict` gives it."""
-        state: dict[str, Any] = {}
-        groups = []
-        for number, saved in enumerate(self._job.index.optimizers):
-            names = [parameter.name for parameter in saved.parameters]
-            if "" in names or len({*names, *state}) < len(names) + len(state):
-                raise SwapError(
-                    f"optimizer {number} has parameters without a name of their own in the model, and "
-                    "torch.distributed.checkpoint keeps state by names; export to torch, or the model alone"
-                )
-            found = {name: self.state_of(number, place) for place, name in enumerate(names)}
-            state |= {name: each for name, each in found.items() if each}
-            for options, places in zip(self._job.options(number), saved.groups, strict=True):
-                groups.append({**options, "params": [names[place] for place in places]})
-        return {"state": state, "param_groups": groups}
-
-
 class _Streamed(Prepared):
-    """As `torch.save` writes it, with the bytes of hollow tensors streamed."""
+    """An object as `torch.save` writes it, with the bytes of tensors that stand for streams streamed."""
 
-    def __init__(self, obj: object, job: _Job, streams: Mapping[int, TensorStream]) -> None:
+    def __init__(self, obj: object, job: _Export) -> None:
         super().__init__(obj)
         self._job = job
-        self._streams = streams
 
-    def _write_record(self, output: OutputFile, record: Record, header: bytes, content: Any) -> int:
-        stream = None
-        if isinstance(content, torch.UntypedStorage) and content.nbytes():
-            stream = self._streams.get(content.data_ptr())
-        if stream is None:
-            return super()._write_record(output, record, header, content)
-        output.append(header)
-        crc = 0
-        for piece in self._job.pieces(stream):
-            crc = output.append(piece, crc)
-        output.append(archive.descriptor(record, crc))
-        return crc
+    def pieces(self, content: Any) -> Iterator[Any]:
+        """As of `Prepared`; of a tensor that stands for a stream those of the stream."""
+        is_storage = isinstance(content, torch.UntypedStorage) and content.nbytes()
+        stream = self._job.streams.get(content.data_ptr()) if is_storage else None
+        return super().pieces(content) if stream is None else self._job.pieces(stream)
 
 
-def _to_torch(job: _Job, target: Path) -> None:
-    hollow = _Hollow(job)
-    whole: dict[str, Any] = {"model": hollow.model()}
+def _to_torch(job: _Export, target: Path) -> None:
+    whole: dict[str, Any] = {"model": job.model()}
     if not job.model_only:
-        optimizers = [hollow.optimizer(number) for number in range(len(job.states))]
+        optimizers = [job.optimizer(number) for number in range(len(job.states))]
         if optimizers:
             whole["optimizer"] = optimizers[0] if len(optimizers) == 1 else optimizers
         extra = job.extra()
         whole["extra"] = resolve(extra, whole["model"]) if is_lightnings(extra) else extra
-    _write_file(whole, job, hollow, target)
+    _write_file(whole, job, target)
 
 
-def _to_lightning(job: _Job, target: Path) -> None:
+def _to_lightning(job: _Export, target: Path) -> None:
     extra = job.extra(*(("state_dict", "pytorch-lightning_version") if job.model_only else ()))
     if not is_lightnings(extra):
         raise SwapError(f"{job.checkpoint.directory} was not saved by Lightning; export it to torch")
-    hollow = _Hollow(job)
-    whole = resolve(extra, hollow.model())
+    whole = resolve(extra, job.model())
     if job.states:
-        whole[OPTIMIZER_STATES] = [hollow.optimizer(number) for number in range(len(job.states))]
-    _write_file(whole, job, hollow, target)
+        whole[OPTIMIZER_STATES] = [job.optimizer(number) for number in range(len(job.states))]
+    _write_file(whole, job, target)
 
 
-def _write_file(whole: object, job: _Job, hollow: _Hollow, target: Path) -> None:
-    prepared = _Streamed(whole, job, hollow.streams)
+def _write_file(whole: object, job: _Export, target: Path) -> None:
+    prepared = _Streamed(whole, job)
     with OutputFile(target, length_bytes=prepared.length_bytes) as output:
         prepared.write(output)
         output.commit()
 
 
-_FILES: dict[str, Callable[[_Job, Path], None]] = {"torch": _to_torch, "lightning": _to_lightning}
+_FILES: dict[str, Callable[[_Export, Path], None]] = {"torch": _to_torch, "lightning": _to_lightning}
 
 
 class _Writer(SwapStorageWriter):
-    """Streams hollow tensors."""
+    """Writes tensors that stand for streams."""
 
-    def __init__(self, path: Path, job: _Job, streams: Mapping[int, TensorStream]) -> None:
+    def __init__(self, path: Path, job: _Export) -> None:
         super().__init__(path)
         self._job = job
-        self._streams = streams
 
     def prepared(self, tensor: torch.Tensor) -> Prepared:
-        """What is written of a tensor."""
-        return _Streamed(tensor, self._job, self._streams)
+        """See `SwapStorageWriter`."""
+        return _Streamed(tensor, self._job)
 
 
-def _to_dcp(job: _Job, path: Path) -> None:
-    hollow = _Hollow(job)
-    whole: dict[str, Any] = {"model": hollow.model()}
+def _to_dcp(job: _Export, path: Path) -> None:
+    whole: dict[str, Any] = {"model": job.model()}
     if not job.model_only:
         if job.states:
-            whole["optimizer"] = hollow.optimizers_by_name()
+            whole["optimizer"] = job.optimizers_by_name()
         if (extra := job.extra()) is not None:
             whole["extra"] = resolve(without_model(extra), whole["model"]) if is_lightnings(extra) else extra
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")  # It is not needed.
-            save(whole, storage_writer=_Writer(path, job, hollow.streams), no_dist=True)
+            save(whole, storage_writer=_Writer(path, job), no_dist=True)
     except CheckpointException as error:
         cause = next(iter(error.failures.values()), (error,))[0]
         raise cause if isinstance(cause, SwapError) else SwapError(f"{path} could not be written: {cause}") from error
@@ -409,7 +338,7 @@ def _to_dcp(job: _Job, path: Path) -> None:
 # --- safetensors -----------------------------------------------------------------------------------------------------
 
 
-def _to_safetensors(job: _Job, path: Path) -> None:
+def _to_safetensors(job: _Export, path: Path) -> None:
     _write_model(job, path)
     if job.model_only:
         return
@@ -434,7 +363,7 @@ def _names_of_tensors(data: Any) -> Iterator[str]:
             yield from _names_of_tensors(value)
 
 
-def _write_model(job: _Job, path: Path) -> None:
+def _write_model(job: _Export, path: Path) -> None:
     saved = job.index.model
     if saved.values:
         raise SwapError(
@@ -473,14 +402,15 @@ def _write_model(job: _Job, path: Path) -> None:
         _write_small(path / "config.json", (job.checkpoint.directory / "config.json").read_bytes())
 
 
-def _write_optimizer(job: _Job, number: int, path: Path, file: str) -> None:
-    saved = job.index.optimizers[number]
-    names = [parameter.name or f"parameter-{place}" for place, parameter in enumerate(saved.parameters)]
+def _write_optimizer(job: _Export, number: int, path: Path, file: str) -> None:
+    state = job.states[number]
+    saved = state.saved
+    names = [parameter.name or f"parameter-{slot}" for slot, parameter in enumerate(saved.parameters)]
     tensors: dict[str, TensorStream] = {}
     rest: dict[str, dict[str, Any]] = {}
     more: dict[str, torch.Tensor] = {}
-    for place, name in enumerate(names):
-        for key, value in job.state_of(number, place).items():
+    for slot, name in enumerate(names):
+        for key, value in job.state_of(number, slot).items():
             if isinstance(value, (TensorStream, torch.Tensor)):
                 if f"{name}.{key}" in tensors:
                     raise SwapError(f"optimizer {number}: two tensors of its state would be named {name}.{key}")
@@ -488,10 +418,7 @@ def _write_optimizer(job: _Job, number: int, path: Path, file: str) -> None:
                 tensors[f"{name}.{key}"] = stream.contiguous()
             else:
                 rest.setdefault(name, {})[key] = encode(value, f"state {key!r} of {name}", more, f"{name}.{key}.")
-    groups = []
-    for options, places in zip(job.options(number), saved.groups, strict=True):
-        encoded = encode(options, f"optimizer {number}, options", more, "param_groups.")
-        groups.append({**encoded, "params": [names[place] for place in places]})
+    groups = [encode(each, f"optimizer {number}, options", more, "param_groups.") for each in state.groups(names)]
     tensors |= {name: _in_memory(tensor) for name, tensor in more.items()}
     _write_tensors(job, path / f"{file}.safetensors", tensors, {"format": "pt"})
     _write_json(path / f"{file}.json", {"class": saved.kind, "param_groups": groups, "state": rest})
@@ -503,7 +430,7 @@ def _in_memory(tensor: torch.Tensor) -> TensorStream:
     return TensorStream(tensor.dtype, shape, contiguous_stride(shape), lambda start, stop: flat[start:stop])
 
 
-def _write_tensors(job: _Job, path: Path, tensors: Mapping[str, TensorStream], metadata: Mapping[str, str]) -> None:
+def _write_tensors(job: _Export, path: Path, tensors: Mapping[str, TensorStream], metadata: Mapping[str, str]) -> None:
     """Write and sync a safetensors file; see https://github.com/huggingface/safetensors, "Format"."""
     table: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     cursor = 0

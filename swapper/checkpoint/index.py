@@ -1,7 +1,11 @@
-"""What a checkpoint's `index.json` says: everything but the bytes of tensors. See `Index`."""
+"""The entries of a checkpoint's `index.json`: everything but the bytes of tensors. See `Index`."""
 
 from __future__ import annotations
 
+import datetime
+import functools
+import importlib.metadata
+import json
 import os
 import stat
 from pathlib import Path
@@ -13,9 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field
 from swapper.io.checksums import checksum
 
 __all__ = [
-    "FORMAT",
     "INDEX",
     "START",
+    "VALUES",
     "Glance",
     "Index",
     "SavedBucket",
@@ -27,35 +31,38 @@ __all__ = [
     "SavedSegment",
     "SavedTensor",
     "crc32c_of",
+    "dtype_name",
     "glance",
     "look_at",
+    "made_by",
     "open_index",
     "read_index",
     "with_checksum",
 ]
 
 INDEX = "index.json"
-FORMAT = "swapper checkpoint"
+VALUES = "values.safetensors"
 START = b'{"crc32c":"00000000",'
 _INDEX_BYTES_MAX = 1 << 30
+_GLANCES_MAX = 64
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+class _Entry(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
 
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Crc = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
-class SavedFile(_Part):
+class SavedFile(_Entry):
     """A file of the directory: its length, and the CRC-32C of all its bytes."""
 
     length_bytes: Count
     crc32c: Crc
 
 
-class SavedTensor(_Part):
+class SavedTensor(_Entry):
     """A tensor of the model, under its name in a file.
 
     `dtype` is torch's name of it, `shape` the model's; the file has complex numbers as pairs, and what safetensors does
@@ -68,7 +75,7 @@ class SavedTensor(_Part):
     crc32c: Crc
 
 
-class SavedModel(_Part):
+class SavedModel(_Entry):
     """The model's state dict: tensors, names that are one tensor with another, and encoded values that are none."""
 
     tensors: dict[str, SavedTensor]
@@ -76,10 +83,10 @@ class SavedModel(_Part):
     values: dict[str, Any]
 
 
-class SavedSegment(_Part):
+class SavedSegment(_Entry):
     """A slice of a parameter whose state is in one file.
 
-    `parameter` is its place among those of the optimizer, `start` and `stop` count its elements in the order of memory;
+    `parameter` is its slot among those of the optimizer, `start` and `stop` count its elements in the order of memory;
     `whole`: its tensors have their own shapes, else they are slices. Its tensors are "{number}.{key}" in the file, for
     each key in `present`. `strides` are those of tensors that do not lie in the order of their indices. `master`,
     `parameter_crc32c` (of the parameter's bits that the master goes with) and `tie_bits`: see [Note: split masters] of
@@ -97,8 +104,13 @@ class SavedSegment(_Part):
     tie_bits: Count = 0
     small: Any = None
 
+    @property
+    def numel(self) -> int:
+        """Its number of elements."""
+        return self.stop - self.start
 
-class SavedHole(_Part):
+
+class SavedHole(_Entry):
     """A segment of a parameter that the optimizer did not have any more. Its tensors in the file belong to nobody.
 
     `tie_bits` are those of its master, which come before those of the segments behind it.
@@ -108,14 +120,14 @@ class SavedHole(_Part):
     tie_bits: Count = 0
 
 
-class SavedBucket(_Part):
-    """Segments whose state is in one file; None of them moved where there is no file."""
+class SavedBucket(_Entry):
+    """Segments whose state is in one file; `file` is None if all of it is in the index."""
 
     file: str | None
     segments: list[SavedSegment | SavedHole]
 
 
-class SavedParameter(_Part):
+class SavedParameter(_Entry):
     """A parameter of an optimizer: its name in the model ("" if the model does not have it), and how it lies in memory.
 
     Of a checkpoint that was made of other files not all is known: where `dtype` is "", `name` may be "" for a parameter
@@ -133,8 +145,8 @@ class SavedParameter(_Part):
     small: Any
 
 
-class SavedOptimizer(_Part):
-    """An optimizer: its class, the encoded options of its groups, the places of each group's parameters, its state."""
+class SavedOptimizer(_Entry):
+    """An optimizer: its class, the encoded options of its groups, the slots of each group's parameters, its state."""
 
     kind: str
     encoding: Literal["exact"]
@@ -144,7 +156,7 @@ class SavedOptimizer(_Part):
     buckets: list[SavedBucket]
 
 
-class Index(_Part):
+class Index(_Entry):
     """All of a checkpoint but its bytes. `crc32c` is that of the text behind it, in hexadecimal.
 
     `run` is the training that it belongs to, through all its restarts; `sequence` counts its checkpoints; `step` the
@@ -165,6 +177,39 @@ class Index(_Part):
     optimizers: list[SavedOptimizer]
     extra: Any
 
+    def text(self) -> bytes:
+        """The content of `index.json`. Not what pydantic writes: its serializer allows values of less depth."""
+        fields = self.model_dump(exclude={"crc32c", "extra"}, exclude_defaults=True)
+        text = json.dumps({**fields, "extra": self.extra}, separators=(",", ":"), allow_nan=False)
+        return with_checksum(text.encode())
+
+
+def made_by() -> dict[str, Any]:
+    """The fields of a new `Index` that tell when and by what it was written, and those that its writer fills in."""
+    return {
+        "crc32c": "",
+        "format": "swapper checkpoint",
+        "version": 1,
+        "swapper": _version(),
+        "torch": str(torch.__version__),
+        "saved_at": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "files": {},
+    }
+
+
+@functools.cache
+def _version() -> str:
+    """Swapper's, read once: from then on the package may be gone or be another one."""
+    try:
+        return importlib.metadata.version("tensor-swapper")
+    except (importlib.metadata.PackageNotFoundError, OSError):  # Used from a source tree.
+        return "unknown"
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As an index has it: "float32"."""
+    return str(dtype).removeprefix("torch.")
+
 
 def with_checksum(index: bytes) -> bytes:
     """An index, a JSON object with fields, with a first field that tells whether the others are as they were."""
@@ -172,11 +217,16 @@ def with_checksum(index: bytes) -> bytes:
     return b'{"crc32c":"%08x",' % crc32c_of(rest) + rest
 
 
+def crc32c_of(data: bytes | bytearray) -> int:
+    """The CRC-32C of some bytes."""
+    return checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else 0
+
+
 def read_index(file: IO[bytes]) -> bytes:
-    """What is in an index. Nothing that cannot be one is read in whole, or waited for.
+    """The content of an index. Nothing that cannot be one is read in whole, or waited for.
 
     Raises:
-        ValueError: see above.
+        ValueError: it is none.
     """
     status = os.fstat(file.fileno())
     start = file.read(len(START)) if stat.S_ISREG(status.st_mode) else b""
@@ -190,13 +240,8 @@ def open_index(path: Path) -> IO[bytes]:
     return open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
 
 
-def crc32c_of(data: bytes | bytearray) -> int:
-    """The CRC-32C of some bytes."""
-    return checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else 0
-
-
 class Glance(BaseModel):
-    """What of an index says whose a checkpoint is."""
+    """The part of an index that says whose a checkpoint is."""
 
     format: Literal["swapper checkpoint"]
     run: str
@@ -206,7 +251,6 @@ class Glance(BaseModel):
 
 _glances: dict[tuple[int, int, int, int], Glance] = {}
 """By device, inode, time and length of the index, which is never changed."""
-_GLANCES_MAX = 64
 
 
 def glance(directory: Path) -> Glance | None:

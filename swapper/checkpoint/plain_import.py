@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint.checkpoint import made_by, refuse_unloadable
-from swapper.checkpoint.directories import remove_checkpoint
+from swapper.checkpoint.checkpoint import refuse_unloadable
+from swapper.checkpoint.directories import remove_replaced
+from swapper.checkpoint.index import Index, SavedOptimizer, SavedParameter, made_by
 from swapper.checkpoint.saved_model import save_state_dict
-from swapper.checkpoint.state_writer import described_parameter, save_plain_state
-from swapper.checkpoint.values import encode
-from swapper.checkpoint.writer import VALUES, NewCheckpoint
-from swapper.errors import SwapError, SwapIOError
+from swapper.checkpoint.state_writer import StateWriter, described_parameter, memory_stride
+from swapper.checkpoint.writer import NewCheckpoint
+from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, header_bytes, read_directory
 from swapper.optimizer.segments import MASTER
 from swapper.progress import progress_bar
-from swapper.tensors.strides import is_dense
+from swapper.tensors.strides import contiguous_stride, is_dense
 
 __all__ = ["Imported", "import_checkpoint"]
 
@@ -41,14 +41,14 @@ _ADDED_OPTIONS = {
 
 @dataclass(frozen=True)
 class Imported:
-    """What `import_checkpoint` has made.
+    """The result of `import_checkpoint`.
 
     Attributes:
         path: the checkpoint.
         model_key, optimizer_key: where in the file state dicts were; None if it is a state dict, or there are none.
         optimizers: the class of each.
-        extra_keys: what of the file became `extra`.
-        notes: what was found out, each a sentence.
+        extra_keys: keys of the file that became `extra`.
+        notes: sentences about what was guessed.
     """
 
     path: Path
@@ -96,8 +96,7 @@ def import_checkpoint(
         raise SwapError(f"{os.fspath(file)} has a {type(found).__name__}, and no dictionary with a state dict")
     rest = dict(found)
     for key in drop:
-        if key not in rest:
-            raise SwapError(f"drop: {os.fspath(file)} has no {key!r}; it has {_listed(rest)}")
+        _item(rest, key, "drop", os.fspath(file))
         del rest[key]
     model_key, state_dict = _take_model(rest, model_key, os.fspath(file))
     optimizer_key, states = _take_optimizers(rest, optimizer_key, os.fspath(file))
@@ -109,13 +108,12 @@ def import_checkpoint(
         extra = rest["extra"]  # As `export_checkpoint` has it.
     new = NewCheckpoint(target)
     try:
-        index = _written(state_dict, states, kinds, extra, new, notes)
-    except BaseException:
+        index = _write(state_dict, states, kinds, extra, new, notes)
+        replaced = new.finish(index, refuse_unloadable)
+    finally:
         new.discard()
-        raise
-    replaced = new.finish(index, refuse_unloadable)
     if replaced is not None:
-        remove_checkpoint(replaced, lambda _: False)
+        remove_replaced(replaced)
     return Imported(target, model_key, optimizer_key, kinds, extra_keys, notes)
 
 
@@ -143,34 +141,33 @@ def _load(file: str | os.PathLike[str]) -> Any:
 
 
 def _check(path: str) -> None:
-    """Compare what a file has with its checksums, which torch does not do with a file that it maps.
+    """Compare a file with its checksums, which torch does not do with a file that it maps.
 
     What is no ZIP file is left to torch to refuse.
     """
-    try:
-        with open(path, "rb", buffering=0) as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-            try:
-                entries = read_directory(lambda start, length: os.pread(file.fileno(), length, start), size_bytes)
-            except BadArchive:
-                return
-            with progress_bar("checking", size_bytes) as done:
-                for entry in entries:
-                    start = entry.offset_bytes
-                    start += header_bytes(os.pread(file.fileno(), LOCAL_HEADER_BYTES, start))
-                    crc = 0
-                    for at in range(start, start + entry.length_bytes, _PIECE_BYTES):
-                        piece = os.pread(file.fileno(), min(_PIECE_BYTES, start + entry.length_bytes - at), at)
-                        crc = zlib.crc32(piece, crc)
-                        done(len(piece))
-                    if entry.crc32 not in (None, crc):
-                        raise SwapError(f"{path} is damaged: its record {entry.name!r} does not match its checksum")
-    except BadArchive as error:
-        raise SwapError(f"{path} is damaged: {error}") from error
-    except OSError as error:
-        if isinstance(error, SwapError):
-            raise
-        raise SwapIOError(error.errno or errno.EIO, "read", path) from error
+    with system_errors("read", path), open(path, "rb", buffering=0) as file:
+        size_bytes = os.fstat(file.fileno()).st_size
+
+        def read(start: int, length: int) -> bytes:
+            return os.pread(file.fileno(), length, start)
+
+        try:
+            entries = read_directory(read, size_bytes)
+        except BadArchive:
+            return
+        with progress_bar("checking", size_bytes) as done:
+            for entry in entries:
+                try:
+                    start = entry.offset_bytes + header_bytes(read(entry.offset_bytes, LOCAL_HEADER_BYTES))
+                except BadArchive as error:
+                    raise SwapError(f"{path} is damaged: {error}") from error
+                crc = 0
+                for at in range(start, start + entry.length_bytes, _PIECE_BYTES):
+                    piece = read(at, min(_PIECE_BYTES, start + entry.length_bytes - at))
+                    crc = zlib.crc32(piece, crc)
+                    done(len(piece))
+                if entry.crc32 not in (None, crc):
+                    raise SwapError(f"{path} is damaged: its record {entry.name!r} does not match its checksum")
 
 
 def _unsafe_names(path: str) -> list[str]:
@@ -193,7 +190,7 @@ def _listed(keys: Iterable[object]) -> str:
 
 
 def _is_state_dict(value: object) -> bool:
-    """Whether it may be a model's: names, and at least one tensor."""
+    """True if it may be a model's: names, and at least one tensor."""
     return (
         isinstance(value, Mapping)
         and all(isinstance(key, str) for key in value)
@@ -214,9 +211,7 @@ def _is_optimizer(value: object) -> bool:
 def _take_model(rest: dict[Any, Any], key: str | None, path: str) -> tuple[str | None, Mapping[str, Any]]:
     """Take the model's state dict out of `rest`. The key is None if that is it."""
     if key is not None:
-        if key not in rest:
-            raise SwapError(f"model_key: {path} has no {key!r}; it has {_listed(rest)}")
-        if not _is_state_dict(rest[key]):
+        if not _is_state_dict(_item(rest, key, "model_key", path)):
             raise SwapError(f"model_key: {key!r} of {path} is no state dict of a model")
         return key, rest.pop(key)
     candidates = [name for name in _MODEL_KEYS if name in rest and _is_state_dict(rest[name])]
@@ -239,21 +234,24 @@ def _take_model(rest: dict[Any, Any], key: str | None, path: str) -> tuple[str |
 def _take_optimizers(rest: dict[Any, Any], key: str | None, path: str) -> tuple[str | None, list[Mapping[str, Any]]]:
     """Take the optimizers' state dicts out of `rest`."""
     if key is not None:
-        if key not in rest:
-            raise SwapError(f"optimizer_key: {path} has no {key!r}; it has {_listed(rest)}")
-        if not (states := _optimizers_in(rest[key])):
+        found = {key: _optimizers_in(_item(rest, key, "optimizer_key", path))}
+        if not found[key]:
             raise SwapError(f"optimizer_key: {key!r} of {path} is no state dict of an optimizer, nor a list of them")
     else:
         found = {name: states for name in _OPTIMIZER_KEYS if (states := _optimizers_in(rest.get(name)))}
-        if len(found) > 1:
-            raise SwapError(
-                f"{path} has optimizers under {_listed(found)}; say which by optimizer_key (--optimizer-key)"
-            )
-        if not found:
-            return None, []
-        key, states = next(iter(found.items()))
+    if len(found) > 1:
+        raise SwapError(f"{path} has optimizers under {_listed(found)}; say which by optimizer_key (--optimizer-key)")
+    if not found:
+        return None, []
+    ((key, states),) = found.items()
     del rest[key]
     return key, states
+
+
+def _item(rest: Mapping[Any, Any], key: str, option: str, path: str) -> Any:
+    if key not in rest:
+        raise SwapError(f"{option}: {path} has no {key!r}; it has {_listed(rest)}")
+    return rest[key]
 
 
 def _optimizers_in(value: object) -> list[Mapping[str, Any]]:
@@ -321,37 +319,33 @@ def _fits(defaults: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
 # --- The checkpoint --------------------------------------------------------------------------------------------------
 
 
-def _written(
+def _write(
     state_dict: Mapping[str, Any],
     states: Sequence[Mapping[str, Any]],
     kinds: Sequence[str],
     extra: Any,
     new: NewCheckpoint,
     notes: list[str],
-) -> dict[str, Any]:
+) -> Index:
     """Write everything, and return what the index says of it."""
-    values: dict[str, torch.Tensor] = {}
     try:
-        encoded = encode(extra, "extra", values, "extra.")
+        encoded = new.encode(extra, "extra", "extra.")
     except SwapError as error:
         raise SwapError(f"{error}; or leave it out by drop (--drop) of its key in the file") from None
     model = _one_object_each(state_dict)
-    optimizers = []
-    steps = []
+    saved = []
     for number, (state, kind) in enumerate(zip(states, kinds, strict=True)):
-        fields, step = _optimizer(state, kind, number, model, new, values, notes)
-        optimizers.append(fields)
-        steps.append(step)
-    index = {
+        saved.append(_optimizer(state, kind, number, model, new, notes))
+    index = Index(
         **made_by(),
-        "run": secrets.token_hex(8),
-        "sequence": 1,
-        "step": steps[0] if steps else None,
-        "model": save_state_dict(model, new, values),
-        "optimizers": optimizers,
-        "extra": encoded,
-    }
-    new.write_tensors(VALUES, values)
+        run=secrets.token_hex(8),
+        sequence=1,
+        step=saved[0][1] if saved else None,
+        model=save_state_dict(model, new),
+        optimizers=[each for each, _ in saved],
+        extra=encoded,
+    )
+    new.write_values()
     return index
 
 
@@ -374,44 +368,44 @@ def _optimizer(
     number: int,
     model: Mapping[str, Any],
     new: NewCheckpoint,
-    values: dict[str, torch.Tensor],
     notes: list[str],
-) -> tuple[dict[str, Any], int | None]:
+) -> tuple[SavedOptimizer, int | None]:
     what = f"optimizer {number}"
     groups = state["param_groups"]
-    places = [each for group in groups for each in group["params"]]
-    if len(set(places)) < len(places) or state["state"].keys() - set(places):
+    keys = [each for group in groups for each in group["params"]]
+    if len(set(keys)) < len(keys) or state["state"].keys() - set(keys):
         raise SwapError(f"{what}: its state and the parameters of its groups do not fit together")
-    by_name = bool(places) and all(isinstance(each, str) for each in places)
-    names = _names(groups, places, by_name)
+    by_name = bool(keys) and all(isinstance(each, str) for each in keys)
+    names = _names(groups, keys, by_name)
     known = [model.get(name) for name in names]
     if any(names) and (lost := [name for name, value in zip(names, known, strict=True) if value is None]):
         raise SwapError(f"{what}: the model's state dict has no {lost[0]}, which is a parameter of it")
     if not any(names):
         notes.append(f"{what}: the file does not name the parameters; they are taken to be in your optimizer's order")
-    entries = [state["state"].get(each) or {} for each in places]
+    entries = [state["state"].get(each) or {} for each in keys]
     described = [
-        _described(name, value, entry, f"{what}, parameter {name or place}", kind)
-        for place, (name, value, entry) in enumerate(zip(names, known, entries, strict=True))
+        _described(name, value, entry, f"{what}, parameter {name or slot}", kind)
+        for slot, (name, value, entry) in enumerate(zip(names, known, entries, strict=True))
     ]
     rounded_to = _rounded_to(model, known, entries, what)
-    return save_plain_state(kind, groups, described, entries, number, new, values, rounded_to)
+    writer = StateWriter(new, number, kind, groups, described)
+    writer.save_memory(entries, rounded_to)
+    return writer.saved, writer.step
 
 
-def _names(groups: Sequence[Mapping[str, Any]], places: Sequence[Any], by_name: bool) -> list[str]:
+def _names(groups: Sequence[Mapping[str, Any]], keys: Sequence[Any], by_name: bool) -> list[str]:
     """Of the parameters in order; "" where they are not known."""
     if by_name:
-        return list(places)
+        return list(keys)
     if all(len(group.get("param_names") or ()) == len(group["params"]) for group in groups):
         return [str(name) for group in groups for name in group.get("param_names") or ()]
-    return [""] * len(places)
+    return [""] * len(keys)
 
 
-def _described(name: str, value: object, entry: Mapping[str, Any], what: str, kind: str) -> dict[str, Any]:
-    """What is known of a parameter: by its name, else by the shapes of its state."""
+def _described(name: str, value: object, entry: Mapping[str, Any], what: str, kind: str) -> SavedParameter:
+    """Describe a parameter: by its name, else by the shapes of its state."""
     if isinstance(value, torch.Tensor):
-        stride = value.stride() if is_dense(value) else torch.empty(value.shape, device="meta").stride()
-        return described_parameter(name, value.shape, stride, value.dtype)
+        return described_parameter(name, value.shape, memory_stride(value), value.dtype)
     tensors = [item for item in entry.values() if isinstance(item, torch.Tensor)]
     if not entry:
         return described_parameter("", None, [], None)
@@ -422,7 +416,7 @@ def _described(name: str, value: object, entry: Mapping[str, Any], what: str, ki
             "again with an optimizer made of model.named_parameters()"
         )
     like = next((tensor for tensor in tensors if list(tensor.shape) == shape and is_dense(tensor)), None)
-    stride = torch.empty(shape, device="meta").stride() if like is None else like.stride()
+    stride = contiguous_stride(tuple(shape)) if like is None else like.stride()
     return described_parameter("", shape, stride, None)
 
 

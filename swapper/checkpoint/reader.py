@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 
-from swapper.checkpoint.index import INDEX, START, Index, SavedFile, open_index, read_index, with_checksum
-from swapper.checkpoint.writer import VALUES
+from swapper.checkpoint.index import INDEX, START, VALUES, Index, SavedFile, open_index, read_index, with_checksum
 from swapper.errors import SwapError, SwapIOError
 from swapper.files.tensor_files import StoredTensor, TensorReader, read_header
 from swapper.io.checksums import checksum, join_checksums
 from swapper.io.handle import AsyncIOHandle
+from swapper.tensors.dtypes import stored_dtype
 
 __all__ = ["Checkpoint"]
 
-PIECE_BYTES = 8 << 20
+_PIECE_BYTES = 8 << 20
 
 
 class Checkpoint:
@@ -57,10 +59,10 @@ class Checkpoint:
             self.index = Index.model_validate_json(data)
         except ValidationError as error:
             first = error.errors(include_url=False, include_input=False)[0]
-            place = ".".join(str(part) for part in first["loc"])
+            entry = ".".join(str(part) for part in first["loc"])
             raise SwapError(
                 f"{path} is not the index of a checkpoint that this version of swapper can read: "
-                f"{place + ': ' if place else ''}{first['msg']}"
+                f"{entry + ': ' if entry else ''}{first['msg']}"
             ) from None
         self._tables: dict[str, dict[str, StoredTensor]] = {}
         self._verified: set[str] = set()
@@ -79,11 +81,7 @@ class Checkpoint:
         self.reader.close()
 
     def check_file(self, name: str) -> None:
-        """Refuse a file that is missing, not in the directory, or not as long as it was.
-
-        Raises:
-            SwapError, SwapIOError: see above.
-        """
+        """Refuse a file that is missing, not in the directory, or not as long as it was."""
         file = self.index.files[name]
         path = self.directory / name
         if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
@@ -104,11 +102,7 @@ class Checkpoint:
             )
 
     def file(self, name: str) -> SavedFile:
-        """What the index says of a file.
-
-        Raises:
-            SwapError: there is none of that name.
-        """
+        """The length and checksum of a file, from the index."""
         if name not in self.index.files:
             raise SwapError(f"{self.directory / INDEX} refers to {name!r}, which is not among its files")
         return self.index.files[name]
@@ -125,11 +119,7 @@ class Checkpoint:
         return self._tables[name]
 
     def tensor(self, file: str, name: str) -> StoredTensor:
-        """A tensor of a file of the checkpoint.
-
-        Raises:
-            SwapError: the file does not have it.
-        """
+        """A tensor of a file of the checkpoint."""
         try:
             return self.table(file)[name]
         except KeyError:
@@ -149,8 +139,8 @@ class Checkpoint:
             return
         expected = self.file(name)
         parts = []
-        for start in range(0, expected.length_bytes, PIECE_BYTES):
-            stop = min(start + PIECE_BYTES, expected.length_bytes)
+        for start in range(0, expected.length_bytes, _PIECE_BYTES):
+            stop = min(start + _PIECE_BYTES, expected.length_bytes)
             data = self.reader.read_bytes(self.directory / name, start, stop)
             parts.append((checksum(data), stop - start))
             done(stop - start)
@@ -165,6 +155,39 @@ class Checkpoint:
                 f"{what}{self.directory / name} is damaged: its CRC-32C is {found:08x}, and was {expected:08x} when "
                 "it was saved; use another checkpoint"
             )
+
+    def model_tensor(self, name: str) -> StoredTensor:
+        """A tensor of the model, with the dtype and shape that the model knows.
+
+        Args:
+            name: in the state dict; not one that is tied to another.
+
+        Raises:
+            SwapError: its file and the index do not fit together.
+        """
+        saved = self.index.model.tensors[name]
+        stored = self.tensor(saved.file, name)
+        dtype, shape = getattr(torch, saved.dtype, None), torch.Size(saved.shape)
+        if (
+            not isinstance(dtype, torch.dtype)
+            or stored.dtype != stored_dtype(dtype)
+            or stored.stop_bytes - stored.start_bytes != math.prod(shape) * dtype.itemsize
+        ):
+            raise SwapError(f"{stored.path}: tensor {name!r} is not what the index says; the checkpoint is damaged")
+        return replace(stored, dtype=dtype, shape=shape)
+
+    def elements(self, stored: StoredTensor, start: int, stop: int, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """Read elements `start` to `stop` of a tensor, in the order of its file: 1-D, in memory of their own.
+
+        Args:
+            dtype: of the elements, if the file has them as another one.
+        """
+        dtype = stored.dtype if dtype is None else dtype
+        start_bytes, stop_bytes = (stored.start_bytes + at * dtype.itemsize for at in (start, stop))
+        if stop_bytes > stored.stop_bytes:
+            raise SwapError(f"{stored.path}: tensor {stored.name!r} is shorter than the index says")
+        shape = torch.Size([stop - start])
+        return self.reader.read(StoredTensor(stored.path, stored.name, dtype, shape, start_bytes, stop_bytes))
 
     def small_tensor(self, name: str) -> torch.Tensor:
         """A tensor of the file of values."""

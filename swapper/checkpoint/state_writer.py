@@ -9,8 +9,15 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint.values import encode
-from swapper.checkpoint.writer import NewCheckpoint
+from swapper.checkpoint.index import (
+    SavedBucket,
+    SavedHole,
+    SavedOptimizer,
+    SavedParameter,
+    SavedSegment,
+    dtype_name,
+)
+from swapper.checkpoint.writer import NewCheckpoint, RecordFile
 from swapper.io.checksums import checksum, join_checksums
 from swapper.optimizer.plan import parameters_of
 from swapper.optimizer.segments import MASTER, Bucket, Segment
@@ -19,15 +26,14 @@ from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.sizes import SMALL_BYTES
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import PLAIN_DTYPES
-from swapper.tensors.strides import is_dense
+from swapper.tensors.strides import contiguous_stride, is_dense
 
 __all__ = [
-    "contiguous_stride",
+    "StateWriter",
     "described_parameter",
-    "dtype_name",
     "kind_of",
     "memory_stride",
-    "save_plain_state",
+    "names_of_parameters",
     "save_state",
     "swapper_of",
 ]
@@ -36,7 +42,7 @@ _ROUNDED_NUMEL = 1 << 20
 
 
 def swapper_of(optimizer: Optimizer) -> OptimizerSwapper | None:
-    """What swaps its state; None if that is in `optimizer.state`."""
+    """The swapper of its state; None if that is in `optimizer.state`."""
     swapper = getattr(optimizer, "swapper", None)
     return swapper if swapper is not None and swapper.swaps_state else None
 
@@ -46,236 +52,195 @@ def kind_of(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
+def names_of_parameters(model: torch.nn.Module) -> dict[int, str]:
+    """The first name of each parameter in the model, by the parameter's `id`."""
+    return {id(parameter): name for name, parameter in model.named_parameters()}
+
+
 def save_state(
-    optimizer: Optimizer,
-    number: int,
-    names: Mapping[int, str],
-    new: NewCheckpoint,
-    values: dict[str, torch.Tensor],
-) -> tuple[dict[str, Any], int | None]:
+    optimizer: Optimizer, number: int, names: Mapping[int, str], new: NewCheckpoint
+) -> tuple[SavedOptimizer, int | None]:
     """Put the state of `optimizer` into `new`: records by a second name where they have files, else written.
 
     Args:
         number: of the optimizer in the checkpoint.
         names: of the model's parameters, by `id`.
-        values: takes the small tensors.
 
     Returns:
-        The fields of `SavedOptimizer`; and how many steps were made, if the state counts them.
+        What the index says of it; and how many steps were made, if the state counts them.
     """
     parameters = list(parameters_of(optimizer))
-    what = f"optimizer {number}"
     described = [described_parameter(names.get(id(p), ""), p.shape, memory_stride(p), p.dtype) for p in parameters]
-    sink = _Sink(new, values, number, described)
+    writer = StateWriter(new, number, kind_of(optimizer), optimizer.param_groups, described)
     swapper = swapper_of(optimizer)
     if swapper is None:
-        buckets = sink.save_memory([optimizer.state.get(p) or {} for p in parameters])
+        writer.save_memory([optimizer.state.get(p) or {} for p in parameters])
     else:
-        buckets = sink.save_records(swapper.settled_records("save_checkpoint"), parameters)
-    fields = {
-        "kind": kind_of(optimizer),
-        "encoding": "exact",
-        **_groups(optimizer.param_groups, what, number, values),
-        "parameters": described,
-        "buckets": buckets,
-    }
-    return fields, sink.step
-
-
-def _groups(
-    groups: Sequence[Mapping[str, Any]], what: str, number: int, values: dict[str, torch.Tensor]
-) -> dict[str, Any]:
-    """What an index says of groups. Parameters are counted in their order."""
-    options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
-    places = []
-    count = 0
-    for group in groups:
-        places.append(list(range(count, count + len(group["params"]))))
-        count += len(group["params"])
-    return {"options": encode(options, f"{what}, options", values, f"optimizer-{number}.options."), "groups": places}
+        writer.save_records(swapper.flushed_records("save_checkpoint"), parameters)
+    return writer.saved, writer.step
 
 
 def described_parameter(
     name: str, shape: Sequence[int] | None, stride: Sequence[int], dtype: torch.dtype | None
-) -> dict[str, Any]:
-    """The fields of `SavedParameter`, without state. What of a parameter is not known is None, or ""."""
-    return {
-        "name": name,
-        "shape": None if shape is None else list(shape),
-        "stride": list(stride),
-        "dtype": "" if dtype is None else dtype_name(dtype),
-        "keys": [],
-        "dtypes": {},
-        "small": None,
-    }
+) -> SavedParameter:
+    """A parameter without state. What of it is not known is None, or ""."""
+    return SavedParameter(
+        name=name,
+        shape=None if shape is None else list(shape),
+        stride=list(stride),
+        dtype="" if dtype is None else dtype_name(dtype),
+        keys=[],
+        dtypes={},
+        small=None,
+    )
 
 
-def save_plain_state(
-    kind: str,
-    groups: Sequence[Mapping[str, Any]],
-    described: list[dict[str, Any]],
-    states: Sequence[Mapping[str, Any]],
-    number: int,
-    new: NewCheckpoint,
-    values: dict[str, torch.Tensor],
-    rounded_to: torch.dtype | None,
-) -> tuple[dict[str, Any], int | None]:
-    """Put a state that is in memory, as a state dict has it, into `new`.
+class StateWriter:
+    """Writes the state of one optimizer.
 
     Args:
-        kind: the class, as `kind_of` names it.
-        groups: as in a state dict; the parameters are counted in their order.
-        described: from `described_parameter`, for each.
-        states: of each; empty if it has none.
         number: of the optimizer in the checkpoint.
-        values: takes the small tensors.
-        rounded_to: dtype of the parameters that have master weights.
+        kind: its class, as `kind_of` names it.
+        groups: as in a state dict, but for their parameters, which are counted in the order of the groups.
+        described: the parameters, in order.
 
-    Returns:
-        The fields of `SavedOptimizer`; and how many steps were made, if the state counts them.
+    Attributes:
+        saved: what the index says of it.
+        step: how many steps were made, if the state counts them.
     """
-    sink = _Sink(new, values, number, described)
-    fields = {
-        "kind": kind,
-        "encoding": "exact",
-        **_groups(groups, f"optimizer {number}", number, values),
-        "parameters": described,
-        "buckets": sink.save_memory(states, rounded_to),
-    }
-    return fields, sink.step
-
-
-class _Sink:
-    """Writes the state of one optimizer."""
 
     def __init__(
-        self, new: NewCheckpoint, values: dict[str, torch.Tensor], number: int, described: list[dict[str, Any]]
+        self,
+        new: NewCheckpoint,
+        number: int,
+        kind: str,
+        groups: Sequence[Mapping[str, Any]],
+        described: list[SavedParameter],
     ) -> None:
         self._new = new
-        self._values = values
         self._number = number
-        self._described = described
+        options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
+        slots = iter(range(len(described)))
+        self.saved = SavedOptimizer(
+            kind=kind,
+            encoding="exact",
+            options=new.encode(options, f"optimizer {number}, options", f"optimizer-{number}.options."),
+            groups=[[next(slots) for _ in group["params"]] for group in groups],
+            parameters=described,
+            buckets=[],
+        )
         self.step: int | None = None
 
-    def save_records(self, records: StateRecords, parameters: Sequence[torch.nn.Parameter]) -> list[dict[str, Any]]:
-        """State of `parameters` that is in records."""
-        buckets = []
-        files: dict[RecordKey, tuple[str, int, int]] = {}
-        known = ((records.plan.of(p), place) for place, p in enumerate(parameters))
-        place_of = {of: place for of, place in known if of is not None}
+    def save_records(self, records: StateRecords, parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Save the state of `parameters` that is in records."""
+        files: dict[RecordKey, RecordFile] = {}
+        slot_of = {of: slot for slot, p in enumerate(parameters) if (of := records.plan.of(p)) is not None}
         for bucket in records.plan.buckets:
-            saved = [segment for segment in bucket.segments if segment.of in place_of and segment.has_state]
-            if not saved:
+            with_state = [segment for segment in bucket.segments if segment.of in slot_of and segment.has_state]
+            if not with_state:
                 continue
             file = None
-            if any(map(_is_in_record, saved)):
-                file = f"optimizer-{self._number}-{bucket.key.number:05d}.safetensors"
-                if records.store is None:
+            if any(map(_is_in_record, with_state)):
+                key, store = bucket.key, records.store
+                file = f"optimizer-{self._number}-{key.number:05d}.safetensors"
+                if store is None:
                     self._write_record(records, bucket, file)
                 else:
-                    length_bytes, crc32c = records.store.stored_bytes(bucket.key), records.store.checksum(bucket.key)
-                    files[bucket.key] = file, length_bytes, crc32c
-            segments = [self._segment(segment, place_of.get(segment.of)) for segment in bucket.segments]
-            buckets.append({"file": file, "segments": segments})
+                    files[key] = RecordFile(file, store.stored_bytes(key), store.checksum(key))
+            segments = [self._segment(segment, slot_of.get(segment.of)) for segment in bucket.segments]
+            self.saved.buckets.append(SavedBucket(file=file, segments=segments))
         if records.store is not None:
             self._new.add_records(records.store, files)
-        return buckets
 
     def _write_record(self, records: StateRecords, bucket: Bucket, file: str) -> None:
-        lease = records.stepper.take(bucket)
-        assert lease is not None
+        opened = records.bucket_records.take(bucket)
+        assert opened.lease is not None
         try:
-            self._new.write_record(file, lease.tensor[: bucket.used_bytes()])
+            # Copied before the lease is the cache's again.
+            self._new.write_record(file, opened.lease.tensor[: bucket.used_bytes()])
         finally:
-            records.cache.release(bucket.key)
+            records.bucket_records.release(opened)
 
-    def _segment(self, segment: Segment, place: int | None) -> dict[str, Any]:
-        if place is None:
-            return {"hole": True, "tie_bits": segment.tie_bits}
-        saved: dict[str, Any] = {
-            "parameter": place,
-            "start": segment.start,
-            "stop": segment.stop,
-            "whole": segment.whole,
-        }
+    def _segment(self, segment: Segment, slot: int | None) -> SavedSegment | SavedHole:
+        if slot is None:
+            return SavedHole(hole=True, tie_bits=segment.tie_bits)
+        saved = SavedSegment(parameter=slot, start=segment.start, stop=segment.stop, whole=segment.whole)
         if not segment.has_state:
             return saved
-        parameter = self._described[place]
-        if segment.master:
-            saved["master"] = segment.master
+        parameter = self.saved.parameters[slot]
+        saved.master = segment.master  # type: ignore[assignment]
+        saved.present = sorted(segment.present)
         slices: dict[str, Any] = {}
         whole: dict[str, Any] = {}
         for key in segment.keys:
             if key in segment.present:
-                slot = segment.slots[key]
-                parameter["dtypes"][key] = dtype_name(slot.dtype)
-                if segment.whole and slot.stride != contiguous_stride(slot.shape):
-                    saved.setdefault("strides", {})[key] = list(slot.stride)
+                spec = segment.locations[key].spec
+                parameter.dtypes[key] = dtype_name(spec.dtype)
+                if segment.whole and spec.stride != contiguous_stride(spec.shape):
+                    saved.strides[key] = list(spec.stride)
             else:
                 value = segment.small[key]
                 is_slice = not segment.whole and isinstance(value, torch.Tensor) and value.shape == (segment.numel,)
                 (slices if is_slice else whole)[key] = value
-        if segment.present:
-            saved["present"] = sorted(segment.present)
         if segment.checksum is not None:
-            saved["parameter_crc32c"] = segment.checksum
-            saved["tie_bits"] = segment.tie_bits
+            saved.parameter_crc32c = segment.checksum
+            saved.tie_bits = segment.tie_bits
             if not segment.master_moves:
                 slices[MASTER] = segment.kept_master
-        if not parameter["keys"]:
-            parameter["keys"] = list(segment.keys)
+        if not parameter.keys:  # This is the parameter's first segment; the others have the same.
+            parameter.keys = list(segment.keys)
             if whole:
-                parameter["small"] = self._encoded(whole, place, "")
+                parameter.small = self._encoded(whole, slot, "")
         if slices:
-            saved["small"] = self._encoded(slices, place, f"{segment.start}.")
+            saved.small = self._encoded(slices, slot, f"{segment.start}.")
         return saved
 
-    def _encoded(self, state: dict[str, Any], place: int, where: str) -> Any:
+    def _encoded(self, state: dict[str, Any], slot: int, where: str) -> Any:
         step: Any = state.get("step")
         counts = type(step) in (int, float) or (isinstance(step, torch.Tensor) and step.numel() == 1)
         if self.step is None and counts and 0 <= float(step) < 1 << 53:
             self.step = int(step)
-        prefix = f"optimizer-{self._number}.{place}.{where}"
-        what = f"optimizer {self._number}, state of parameter {self._described[place]['name'] or place}"
-        return encode(state, what, self._values, prefix)
+        what = f"optimizer {self._number}, state of parameter {self.saved.parameters[slot].name or slot}"
+        return self._new.encode(state, what, f"optimizer-{self._number}.{slot}.{where}")
 
-    def save_memory(
-        self, states: Sequence[Mapping[str, Any]], rounded_to: torch.dtype | None = None
-    ) -> list[dict[str, Any]]:
-        """State of all parameters that is in memory. With `rounded_to` there may be masters of parameters so."""
+    def save_memory(self, states: Sequence[Mapping[str, Any]], rounded_to: torch.dtype | None = None) -> None:
+        """Save the state of all parameters that is in memory.
+
+        Args:
+            states: of each, as in a state dict; empty if it has none.
+            rounded_to: dtype of the parameters that have master weights, if there are any.
+        """
         file = f"optimizer-{self._number}-memory.safetensors"
-        segments: list[dict[str, Any]] = []
+        segments: list[SavedSegment | SavedHole] = []
         tensors: dict[str, torch.Tensor] = {}
-        for place, state in enumerate(states):
-            described = self._described[place]
-            if described["shape"] is None:
+        for slot, state in enumerate(states):
+            parameter = self.saved.parameters[slot]
+            if parameter.shape is None:
                 continue
-            numel = math.prod(described["shape"])
-            segment: dict[str, Any] = {"parameter": place, "start": 0, "stop": numel, "whole": True}
+            prefix = f"{len(segments)}."
+            segment = SavedSegment(parameter=slot, start=0, stop=math.prod(parameter.shape), whole=True)
             if rounded_to is not None and MASTER in state:
                 master = _in_memory_order(state[MASTER])
-                tensors[f"{len(segments)}.{MASTER}"] = master
-                segment |= {"master": "stored", "parameter_crc32c": _checksum_rounded(master, rounded_to)}
+                tensors[prefix + MASTER] = master
+                segment.master, segment.parameter_crc32c = "stored", _checksum_rounded(master, rounded_to)
                 state = {key: value for key, value in state.items() if key != MASTER}
-            described["keys"] = list(state)
+            parameter.keys = list(state)
             large = {key: value for key, value in state.items() if _is_large(value)}
             for key, value in large.items():
-                described["dtypes"][key] = dtype_name(value.dtype)
+                parameter.dtypes[key] = dtype_name(value.dtype)
                 if is_dense(value) and not value.is_contiguous():
                     # In the order of memory, as records have them.
-                    segment.setdefault("strides", {})[key] = list(value.stride())
+                    segment.strides[key] = list(value.stride())
                     value = _in_memory_order(value).view(value.shape)
-                tensors[f"{len(segments)}.{key}"] = value
-            if large:
-                segment["present"] = sorted(large)
+                tensors[prefix + key] = value
+            segment.present = sorted(large)
             if small := {key: value for key, value in state.items() if key not in large}:
-                described["small"] = self._encoded(small, place, "")
+                parameter.small = self._encoded(small, slot, "")
             segments.append(segment)
-        if not tensors and not any(described["keys"] for described in self._described):
-            return []
         if tensors:
             self._new.write_tensors(file, tensors)
-        return [{"file": file if tensors else None, "segments": segments}]
+        if tensors or any(parameter.keys for parameter in self.saved.parameters):
+            self.saved.buckets.append(SavedBucket(file=file if tensors else None, segments=segments))
 
 
 def _in_memory_order(value: torch.Tensor) -> torch.Tensor:
@@ -301,16 +266,6 @@ def _is_large(value: object) -> bool:
 
 def _is_in_record(segment: Segment) -> bool:
     return bool(segment.present) or (segment.checksum is not None and segment.master_moves)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """As an index has it: "float32"."""
-    return str(dtype).removeprefix("torch.")
-
-
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    return torch.empty(tuple(shape), device="meta").stride()
 
 
 def memory_stride(p: torch.Tensor) -> list[int]:

@@ -1,8 +1,8 @@
-"""Tensors of a checkpoint that come in pieces: a piece is in memory at a time, however long they are.
+"""Tensors of a checkpoint that are read in pieces: one piece is in memory at a time, however long they are.
 
 [Note: order of elements] A file of the model has the elements of a tensor in the order of its indices; the state of an
-optimizer is in the order of the parameter's memory, which differs for channels_last and transposed tensors. What reads
-along with the other order gets it from `_Reordered`, a slab at a time. If no leading dimension is common to both orders
+optimizer is in the order of the parameter's memory, which differs for channels_last and transposed tensors.
+`_Reordered` gives one in the order of the other, a slab at a time. If no leading dimension is common to both orders
 each slab takes a pass over the whole file.
 """
 
@@ -13,26 +13,20 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 
-from swapper.checkpoint.index import SavedSegment
 from swapper.checkpoint.reader import Checkpoint
-from swapper.checkpoint.saved_state import SavedPiece, SavedState, hollow
 from swapper.errors import SwapError
 from swapper.io.checksums import checksum, join_checksums
-from swapper.optimizer.master_codec import join_master
-from swapper.optimizer.segments import MASTER
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.tensors.dtypes import WORDS
-from swapper.tensors.strides import is_dense
+from swapper.tensors.strides import contiguous_stride
 
-__all__ = ["StreamedState", "TensorStream", "contiguous_stride", "model_stream"]
+__all__ = ["Read", "TensorStream", "model_stream"]
 
 PIECE_BYTES = 4 << 20
 SLAB_BYTES = 16 << 20
-_MASTERS_NUMEL = 1 << 20
 
 
 Read = Callable[[int, int], torch.Tensor]
@@ -88,17 +82,20 @@ class TensorStream:
         """The same tensor with its elements in the order of its indices."""
         plain = contiguous_stride(self.shape)
         order = _order_of_memory(self.shape, self.stride)
-        if order == list(range(len(order))):
+        if order == sorted(order):
             return replace(self, stride=plain)
         sizes = [self.shape[dimension] for dimension in order]
-        back = [order.index(dimension) for dimension in range(len(order))]
-        reordered = _Reordered(self.read, self.dtype, sizes, back)
+        reordered = _Reordered(self.read, self.dtype, sizes, _inverse(order))
         return replace(self, stride=plain, read=reordered.read, crc32c=None)
 
+    def in_order_of(self, stride: Sequence[int]) -> Read:
+        """Reads elements of this tensor, which is contiguous, in the order of memory of one with other strides."""
+        order = _order_of_memory(self.shape, stride)
+        return self.read if order == sorted(order) else _Reordered(self.read, self.dtype, self.shape, order).read
 
-def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Of a tensor whose elements lie in the order of indices."""
-    return tuple(torch.empty(tuple(shape), device="meta").stride())
+
+def _inverse(order: Sequence[int]) -> list[int]:
+    return [order.index(dimension) for dimension in range(len(order))]
 
 
 def _order_of_memory(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
@@ -170,7 +167,7 @@ class _Reordered:
         if self._room is None:
             self._room = _memory(min(self._numel, self._rows * self._row_numel), self._dtype)
         slab = self._room[: math.prod(shape)]
-        back = [self._order.index(d) for d in range(len(self._order))]
+        back = _inverse(self._order)
         self._fill(slab.view(self._words).view(shape).permute(back), 0, [ranges[d] for d in back])
         self._slab = slab
         return_free_memory()  # What was decoded on the way came from the heap.
@@ -204,161 +201,9 @@ def model_stream(checkpoint: Checkpoint, name: str) -> TensorStream:
     Raises:
         SwapError: its file and the index do not fit together.
     """
-    described = checkpoint.index.model.tensors[name]
-    stored = checkpoint.tensor(described.file, name)
-    dtype = getattr(torch, described.dtype, None)
-    shape = tuple(described.shape)
-    length_bytes = stored.stop_bytes - stored.start_bytes
-    if not isinstance(dtype, torch.dtype) or math.prod(shape) * dtype.itemsize != length_bytes:
-        raise SwapError(f"{stored.path}: tensor {name!r} is not what the index says; the checkpoint is damaged")
-
-    def read(start: int, stop: int) -> torch.Tensor:
-        begin = stored.start_bytes + start * dtype.itemsize
-        data = checkpoint.reader.read_bytes(stored.path, begin, begin + (stop - start) * dtype.itemsize)
-        return (data if data.data_ptr() % dtype.itemsize == 0 else data.clone()).view(dtype)
-
-    stride = contiguous_stride(shape)
-    return TensorStream(dtype, shape, stride, read, described.crc32c, f"tensor {name!r} of {stored.path}")
-
-
-class StreamedState(SavedState):
-    """The state of one optimizer in a checkpoint, a piece at a time; the parameters are those of the checkpoint.
-
-    Args:
-        checkpoint: it stays open as long as this is used.
-        number: of the optimizer in the checkpoint.
-    """
-
-    def __init__(self, checkpoint: Checkpoint, number: int) -> None:
-        saved = checkpoint.index.optimizers[number]
-        parameters = [hollow(parameter, checkpoint) for parameter in saved.parameters]
-        super().__init__(checkpoint, saved, parameters, number)
-        self._bits: tuple[torch.nn.Parameter, Read] | None = None
-        self._ties: tuple[SavedPiece, dict[int, int]] | None = None
-        self._decoded_masters: tuple[SavedPiece, int, torch.Tensor] | None = None
-
-    def tensors(self, place: int) -> dict[str, Any]:
-        """The state of a parameter in its class's own format, with a `TensorStream` for what is in files.
-
-        A file is compared with its checksum before anything of it is used.
-        """
-        saved = self._saved.parameters[place]
-        small = self._small_of(place)
-        found = {key: small[key] if key in small else self._stream(place, key) for key in saved.keys}
-        if place in self._with_master:
-            found[MASTER] = self._stream(place, MASTER)
-        return found
-
-    def _stream(self, place: int, key: str) -> TensorStream:
-        saved = self._saved.parameters[place]
-        if place not in self._pieces or saved.shape is None:
-            raise self._incomplete(place)
-        first = self._pieces[place][0]
-        dtype = torch.float32 if key == MASTER else self._dtype(place, key)
-        shape, stride = tuple(saved.shape), tuple(saved.stride)
-        read: Read = partial(self._read_slices, place, key, dtype)
-        if key != MASTER and first.segment.whole:
-            stored = self._stored(first, key)
-            shape = tuple(stored.shape[:-1] if dtype.is_complex else stored.shape)
-            stride = tuple(first.segment.strides.get(key, contiguous_stride(shape)))
-            read = partial(self._read, stored, dtype)
-        if len(shape) != len(stride) or not is_dense(torch.empty_strided(shape, stride, device="meta")):
-            raise self._incomplete(place)
-        return TensorStream(dtype, shape, stride, read)
-
-    def _bits_of(self, p: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
-        if self._bits is None or self._bits[0] is not p:
-            self._bits = p, self._reader_of_parameter(self._place_of[id(p)])
-        return self._bits[1](start, stop)
-
-    def _reader_of_parameter(self, place: int) -> Read:
-        """Reads a parameter in the order of its memory."""
-        index = self._checkpoint.index
-        saved = self._saved.parameters[place]
-        name = index.model.tied.get(saved.name, saved.name)
-        if name not in index.model.tensors:
-            raise SwapError(
-                f"{self._name(place)}: its master weights go with a parameter that is not in the model's state dict; "
-                "export without them by drop_masters (--drop-masters)"
-            )
-        self._checkpoint.verify(index.model.tensors[name].file)
-        stream = model_stream(self._checkpoint, name)
-        if (str(stream.dtype).removeprefix("torch."), list(stream.shape)) != (saved.dtype, saved.shape):
-            raise self._incomplete(place)
-        order = _order_of_memory(stream.shape, saved.stride)
-        if order == list(range(len(order))):
-            return stream.read
-        return _Reordered(stream.read, stream.dtype, stream.shape, order).read
-
-    def _master_slice(self, piece: SavedPiece, p: torch.nn.Parameter, begin: int, end: int) -> torch.Tensor:
-        segment = piece.segment
-        numel = segment.stop - segment.start
-        if numel <= _MASTERS_NUMEL:
-            return super()._master_slice(piece, p, begin, end)
-        parts = []
-        position, last = begin - segment.start, end - segment.start
-        while position < last:
-            start = position // _MASTERS_NUMEL * _MASTERS_NUMEL
-            masters = self._masters(piece, p, start, min(start + _MASTERS_NUMEL, numel))
-            parts.append(masters[position - start : last - start])
-            position += parts[-1].numel()
-        return torch.cat(parts)
-
-    def _masters(self, piece: SavedPiece, p: torch.nn.Parameter, start: int, stop: int) -> torch.Tensor:
-        """The master of elements `start` to `stop` of a piece that is too long to be decoded whole."""
-        segment = piece.segment
-        if (kept := self._decoded_masters) is not None and kept[0] is piece and kept[1] == start:
-            return kept[2]
-        bits = self._bits_of(p, segment.start + start, segment.start + stop)
-        if self._is_edited(segment.parameter):
-            masters = bits.float()
-        elif segment.master == "split":
-            low = self._read(self._stored(piece, MASTER), torch.int16, start, stop)
-            before = self._ties_before(piece, start)
-            count = int((low == -0x8000).sum())
-            masters = torch.empty(stop - start)
-            join_master(bits.contiguous(), low, self._tie_bits(piece, before, before + count), count, masters)
-        else:
-            masters = self._read(self._stored(piece, MASTER), torch.float32, start, stop)
-        self._decoded_masters = piece, start, masters
-        return masters
-
-    def _is_edited(self, place: int) -> bool:
-        if place not in self._edited:
-            self._edited[place] = not all(self._is_unchanged(piece.segment) for piece in self._pieces[place])
-        return self._edited[place]
-
-    def _is_unchanged(self, segment: SavedSegment) -> bool:
-        p = self._parameters[segment.parameter]
-        parts = []
-        for start in range(segment.start, segment.stop, _MASTERS_NUMEL):
-            bits = self._bits_of(p, start, min(start + _MASTERS_NUMEL, segment.stop))
-            parts.append((checksum(bits.contiguous()), bits.nbytes))
-        return bool(join_checksums(parts) == segment.parameter_crc32c)
-
-    def _ties_before(self, piece: SavedPiece, position: int) -> int:
-        """How many ties there are in the first elements of a piece; `position` is a multiple of `_MASTERS_NUMEL`."""
-        if self._ties is None or self._ties[0] is not piece:
-            self._ties = piece, {0: 0}
-        known = self._ties[1]
-        last = max(known)
-        while last < position:
-            low = self._read(self._stored(piece, MASTER), torch.int16, last, last + _MASTERS_NUMEL)
-            known[last + _MASTERS_NUMEL] = known[last] + int((low == -0x8000).sum())
-            last += _MASTERS_NUMEL
-        return known[position]
-
-    def _tie_bits(self, piece: SavedPiece, start: int, stop: int) -> torch.Tensor:
-        """Bits `start` to `stop` of a piece's ties, packed from the first byte on."""
-        ties = self._checkpoint.table(piece.file or "").get("ties")
-        if start == stop:
-            return torch.empty(0, dtype=torch.uint8)
-        if ties is None or stop > piece.segment.tie_bits:
-            raise self._incomplete(piece.segment.parameter)
-        first = start // 8
-        packed = self._read(ties, torch.uint8, piece.ties_at_bytes + first, piece.ties_at_bytes + (stop + 7) // 8)
-        shifts = torch.arange(8, dtype=torch.uint8)
-        bits = ((packed[:, None] >> shifts) & 1).view(-1)[start - 8 * first : stop - 8 * first]
-        whole = torch.zeros(-(-bits.numel() // 8) * 8, dtype=torch.uint8)
-        whole[: bits.numel()] = bits
-        return (whole.view(-1, 8) << shifts).sum(1, dtype=torch.uint8)
+    stored = checkpoint.model_tensor(name)
+    shape = tuple(stored.shape)
+    crc32c = checkpoint.index.model.tensors[name].crc32c
+    read = partial(checkpoint.elements, stored)
+    what = f"tensor {name!r} of {stored.path}"
+    return TensorStream(stored.dtype, shape, contiguous_stride(shape), read, crc32c, what)

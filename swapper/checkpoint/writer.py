@@ -1,64 +1,55 @@
-"""A checkpoint on disk: a directory of safetensors files, written beside its name and put there in one step.
+"""A checkpoint that is being written: a directory of safetensors files.
 
-    index.json                     what is inside; written last. See `Index`.
-    model-00000.safetensors ...    parameter records, with the names of the model's state dict
-    model-memory.safetensors       parameters and buffers that live in memory
-    model.safetensors.index.json   which file has which of them, as Hugging Face writes it
-    optimizer-0-00000.safetensors  records of the first optimizer's state
-    optimizer-0-memory.safetensors its state that lives in memory
-    values.safetensors             small tensors: of the state, and of what the user added
-
-[Note: whole or not there] Everything is written and synced in a sibling directory `.NAME.tmp-ID`, which is then renamed
-to NAME, or exchanged with it where it exists. So whoever opens NAME finds a whole checkpoint, whatever was killed when.
-The sibling is locked (flock) while somebody writes it: one that is not is left over, and removed by the next save or
-load beside it. After an exchange it is the old checkpoint that has that name, and goes the same way.
+index.json                     what is inside; written last. See `Index`.
+model-00000.safetensors ...    parameter records, with the names of the model's state dict
+model-memory.safetensors       parameters and buffers that live in memory
+model.safetensors.index.json   which file has which of them, as Hugging Face writes it
+optimizer-0-00000.safetensors  records of the first optimizer's state
+optimizer-0-memory.safetensors its state that lives in memory
+values.safetensors             small tensors: of the state, and of what the user added
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import logging
 import os
-import secrets
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from swapper.checkpoint.directories import (
-    MARK,
-    check_replaceable,
-    descriptors_of,
-    locked,
-    remove_leftovers,
-    remove_tree,
-    sync_path,
-    unlock,
-)
-from swapper.checkpoint.index import FORMAT, INDEX, SavedFile, crc32c_of, with_checksum
+from swapper.checkpoint.directories import check_replaceable, remove_leftovers
+from swapper.checkpoint.index import INDEX, VALUES, Index, SavedFile, crc32c_of
+from swapper.checkpoint.values import encode
 from swapper.errors import SwapIOError, system_errors
-from swapper.files.whole_file import OutputFile
-from swapper.finalizers import finalizer
+from swapper.files.output_file import OutputFile
 from swapper.io.checksums import join_checksums
-from swapper.io.handle import AsyncIOHandle, exchange
-from swapper.progress import progress_bar
+from swapper.io.handle import AsyncIOHandle
+from swapper.progress import progress_bar, warn_once
+from swapper.storage.atomic import NewDirectory, sync_path
 from swapper.storage.layout import Entry, plan_whole_tensors
 from swapper.storage.record_files import Pinned
-from swapper.storage.store import RecordKey, TensorStore, all_at_once
+from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.dtypes import NAMES
 
-__all__ = ["VALUES", "NewCheckpoint"]
+__all__ = ["NewCheckpoint", "RecordFile"]
 
 log = logging.getLogger(__name__)
 
-VALUES = "values.safetensors"
+_PIECE_BYTES = 8 << 20
 _SMALL_BYTES = 1 << 20
 """A file of less is written by plain means: an engine and its buffers take longer to make."""
-PIECE_BYTES = 8 << 20
+
+
+class RecordFile(NamedTuple):
+    """The file that a record is going to be: its name, its exact length, and the CRC-32C of its bytes."""
+
+    name: str
+    length_bytes: int
+    crc32c: int
 
 
 class NewCheckpoint:
@@ -76,65 +67,56 @@ class NewCheckpoint:
     def __init__(self, directory: str | os.PathLike[str], *, over_files: bool = False) -> None:
         with system_errors("find", Path(directory)):
             self.directory = Path(os.path.abspath(directory))
-        self._over_files = over_files
-        self.files: dict[str, SavedFile] = {}
-        self._records: dict[TensorStore, dict[RecordKey, tuple[str, int, int]]] = {}
-        self._later: list[Callable[[], None]] = []
+        self._check_replaceable = partial(check_replaceable, self.directory, over_files=over_files)
+        self._files: dict[str, SavedFile] = {}
+        self._values: dict[str, torch.Tensor] = {}
+        self._records: dict[TensorStore, dict[RecordKey, RecordFile]] = {}
+        self._copies: list[Callable[[], None]] = []
         self._syncs: list[Callable[[], None]] = []
-        self._trees: list[Path] = []
-        self._stack = contextlib.ExitStack()
-        self._locks = descriptors_of(self._stack)
-        self._stack.callback(unlock, self._locks)
-        self._stack.callback(_remove_trees, self._trees)
-        # Ctrl-C may strike when it was made and its maker does not have it yet.
-        finalizer(self, _close_unattended, self._stack, os.getpid())
-        check_replaceable(self.directory, over_files=over_files)
+        self._check_replaceable()
         parent = self.directory.parent
         with system_errors("create", parent):
             parent.mkdir(parents=True, exist_ok=True)
         remove_leftovers(parent)
-        try:
-            self._make(parent)
-        except BaseException:
-            self.discard()
-            raise
-
-    def _make(self, parent: Path) -> None:
-        while True:
-            self.path = parent / f".{self.directory.name}.tmp-{secrets.token_hex(6)}"
-            self._trees.append(self.path)
-            with system_errors("create", self.path):
-                self.path.mkdir()
-                if not locked(self.path, self._locks):
-                    continue  # Who removes leftovers was between the two lines above.
-                (self.path / MARK).touch()
-            return
-
-    def later(self, action: Callable[[], None], release: Callable[[], None]) -> None:
-        """Have `action` done by `finish`, in the background; `release` is called after it, and if it will not come."""
-        self._stack.callback(release)
-        self._later.append(action)
+        self._new = NewDirectory(self.directory)
+        self._path = self._new.path
 
     @property
-    def has_more_to_do(self) -> bool:
-        """Whether `finish` has bytes to move."""
-        return bool(self._later)
+    def has_copies_to_make(self) -> bool:
+        """True if `finish` copies records, which takes long."""
+        return bool(self._copies)
 
-    def note(self, name: str, length_bytes: int, crc32c: int) -> None:
-        """A file was put here, or will be by what was given to `later`."""
-        assert name not in self.files, name
-        self.files[name] = SavedFile(length_bytes=length_bytes, crc32c=crc32c)
+    def encode(self, value: object, what: str, prefix: str) -> Any:
+        """The value that the index has for `value`; tensors within it are written by `write_values`.
+
+        Args:
+            value: see `values.encode`.
+            what: what an error calls it.
+            prefix: begins the names of its tensors.
+
+        Raises:
+            SwapError: something in it cannot be saved.
+        """
+        return encode(value, what, self._values, prefix)
+
+    def write_values(self) -> None:
+        """Write the tensors of all values that were encoded."""
+        self.write_tensors(VALUES, self._values)
 
     def write_small(self, name: str, data: bytes) -> None:
         """Write a file that is not large."""
         self._write(name, data)
-        self.note(name, len(data), crc32c_of(data))
+        self._add_file(RecordFile(name, len(data), crc32c_of(data)))
 
     def _write(self, name: str, data: bytes) -> None:
-        path = self.path / name
+        path = self._path / name
         with system_errors("write", path):
             path.write_bytes(data)
         self._syncs.append(partial(sync_path, path))
+
+    def _add_file(self, file: RecordFile) -> None:
+        assert file.name not in self._files, file.name
+        self._files[file.name] = SavedFile(length_bytes=file.length_bytes, crc32c=file.crc32c)
 
     def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
         """Write a safetensors file. Holds one buffer pool and pieces of a tensor at a time.
@@ -161,7 +143,7 @@ class NewCheckpoint:
             return crcs
         cuda = any(tensor.is_cuda for tensor in tensors.values())
         with (
-            OutputFile(self.path / name, length_bytes=length_bytes, cuda=cuda, summed=True) as output,
+            OutputFile(self._path / name, length_bytes=length_bytes, cuda=cuda, summed=True) as output,
             progress_bar("saving", length_bytes) as done,
         ):
             output.append(header)
@@ -172,15 +154,26 @@ class NewCheckpoint:
                     done(piece.numel())
                 crcs[key] = join_checksums(parts)
             output.commit()
-        self.note(name, length_bytes, output.checksum)
+        self._add_file(RecordFile(name, length_bytes, output.checksum))
         return crcs
 
-    def add_records(self, store: TensorStore, records: Mapping[RecordKey, tuple[str, int, int]]) -> None:
+    def write_record(self, name: str, data: torch.Tensor) -> None:
+        """Write and sync the bytes of a record that is in memory.
+
+        Args:
+            data: uint8, 1-D, on the CPU.
+        """
+        with OutputFile(self._path / name, length_bytes=data.numel(), summed=True) as output:
+            output.append(data)
+            output.commit()
+        self._add_file(RecordFile(name, data.numel(), output.checksum))
+
+    def add_records(self, store: TensorStore, records: Mapping[RecordKey, RecordFile]) -> None:
         """Have the files of records here when `publish_records` is called.
 
         Args:
             store: where the records are; no transfer of them is in flight.
-            records: for each the name of its file here, its length in bytes, and its CRC-32C.
+            records: the file that each is going to be.
         """
         self._records.setdefault(store, {}).update(records)
 
@@ -193,105 +186,65 @@ class NewCheckpoint:
         for store, records in self._records.items():  # All of a store at once: their sum must have room.
             store.check_room_for_copies(records)
         for store, records in self._records.items():
-            self._publish_records_of(store, records)
+            paths = {key: (self._path / file.name, file.length_bytes) for key, file in records.items()}
+            linked = store.publish_all(paths, synced=False)
+            if len(linked) < len(records):
+                warn_once(
+                    log,
+                    f"records on {store.directories[0].parent} cannot be linked to {self.directory.parent}: they are "
+                    "copied in the background instead; a checkpoint on the same drive would cost no copy",
+                )
+            for key, file in records.items():
+                if key in linked:
+                    self._syncs.append(partial(store.sync, key, self._path / file.name))
+                else:
+                    # Pinned now, copied by `finish`: training goes on in another file in between.
+                    pinned = store.pin(key)
+                    self._new.at_close(pinned.close)
+                    self._copies.append(partial(self._copy, pinned, file))
+                self._add_file(file)
 
-    def _publish_records_of(self, store: TensorStore, records: Mapping[RecordKey, tuple[str, int, int]]) -> None:
-        paths = {key: (self.path / name, length_bytes) for key, (name, length_bytes, _) in records.items()}
-        linked = store.publish_all(paths, synced=False)
-        if len(linked) < len(records):
-            _say_once(
-                f"records on {store.directories[0].parent} cannot be linked to {self.directory.parent}: they are "
-                "copied in the background instead; a checkpoint on the same drive would cost no copy"
-            )
-        for key, (name, length_bytes, crc32c) in records.items():
-            if key in linked:
-                self._syncs.append(partial(store.sync, key, self.path / name))
-            else:
-                pinned = store.pin(key)
-                self.later(partial(self._copy, pinned, name, length_bytes, crc32c), pinned.close)
-            self.note(name, length_bytes, crc32c)
-
-    def _copy(self, pinned: Pinned, name: str, length_bytes: int, crc32c: int) -> None:
-        with (
-            AsyncIOHandle() as handle,
-            OutputFile(self.path / name, length_bytes=length_bytes, summed=True) as output,
-        ):
+    def _copy(self, pinned: Pinned, new: RecordFile) -> None:
+        path = self._path / new.name
+        with AsyncIOHandle() as handle, OutputFile(path, length_bytes=new.length_bytes, summed=True) as output:
             for part in pinned.parts:
                 with handle.open(f"/proc/self/fd/{part.file.fileno()}") as file:
-                    output.append_file(handle, file, 0, min(part.length_bytes, length_bytes - output.tell()))
-            if output.checksum != crc32c:
-                raise SwapIOError(errno.EIO, "read", self.path / name, detail="a record is not as it was written")
+                    output.append_file(handle, file, 0, min(part.length_bytes, new.length_bytes - output.tell()))
+            if output.checksum != new.crc32c:
+                raise SwapIOError(errno.EIO, "read", path, detail="a record is not as it was written")
             output.commit()
 
-    def write_record(self, name: str, data: torch.Tensor) -> None:
-        """Write and sync the bytes of a record that is in memory.
+    def finish(self, index: Index, check: Callable[[Path], None] = lambda _: None) -> Path | None:
+        """Copy what could not be linked, and let the checkpoint appear under its name.
 
         Args:
-            data: uint8, 1-D, on the CPU.
-        """
-        with OutputFile(self.path / name, length_bytes=data.numel(), summed=True) as output:
-            output.append(data)
-            output.commit()
-        self.note(name, data.numel(), output.checksum)
-
-    def finish(self, index: Mapping[str, Any], check: Callable[[Path], None] = lambda _: None) -> Path | None:
-        """Do what was left for later, and let the checkpoint appear under its name.
-
-        Args:
-            index: the fields of `Index` but `crc32c`, `format`, `version` and `files`.
+            index: its `files` are filled in here.
             check: raises if what is in this directory, which nobody sees yet, could not be loaded.
 
         Returns:
-            Where that is which had the name before, if there was any; it is the caller's to remove.
+            The name of the directory or file that had the name, if there was any; it is the caller's to remove.
 
         Raises:
             SwapIOError: the drive failed or the directory is gone. What was there under the name is whole.
         """
         try:
-            for action in self._later:
-                action()
-            files = {name: file.model_dump() for name, file in self.files.items()}
-            whole = {"format": FORMAT, "version": 1, **index, "files": files}
-            self._write(INDEX, with_checksum(json.dumps(whole, separators=(",", ":"), allow_nan=False).encode()))
-            check(self.path)
+            for copy in self._copies:
+                copy()
+            index.files = self._files
+            self._write(INDEX, index.text())
+            check(self._path)
             return self._publish()
         finally:
             self.discard()
 
     def _publish(self) -> Path | None:
-        with system_errors("publish", self.directory):
-            (self.path / MARK).unlink()
-        # All at once: one commit of the file system's journal then serves many.
-        all_at_once([*self._syncs, partial(sync_path, self.path)])
-        with system_errors("publish", self.directory):
-            check_replaceable(self.directory, over_files=self._over_files)
-            replaces = os.path.lexists(self.directory)
-            change = exchange if replaces else os.rename
-            change(self.path, self.directory)
-            try:
-                sync_path(self.directory.parent)
-            except BaseException:
-                # Nobody knows which of the two a loss of power would leave: it is to be the one that was there.
-                (exchange if replaces else os.rename)(self.directory, self.path)
-                raise
-        self._trees.clear()
-        return self.path if replaces else None
+        return self._new.publish(self._check_replaceable, self._syncs)
 
     def discard(self) -> None:
         """Leave nothing behind, but what was published. Idempotent."""
-        self._later.clear()
+        self._copies.clear()
         self._syncs.clear()
-        self._stack.close()
-
-
-def _close_unattended(stack: contextlib.ExitStack, pid: int) -> None:
-    if os.getpid() == pid:
-        stack.close()
-
-
-def _remove_trees(paths: list[Path]) -> None:
-    for path in paths:
-        remove_tree(path)
+        self._new.close()
 
 
 def _as_stored(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
@@ -309,16 +262,7 @@ def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         return
     if tensor.is_contiguous():
         tensor = tensor.view(-1)  # Cut anywhere.
-    rows = max(1, PIECE_BYTES * len(tensor) // tensor.nbytes) if tensor.dim() else 1
+    rows = max(1, _PIECE_BYTES * len(tensor) // tensor.nbytes) if tensor.dim() else 1
     for start in range(0, len(tensor), rows) if tensor.dim() else [0]:
         part = tensor[start : start + rows] if tensor.dim() else tensor
         yield part.contiguous().view(-1).view(torch.uint8)
-
-
-_said: set[str] = set()
-
-
-def _say_once(text: str) -> None:
-    if text not in _said:
-        _said.add(text)
-        log.warning("%s", text)

@@ -18,7 +18,7 @@ __all__ = ["WIDTH_PIXELS", "check_target", "draw"]
 WIDTH_PIXELS = 1500
 _DPI = 150
 _LEAST_CPU = 1e-4
-"""Where the logarithmic scale starts, in CPU seconds per GB: a run that is too short for a clock has none at all."""
+"""Start of the logarithmic scale, in CPU seconds per GB: a run that is too short for a clock has none at all."""
 _OURS, _OTHERS, _BASELINE, _SMALL_PRINT = "#1f6feb", "#b8c0cc", "#d1495b", "#555555"
 
 

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import typer
-from rich.text import Text
 
-from swapper.checkpoint.export import export_checkpoint, import_checkpoint
+from swapper.checkpoint.export import Exported, Imported, export_checkpoint, import_checkpoint
 from swapper.checkpoint.index import INDEX, SavedOptimizer, SavedSegment, glance
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.values import decode
-from swapper.cli.output import complain, make_console, print_json, print_table, printable
+from swapper.cli.arguments import AsJson
+from swapper.cli.output import fail_if, make_console, print_json, print_table, say
 from swapper.errors import SwapError, SwapIOError, show
 from swapper.progress import progress_bar
 from swapper.sizes import format_bytes
@@ -28,7 +27,6 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True, help="Show, check, export and import checkpoints.")
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, as swapper.save_checkpoint writes it.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/cli.md has its keys.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
 
 _KINDS = (
@@ -56,15 +54,15 @@ def show_checkpoint(
     Example:
         swapper checkpoint show runs/step-1000
     """
-    if os.path.lexists(directory / INDEX) or not directory.is_dir():
-        with Checkpoint(directory) as checkpoint:
-            described = _describe(checkpoint)
-        if as_json:
-            print_json(described)
-        else:
-            _print_one(described)
+    if directory.is_dir() and not os.path.lexists(directory / INDEX):
+        _show_all(directory, as_json)
         return
-    _show_all(directory, as_json)
+    with Checkpoint(directory) as checkpoint:
+        described = _describe(checkpoint)
+    if as_json:
+        print_json(described)
+    else:
+        _print_one(described)
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -89,16 +87,11 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
 
 def _in_short(checkpoint: Checkpoint) -> dict[str, Any]:
     index = checkpoint.index
+    length_bytes = sum(file.length_bytes for file in index.files.values())
     return {
         "path": str(checkpoint.directory),
-        "step": index.step,
-        "saved_at": index.saved_at,
-        "run": index.run,
-        "sequence": index.sequence,
-        "swapper": index.swapper,
-        "torch": index.torch,
-        "length_bytes": sum(file.length_bytes for file in index.files.values())
-        + (checkpoint.directory / INDEX).stat().st_size,
+        **{key: getattr(index, key) for key in ("step", "saved_at", "run", "sequence", "swapper", "torch")},
+        "length_bytes": length_bytes + (checkpoint.directory / INDEX).stat().st_size,
     }
 
 
@@ -137,22 +130,18 @@ def _optimizer(checkpoint: Checkpoint, number: int) -> dict[str, Any]:
         "state": state,
         "masters_numel": _masters(saved),
         "groups": [
-            {"parameters": len(places), "options": {key: _plain(value) for key, value in group.items()}}
-            for group, places in zip(options, saved.groups, strict=True)
+            {"parameters": len(slots), "options": {key: _plain(value) for key, value in group.items()}}
+            for group, slots in zip(options, saved.groups, strict=True)
         ],
     }
 
 
 def _masters(saved: SavedOptimizer) -> dict[str, int]:
-    """How many elements have a master, by how it is stored: beside the parameter, or whole."""
-
-    def way(segment: SavedSegment) -> str:
-        return "split" if segment.master == "split" else "whole"
-
+    """Elements that have a master, by how it is stored: split (beside the parameter), or whole."""
     found: Counter[str] = Counter()
     for segment in (segment for bucket in saved.buckets for segment in bucket.segments):
         if isinstance(segment, SavedSegment) and segment.parameter_crc32c is not None:
-            found[way(segment)] += segment.stop - segment.start
+            found["split" if segment.master == "split" else "whole"] += segment.stop - segment.start
     return dict(found)
 
 
@@ -166,7 +155,7 @@ def _plain(value: object) -> object:
 
 
 def _extra(data: Any) -> dict[str, str]:
-    """What `extra` has, by its keys if it is a dictionary: in words, from how it is encoded."""
+    """The content of `extra` in words, by its keys if it is a dictionary, from how it is encoded."""
     if data is None:
         return {}
     if isinstance(data, dict) and not any(key.startswith("$") for key in data):
@@ -190,23 +179,15 @@ def _words(data: Any) -> str:
 
 
 def _print_one(found: dict[str, Any]) -> None:
-    console = make_console()
-
-    def say(text: str) -> None:
-        console.print(printable(text), soft_wrap=True)
-
     step = "its optimizer counts no steps" if found["step"] is None else f"step {found['step']}"
     say(f"{found['path']}: {step}, {format_bytes(found['length_bytes'])}")
     say(f"  saved {found['saved_at']} by swapper {found['swapper']} with torch {found['torch']}")
     say(f"  checkpoint {found['sequence']} of run {found['run']}")
-    console.print()
-    rows = [
-        [Text(printable(f["kind"])), Text(str(f["files"])), Text(format_bytes(f["length_bytes"]))]
-        for f in found["files"]
-    ]
-    print_table(console, ["FILES", "COUNT", "SIZE"], rows)
+    say("")
+    rows = [[files["kind"], str(files["files"]), format_bytes(files["length_bytes"])] for files in found["files"]]
+    print_table(make_console(), ["FILES", "COUNT", "SIZE"], rows)
+    say("")
     model = found["model"]
-    console.print()
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in model["dtypes"].items())
     size = format_bytes(model["length_bytes"])
     say(f"model: {model['tensors']} tensors ({dtypes}), {model['numel']:,} elements, {size}")
@@ -221,9 +202,9 @@ def _print_one(found: dict[str, Any]) -> None:
         for way, numel in optimizer["masters_numel"].items():
             beside = "low halves beside the parameters" if way == "split" else "whole"
             say(f"  master weights of {numel:,} elements, {beside}")
-        for place, group in enumerate(optimizer["groups"]):
+        for position, group in enumerate(optimizer["groups"]):
             options = ", ".join(f"{k} {v}" for k, v in group["options"].items() if v is not None and v is not False)
-            say(f"  group {place}: {group['parameters']} parameters; {options}")
+            say(f"  group {position}: {group['parameters']} parameters; {options}")
     for key, words in found["extra"].items():
         say(f"extra{f'[{key!r}]' if key else ''}: {words}")
 
@@ -250,18 +231,17 @@ def _show_all(directory: Path, as_json: bool) -> None:
         rows = []
         for each in found:
             step = "-" if each["step"] is None else str(each["step"])
-            size = format_bytes(each["length_bytes"])
             run = f"{each['run']} {each['sequence']}"
-            cells = [step, each["saved_at"], size, f"{each['numel']:,}", run, each["path"]]
-            rows.append([Text(printable(cell)) for cell in cells])
+            size, numel = format_bytes(each["length_bytes"]), f"{each['numel']:,}"
+            rows.append([step, each["saved_at"], size, numel, run, each["path"]])
         print_table(make_console(), ["STEP", "SAVED", "SIZE", "ELEMENTS", "RUN", "PATH"], rows)
     elif not errors:
         raise SwapError(f"{directory} is no checkpoint, and has none in it")
-    _end([error["error"] for error in errors], "show")
+    fail_if([f"checkpoint show: {error['error']}" for error in errors])
 
 
 def _is_of_others(path: Path) -> bool:
-    """Whether the file that has the name of an index is something else, of another program."""
+    """True if the file that has the name of an index is something else, of another program."""
     try:
         with open(path / INDEX, "rb") as file:
             return b'"swapper checkpoint"' not in file.read(200)
@@ -270,14 +250,6 @@ def _is_of_others(path: Path) -> bool:
 
 
 # --- verify ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class _Verified:
-    files: int = 0
-    length_bytes: int = 0
-    damaged: dict[str, str] = field(default_factory=dict)
-    unknown: list[str] = field(default_factory=list)
 
 
 @app.command("verify")
@@ -291,45 +263,31 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
     Example:
         swapper checkpoint verify runs/step-1000
     """
+    damaged: list[dict[str, str]] = []
     with Checkpoint(directory, check_files=False) as checkpoint:
-        found = _verify(checkpoint)
+        files = checkpoint.index.files
+        length_bytes = sum(file.length_bytes for file in files.values())
+        with progress_bar("verifying", length_bytes) as done:
+            for name in files:
+                try:
+                    checkpoint.check_file(name)
+                    checkpoint.verify(name, done)
+                    if name.endswith(".safetensors"):
+                        checkpoint.table(name)
+                except SwapError as error:
+                    damaged.append({"file": name, "error": str(error)})
+        # The index has a checksum of its own, which was compared when it was opened.
+        length_bytes += (checkpoint.directory / INDEX).stat().st_size
+        path, unknown = checkpoint.directory, sorted(set(os.listdir(checkpoint.directory)) - files.keys() - {INDEX})
+    counts = {"files": len(files) + 1, "length_bytes": length_bytes}
     if as_json:
-        damaged = [{"file": name, "error": error} for name, error in found.damaged.items()]
-        print_json(
-            {
-                "path": str(checkpoint.directory),
-                "files": found.files,
-                "length_bytes": found.length_bytes,
-                "damaged": damaged,
-                "unknown": found.unknown,
-            }
-        )
+        print_json({"path": str(path), **counts, "damaged": damaged, "unknown": unknown})
     else:
-        console = make_console()
-        for name in found.unknown:
-            console.print(printable(f"not of the checkpoint: {name}"), soft_wrap=True)
-        good = "all as they were written" if not found.damaged else f"{len(found.damaged)} damaged or missing"
-        line = f"{checkpoint.directory}: {found.files} files, {format_bytes(found.length_bytes)}, {good}"
-        console.print(printable(line), soft_wrap=True)
-    _end(list(found.damaged.values()), "verify")
-
-
-def _verify(checkpoint: Checkpoint) -> _Verified:
-    files = checkpoint.index.files
-    # The index has a checksum of its own, which was compared when it was opened.
-    found = _Verified(len(files) + 1, sum(file.length_bytes for file in files.values()))
-    found.unknown = sorted(set(os.listdir(checkpoint.directory)) - files.keys() - {INDEX})
-    with progress_bar("verifying", found.length_bytes) as done:
-        for name in files:
-            try:
-                checkpoint.check_file(name)
-                checkpoint.verify(name, done)
-                if name.endswith(".safetensors"):
-                    checkpoint.table(name)
-            except SwapError as error:
-                found.damaged[name] = str(error)
-    found.length_bytes += (checkpoint.directory / INDEX).stat().st_size
-    return found
+        for name in unknown:
+            say(f"not of the checkpoint: {name}")
+        verdict = f"{len(damaged)} damaged or missing" if damaged else "all as they were written"
+        say(f"{path}: {counts['files']} files, {format_bytes(length_bytes)}, {verdict}")
+    fail_if([f"checkpoint verify: {each['error']}" for each in damaged])
 
 
 # --- export, import --------------------------------------------------------------------------------------------------
@@ -367,16 +325,11 @@ def export(
         swapper checkpoint export runs/step-1000 --to safetensors --model-only weights/
         swapper checkpoint export runs/step-1000 --to dcp step-1000-dcp/
     """
-    endings = {"torch": ".pt", "safetensors": "-safetensors", "dcp": "-dcp", "lightning": "-lightning.ckpt"}
-    ending = endings[to.value]
+    suffixes = {"torch": ".pt", "safetensors": "-safetensors", "dcp": "-dcp", "lightning": "-lightning.ckpt"}
     name = Path(os.path.abspath(directory))
-    out = out or name.with_name(name.name + ending)
+    out = out or name.with_name(name.name + suffixes[to.value])
     made = export_checkpoint(directory, to.value, out, model_only=model_only, drop_masters=drop_masters, force=force)
-    if as_json:
-        print_json({**asdict(made), "path": str(made.path)})
-        return
-    typer.echo(f"{printable(made.path)}: {format_bytes(made.length_bytes)}")
-    _say(made.notes)
+    _print_made(made, format_bytes(made.length_bytes), as_json)
 
 
 @app.command("import")
@@ -414,25 +367,18 @@ def import_file(
         drop=drop or (),
         force=force,
     )
-    if as_json:
-        print_json({**asdict(made), "path": str(made.path)})
-        return
     parts = ["the model, which is all of the file" if made.model_key is None else f"the model from {made.model_key!r}"]
     if made.optimizers:
         parts.append(f"{' and '.join(made.optimizers)} from {made.optimizer_key!r}")
     if made.extra_keys:
         parts.append(f"as extra: {', '.join(made.extra_keys)}")
-    typer.echo(printable(f"{made.path}: {'; '.join(parts)}"))
-    _say(made.notes)
+    _print_made(made, "; ".join(parts), as_json)
 
 
-def _say(notes: Sequence[str]) -> None:
-    for note in notes:
-        typer.echo(printable(f"note: {note}"))
-
-
-def _end(errors: Sequence[str], command: str) -> None:
-    for error in errors:
-        complain(f"checkpoint {command}: {error}")
-    if errors:
-        raise typer.Exit(1)
+def _print_made(made: Exported | Imported, words: str, as_json: bool) -> None:
+    if as_json:
+        print_json({**asdict(made), "path": str(made.path)})
+        return
+    say(f"{made.path}: {words}")
+    for note in made.notes:
+        say(f"note: {note}")

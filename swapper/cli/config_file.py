@@ -11,7 +11,9 @@ from pathlib import Path
 import yaml
 
 from swapper.config import AioConfig, OffloadConfig, read_mapping
+from swapper.config.files import check_suffix
 from swapper.errors import ConfigError, SwapError
+from swapper.storage.atomic import NewFile
 
 __all__ = ["aio_yaml", "check_config_file", "write_aio"]
 
@@ -23,8 +25,7 @@ def aio_yaml(aio: AioConfig) -> str:
 
 def check_config_file(path: Path, nvme_paths: Sequence[Path]) -> None:
     """Refuse a file that `write_aio` could not write, before anything is measured. Errors as there."""
-    if path.suffix not in (".yaml", ".yml", ".json"):
-        raise ConfigError(f"{path}: a config file's name ends in .yaml, .yml or .json, not in {path.suffix!r}")
+    check_suffix(path)
     if not os.access(path.resolve().parent, os.W_OK):
         raise SwapError(f"{path}: no file can be written there")
     if path.exists():
@@ -45,17 +46,11 @@ def write_aio(path: Path, aio: AioConfig, nvme_paths: Sequence[Path]) -> None:
     path = path.resolve()  # A link stays one.
     text = _render(path, aio, nvme_paths)
     _check(text, path)
-    descriptor, name = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-    try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+    with NewFile(path) as new:
+        with open(new.descriptor, "w", encoding="utf-8", closefd=False) as file:
             file.write(text)
-            os.fchmod(file.fileno(), path.stat().st_mode & 0o7777 if path.exists() else 0o644)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise
+        os.fchmod(new.descriptor, 0o644)  # Of a new file; one that is replaced keeps its mode.
+        new.publish()
 
 
 def _render(path: Path, aio: AioConfig, nvme_paths: Sequence[Path]) -> str:
@@ -100,7 +95,7 @@ def _with_section(text: str, section: str, path: Path) -> str:
 
 
 def _last_line(node: yaml.Node) -> int:
-    """Where a node ends, without the comments and empty lines that follow it."""
+    """The line that a node ends on, without the comments and empty lines that follow it."""
     if isinstance(node, yaml.MappingNode) and not node.flow_style:
         return max(_last_line(part) for pair in node.value for part in pair)
     if isinstance(node, yaml.SequenceNode) and not node.flow_style:

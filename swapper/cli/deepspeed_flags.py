@@ -7,8 +7,8 @@ error. Source: `ds_nvme_tune --help` and `ds_io --help` of DeepSpeed 0.19.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from typer.core import TyperCommand
 
@@ -19,108 +19,90 @@ __all__ = ["BenchCommand", "TuneCommand", "translated"]
 
 
 @dataclass(frozen=True)
-class _Flags:
-    """How one of DeepSpeed's programs spells its flags.
+class _Flag:
+    """One of DeepSpeed's flags.
 
     Attributes:
-        names: our arguments for each flag; a value follows the last of them if the flag takes one.
-        with_values: flags, of both spellings, that take one value or several.
-        sizes: those whose value is a size; "1M" is 2**20 bytes there.
-        without_meaning: why a flag has no effect here.
+        ours: our arguments for it; a value follows the last of them.
+        takes: the values that follow it. "1M" is a size of 2**20 bytes there; "folders" are folder:GPU.
+        no_effect: why it has none here.
     """
 
-    names: Mapping[str, Sequence[str]]
-    with_values: frozenset[str]
-    sizes: frozenset[str] = frozenset()
-    without_meaning: Mapping[str, str] = field(default_factory=dict)
+    ours: tuple[str, ...] = ()
+    takes: Literal["nothing", "one", "size", "several", "folders"] = "nothing"
+    no_effect: str = ""
 
-
-_TUNE = _Flags(
-    {
-        "--nvme_dir": ["--nvme-dir"],
-        "--nvme-dir": ["--nvme-dir"],
-        "--sweep_config": ["--sweep-config"],
-        "--no_read": ["--no-read"],
-        "--no_write": ["--no-write"],
-        "--io_size": ["--io-size"],
-        "--flush_page_cache": ["--flush-page-cache"],
-        "--log_dir": ["--log-dir"],
-    },
-    with_values=frozenset({"--nvme_dir", "--nvme-dir", "--sweep_config", "--io_size", "--log_dir"}),
-    sizes=frozenset({"--io_size"}),
-)
 
 _ALWAYS_LIKE_THAT = "there is one way to do it here"
-_BENCH = _Flags(
-    {
-        "--folder": ["--dir"],
-        "--folder_to_device_mapping": ["--dir"],
-        "--dir": ["--dir"],
-        "--io_size": ["--size"],
-        "--block_size": ["--block-size"],
-        "--queue_depth": ["--queue-depth"],
-        "--io_parallel": ["--threads"],
-        "--gpu": ["--device", "cuda"],
-        "--use_gds": ["--gds"],
-    },
-    with_values=frozenset(
-        {
-            "--folder", "--folder_to_device_mapping", "--dir", "--io_size", "--block_size", "--queue_depth",
-            "--io_parallel", "--fast_io_size", "--multi_process", "--engine", "--warmup_loops",
-        }
-    ),
-    sizes=frozenset({"--io_size", "--block_size"}),
-    without_meaning={
-        "--fast_io_size": "the pinned buffer is the tensor",
-        "--multi_process": "one process drives all directories; --threads adds I/O threads",
-        "--single_submit": "swapper tune tries it, from a sweep file",
-        "--sequential_requests": "swapper tune tries it, from a sweep file, as overlap_events",
-        "--validate": "every figure comes with a proof, and transfers that fail raise",
-        "--engine": "all engines are measured side by side; --backend and --all-backends choose ours",
-        "--slow_bounce_buffer": _ALWAYS_LIKE_THAT,
-        "--torch_legacy_save": "torch.save writes its present format",
-        "--use_accelerator_pin_memory": _ALWAYS_LIKE_THAT,
-        "--warmup_loops": "the figures are medians of all runs; --loops says of how many",
-        "--include_warmup_time": "the figures are medians of all runs; --loops says of how many",
-        "--different_file_each_iteration": "new files are measured beside a file that is written again",
-    },
-)  # fmt: skip
+_MEDIANS = "the figures are medians of all runs; --loops says of how many"
+_FROM_A_SWEEP = "swapper tune tries it, from a sweep file"
+
+_TUNE = {
+    "--nvme_dir": _Flag(("--nvme-dir",), "several"),
+    "--nvme-dir": _Flag(("--nvme-dir",), "several"),
+    "--sweep_config": _Flag(("--sweep-config",), "one"),
+    "--no_read": _Flag(("--no-read",)),
+    "--no_write": _Flag(("--no-write",)),
+    "--io_size": _Flag(("--io-size",), "size"),
+    "--flush_page_cache": _Flag(("--flush-page-cache",)),
+    "--log_dir": _Flag(("--log-dir",), "one"),
+}
+
+_BENCH = {
+    "--folder": _Flag(("--dir",), "one"),
+    "--folder_to_device_mapping": _Flag(("--dir",), "folders"),
+    "--dir": _Flag(("--dir",), "several"),
+    "--io_size": _Flag(("--size",), "size"),
+    "--block_size": _Flag(("--block-size",), "size"),
+    "--queue_depth": _Flag(("--queue-depth",), "one"),
+    "--io_parallel": _Flag(("--threads",), "one"),
+    "--gpu": _Flag(("--device", "cuda")),
+    "--use_gds": _Flag(("--gds",)),
+    "--fast_io_size": _Flag((), "one", "the pinned buffer is the tensor"),
+    "--multi_process": _Flag((), "one", "one process drives all directories; --threads adds I/O threads"),
+    "--single_submit": _Flag(no_effect=_FROM_A_SWEEP),
+    "--sequential_requests": _Flag(no_effect=f"{_FROM_A_SWEEP}, as overlap_events"),
+    "--validate": _Flag(no_effect="every figure comes with a proof, and transfers that fail raise"),
+    "--engine": _Flag((), "one", "all engines are measured side by side; --backend and --all-backends choose ours"),
+    "--slow_bounce_buffer": _Flag(no_effect=_ALWAYS_LIKE_THAT),
+    "--torch_legacy_save": _Flag(no_effect="torch.save writes its present format"),
+    "--use_accelerator_pin_memory": _Flag(no_effect=_ALWAYS_LIKE_THAT),
+    "--warmup_loops": _Flag((), "one", _MEDIANS),
+    "--include_warmup_time": _Flag(no_effect=_MEDIANS),
+    "--different_file_each_iteration": _Flag(no_effect="new files are measured beside a file that is written again"),
+}
 
 
-def translated(flags: _Flags, args: Sequence[str]) -> tuple[list[str], list[str]]:
+def translated(flags: Mapping[str, _Flag], args: Sequence[str]) -> tuple[list[str], list[str]]:
     """Our arguments for `args`, and a line for each flag that has no meaning here."""
     ours: list[str] = []
     said: list[str] = []
     left = list(args)
     while left:
-        name, equals, value = left.pop(0).partition("=")
-        if name not in flags.names and name not in flags.without_meaning:
-            ours.append(name + equals + value)
+        argument = left.pop(0)
+        name, equals, value = argument.partition("=")
+        flag = flags.get(name)
+        if flag is None:
+            ours.append(argument)
             continue
         values = [value] if equals else []
-        if not equals and name in flags.with_values:
-            while left and (not values or name in _SEVERAL) and not left[0].startswith("--"):
-                values.append(left.pop(0))
-        if name in flags.without_meaning:
-            said.append(f"{name} has no effect: {flags.without_meaning[name]}")
+        most = 0 if equals or flag.takes == "nothing" else len(left) if flag.takes in ("several", "folders") else 1
+        while left and len(values) < most and not left[0].startswith("--"):
+            values.append(left.pop(0))
+        if flag.no_effect:
+            said.append(f"{name} has no effect: {flag.no_effect}")
             continue
-        if name in flags.sizes:
+        if flag.takes == "size":
             values = [str(binary_size(each)) for each in values]
-        if name == "--folder_to_device_mapping":
+        if flag.takes == "folders":
             values = [each.rpartition(":")[0] or each for each in values]
-            said.append("--folder_to_device_mapping: only the folders are used; the GPU is the current one")
-        if not values:
-            ours += flags.names[name]
-        for each in values:
-            ours += [*flags.names[name], each]
+            said.append(f"{name}: only the folders are used; the GPU is the current one")
+        ours += [argument for each in values for argument in (*flag.ours, each)] or flag.ours
     return ours, said
 
 
-_SEVERAL = frozenset({"--nvme_dir", "--nvme-dir", "--folder_to_device_mapping", "--dir"})
-
-
 class _Command(TyperCommand):
-    flags: _Flags
+    flags: Mapping[str, _Flag]
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the command line."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import enum
 import shlex
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
 from swapper.bench.drive import Directory, Drive, look_at_directory
@@ -18,20 +17,20 @@ from swapper.bench.machine import (
     CudaDevice,
     Limits,
     Machine,
-    SlabTrial,
+    SlabProbe,
     cuda_devices,
     has_nvidia_driver,
     limits,
     machine,
+    probe_slab,
     swapper_version,
-    try_slab,
 )
-from swapper.cli.directories import directories_or_default
-from swapper.cli.output import complain, make_console, print_json, printable
+from swapper.cli.arguments import AsJson, directories_or_default
+from swapper.cli.output import fail_if, make_console, print_json, printable
 from swapper.io.gds import CuFileProbe, probe_cufile
 from swapper.io.handle import Probe, probe
 from swapper.sizes import format_bytes
-from swapper.storage.runs import MEMORY_FILE_SYSTEMS, is_network_file_system
+from swapper.storage.mounts import MEMORY_FILE_SYSTEMS, is_network_file_system
 
 __all__ = ["Finding", "Mark", "Report", "findings", "make_report", "report"]
 
@@ -41,7 +40,7 @@ _FEW_AIO_REQUESTS = 1024
 _ANOTHER_DIRECTORY = "name a directory on a local solid-state drive with --nvme-path"
 
 
-# --- What was found ------------------------------------------------------------------------------------------------
+# --- The report -------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -52,7 +51,7 @@ class Report:
     machine: Machine
     backends: tuple[Probe, ...]
     limits: Limits
-    slab: SlabTrial
+    slab: SlabProbe
     cuda: list[CudaDevice]
     cuda_reason: str
     nvidia_driver: bool
@@ -73,7 +72,7 @@ def make_report(directories: list[Path]) -> Report:
         machine=machine(),
         backends=probe(),
         limits=limits(),
-        slab=try_slab(),
+        slab=probe_slab(),
         cuda=cuda,
         cuda_reason=cuda_reason,
         nvidia_driver=has_nvidia_driver(),
@@ -82,11 +81,11 @@ def make_report(directories: list[Path]) -> Report:
     )
 
 
-# --- What it means -------------------------------------------------------------------------------------------------
+# --- Its lines ---------------------------------------------------------------------------------------------------
 
 
 class Mark(enum.Enum):
-    """What a line says about how fast it will be."""
+    """The verdict of a line."""
 
     FINE = "ok"
     WORSE = "!"
@@ -100,30 +99,34 @@ class Mark(enum.Enum):
 class Finding:
     """One line of the report. `change` is there if, and only if, `mark` is `WORSE`."""
 
-    section: str
     name: str
     mark: Mark
     value: str
     change: str = ""
+    section: str = ""
 
 
 def findings(found: Report) -> Iterator[Finding]:
     """The lines of the report, in order."""
-    yield from _of_machine(found)
-    yield from _of_backends(found)
-    yield from _of_memory(found)
-    yield from _of_limits(found)
-    yield from _of_gpus(found)
-    for directory in found.directories:
-        yield from _of_directory(directory)
+    sections: list[tuple[str, Iterator[Finding]]] = [
+        ("Machine", _of_machine(found)),
+        ("I/O backends", _of_backends(found)),
+        ("Memory of the pool", _of_memory(found)),
+        ("Limits", _of_limits(found)),
+        ("GPUs", _of_gpus(found)),
+        *((directory.path, _of_directory(directory)) for directory in found.directories),
+    ]
+    for section, lines in sections:
+        for line in lines:
+            yield replace(line, section=section)
 
 
-def _judge(section: str, name: str, value: str, change: str = "") -> Finding:
-    return Finding(section, name, Mark.WORSE if change else Mark.FINE, value, change)
+def _judge(name: str, value: str, change: str = "") -> Finding:
+    return Finding(name, Mark.WORSE if change else Mark.FINE, value, change)
 
 
-def _neutral(section: str, name: str, value: object) -> Finding:
-    return Finding(section, name, Mark.UNKNOWN if value is None else Mark.NEUTRAL, _text(value))
+def _neutral(name: str, value: object) -> Finding:
+    return Finding(name, Mark.UNKNOWN if value is None else Mark.NEUTRAL, _text(value))
 
 
 def _text(value: object) -> str:
@@ -135,48 +138,40 @@ def _bytes(count: int | None) -> str:
 
 
 def _of_machine(found: Report) -> Iterator[Finding]:
-    section, about = "Machine", found.machine
-    yield _neutral(section, "system", f"{about.kernel} {about.architecture}")
-    yield _neutral(section, "CPU", f"{about.cpus_usable} of {_text(about.cpus)} cores usable: {_text(about.cpu)}")
-    yield _neutral(section, "memory", f"{_bytes(about.memory_bytes)}, {_bytes(about.memory_available_bytes)} available")
+    about = found.machine
+    yield _neutral("system", f"{about.kernel} {about.architecture}")
+    yield _neutral("CPU", f"{about.cpus_usable} of {_text(about.cpus)} cores usable: {_text(about.cpu)}")
+    yield _neutral("memory", f"{_bytes(about.memory_bytes)}, {_bytes(about.memory_available_bytes)} available")
     if about.cgroup_version is None:
         limit = "memory limit unknown"
     elif about.memory_limit_bytes is None:
         limit = "no memory limit"
     else:
         limit = f"memory limit {format_bytes(about.memory_limit_bytes)}, the pool must fit it"
-    yield _neutral(section, "container", f"{about.container or 'none'}; {limit}")
-    yield _neutral(section, "Python", about.python)
-    too_many = about.torch_threads > about.cpus_usable
-    yield _judge(
-        section,
-        "torch",
-        f"{about.torch}, {about.torch_threads} threads",
-        f"export OMP_NUM_THREADS={about.cpus_usable} before Python starts: more threads than cores" if too_many else "",
-    )
-    spins = (about.omp_wait_policy or "").upper() != "PASSIVE" and not found.cuda
-    yield _judge(
-        section,
-        "OMP_WAIT_POLICY",
-        about.omp_wait_policy or "not set",
-        "export OMP_WAIT_POLICY=PASSIVE before Python starts: idle threads else take the I/O threads' cores"
-        if spins
-        else "",
-    )
+    yield _neutral("container", f"{about.container or 'none'}; {limit}")
+    yield _neutral("Python", about.python)
+    change = ""
+    if about.torch_threads > about.cpus_usable:
+        change = f"export OMP_NUM_THREADS={about.cpus_usable} before Python starts: more threads than cores"
+    yield _judge("torch", f"{about.torch}, {about.torch_threads} threads", change)
+    change = ""
+    if (about.omp_wait_policy or "").upper() != "PASSIVE" and not found.cuda:
+        change = "export OMP_WAIT_POLICY=PASSIVE before Python starts: idle threads else take the I/O threads' cores"
+    yield _judge("OMP_WAIT_POLICY", about.omp_wait_policy or "not set", change)
 
 
 def _of_backends(found: Report) -> Iterator[Finding]:
-    section, better = "I/O backends", True
+    better = True
     for backend in found.backends:
         if backend.backend == found.auto:
             better = False
-            yield Finding(section, backend.backend, Mark.FINE, "available; `backend: auto` takes it")
+            yield _judge(backend.backend, "available; `backend: auto` takes it")
         elif backend.available:
-            yield Finding(section, backend.backend, Mark.NEUTRAL, "available")
+            yield _neutral(backend.backend, "available")
         elif better:
-            yield _judge(section, backend.backend, f"no: {backend.reason}", _backend_change(backend, found))
+            yield _judge(backend.backend, f"no: {backend.reason}", _backend_change(backend, found))
         else:
-            yield Finding(section, backend.backend, Mark.NEUTRAL, f"no, and not needed: {backend.reason}")
+            yield _neutral(backend.backend, f"no, and not needed: {backend.reason}")
 
 
 def _backend_change(refused: Probe, found: Report) -> str:
@@ -208,92 +203,80 @@ def _memlock_change(found: Report) -> str:
 
 
 def _of_memory(found: Report) -> Iterator[Finding]:
-    section, slab = "Memory of the pool", found.slab
+    slab, memlock = found.slab, _memlock_change(found)
     length = format_bytes(slab.length_bytes)
     if not slab.allocated:
-        yield _judge(section, "slab", f"no {length}: {slab.reason}", "free some memory, or raise its limit")
+        yield _judge("slab", f"no {length}: {slab.reason}", "free some memory, or raise its limit")
         return
-    memlock = _memlock_change(found)
-    yield _judge(
-        section,
-        "locked",
-        f"{length} are page-locked" if slab.locked else f"{length} are not: {slab.lock_reason}",
-        "" if slab.locked else memlock,
-    )
-    if slab.registered:
-        yield _judge(section, "registered", f"{length} are registered with io_uring")
-    elif found.auto == "uring+fixed":
-        yield _judge(section, "registered", f"{length} are not: {slab.register_reason}", memlock)
+    if slab.locked:
+        yield _judge("locked", f"{length} are page-locked")
     else:
-        yield Finding(section, "registered", Mark.NEUTRAL, f"no: {found.auto} registers none, see the backends above")
+        yield _judge("locked", f"{length} are not: {slab.lock_reason}", memlock)
+    if slab.registered:
+        yield _judge("registered", f"{length} are registered with io_uring")
+    elif found.auto == "uring+fixed":
+        yield _judge("registered", f"{length} are not: {slab.register_reason}", memlock)
+    else:
+        yield _neutral("registered", f"no: {found.auto} registers none, see the backends above")
     yield _huge_pages(slab)
 
 
-def _huge_pages(slab: SlabTrial) -> Finding:
-    section, name, setting = "Memory of the pool", "huge pages", slab.transparent_hugepage
-    if setting is None and slab.huge_bytes is None:
-        return _neutral(section, name, None)
-    value = f"{_bytes(slab.huge_bytes)} of {format_bytes(slab.length_bytes)} (transparent_hugepage: {_text(setting)})"
-    if slab.huge_bytes is None:
-        return Finding(section, name, Mark.UNKNOWN, value)
+def _huge_pages(slab: SlabProbe) -> Finding:
+    name, setting, huge = "huge pages", slab.transparent_hugepage, slab.huge_bytes
+    if setting is None and huge is None:
+        return _neutral(name, None)
+    value = f"{_bytes(huge)} of {format_bytes(slab.length_bytes)} (transparent_hugepage: {_text(setting)})"
+    if huge is None:
+        return Finding(name, Mark.UNKNOWN, value)
     change = ""
     if setting == "never":
         change = "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled"
-    elif slab.huge_bytes < slab.length_bytes:
+    elif huge < slab.length_bytes:
         change = "echo 1 | sudo tee /proc/sys/vm/compact_memory: memory is fragmented, or nearly used up"
-    return _judge(section, name, value, change)
+    return _judge(name, value, change)
 
 
 def _of_limits(found: Report) -> Iterator[Finding]:
-    section, about = "Limits", found.limits
+    about, change = found.limits, ""
     if about.may_lock_any:
-        memlock, change = "none for this process (CAP_IPC_LOCK)", ""
+        memlock = "none for this process (CAP_IPC_LOCK)"
     elif about.memlock_bytes is None:
-        memlock, change = "unlimited", ""
+        memlock = "unlimited"
     elif found.machine.memory_bytes is not None and about.memlock_bytes >= found.machine.memory_bytes:
-        memlock, change = f"{format_bytes(about.memlock_bytes)}, more than there is", ""
+        memlock = f"{format_bytes(about.memlock_bytes)}, more than there is"
     else:
         memlock, change = f"{format_bytes(about.memlock_bytes)}; a larger pool is not locked", _memlock_change(found)
-    yield _judge(section, "RLIMIT_MEMLOCK", memlock, change)
+    yield _judge("RLIMIT_MEMLOCK", memlock, change)
     if about.aio_max_nr is None or about.aio_nr is None:
-        yield _neutral(section, "aio-max-nr", None)
+        yield _neutral("aio-max-nr", None)
     else:
         few = about.aio_max_nr - about.aio_nr < _FEW_AIO_REQUESTS
-        yield _judge(
-            section,
-            "aio-max-nr",
-            f"{about.aio_nr} of {about.aio_max_nr} used",
-            f"sudo sysctl fs.aio-max-nr={max(1 << 20, 2 * about.aio_max_nr)}" if few else "",
-        )
+        change = f"sudo sysctl fs.aio-max-nr={max(1 << 20, 2 * about.aio_max_nr)}" if few else ""
+        yield _judge("aio-max-nr", f"{about.aio_nr} of {about.aio_max_nr} used", change)
     # What follows from these two is said where a backend is refused.
     meaning = {0: "0 (allowed)", 1: "1 (for the privileged alone)", 2: "2 (forbidden)"}
-    yield _neutral(
-        section,
-        "io_uring_disabled",
-        None if about.io_uring_disabled is None else meaning.get(about.io_uring_disabled, str(about.io_uring_disabled)),
-    )
-    yield _neutral(section, "seccomp", about.seccomp)
+    disabled = about.io_uring_disabled
+    yield _neutral("io_uring_disabled", disabled if disabled is None else meaning.get(disabled, disabled))
+    yield _neutral("seccomp", about.seccomp)
 
 
 def _of_gpus(found: Report) -> Iterator[Finding]:
-    section = "GPUs"
     for i, device in enumerate(found.cuda):
-        yield Finding(section, f"cuda:{i}", Mark.FINE, f"{device.name}, {format_bytes(device.memory_bytes)}")
+        yield _judge(f"cuda:{i}", f"{device.name}, {format_bytes(device.memory_bytes)}")
+    cufile = found.cufile
     if not found.cuda:
-        change = ""
-        if found.nvidia_driver:
-            change = "install a torch with CUDA, of a version that the GPU's driver supports"
-        mark = Mark.WORSE if change else Mark.NEUTRAL
-        yield Finding(section, "CUDA", mark, f"none: {found.cuda_reason}", change)
-        yield Finding(section, "cuFile", Mark.NEUTRAL, "not needed without a CUDA device")
-    elif found.cufile.available:
-        value = f"cuFile {found.cufile.version or 'of unknown version'}, {found.cufile.library}"
-        if found.cufile.compatibility_mode is None:
+        value = f"none: {found.cuda_reason}"
+        change = "install a torch with CUDA, of a version that the GPU's driver supports"
+        yield _judge("CUDA", value, change) if found.nvidia_driver else _neutral("CUDA", value)
+        yield _neutral("cuFile", "not needed without a CUDA device")
+        return
+    if cufile.available:
+        value = f"cuFile {cufile.version or 'of unknown version'}, {cufile.library}"
+        if cufile.compatibility_mode is None:
             value += "; whether it passes by host memory cannot be told"
-        yield _judge(section, "cuFile", value, _cufile_change(found.cufile))
     else:
-        value = f"no: {found.cufile.reason}; GPU tensors go through host memory"
-        yield _judge(section, "cuFile", value, _cufile_change(found.cufile))
+        value = f"no: {cufile.reason}; GPU tensors go through host memory"
+    yield _judge("cuFile", value, _cufile_change(cufile))
 
 
 def _cufile_change(about: CuFileProbe) -> str:
@@ -304,50 +287,43 @@ def _cufile_change(about: CuFileProbe) -> str:
             "install GPUDirect Storage and run sudo modprobe nvidia-fs; "
             "in /etc/cufile.json force_compat_mode must not be true"
         )
-    return (
-        "" if about.available else "install GPUDirect Storage of the version of the GPU's driver; gdscheck -p says more"
-    )
+    if about.available:
+        return ""
+    return "install GPUDirect Storage of the version of the GPU's driver; gdscheck -p says more"
 
 
 def _of_directory(directory: Directory) -> Iterator[Finding]:
-    section, path = directory.path, shlex.quote(directory.path)
+    path, kind = shlex.quote(directory.path), directory.file_system
     if directory.error:
-        yield _judge(section, "usable", f"no: {directory.error}", directory.change)
-    if directory.file_system is None:
-        yield _neutral(section, "file system", None)
+        yield _judge("usable", f"no: {directory.error}", directory.change)
+    if kind is None:
+        yield _neutral("file system", None)
     else:
-        yield _judge(
-            section,
-            "file system",
-            f"{directory.file_system} at {_text(directory.mount_point)}, from {_text(directory.source)}",
-            _file_system_change(directory.file_system, path),
-        )
-    if directory.direct is not None:
-        if directory.direct:
-            value = f"yes, at offsets that are multiples of {directory.alignment_bytes}, "
-            value += f"in memory at multiples of {directory.memory_alignment_bytes}"
-        else:
-            value = f"no: {directory.direct_reason}"
-        yield _judge(section, "O_DIRECT", value, "" if directory.direct else _direct_change(directory, path))
-    if directory.preallocated is not None or directory.preallocate_reason:
-        yield _judge(
-            section,
-            "preallocation",
-            "works" if directory.preallocated else f"no: {directory.preallocate_reason}",
-            "" if directory.preallocated else "name a directory on ext4 or XFS, with free space",
-        )
+        value = f"{kind} at {_text(directory.mount_point)}, from {_text(directory.source)}"
+        yield _judge("file system", value, _file_system_change(kind, path))
+    if directory.direct:
+        value = f"yes, at offsets that are multiples of {directory.alignment_bytes}, "
+        value += f"in memory at multiples of {directory.memory_alignment_bytes}"
+        yield _judge("O_DIRECT", value)
+    elif directory.direct is not None:
+        yield _judge("O_DIRECT", f"no: {directory.direct_reason}", _direct_change(directory, path))
+    if directory.preallocated:
+        yield _judge("preallocation", "works")
+    elif directory.preallocated is not None or directory.preallocate_reason:
+        change = "name a directory on ext4 or XFS, with free space"
+        yield _judge("preallocation", f"no: {directory.preallocate_reason}", change)
     if directory.free_bytes is None:
-        yield _neutral(section, "free", None)
+        yield _neutral("free", None)
     else:
         value = f"{format_bytes(directory.free_bytes)} of {_bytes(directory.total_bytes)}"
-        yield _judge(section, "free", value, "" if directory.free_bytes else "free some space")
+        yield _judge("free", value, "" if directory.free_bytes else "free some space")
     if directory.stale_bytes:
         value = f"{format_bytes(directory.stale_bytes)} in directories of killed runs"
-        yield _judge(section, "left over", value, f"swapper clean {path}")
-    if not directory.drives and directory.file_system is not None:
-        yield _neutral(section, "drive", None)
+        yield _judge("left over", value, f"swapper clean {path}")
+    if not directory.drives and kind is not None:
+        yield _neutral("drive", None)
     for drive in directory.drives:
-        yield from _of_drive(section, drive, "drive")
+        yield from _of_drive(drive, "drive")
 
 
 def _file_system_change(kind: str, path: str) -> str:
@@ -368,16 +344,17 @@ def _direct_change(directory: Directory, path: str) -> str:
     return "name a directory on ext4 or XFS: transfers here go through the page cache"
 
 
-def _of_drive(section: str, drive: Drive, name: str) -> Iterator[Finding]:
-    words = [f"{drive.name}: {drive.kind}"]
-    if drive.rotating and drive.kind != "virtual":
-        words.append("rotating")
-    words.append("model unknown" if drive.model is None else drive.model)
-    words.append(f"scheduler {_text(drive.scheduler)}")
-    words.append(f"requests of up to {_bytes(drive.max_request_bytes)}")
-    yield _judge(section, name, ", ".join(words), "; ".join(_drive_changes(drive)))
+def _of_drive(drive: Drive, name: str) -> Iterator[Finding]:
+    words = [
+        f"{drive.name}: {drive.kind}",
+        *(["rotating"] if drive.rotating and drive.kind != "virtual" else []),
+        drive.model or "model unknown",
+        f"scheduler {_text(drive.scheduler)}",
+        f"requests of up to {_bytes(drive.max_request_bytes)}",
+    ]
+    yield _judge(name, ", ".join(words), "; ".join(_drive_changes(drive)))
     for member in drive.members:
-        yield from _of_drive(section, member, f"{name} member")
+        yield from _of_drive(member, f"{name} member")
 
 
 def _drive_changes(drive: Drive) -> Iterator[str]:
@@ -416,7 +393,7 @@ def report(
             help="Where runs will keep their files; may be repeated. Default: $SWAPPER_NVME_PATH, else '.'.",
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/cli.md has its keys.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Will it be fast on this machine, and what to change.
 
@@ -435,48 +412,38 @@ def report(
     else:
         _print(found, lines)
     unusable = [directory for directory in found.directories if directory.error]
-    for directory in unusable:
-        complain(f"report: {directory.path} cannot be used: {directory.error}")
-    if unusable:
-        raise typer.Exit(1)
+    fail_if([f"report: {directory.path} cannot be used: {directory.error}" for directory in unusable])
 
 
 def _as_json(found: Report, lines: list[Finding]) -> dict[str, object]:
     backends = [{**backend._asdict(), "auto": backend.backend == found.auto} for backend in found.backends]
-    changes = [
-        {"section": line.section, "name": line.name, "value": line.value, "change": line.change}
-        for line in lines
-        if line.mark is Mark.WORSE
-    ]
+    keys = ("section", "name", "value", "change")
+    changes = [{key: getattr(line, key) for key in keys} for line in lines if line.mark is Mark.WORSE]
     return {**asdict(found), "backends": backends, "cufile": found.cufile._asdict(), "changes": changes}
 
 
 def _print(found: Report, lines: list[Finding]) -> None:
     console = make_console()
-    console.print(f"swapper {found.version}", soft_wrap=True)
+    console.print(f"swapper {found.version}")
     section, width = "", max(len(line.name) for line in lines)
     for line in lines:
         if line.section != section:
             section = line.section
             console.print()
-            console.print(Text(printable(section), style="bold"), soft_wrap=True)
+            console.print(Text(printable(section), style="bold"))
         text = Text("  ").append(f"{line.mark.value:<2}", style=_STYLES[line.mark])
         text.append(f"  {line.name:<{width}}  {printable(line.value)}")
         if line.change:
             text.append(f" -> {printable(line.change)}", style="bold")
-        console.print(text, soft_wrap=True)
+        console.print(text)
     console.print()
-    _print_summary(console, lines)
-
-
-def _print_summary(console: Console, lines: list[Finding]) -> None:
     changes: dict[str, list[str]] = {}  # what to change: where it was said
     for line in lines:
         if line.change:
             changes.setdefault(line.change, []).append(f"{line.section}: {line.name}")
     if not changes:
-        console.print(Text("Nothing to change", style="bold green"), soft_wrap=True)
+        console.print(Text("Nothing to change", style="bold green"))
         return
-    console.print(Text("What to change", style="bold"), soft_wrap=True)
-    for i, (change, places) in enumerate(changes.items(), 1):
-        console.print(f"  {i}. {printable(change)}  ({printable(', '.join(places))})", soft_wrap=True)
+    console.print(Text("What to change", style="bold"))
+    for i, (change, named) in enumerate(changes.items(), 1):
+        console.print(f"  {i}. {printable(change)}  ({printable(', '.join(named))})")

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 from rich.text import Text
 
-from swapper.cli.directories import directories_or_default
-from swapper.cli.output import complain, make_console, print_json, print_table, printable
+from swapper.cli.arguments import AsJson, directories_or_default
+from swapper.cli.output import fail_if, make_console, print_json, print_table, printable
 from swapper.errors import SwapError, SwapIOError
 from swapper.sizes import format_bytes
 from swapper.storage.runs import Removal, RunDirectory, RunState, find_runs, remove_run
@@ -30,7 +31,6 @@ Directories = Annotated[
         metavar="DIR", help="Where runs keep their files. Default: $SWAPPER_NVME_PATH, else ./.swapper, else '.'."
     ),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/cli.md has its keys.")]
 
 
 def ls(directories: Directories = None, as_json: AsJson = False) -> None:
@@ -43,31 +43,24 @@ def ls(directories: Directories = None, as_json: AsJson = False) -> None:
     Example:
         swapper ls /mnt/nvme0 /mnt/nvme1
     """
-    places = directories_or_default(directories, ".swapper")
-    found, errors = _find(places)
+    looked_in = directories_or_default(directories, ".swapper")
+    found, errors = _find(looked_in)
     size_bytes = sum(run.size_bytes or 0 for run in found)
+    stale = [run for run in found if run.state is RunState.STALE]
     if as_json:
-        print_json(
-            {
-                "directories": [str(place) for place in places],
-                "runs": [_as_json(run) for run in found],
-                "size_bytes": size_bytes,
-                "errors": errors,
-            }
-        )
-    else:
-        _print_runs(found)
-        stale = [run for run in found if run.state is RunState.STALE]
-        if found:
-            names = "run directory" if len(found) == 1 else "run directories"
-            summary = f"{len(found)} {names}, {format_bytes(size_bytes)}"
-            if stale:
-                freed = format_bytes(sum(run.size_bytes or 0 for run in stale))
-                summary += f"; {len(stale)} stale: `swapper clean` frees {freed}"
-            typer.echo(summary)
-        elif len(errors) < len(places):
-            typer.echo("no run directories in " + ", ".join(printable(place) for place in places))
-    _end(errors, "ls")
+        names = [str(directory) for directory in looked_in]
+        runs = [_as_json(run) for run in found]
+        print_json({"directories": names, "runs": runs, "size_bytes": size_bytes, "errors": errors})
+    elif found:
+        _print_runs(make_console(), found)
+        summary = f"{len(found)} run director{'y' if len(found) == 1 else 'ies'}, {format_bytes(size_bytes)}"
+        if stale:
+            freed = format_bytes(sum(run.size_bytes or 0 for run in stale))
+            summary += f"; {len(stale)} stale: `swapper clean` frees {freed}"
+        typer.echo(summary)
+    elif len(errors) < len(looked_in):
+        typer.echo("no run directories in " + ", ".join(printable(directory) for directory in looked_in))
+    fail_if([f"ls: {error['error']}" for error in errors])
 
 
 def clean(
@@ -96,10 +89,9 @@ def clean(
         swapper clean --force /mnt/shared/swapper-3f2a9c01-0
     """
     found, errors = _find(directories_or_default(directories, ".swapper") if directories or not force else [])
-    planned = {run.path: run for run in found if run.state is RunState.STALE}
-    left = [_left(run.path, run.state, run.reason) for run in found if run.state is not RunState.STALE]
     forced = [Path(os.path.abspath(path)) for path in force or []]
-    left = [entry for entry in left if Path(entry["path"]) not in forced]
+    planned = {run.path: run for run in found if run.state is RunState.STALE}
+    left = [_left(run, run.state, run.reason) for run in found if run.path not in [*planned, *forced]]
     for path in forced:
         run, refusal = _named(path)
         if run is not None and not refusal:
@@ -107,60 +99,57 @@ def clean(
         else:
             errors.append({"path": str(path), "error": refusal})
 
-    # Where the answer is JSON, what is said to the user goes elsewhere.
-    console = make_console(stderr=as_json)
+    console = make_console(stderr=as_json)  # Where the answer is JSON, what is said to the user goes elsewhere.
     if planned and not dry_run and not yes:
-        _print_runs(list(planned.values()), stderr=as_json)
+        _print_runs(console, list(planned.values()))
         _ask(len(planned))
     removed: list[dict[str, object]] = []
     freed_bytes = 0
     for path, run in planned.items():
-        if dry_run:
+        try:
             removal = Removal(True, run.size_bytes or 0, run.state, run.reason)
-        else:
-            try:
+            if not dry_run:
                 removal = remove_run(path, force=path in forced)
-            except SwapIOError as error:
-                errors.append({"path": str(path), "error": str(error)})
-                continue
-        if removal.removed:
-            removed.append({"path": str(path), "freed_bytes": removal.freed_bytes, "reason": removal.reason})
-            freed_bytes += removal.freed_bytes
-        else:
-            left.append(_left(path, removal.state, removal.reason))
-        if removal.removed and not as_json:
+        except SwapIOError as error:
+            errors.append({"path": str(path), "error": str(error)})
+            continue
+        if not removal.removed:
+            left.append(_left(run, removal.state, removal.reason))
+            continue
+        removed.append({"path": str(path), "freed_bytes": removal.freed_bytes, "reason": removal.reason})
+        freed_bytes += removal.freed_bytes
+        if not as_json:
             verb = "would remove" if dry_run else "removed"
-            line = f"{verb} {printable(path)}: {format_bytes(removal.freed_bytes)}; {printable(removal.reason)}"
-            console.print(line, soft_wrap=True)
+            console.print(printable(f"{verb} {path}: {format_bytes(removal.freed_bytes)}; {removal.reason}"))
     if as_json:
         print_json({"dry_run": dry_run, "removed": removed, "freed_bytes": freed_bytes, "left": left, "errors": errors})
     else:
         for entry in left:
-            line = f"left alone {printable(entry['path'])}: {printable(entry['reason'])}"
+            line = f"left alone {entry['path']}: {entry['reason']}"
             if entry["state"] == RunState.UNKNOWN.value:
-                line += f"; if that run is dead: swapper clean --force {printable(shlex.quote(entry['path']))}"
-            console.print(line, soft_wrap=True)
+                line += f"; if that run is dead: swapper clean --force {shlex.quote(entry['path'])}"
+            console.print(printable(line))
         if removed:
-            console.print(f"{format_bytes(freed_bytes)} {'would be ' if dry_run else ''}freed", soft_wrap=True)
+            console.print(f"{format_bytes(freed_bytes)} {'would be ' if dry_run else ''}freed")
         elif not errors:
-            console.print("nothing to remove", soft_wrap=True)
-    _end(errors, "clean")
+            console.print("nothing to remove")
+    fail_if([f"clean: {error['error']}" for error in errors])
 
 
-def _find(places: Sequence[Path]) -> tuple[list[RunDirectory], list[dict[str, str]]]:
-    found: dict[str, RunDirectory] = {}  # by real path: two places may be the same
+def _find(directories: Sequence[Path]) -> tuple[list[RunDirectory], list[dict[str, str]]]:
+    found: dict[str, RunDirectory] = {}  # by real path: two directories may be the same
     errors = []
-    for place in places:
+    for directory in directories:
         try:
-            for run in find_runs(place):
+            for run in find_runs(directory):
                 found.setdefault(os.path.realpath(run.path), run)
         except SwapIOError as error:
-            errors.append({"path": str(place), "error": str(error)})
+            errors.append({"path": str(directory), "error": str(error)})
     return list(found.values()), errors
 
 
 def _named(path: Path) -> tuple[RunDirectory | None, str]:
-    """The run directory at `path`, and why it will not be removed; "" if it will."""
+    """The run directory at `path`, and the reason to leave it alone, "" without one."""
     try:
         run = next((run for run in find_runs(path) if run.path == path), None)
     except SwapIOError as error:
@@ -172,8 +161,8 @@ def _named(path: Path) -> tuple[RunDirectory | None, str]:
     return run, ""
 
 
-def _left(path: Path, state: RunState | None, reason: str) -> dict[str, str]:
-    return {"path": str(path), "state": "gone" if state is None else state.value, "reason": reason}
+def _left(run: RunDirectory, state: RunState | None, reason: str) -> dict[str, str]:
+    return {"path": str(run.path), "state": "gone" if state is None else state.value, "reason": reason}
 
 
 def _ask(count: int) -> None:
@@ -187,13 +176,6 @@ def _ask(count: int) -> None:
     typer.echo(f"Remove {'it' if count == 1 else f'all {count}'}? [y/N] ", nl=False, err=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise SwapError("nothing was removed")
-
-
-def _end(errors: Sequence[dict[str, str]], command: str) -> None:
-    for error in errors:
-        complain(f"{command}: {error['error']}")
-    if errors:
-        raise typer.Exit(1)
 
 
 def _as_json(run: RunDirectory) -> dict[str, object]:
@@ -220,21 +202,11 @@ def _owner(run: RunDirectory) -> str:
     return owner
 
 
-def _print_runs(found: Sequence[RunDirectory], *, stderr: bool = False) -> None:
-    if not found:
-        return
-    rows = []
+def _print_runs(console: Console, found: Sequence[RunDirectory]) -> None:
+    rows: list[list[str | Text]] = []
     for run in found:
-        cells = [
-            "unknown" if run.size_bytes is None else format_bytes(run.size_bytes),
-            "unknown" if run.files is None else str(run.files),
-            _format_age(_age_s(run)),
-            "unknown" if run.run is None else run.run,
-            "unknown" if run.rank is None else str(run.rank),
-            _owner(run),
-            str(run.path),
-        ]
-        state = Text(run.state.value, style=_STYLES[run.state])
-        rows.append([state, *(Text(printable(cell)) for cell in cells)])
-    header = ["STATE", "SIZE", "FILES", "AGE", "RUN", "RANK", "OWNER", "PATH"]
-    print_table(make_console(stderr=stderr), header, rows)
+        size = None if run.size_bytes is None else format_bytes(run.size_bytes)
+        known = [size, run.files, _format_age(_age_s(run)), run.run, run.rank, _owner(run), run.path]
+        cells = ["unknown" if value is None else str(value) for value in known]
+        rows.append([Text(run.state.value, style=_STYLES[run.state]), *cells])
+    print_table(console, ["STATE", "SIZE", "FILES", "AGE", "RUN", "RANK", "OWNER", "PATH"], rows)

@@ -6,25 +6,22 @@ import contextlib
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.text import Text
 
 from swapper.bench.contestants import Transfers
 from swapper.bench.machine import swapper_version
-from swapper.bench.measure import Contestant, ContestantFailed, Figure, Timing, alternate
-from swapper.bench.site import EngineSettings, Site, check_device
+from swapper.bench.measure import Contestant, ContestantFailed, Figure, alternate
+from swapper.bench.site import EngineSettings, Site
 from swapper.bench.sweep import default_sweep, demand, load_sweep, setting_name
 from swapper.bench.witness import Operation
 from swapper.bench.workspace import check_memory, workspace
-from swapper.cli.bench import size_argument
+from swapper.cli.arguments import Read, Write, asked_operations, check_device, directories_or_default, size_option
 from swapper.cli.config_file import aio_yaml, check_config_file, write_aio
-from swapper.cli.directories import directories_or_default
 from swapper.cli.output import complain, make_console, print_table, printable
-from swapper.cli.progress import progress_bar
 from swapper.config import AioConfig, format_size
 from swapper.errors import SwapError, SwapIOError
 
@@ -37,10 +34,10 @@ _SHOWN = 5
 
 @dataclass
 class Score:
-    """What became of one setting."""
+    """The figures of one setting."""
 
     setting: AioConfig
-    figures: list[Figure] = field(default_factory=list)
+    figures: list[Figure]
 
     @property
     def refusal(self) -> str:
@@ -76,7 +73,7 @@ class _Tried(Contestant):
     ) -> None:
         length_bytes = sites[0].tensor.numel()
         super().__init__(setting_name(setting), operation, [site.path for site in sites], length_bytes)
-        self.setting = setting
+        self._settings = EngineSettings.of(setting)
         self._sites = sites
         self._gds = gds
         self._flush = flush
@@ -92,26 +89,19 @@ class _Tried(Contestant):
         super().prepare()
         if self._flush and self.operation == "read":
             _drop_all_caches()
-        settings = EngineSettings(
-            backend=self.setting.backend,
-            block_bytes=self.setting.block_size,
-            queue_depth=self.setting.queue_depth,
-            threads=self.setting.intra_op_parallelism,
-            single_submit=self.setting.single_submit,
-            overlap_events=self.setting.overlap_events,
-        )
         try:
-            lanes = [site.lane(self._stack, settings.open(self._stack, gds=self._gds)) for site in self._sites]
+            handles = [self._settings.open(self._stack, gds=self._gds) for _ in self._sites]
+            lanes = [site.lane(self._stack, handle) for site, handle in zip(self._sites, handles, strict=True)]
         except SwapIOError:
             raise
         except SwapError as error:
             raise ContestantFailed(str(error)) from None
         self._transfers = Transfers(self.name, self.operation, lanes)
 
-    def run(self) -> Timing:
-        """Errors as from a transfer."""
+    def move(self) -> bool:
+        """Move the bytes with the handles of this run."""
         assert self._transfers is not None
-        return self._transfers.run()
+        return self._transfers.move()
 
     def finish(self) -> None:
         """Close the handles."""
@@ -132,14 +122,9 @@ def tune(
         Path | None,
         typer.Option(metavar="FILE", help="Lists of values to try, JSON or YAML; DeepSpeed's sweep files are fine."),
     ] = None,
-    read: Annotated[bool, typer.Option("--read/--no-read", help="Measure reads.")] = True,
-    write: Annotated[bool, typer.Option("--write/--no-write", help="Measure writes.")] = True,
-    io_size: Annotated[
-        int,
-        typer.Option(
-            parser=size_argument, metavar="SIZE", show_default="1GiB", help="Of the tensor for each directory."
-        ),
-    ] = 1 << 30,
+    read: Read = True,
+    write: Write = True,
+    io_size: Annotated[int, size_option("1GiB", "Of the tensor for each directory.")] = 1 << 30,
     gpu: Annotated[bool, typer.Option("--gpu", help="With tensors on the GPU.")] = False,
     gds: Annotated[bool, typer.Option("--gds", help="With --gpu: by GPUDirect Storage.")] = False,
     flush_page_cache: Annotated[
@@ -165,13 +150,7 @@ def tune(
         swapper tune --nvme-dir /mnt/nvme
         swapper tune --nvme-dir /mnt/nvme --write-config train.yaml
     """
-    operations: list[Operation] = []
-    if read:
-        operations.append("read")
-    if write:
-        operations.append("write")
-    if not operations:
-        raise typer.BadParameter("--no-read and --no-write leave nothing to measure")
+    operations = asked_operations(read=read, write=write)
     if io_size < 4096 or io_size % 4096:
         raise typer.BadParameter("--io-size: it must be a multiple of 4096")
     check_device("cuda" if gpu else "cpu", gds=gds)
@@ -184,21 +163,20 @@ def tune(
     console = make_console(stderr=True)
     flush = flush_page_cache and os.geteuid() == 0
     if flush_page_cache and not flush:
-        console.print("not root: only the files that are read are dropped from the page cache", soft_wrap=True)
+        console.print("not root: only the files that are read are dropped from the page cache")
 
-    with workspace(directories, needed_bytes=io_size + (16 << 20)) as places:
+    with workspace(directories, needed_bytes=io_size + (16 << 20)) as rooms:
         if not gpu:
-            check_memory(io_size * len(places))
-        sites = [Site(place, io_size, "cuda" if gpu else "cpu") for place in places]
+            check_memory(io_size * len(rooms))
+        sites = [Site(room, io_size, "cuda" if gpu else "cpu") for room in rooms]
         tried = [
             _Tried(setting, operation, sites, gds=gds, flush=flush) for setting in settings for operation in operations
         ]
-        with progress_bar(len(tried) * loops) as advance:
-            figures = alternate(tried, loops, lambda contestant: advance(f"{contestant.operation} {contestant.name}"))
-    scores = [Score(setting) for setting in settings]
-    for contestant, figure in zip(tried, figures, strict=True):
+        figures = alternate(tried, loops)
+    for figure in figures:
         figure.directories = tuple(map(str, directories))
-        scores[settings.index(contestant.setting)].figures.append(figure)
+    several = len(operations)
+    scores = [Score(setting, figures[several * i : several * (i + 1)]) for i, setting in enumerate(settings)]
     if log_dir is not None:
         for figure in figures:
             _write_json(log_dir / f"{figure.operation}-{figure.name}.json", figure.as_json())
@@ -212,7 +190,7 @@ def tune(
     header = ("GB/s", *operations, "CPU s/GB", "backend", "block", "depth", "threads", "")
     print_table(console, header, [_row(score, chosen) for score in shown])
     if len(shown) < len(ranked):
-        console.print(f"{len(ranked) - len(shown)} more settings: --verbose", soft_wrap=True)
+        console.print(f"{len(ranked) - len(shown)} more settings: --verbose")
     if log_dir is not None:
         _write_json(log_dir / "summary.json", _summary(scores, chosen, directories, io_size, loops))
     what = " and ".join(operations)
@@ -223,15 +201,15 @@ def tune(
     typer.echo(aio_yaml(chosen.setting), nl=False)
     if write_config is not None:
         write_aio(write_config, chosen.setting, directories)
-        console.print(f"written to {write_config}", soft_wrap=True)
+        console.print(f"written to {write_config}")
 
 
-def _row(score: Score, chosen: Score) -> list[Text]:
+def _row(score: Score, chosen: Score) -> list[str]:
     setting = score.setting
     cpu = sum(figure.cpu_s_per_gb.median for figure in score.figures) / len(score.figures)
     words = ["single_submit"] * setting.single_submit + ["no overlap_events"] * (not setting.overlap_events)
     words += ["chosen"] * (score is chosen)
-    cells = [
+    return [
         f"{score.bandwidth_bps / 1e9:.2f}",
         *(f"{figure.bandwidth_bps.median / 1e9:.2f}" for figure in score.figures),
         f"{cpu:.4f}",
@@ -241,7 +219,6 @@ def _row(score: Score, chosen: Score) -> list[Text]:
         str(setting.intra_op_parallelism),
         ", ".join(words),
     ]
-    return [Text(cell) for cell in cells]
 
 
 def _summary(
@@ -259,10 +236,7 @@ def _summary(
                 **score.setting.model_dump(mode="json"),
                 "refusal": score.refusal,
                 "bandwidth_bps": None if score.refusal else score.bandwidth_bps,
-                **{
-                    f"{figure.operation}_bps": None if figure.refusal else figure.bandwidth_bps.median
-                    for figure in score.figures
-                },
+                **{f"{f.operation}_bps": None if f.refusal else f.bandwidth_bps.median for f in score.figures},
             }
             for score in scores
         ],

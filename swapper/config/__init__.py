@@ -1,5 +1,6 @@
 """All that a user can set: `OffloadConfig`, its sections, and sizes as people write them."""
 
+from swapper.config.files import read_mapping
 from swapper.config.settings import (
     AioConfig,
     CheckpointConfig,
@@ -8,7 +9,6 @@ from swapper.config.settings import (
     OffloadOptimizerConfig,
     OffloadParamConfig,
     json_schema,
-    read_mapping,
 )
 from swapper.sizes import format_size, parse_size
 

@@ -1,4 +1,4 @@
-"""What a DeepSpeed config means in swapper's settings; used by `OffloadConfig.from_deepspeed`.
+"""Translates a DeepSpeed config into swapper's settings, for `OffloadConfig.from_deepspeed`.
 
 Source: https://www.deepspeed.ai/docs/config-json/, the sections `zero_optimization`, `aio` and `checkpoint`, and what
 DeepSpeed 0.19 accepts in them besides.
@@ -13,29 +13,36 @@ mean what they would mean without the quotes.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from swapper.errors import ConfigError, show
 
 __all__ = ["translate"]
 
-_DEEPSPEED_OPTIMIZER_NOTES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    # key: (the values that need saying, why)
-    "buffer_count": (lambda value: True, "memory is bounded by pool_bytes instead"),
-    "pin_memory": (lambda value: value is False, "the pool is always page-locked, where the limit allows"),
-    "pipeline_read": (lambda value: value is False, "reading ahead is always on"),
-    "pipeline_write": (lambda value: value is False, "writing behind is always on"),
-    "pipeline": (lambda value: value is False, "reading ahead and writing behind are always on"),
-    "fast_init": (lambda value: value is True, "there is no other way to initialise"),
-    "ratio": (lambda value: value != 1, "all of the state is offloaded, never a part"),
+_ANY = object()  # equal to no value
+_BOUNDED = (_ANY, "memory is bounded by pool_bytes instead")
+_PINNED = (True, "the pool is always page-locked, where the limit allows")
+
+_Notes = Mapping[str, tuple[object, str]]
+"""Key: the value that means what swapper does anyway, and the reason why another has no setting."""
+
+_OPTIMIZER_NOTES: _Notes = {
+    "buffer_count": _BOUNDED,
+    "pin_memory": _PINNED,
+    "pipeline_read": (True, "reading ahead is always on"),
+    "pipeline_write": (True, "writing behind is always on"),
+    "pipeline": (True, "reading ahead and writing behind are always on"),
+    "fast_init": (False, "there is no other way to initialise"),
+    "ratio": (1, "all of the state is offloaded, never a part"),
 }
 
-_DEEPSPEED_PARAM_NOTES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **{key: (lambda value: True, "memory is bounded by pool_bytes instead") for key in ("buffer_count", "buffer_size")},
-    "max_in_cpu": (lambda value: True, "it bounds what device nvme keeps in memory, and the device is cpu"),
-    "pin_memory": _DEEPSPEED_OPTIMIZER_NOTES["pin_memory"],
-    "ratio": (lambda value: value != 1, "all parameters are offloaded, never a part"),
+_PARAM_NOTES: _Notes = {
+    "buffer_count": _BOUNDED,
+    "buffer_size": _BOUNDED,
+    "max_in_cpu": (_ANY, "it bounds what device nvme keeps in memory, and the device is cpu"),
+    "pin_memory": _PINNED,
+    "ratio": (1, "all parameters are offloaded, never a part"),
 }
 
 _PREFETCH = "parameters are read ahead in the order of the step before, as far as pool_bytes has room"
@@ -103,11 +110,11 @@ _ELSEWHERE: dict[str, str] = {
 }
 """Why other sections have no setting here, though they are about memory."""
 
-_SECTIONS = ("zero_optimization", "aio", "checkpoint", "bf16", "bfloat16", "fp16")
+_READ = ("zero_optimization", "aio", "checkpoint", "bf16", "bfloat16", "fp16", "gradient_accumulation_steps")
 
 
 def _unquoted(value: Any) -> Any:
-    """`value` with the switches and numbers that are strings as what they mean; paths stay. See [Note: strings]."""
+    """`value` with strings that are switches or numbers converted, but for paths. See [Note: strings]."""
     if isinstance(value, Mapping):
         return {key: item if key == "nvme_path" else _unquoted(item) for key, item in value.items()}
     if not isinstance(value, str):
@@ -138,7 +145,7 @@ def _take_section(document: dict[str, Any], name: str, path: str = "") -> dict[s
 
 
 def _rest(section: Mapping[str, Any], path: str = "") -> str:
-    """The keys that nobody took, but for those left to Hugging Face."""
+    """The keys that nobody took, without those left to Hugging Face."""
     return ", ".join(f"{path}{key}" for key, value in section.items() if value not in (None, "auto"))
 
 
@@ -167,9 +174,7 @@ def translate(document: dict[str, Any], pool_bytes: int) -> tuple[dict[str, Any]
         ConfigError: the document is not one of DeepSpeed's, or cannot be honoured and must not be ignored.
     """
     unhonoured: list[str] = []
-    for name in (*_SECTIONS, "gradient_accumulation_steps"):
-        if name in document:
-            document[name] = _unquoted(document[name])
+    document.update({name: _unquoted(document[name]) for name in _READ if name in document})
     if isinstance(document.get("zero_optimization"), bool):  # DeepSpeed's oldest form
         document["zero_optimization"] = {"stage": int(document["zero_optimization"])}
     zero = _take_section(document, "zero_optimization")
@@ -209,9 +214,9 @@ def translate(document: dict[str, Any], pool_bytes: int) -> tuple[dict[str, Any]
             )
     if device in ("cpu", "nvme"):
         unhonoured += _note_stage(stage, device)
-        unhonoured += _note_section("offload_optimizer", optimizer, _DEEPSPEED_OPTIMIZER_NOTES)
+        unhonoured += _note_section("offload_optimizer", optimizer, _OPTIMIZER_NOTES)
     if param_device in ("cpu", "nvme"):
-        unhonoured += _note_section("offload_param", param, _DEEPSPEED_PARAM_NOTES)
+        unhonoured += _note_section("offload_param", param, _PARAM_NOTES)
     if device == param_device == "none":
         unhonoured.append("zero_optimization.offload_optimizer: has no device, so nothing will be swapped")
     if device == param_device == "nvme" and path is not None and param_path not in (None, path):
@@ -223,7 +228,7 @@ def translate(document: dict[str, Any], pool_bytes: int) -> tuple[dict[str, Any]
     unhonoured += _note_rest(checkpoint, "checkpoint.", _CHECKPOINT_NOTES)
     values: dict[str, Any] = {
         "offload_optimizer": {"device": device, "master_weights": masters},
-        # Where DeepSpeed's gradients go that have no room: as large as the parameters, they belong to both.
+        # DeepSpeed's gradients go there if they have no room: as large as the parameters, they belong to both.
         "offload_gradient": {"device": "nvme" if device == param_device == "nvme" else "none"},
         "offload_param": {"device": param_device, "resident_bytes": resident_bytes},
         "aio": aio,
@@ -240,12 +245,10 @@ def translate(document: dict[str, Any], pool_bytes: int) -> tuple[dict[str, Any]
     return values, unhonoured
 
 
-def _note_section(
-    name: str, section: Mapping[str, Any], notes: Mapping[str, tuple[Callable[[Any], bool], str]]
-) -> Iterator[str]:
+def _note_section(name: str, section: Mapping[str, Any], notes: _Notes) -> Iterator[str]:
     for key, value in section.items():
-        applies, why = notes.get(key, (lambda value: True, "swapper has no such setting"))
-        if value != "auto" and value is not None and applies(value):
+        same, why = notes.get(key, (_ANY, "swapper has no such setting"))
+        if value not in ("auto", None, same):
             yield f"zero_optimization.{name}.{key} ({show(value)}): {why}"
 
 
@@ -260,7 +263,7 @@ def _note_stage(stage: object, device: str) -> Iterator[str]:
 
 
 def _translate_precision(document: dict[str, Any], unhonoured: list[str]) -> tuple[bool, int]:
-    """Whether DeepSpeed would keep fp32 masters, and how many bytes an element of a parameter has."""
+    """True if DeepSpeed would keep fp32 masters, and the bytes of an element of a parameter."""
     masters, numel_bytes = False, 4
     for name, dtype in (("bf16", "bfloat16"), ("bfloat16", "bfloat16"), ("fp16", "float16")):
         section = _take_section(document, name)
@@ -269,10 +272,8 @@ def _translate_precision(document: dict[str, Any], unhonoured: list[str]) -> tup
             if enabled is not False:
                 raise ConfigError(f"{name}.enabled: {show(enabled)} is not a switch; write true or false")
             continue
-        masters, numel_bytes = True, 2
-        for key in ("bf16_master_weights_and_grads", "fp16_master_weights_and_grads"):
-            if _take(section, key) is True:
-                masters = False
+        without = [_take(section, f"{name}_master_weights_and_grads") is True for name in ("bf16", "fp16")]
+        masters, numel_bytes = not any(without), 2
         if enabled is True:
             unhonoured.append(f"{name}.enabled: the model is not cast for you; call model.to(torch.{dtype})")
         if enabled is True and name == "fp16":

@@ -12,36 +12,31 @@ pydantic's way around every check; do not use it.
 
 from __future__ import annotations
 
-import difflib
-import json
+import operator
 import os
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import yaml
 from pydantic import (
     AliasChoices,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     PlainSerializer,
-    ValidationError,
     WithJsonSchema,
     field_validator,
     model_validator,
 )
 
 from swapper.config.deepspeed import translate
+from swapper.config.files import check_suffix, prefixed, read_mapping
+from swapper.config.section import Section
 from swapper.errors import ConfigError, show
 from swapper.sizes import format_size, parse_size
-
-if TYPE_CHECKING:
-    from pydantic_core import ErrorDetails
 
 __all__ = [
     "AioConfig",
@@ -51,14 +46,12 @@ __all__ = [
     "OffloadOptimizerConfig",
     "OffloadParamConfig",
     "json_schema",
-    "read_mapping",
 ]
 
-_Model = TypeVar("_Model", bound="_Section")
-
 MINIMUM_BUCKET_BYTES = 16 << 10
-DEFAULT_BUCKET_BYTES = 64 << 20
 """Below this a drive spends its time on requests, not on bytes."""
+
+DEFAULT_BUCKET_BYTES = 64 << 20
 
 BLOCK_ALIGNMENT_BYTES = 4096
 """Every request must be a multiple of it, so that O_DIRECT works on every drive."""
@@ -66,34 +59,14 @@ BLOCK_ALIGNMENT_BYTES = 4096
 BUCKETS_IN_POOL = 3
 """One arriving, one in use, one leaving."""
 
-
-# --- What this version refuses ---------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _NotYet:
-    """A setting that is part of the design and that this version cannot honour."""
-
-    field: str
-    refuses: Callable[[Any], bool]
-    instead: str
-
-
-_NOT_YET: tuple[_NotYet, ...] = (
+_NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
     # A version that brings one of these deletes its row here, and "Not there yet" in the field's docstring.
-    _NotYet("offload_optimizer.encoding", lambda value: value in ("bf16", "int8"), "use encoding: exact"),
-)
+    "offload_optimizer.encoding": (("bf16", "int8"), "use encoding: exact"),
+}
+"""Settings of the design that this version cannot honour: the values that it refuses, and the advice."""
 
 
-def _not_yet(field: str, value: Any) -> str | None:
-    """The refusal of `value` for `field`, without the field's name; None where this version can honour it."""
-    for row in _NOT_YET:
-        if row.field == field and row.refuses(value):
-            return f"{show(value)} is not there yet in this version of swapper; {row.instead}"
-    return None
-
-
-# --- Types of fields ------------------------------------------------------------------------------------------------
+# --- Types of fields -------------------------------------------------------------------------------------------------
 
 Size = Annotated[
     int,
@@ -151,215 +124,10 @@ NvmePath = Annotated[
 NvmePathLike = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
 
-# --- From pydantic's errors to ours ----------------------------------------------------------------------------------
-
-
-def _names(model: type[BaseModel]) -> list[str]:
-    """The keys `model` takes, aliases last."""
-    names = list(model.model_fields)
-    for name, field in model.model_fields.items():
-        if isinstance(field.validation_alias, AliasChoices):
-            names += [str(choice) for choice in field.validation_alias.choices if choice != name]
-    return names
-
-
-def _section_of(annotation: Any) -> type[_Section] | None:
-    return annotation if isinstance(annotation, type) and issubclass(annotation, _Section) else None
-
-
-def _unknown_key(model: type[BaseModel], name: str) -> str:
-    """What to write instead of the unknown key `name` in `model`: the nearest name here, else in another section."""
-    if name == "zero_optimization":
-        return "unknown key; this is a DeepSpeed config, read it with OffloadConfig.from_deepspeed"
-    if name in _names(model):  # an alias beside the name itself
-        same = next(key for key, field in model.model_fields.items() if name in _aliases(field.validation_alias))
-        return f"another name of {same!r}, which is given too; delete one of them"
-    plain = name.lower().replace("-", "_")
-    places: dict[str, list[str]] = {}
-    for section, field in OffloadConfig.model_fields.items():
-        inner = _section_of(field.annotation)
-        for key in _names(inner) if inner else ():
-            places.setdefault(key, []).append(f"{section}.{key}")
-        if inner is None:
-            places.setdefault(section, []).insert(0, section)
-    here = difflib.get_close_matches(plain, _names(model), n=1, cutoff=0.6)
-    if here and (plain == here[0] or plain not in places):
-        return f"unknown key; did you mean {here[0]!r}?"
-    elsewhere = [plain] if plain in places else difflib.get_close_matches(plain, list(places), n=1, cutoff=0.75)
-    if elsewhere:
-        where = " or ".join(
-            repr(place) if "." in place else f"{place!r} at the top level" for place in places[elsewhere[0]]
-        )
-        return f"unknown key here; did you mean {where}?"
-    return f"unknown key; known here are {', '.join(_names(model))}"
-
-
-def _bound(model: type[BaseModel], name: str) -> str:
-    """ "from 1 to 64", "of 1 or more": what the field's own limits allow."""
-    low = high = None
-    for item in model.model_fields[name].metadata:
-        low = getattr(item, "ge", low)
-        high = getattr(item, "le", high)
-    return f"from {low} to {high}" if high is not None else f"of {low} or more"
-
-
-def _explain_one(model: type[BaseModel], error: ErrorDetails) -> list[str]:
-    """The lines for one of pydantic's errors; each starts with the dotted field."""
-    path = [str(part) for part in error["loc"]]
-    value = error["input"]
-    kind = error["type"]
-    cause = error.get("ctx", {}).get("error")
-    owner = model
-    for part in path[:-1]:
-        owner = _section_of(owner.model_fields[part].annotation) or owner
-    name = path[-1] if path else ""
-    fields = {alias: key for key, f in owner.model_fields.items() for alias in [key, *_aliases(f.validation_alias)]}
-    annotation = owner.model_fields[fields[name]].annotation if name in fields else None
-    dotted = ".".join(path)
-
-    if cause is not None:
-        # A section made by its own `__init__`, or our checks across fields, have said where already.
-        joint = ("." if _section_of(annotation) and isinstance(cause, ConfigError) else ": ") if path else ""
-        return [f"{dotted}{joint}{line}" for line in str(cause).splitlines()]
-    if kind == "extra_forbidden":
-        return [f"{dotted}: {_unknown_key(owner, name)}"]
-    if kind == "literal_error":
-        words = [str(word) for word in get_args(annotation)]
-        near = difflib.get_close_matches(str(value).lower(), words, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        return [f"{dotted}: {show(value)} is not one of {', '.join(words)}{hint}"]
-    if kind == "bool_type":
-        return [f"{dotted}: {show(value)} is not a switch; write true or false"]
-    if kind.startswith(("int", "greater_than", "less_than")):
-        return [f"{dotted}: {show(value)} is not allowed; write a whole number {_bound(owner, fields[name])}"]
-    if kind in ("model_type", "model_attributes_type", "dict_type"):
-        keys = ", ".join(_names(_section_of(annotation) or owner))
-        place = dotted or "the config"
-        fix = f"; write {name}: {{device: {value}}}" if value in ("none", "cpu", "nvme") and "device" in keys else ""
-        return [f"{place}: {show(value)} is not a mapping of its keys ({keys}){fix}"]
-    return [f"{dotted or 'the config'}: {show(value)}: {error['msg']}"]
-
-
-def _aliases(alias: object) -> list[str]:
-    return [str(choice) for choice in alias.choices] if isinstance(alias, AliasChoices) else []
-
-
-def _explain(model: type[BaseModel], error: ValidationError) -> str:
-    return "\n".join(line for one in error.errors(include_url=False) for line in _explain_one(model, one))
-
-
-def _refuse_odd_keys(data: Mapping[Any, Any], path: str = "") -> None:
-    """YAML reads `1:` and `on:` as keys that are no strings, which pydantic answers with a bare TypeError."""
-    for key, value in data.items():
-        if not isinstance(key, str):
-            raise ConfigError(f"{path}{key}: unknown key; a key is a word, put it in quotes if YAML reads it otherwise")
-        if isinstance(value, Mapping):
-            for inner in value:
-                if not isinstance(inner, str):
-                    _refuse_odd_keys(value, f"{path}{key}.")
-
-
-def _prefixed(prefix: str, error: ConfigError) -> ConfigError:
-    return ConfigError("\n".join(f"{prefix}: {line}" for line in str(error).splitlines()))
-
-
 # --- The models ------------------------------------------------------------------------------------------------------
 
 
-class _Section(BaseModel, frozen=True):
-    """A group of settings: immutable, without unknown keys, and wrong only in the words of `ConfigError`.
-
-    [Note: one way in] pydantic wraps a ValueError raised inside validation, so it is turned into `ConfigError` outside
-    of it, in `__init__`. pydantic calls a model's own `__init__` for nested mappings too: a section then raises
-    ConfigError inside the validation of the whole, and `_explain` puts the section's name before each of its lines.
-
-    [Note: what a type checker sees] It would take the types of the fields for those of the arguments, and refuse
-    "64MiB" for a size, a string for a path and a mapping for a section. So the classes with such fields declare an
-    `__init__` of their own, for it alone.
-    """
-
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, validate_default=False)
-
-    def __init__(self, /, **data: Any) -> None:
-        __tracebackhide__ = True
-        _refuse_odd_keys(data)
-        try:
-            super().__init__(**data)
-        except ValidationError as error:
-            raise ConfigError(_explain(type(self), error)) from None
-
-    if not TYPE_CHECKING:  # a type checker sees `frozen=True`, and would take this for "any attribute may be set"
-
-        def __setattr__(self, name: str, value: object) -> None:
-            raise ConfigError(
-                f"{name}: {show(value)} cannot be set, a config does not change; "
-                f"make another with config.model_copy(update={{{name!r}: ...}})"
-            )
-
-        def __delattr__(self, name: str) -> None:
-            raise ConfigError(f"{name}: cannot be deleted, a config does not change")
-
-    @classmethod
-    def model_validate(cls: type[_Model], obj: Any, **options: Any) -> _Model:
-        """A config from a mapping; see pydantic for `options`.
-
-        Raises:
-            ConfigError: what is wrong with `obj`, a line for each mistake.
-        """
-        __tracebackhide__ = True
-        if isinstance(obj, Mapping):
-            _refuse_odd_keys(obj)
-            obj = dict(obj)
-        try:
-            return super().model_validate(obj, **options)
-        except ValidationError as error:
-            raise ConfigError(_explain(cls, error)) from None
-
-    @classmethod
-    def model_validate_json(cls: type[_Model], json_data: str | bytes | bytearray, **options: Any) -> _Model:
-        """A config from JSON text. Unlike pydantic's, refuses a key given twice.
-
-        Raises:
-            ConfigError: what is wrong with the text or its values.
-        """
-        __tracebackhide__ = True
-        return cls.model_validate(_parse_json(json_data), **options)
-
-    @classmethod
-    def model_validate_strings(cls: type[_Model], obj: Any, **options: Any) -> _Model:
-        """A config from a mapping whose leaves are all strings; see pydantic for `options`.
-
-        Raises:
-            ConfigError: what is wrong with `obj`, a line for each mistake.
-        """
-        __tracebackhide__ = True
-        try:
-            return super().model_validate_strings(obj, **options)
-        except ValidationError as error:
-            raise ConfigError(_explain(cls, error)) from None
-
-    def model_copy(self: _Model, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> _Model:
-        """A copy with other values. Unlike pydantic's, checks them.
-
-        Args:
-            update: field to value. A section is replaced as a whole; to change one of its settings write
-                `{"aio": config.aio.model_copy(update={"queue_depth": 64})}`.
-            deep: without effect: what a config holds does not change either.
-
-        Raises:
-            ConfigError: the copy cannot work.
-        """
-        __tracebackhide__ = True
-        if not update:
-            return super().model_copy(deep=deep)
-        given = {name: getattr(self, name) for name in type(self).model_fields if name in self.model_fields_set}
-        for name, field in type(self).model_fields.items():
-            if any(alias in update for alias in _aliases(field.validation_alias)):
-                given.pop(name, None)
-        return type(self)(**{**given, **update})
-
-
-class OffloadOptimizerConfig(_Section, frozen=True):
+class OffloadOptimizerConfig(Section, frozen=True):
     """Where the optimizer's state lives, and in which form."""
 
     if TYPE_CHECKING:
@@ -391,7 +159,7 @@ class OffloadOptimizerConfig(_Section, frozen=True):
     written). Part of `pool_bytes`; needs device "nvme". Default and off: 0."""
 
 
-class OffloadGradientConfig(_Section, frozen=True):
+class OffloadGradientConfig(Section, frozen=True):
     """Where gradients live from backward to the step."""
 
     device: Literal["none", "cpu", "nvme"] = "none"
@@ -401,7 +169,7 @@ class OffloadGradientConfig(_Section, frozen=True):
     Default and off: "none", where autograd puts them."""
 
 
-class OffloadParamConfig(_Section, frozen=True):
+class OffloadParamConfig(Section, frozen=True):
     """Where parameters live while no module uses them."""
 
     if TYPE_CHECKING:
@@ -426,7 +194,7 @@ def _add_thread_count(schema: dict[str, Any]) -> None:
     }
 
 
-class AioConfig(_Section, frozen=True):
+class AioConfig(Section, frozen=True):
     """How the drive is driven. The names are DeepNVMe's; the defaults suit most drives."""
 
     # A name among its own aliases is accepted anyway; jsonargparse, of LightningCLI, needs to be told.
@@ -470,7 +238,7 @@ class AioConfig(_Section, frozen=True):
         return value
 
 
-class CheckpointConfig(_Section, frozen=True):
+class CheckpointConfig(Section, frozen=True):
     """What happens to checkpoints."""
 
     keep_last: int | None = Field(default=None, ge=1, strict=True)
@@ -482,7 +250,7 @@ def _add_dollar_schema(schema: dict[str, Any]) -> None:
     schema["properties"]["$schema"] = {"type": "string", "description": "Where an editor finds this schema; not read."}
 
 
-class OffloadConfig(_Section, frozen=True):
+class OffloadConfig(Section, frozen=True):
     """What is kept out of memory, where, and with how much of it.
 
     Sizes are bytes: 4096, "64MiB" (powers of 1024) or "2GB" (powers of 1000). Swappers given the same object share one
@@ -495,7 +263,7 @@ class OffloadConfig(_Section, frozen=True):
 
         def __init__(self, /, **data: Any) -> None: ...  # [Note: what a type checker sees]
 
-    nvme_path: NvmePath | None = None
+    nvme_path: Annotated[NvmePath | None, BeforeValidator(_parse_nvme_path)] = None
     """A directory on the drive to swap to, or a list of directories on several drives, whose bandwidths add up: each
     gets a part of the bytes in proportion to its speed, which is measured at the start. They must exist; `~` is your
     home; a relative path is relative to the working directory. Needed by device "nvme", else unused. Default and off:
@@ -540,11 +308,6 @@ class OffloadConfig(_Section, frozen=True):
             return ()
         return self.nvme_path if isinstance(self.nvme_path, tuple) else (self.nvme_path,)
 
-    @field_validator("nvme_path", mode="before")
-    @classmethod
-    def _parse_nvme_path(cls, value: object) -> Path | tuple[Path, ...] | None:
-        return _parse_nvme_path(value)
-
     @field_validator("offload_optimizer", "offload_gradient", "offload_param", "aio", "checkpoint", mode="before")
     @classmethod
     def _empty_section_is_default(cls, value: object) -> object:
@@ -562,8 +325,7 @@ class OffloadConfig(_Section, frozen=True):
     @model_validator(mode="after")
     def _choose_bucket_bytes(self) -> OffloadConfig:
         if not self.bucket_bytes:
-            free_bytes = self.pool_bytes - self.offload_optimizer.resident_bytes - self.offload_param.resident_bytes
-            chosen = min(DEFAULT_BUCKET_BYTES, free_bytes // 4 // 4096 * 4096)
+            chosen = min(DEFAULT_BUCKET_BYTES, (self.pool_bytes - self._resident_bytes) // 4 // 4096 * 4096)
             # Around the frozen model's own check; not among the fields that were set, so that a copy chooses anew.
             self.__dict__["bucket_bytes"] = max(chosen, MINIMUM_BUCKET_BYTES)
         return self
@@ -576,39 +338,31 @@ class OffloadConfig(_Section, frozen=True):
         return self
 
     def _refusals(self) -> Iterator[str]:
-        for row in _NOT_YET:
-            value: Any = self
-            for part in row.field.split("."):
-                value = getattr(value, part)
-            refusal = _not_yet(row.field, value)
-            if refusal is not None:
-                yield f"{row.field}: {refusal}"
+        for field, (values, instead) in _NOT_YET.items():
+            value = operator.attrgetter(field)(self)
+            if value in values:
+                yield f"{field}: {show(value)} is not there yet in this version of swapper; {instead}"
 
     def _contradictions(self) -> Iterator[str]:
-        devices = {
-            "offload_optimizer": self.offload_optimizer.device,
-            "offload_gradient": self.offload_gradient.device,
-            "offload_param": self.offload_param.device,
-        }
-        for name, device in devices.items():
-            if device == "nvme" and self.nvme_path is None:
+        for name in ("offload_optimizer", "offload_gradient", "offload_param"):
+            if getattr(self, name).device == "nvme" and self.nvme_path is None:
                 yield (
                     f"nvme_path: null is not enough for {name}.device: nvme; give a directory on the drive: "
                     "nvme_path: /local_nvme in the file, nvme_path='/local_nvme' in Python"
                 )
-        residents = {
-            "offload_optimizer": self.offload_optimizer.resident_bytes,
-            "offload_param": self.offload_param.resident_bytes,
-        }
-        for name, resident_bytes in residents.items():
-            if resident_bytes and devices[name] != "nvme":
+        for name, section in (("offload_optimizer", self.offload_optimizer), ("offload_param", self.offload_param)):
+            if section.resident_bytes and section.device != "nvme":
                 yield (
-                    f"{name}.resident_bytes: {format_size(resident_bytes)} has no use with {name}.device: "
-                    f"{devices[name]}; use device: nvme or resident_bytes: 0"
+                    f"{name}.resident_bytes: {format_size(section.resident_bytes)} has no use with {name}.device: "
+                    f"{section.device}; use device: nvme or resident_bytes: 0"
                 )
         buckets_bytes = BUCKETS_IN_POOL * self.bucket_bytes
-        if buckets_bytes + sum(residents.values()) > self.pool_bytes:
-            yield self._pool_sum(buckets_bytes, sum(residents.values()))
+        if buckets_bytes + self._resident_bytes > self.pool_bytes:
+            yield self._pool_sum(buckets_bytes, self._resident_bytes)
+
+    @property
+    def _resident_bytes(self) -> int:
+        return self.offload_optimizer.resident_bytes + self.offload_param.resident_bytes
 
     def _pool_sum(self, buckets_bytes: int, resident_bytes: int) -> str:
         rest_bytes = (self.pool_bytes - resident_bytes) // BUCKETS_IN_POOL
@@ -638,8 +392,7 @@ class OffloadConfig(_Section, frozen=True):
         """
         __tracebackhide__ = True
         path = Path(path)
-        if path.suffix not in (".yaml", ".yml", ".json"):
-            raise ConfigError(f"{path}: a config file's name ends in .yaml, .yml or .json, not in {path.suffix!r}")
+        check_suffix(path)
         document = read_mapping(path)
         if isinstance(document.get("$schema"), str):
             del document["$schema"]
@@ -648,7 +401,7 @@ class OffloadConfig(_Section, frozen=True):
         try:
             return cls.model_validate(document)
         except ConfigError as error:
-            raise _prefixed(str(path), error) from None
+            raise prefixed(str(path), error) from None
 
     def to_yaml(self) -> str:
         """Every setting as YAML, defaults included; `load` reads it back to an equal config."""
@@ -699,103 +452,14 @@ class OffloadConfig(_Section, frozen=True):
                 values["nvme_path"] = nvme_path
             config = cls.model_validate(values)
         except ConfigError as error:
-            raise _prefixed(name, error) from None
+            raise prefixed(name, error) from None
         if unhonoured:
             lines = "".join(f"\n  {line}" for line in unhonoured)
             warnings.warn(f"{name}: what swapper does otherwise than DeepSpeed:{lines}", UserWarning, stacklevel=2)
         return config
 
 
-# --- Reading files ---------------------------------------------------------------------------------------------------
-
-
-class _YamlLoader(yaml.SafeLoader):
-    """YAML without tags that run code, and without keys given twice."""
-
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
-        node = super().compose_mapping_node(anchor)
-        first_lines: dict[str, int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
-                continue
-            line = key.start_mark.line + 1
-            if key.value in first_lines:
-                problem = f"key {key.value!r} is given twice, first on line {first_lines[key.value]}; delete one"
-                raise yaml.MarkedYAMLError(problem=problem, problem_mark=key.start_mark)
-            first_lines[key.value] = line
-        return node
-
-
-def _parse_yaml(text: str) -> Any:
-    try:
-        return yaml.load(text, _YamlLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        raise ConfigError(f"{where}not valid YAML: {error.problem or error.context}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"not valid YAML: {' '.join(str(error).split())}") from None
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise ConfigError(f"key {key!r} is given twice; delete one")
-        found[key] = value
-    return found
-
-
-def _parse_json(text: str | bytes | bytearray) -> Any:
-    try:
-        return json.loads(text, object_pairs_hook=_unique)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"line {error.lineno}, column {error.colno}: not valid JSON: {error.msg}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"byte {error.start}: not valid JSON: {error.reason}; save it as UTF-8") from None
-    except RecursionError:
-        raise ConfigError("not a config: nested too deeply") from None
-
-
-def read_mapping(path: Path) -> dict[str, Any]:
-    """The content of a YAML or JSON file; by its name's end, JSON where that says nothing.
-
-    Raises:
-        ConfigError: it cannot be read, is not valid, gives a key twice, or is no mapping. Starts with the path.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{path}: there is no such file{_near_files(path)}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: byte {error.start}: {error.reason}; save it as UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:  # a null character in the path
-        raise ConfigError(f"{str(path)!r}: not a path: {error}") from None
-    if not text.strip():
-        raise ConfigError(f"{path}: the file is empty; start from a file in config/")
-    try:
-        document = _parse_yaml(text) if path.suffix in (".yaml", ".yml") else _parse_json(text)
-        if isinstance(document, dict):
-            _refuse_odd_keys(document)
-            return document
-    except ConfigError as error:
-        raise _prefixed(str(path), error) from None
-    except RecursionError:
-        raise ConfigError(f"{path}: not a config: nested too deeply") from None
-    if document is None:
-        raise ConfigError(f"{path}: the file holds comments only; start from a file in config/")
-    raise ConfigError(f"{path}: {show(document)} is not a mapping; a config is lines of `key: value`")
-
-
-def _near_files(path: Path) -> str:
-    try:
-        names = [entry.name for entry in path.parent.iterdir() if entry.suffix in (".yaml", ".yml", ".json")]
-    except OSError:
-        return f", nor a directory {str(path.parent)!r}"
-    near = difflib.get_close_matches(path.name, names, n=1)
-    return f"; did you mean {str(path.parent / near[0])!r}?" if near else ""
+Section.whole = OffloadConfig
 
 
 # --- The schema ------------------------------------------------------------------------------------------------------

@@ -10,23 +10,19 @@ installed. With both, `swapper.fabric.in_lightning` and `swapper.fabric.in_light
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
-from swapper.strategy.arguments import packages_in_use
+from swapper.strategy.arguments import import_in_use
 
 if TYPE_CHECKING:
     from swapper.fabric.in_lightning import SwapDDPStrategy, SwapStrategy
 
 __all__ = ["SwapDDPStrategy", "SwapStrategy"]
 
-_MODULES = {"lightning.fabric": "in_lightning", "lightning_fabric": "in_lightning_fabric"}
-_modules = [
-    importlib.import_module(f"{__name__}.{_MODULES[package]}") for package in packages_in_use(__name__, list(_MODULES))
-]
+_module, *_ = import_in_use(__name__, {"lightning.fabric": "in_lightning", "lightning_fabric": "in_lightning_fabric"})
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(_modules[0], name)
+        return getattr(_module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from lightning_fabric.plugins import TorchCheckpointIO
+from lightning_fabric.strategies import STRATEGY_REGISTRY
+from lightning_fabric.strategies.ddp import DDPStrategy
+from lightning_fabric.strategies.single_device import SingleDeviceStrategy
 
-from swapper.fabric.namespaces import bind, register
-
-if TYPE_CHECKING:
-    from swapper.fabric.strategy import OnDDP as SwapDDPStrategy
-    from swapper.fabric.strategy import OnOneDevice as SwapStrategy
-else:
-    globals().update(bind("lightning_fabric", __name__))
+from swapper.fabric.strategy import OnDDP, OnOneDevice
+from swapper.strategy.arguments import register
+from swapper.strategy.swapping import SwappingStrategy
 
 __all__ = ["SwapDDPStrategy", "SwapStrategy"]
 
-register("lightning_fabric", globals())
+
+class SwapStrategy(OnOneDevice, SingleDeviceStrategy):  # type: ignore[misc]
+    __doc__ = SwappingStrategy.__doc__
+    files = TorchCheckpointIO
+
+
+class SwapDDPStrategy(OnDDP, DDPStrategy):  # type: ignore[misc]
+    __doc__ = SwappingStrategy.__doc__
+    files = TorchCheckpointIO
+
+
+register(STRATEGY_REGISTRY, SwapStrategy, SwapDDPStrategy)

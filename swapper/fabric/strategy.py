@@ -1,14 +1,14 @@
-"""What the strategies for both packages of Lightning Fabric have in common.
+"""The strategies of Lightning Fabric, for either package.
 
-See [Note: two Lightnings] in `swapper.lightning.strategy`.
+See [Note: two Lightnings] in `swapper.strategy.swapping`.
 """
 
 from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -18,11 +18,12 @@ from torch.optim import Optimizer
 from swapper.api import init, offload
 from swapper.checkpoint.checkpoint import OpenCheckpoint, Several, is_checkpoint, save
 from swapper.checkpoint.saved_model import plain_model
-from swapper.errors import ConfigError, show
-from swapper.files.fastsave import SaveHandle
-from swapper.optimizer.swapper import OptimizerSwapper
+from swapper.config import OffloadConfig
+from swapper.errors import ConfigError
+from swapper.files.saving import PendingSave
 from swapper.strategy.arguments import ConfigLike, not_of_ddp, settings_of
-from swapper.strategy.ddp_sync import ready_for_ddp
+from swapper.strategy.ddp_sync import ddp_arguments
+from swapper.strategy.swapping import OneDevice, SwappingStrategy, swapper_of, temporary_attribute
 from swapper.tensors.evicted_views import EvictedView
 from swapper.tensors.tensor_refs import replaced
 
@@ -41,27 +42,25 @@ _MODULES, _OPTIMIZERS = "swapper.modules", "swapper.optimizers"
 State = dict[str, torch.nn.Module | Optimizer | Any]
 
 
-class Swapping(Strategy):
+class Swapping(SwappingStrategy, Strategy):
     """Swaps the optimizers that are set up, the gradients and the module's parameters, as the config says."""
 
-    def _take(self, config: ConfigLike | None, given: Mapping[str, Any], format: str | None) -> None:
-        if format not in (None, "directory", "full"):
-            raise ConfigError(f"checkpoint_format: {show(format)} is not one of directory, full")
-        self.offload_config = settings_of(type(self).__name__, config, given)
-        self._wanted_format = format
-        self._own_io = self._files()
+    _in_background: ClassVar[bool] = True
+    """True if the program goes on while records that cannot be linked are copied."""
+
+    def _configure(self, config: OffloadConfig, checkpoint_format: str | None) -> None:
+        super()._configure(config, checkpoint_format)
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
-        self._saving: SaveHandle | None = None
+        self._saving = PendingSave()
 
     # --- Model and optimizers --------------------------------------------------------------------------------------
 
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Within it what is built goes to the drive, if the config has parameters there."""
-        stack = ExitStack()
-        stack.enter_context(super().module_init_context(empty_init))
-        if self.offload_config.offload_param.device == "nvme":
-            stack.enter_context(init(self.offload_config))
-        return stack
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Build models on the drive within it, if the config has parameters there."""
+        on_drive = self.offload_config.offload_param.device == "nvme"
+        with super().module_init_context(empty_init), init(self.offload_config) if on_drive else nullcontext():
+            yield
 
     def setup_module(self, module: torch.nn.Module) -> torch.nn.Module:
         """Remember the module: its parameters are offloaded with their optimizer."""
@@ -107,41 +106,23 @@ class Swapping(Strategy):
         norm_type: float | int = 2.0,
         error_if_nonfinite: bool = True,
     ) -> torch.Tensor:
-        """As Fabric's, but gradients that are away are not all brought back."""
-        swapper = getattr(optimizer, "swapper", None)
-        if not isinstance(swapper, OptimizerSwapper):
+        """As Fabric's, but without reading all evicted gradients at once."""
+        swapper = swapper_of(optimizer)
+        if swapper is None:
             return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         self.precision.unscale_gradients(optimizer)
         return swapper.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
 
     def clip_gradients_value(self, module: torch.nn.Module, optimizer: Optimizer, clip_val: float | int) -> None:
-        """As Fabric's, but gradients that are away are not brought back."""
-        swapper = getattr(optimizer, "swapper", None)
-        if not isinstance(swapper, OptimizerSwapper):
+        """As Fabric's, but without reading all evicted gradients at once."""
+        swapper = swapper_of(optimizer)
+        if swapper is None:
             super().clip_gradients_value(module, optimizer, clip_val)
             return
         self.precision.unscale_gradients(optimizer)
         swapper.clip_grad_value_(clip_val)
 
     # --- Checkpoints -----------------------------------------------------------------------------------------------
-
-    _files: ClassVar[type[CheckpointIO]]
-    _in_background: ClassVar[bool] = True
-    """Whether what cannot be linked is copied while the program goes on."""
-
-    @property
-    def checkpoint_io(self) -> CheckpointIO:
-        """What writes and reads files."""
-        return self._own_io if self._checkpoint_io is None else super().checkpoint_io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: CheckpointIO) -> None:
-        self._checkpoint_io = io
-
-    @property
-    def checkpoint_format(self) -> str:
-        """What is saved: with a `CheckpointIO` of the user's, which writes files, "full" if nothing was said."""
-        return self._wanted_format or ("directory" if self._checkpoint_io is None else "full")
 
     def save_checkpoint(
         self,
@@ -150,46 +131,36 @@ class Swapping(Strategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save `state`; as a directory what is on the drive is linked.
+        """Save `state`; a directory gets links to the files of records.
 
-        Where it cannot be linked it is copied in the background. The next save or load waits for that.
+        Records that cannot be linked are copied in the background. The next save or load waits for that.
 
         Raises:
             ConfigError: it cannot be a directory.
             SwapError, SwapIOError: as from `swapper.save_checkpoint`; or what was left for the background has failed.
         """
-        self._settle()
+        self._saving.wait()
         if self.checkpoint_format == "full":
             super().save_checkpoint(path, state, storage_options, filter)
             return
-        why = (
-            "a filter leaves out parts of it"
-            if filter
-            else "storage_options has no meaning for it"
-            if storage_options is not None
-            else f"{os.fspath(path)} is not on a local file system"
-            if "://" in os.fspath(path)
-            else None
-        )
-        if why is not None:
-            raise ConfigError(f"checkpoint_format: a directory cannot be made: {why}; use checkpoint_format='full'")
+        obstacles = {
+            "a filter leaves out parts of it": bool(filter),
+            "storage_options has no meaning for it": storage_options is not None,
+            f"{os.fspath(path)} is not on a local file system": "://" in os.fspath(path),
+        }
+        for why, applies in obstacles.items():
+            if applies:
+                raise ConfigError(f"checkpoint_format: a directory cannot be made: {why}; use checkpoint_format='full'")
         modules, optimizers = _parts(state)
-        whole = _whole(modules)  # Where it cannot be made all ranks say so, and none waits for rank 0.
+        whole = _whole(modules)  # On all ranks: if it fails, it fails on all, and none waits for rank 0.
         rest = {name: _plain(value) for name, value in state.items() if name not in {**modules, **optimizers}}
         extra = {_MODULES: list(modules), _OPTIMIZERS: list(optimizers), **rest}
         if not self.is_global_zero:
             return
-        handle = save(
-            path,
-            whole,
-            list(optimizers.values()),
-            replaced(extra, EvictedView, torch.clone),
-            over_files=True,
-        )
-        if handle.done() or not self._in_background:
-            handle.wait()
-        else:
-            self._saving = handle
+        extra = replaced(extra, EvictedView, torch.clone)
+        self._saving.keep(save(path, whole, list(optimizers.values()), extra, over_files=True))
+        if not self._in_background:
+            self._saving.wait()
 
     def load_checkpoint(
         self,
@@ -198,24 +169,22 @@ class Swapping(Strategy):
         strict: bool = True,
         weights_only: bool | None = None,
     ) -> dict[str, Any]:
-        """Load what was saved, in either format.
+        """Load a checkpoint of either format.
 
-        What is left of a directory, which is returned, has no state of optimizers.
+        Returns:
+            Everything saved that `state` does not name; of a directory without the state of optimizers.
 
         Raises:
             ConfigError: the directory is of something else; or `state` has optimizers other than all that were saved,
                 or without the modules.
-            KeyError: `state` has what the checkpoint has not, and `strict`.
+            KeyError: `state` has a name that the checkpoint lacks, and `strict`.
             SwapError, SwapIOError: as from `swapper.load_checkpoint`.
         """
-        self._settle()
+        self._saving.wait()
         if not is_checkpoint(path):
             return super().load_checkpoint(path, state, strict, weights_only)
-        opened = OpenCheckpoint(path)
-        try:
+        with closing(OpenCheckpoint(path)) as opened:
             return self._load_directory(opened, state, strict)
-        finally:
-            opened.close()
 
     def _load_directory(
         self, opened: OpenCheckpoint, state: torch.nn.Module | Optimizer | State | None, strict: bool
@@ -237,33 +206,30 @@ class Swapping(Strategy):
                 f"{opened.directory} has the modules {named} and the optimizers {order}, and `state` has "
                 f"{list(modules)} and {list(optimizers)}; without optimizers it may have some of the modules"
             )
-        there = {*named, *order, *extra}
-        if strict and (missing := [name for name in state if name not in there]):
+        saved = {*named, *order, *extra}
+        if strict and (missing := [name for name in state if name not in saved]):
             raise KeyError(f"the checkpoint has no {missing[0]!r}, which `state` has; strict=False ignores that")
         if wrong := [name for name in order if name in state and name not in optimizers]:
             raise ConfigError(
                 f"{opened.directory} has an optimizer {wrong[0]!r}, and in `state` that is none: give it, or leave the "
                 "name out"
             )
-        tensors = {name: _of_module(opened.state_dict, name, named) for name in named}
-        if modules.keys() == set(named):
-            whole = _whole({name: modules[name] for name in named})
-            self._load_module(opened, whole, dict(opened.state_dict), strict)
+        left = {**{name: _of_module(opened.state_dict, name, named) for name in named}, **extra}
+        whole = modules.keys() == set(named)
+        if whole:
+            module = _whole({name: modules[name] for name in named})
+            self._load_module(opened, module, dict(opened.state_dict), strict)
             if optimizers:
-                opened.load_optimizers(whole, [optimizers[name] for name in order])
-        else:
-            for name in modules.keys() & tensors.keys():
-                self.load_module_state_dict(modules[name], tensors[name], strict)
-        left = {**tensors, **extra}
+                opened.load_optimizers(module, [optimizers[name] for name in order])
         for name, value in state.items():
-            if name not in there or name in optimizers:
+            if name not in saved or name in optimizers:
                 continue
             found = left.pop(name)
             if name in modules:
-                if name not in tensors:  # What was saved is its state dict.
+                # Of some of the modules; or the state dict of one was saved instead of it.
+                if not whole:
                     self.load_module_state_dict(modules[name], found, strict)
-                continue
-            if hasattr(value, "load_state_dict"):
+            elif hasattr(value, "load_state_dict"):
                 value.load_state_dict(found)
             else:
                 state[name] = found
@@ -277,14 +243,11 @@ class Swapping(Strategy):
         else:
             self.load_module_state_dict(module, tensors, strict)
 
-    def _settle(self) -> None:
-        handle, self._saving = self._saving, None
-        if handle is not None:
-            handle.wait()
 
+class OnOneDevice(Swapping, OneDevice, SingleDeviceStrategy):
+    """Trains on one device."""
 
-class OnOneDevice(Swapping, SingleDeviceStrategy):
-    """The part of `swapper.fabric.SwapStrategy` that is not Lightning's."""
+    host = "Fabric"
 
     def __init__(
         self,
@@ -297,33 +260,13 @@ class OnOneDevice(Swapping, SingleDeviceStrategy):
         precision: Precision | None = None,
         **deepspeed: Any,
     ) -> None:
-        self._take(config, deepspeed, checkpoint_format)
-        # See [Note: the device of a named strategy] in `swapper.lightning.strategy`.
-        self._parallel_devices: list[torch.device] | None = None if device is None else [torch.device(device)]
+        self._configure(settings_of(type(self).__name__, config, deepspeed), checkpoint_format)
+        self._parallel_devices = None if device is None else [torch.device(device)]
         super().__init__(device="cpu", accelerator=accelerator, checkpoint_io=checkpoint_io, precision=precision)
-
-    @property
-    def parallel_devices(self) -> list[torch.device] | None:
-        """The device, once Fabric has chosen it."""
-        return self._parallel_devices
-
-    @parallel_devices.setter
-    def parallel_devices(self, devices: list[torch.device] | None) -> None:
-        if devices is not None and len(devices) > 1:
-            raise ConfigError(
-                f"{type(self).__name__} trains on one device, and Fabric has {len(devices)}; set devices=1, or use "
-                "SwapDDPStrategy"
-            )
-        self._parallel_devices = devices
-
-    @property
-    def root_device(self) -> torch.device:
-        """Where the model is."""
-        return self._parallel_devices[0] if self._parallel_devices else super().root_device
 
 
 class OnDDP(Swapping, DDPStrategy):
-    """The part of `swapper.fabric.SwapDDPStrategy` that is not Lightning's."""
+    """Trains in several processes, as `DDPStrategy`."""
 
     _in_background = False  # The other processes may load it as soon as all have saved it.
 
@@ -335,17 +278,13 @@ class OnDDP(Swapping, DDPStrategy):
         **ddp: Any,
     ) -> None:
         given = {name: ddp.pop(name) for name in not_of_ddp(type(self), ddp)}
-        self._take(config, given, checkpoint_format)
+        self._configure(settings_of(type(self).__name__, config, given), checkpoint_format)
         super().__init__(**ddp)
 
     def setup_module(self, module: torch.nn.Module) -> Any:
-        """As in the stock strategy, but of a model on the drive one parameter at a time is synchronized."""
-        options = self._ddp_kwargs
-        self._ddp_kwargs = ready_for_ddp(module, options)
-        try:
+        """As in the stock strategy, but a model on the drive is synchronized one parameter at a time."""
+        with temporary_attribute(self, "_ddp_kwargs", ddp_arguments(module, self._ddp_kwargs)):
             return super().setup_module(module)
-        finally:
-            self._ddp_kwargs = options
 
 
 def _parts(state: State) -> tuple[dict[str, torch.nn.Module], dict[str, Optimizer]]:

@@ -1,4 +1,4 @@
-"""The ZIP files of `torch.save`: where everything is, and the bytes between the payloads.
+"""The ZIP files of `torch.save`: offsets of their records, and the bytes between the payloads.
 
 The layout is that of torch 2.6 and newer, to the bit: records are stored, not compressed; each payload starts at a
 multiple of the alignment, behind a local header that is padded by an extra field `FB`; the checksum and the lengths
@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["BadArchive", "Entry", "Record", "descriptor", "directory", "header_bytes", "local_header", "read_directory"]
+__all__ = ["BadArchive", "Record", "descriptor", "directory", "header_bytes", "local_header", "read_directory"]
 
 _MAX_16, _MAX_32 = 0xFFFF, 0xFFFFFFFF
 _UTF8, _HAS_DESCRIPTOR = 0x0800, 0x0008
@@ -25,7 +25,7 @@ _ZIP64_EXTRA, _PADDING_EXTRA = 1, b"FB"
 _COMMENT_BYTES_MAX = _MAX_16
 
 LOCAL_HEADER_BYTES = _LOCAL.size
-"""Of a local header, without the name and extra fields that it announces."""
+"""Length of a local header without the name and extra fields that it announces."""
 
 
 class BadArchive(ValueError):
@@ -34,38 +34,79 @@ class BadArchive(ValueError):
 
 @dataclass(frozen=True)
 class Record:
-    """A record to be written.
+    """A record of a ZIP file.
 
     Attributes:
-        name: within the archive, with the archive's own name before it.
+        name: within the ZIP file, with the archive's own name before it.
         offset_bytes: of its local header.
-        length_bytes: of its payload.
+        length_bytes: of the stored payload.
+        crc32: of the stored payload; None if it is not known: not computed yet, not by torch, or not of these bytes
+            because they are compressed.
     """
 
     name: str
     offset_bytes: int
     length_bytes: int
+    crc32: int | None = None
 
 
-@dataclass(frozen=True)
-class Entry:
-    """A record that a directory names.
+def local_header(record: Record, alignment_bytes: int) -> bytes:
+    """The bytes before a payload, which starts at a multiple of `alignment_bytes` in the file."""
+    name = record.name.encode()
+    extra = _zip64(record, local=True)
+    start = record.offset_bytes + _LOCAL.size + len(name) + len(extra) + 4
+    padding = -start % alignment_bytes
+    extra += struct.pack("<2sH", _PADDING_EXTRA, padding) + b"Z" * padding
+    return _LOCAL.pack(b"PK\3\4", 0, _flags(record), 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
 
-    Attributes:
-        name: as in `Record`.
-        offset_bytes: of its local header.
-        length_bytes: of what is stored.
-        crc32: of what is stored; None where that is not known: it is compressed, or torch was told not to compute it.
+
+def header_bytes(header: bytes) -> int:
+    """The length of a local header, from its first `LOCAL_HEADER_BYTES`.
+
+    Raises:
+        BadArchive: it is none.
     """
+    if len(header) < _LOCAL.size or not header.startswith(b"PK\3\4"):
+        raise BadArchive("a local header is damaged")
+    *_, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
+    return int(_LOCAL.size + name_bytes + extra_bytes)
 
-    name: str
-    offset_bytes: int
-    length_bytes: int
-    crc32: int | None
+
+def descriptor(record: Record) -> bytes:
+    """The bytes behind a payload; none behind an empty one."""
+    if not record.length_bytes:
+        return b""
+    layout = "<4sIQQ" if max(record.offset_bytes, record.length_bytes) >= _MAX_32 else "<4sIII"
+    return struct.pack(layout, b"PK\7\10", record.crc32 or 0, record.length_bytes, record.length_bytes)
+
+
+def directory(records: Sequence[Record], offset_bytes: int) -> bytes:
+    """The end of the file.
+
+    Args:
+        records: with their checksums, in their order.
+        offset_bytes: of the directory: behind the last record.
+    """
+    parts = []
+    for record in records:
+        name = record.name.encode()
+        extra = _zip64(record)
+        length, offset = min(record.length_bytes, _MAX_32), min(record.offset_bytes, _MAX_32)
+        head = (b"PK\1\2", 0, 0, _flags(record), 0, 0, 0, record.crc32 or 0, length, length, len(name), len(extra))
+        parts += [_CENTRAL.pack(*head, 0, 0, 0, 0, offset), name, extra]
+    length_bytes, count = sum(map(len, parts)), len(records)
+    end = offset_bytes + length_bytes
+    few = min(count, _MAX_16)
+    parts += [
+        _END_64.pack(b"PK\6\6", _END_64.size - 12, 0x031E, 45, 0, 0, count, count, length_bytes, offset_bytes),
+        _LOCATOR_64.pack(b"PK\6\7", 0, end, 1),
+        _END.pack(b"PK\5\6", 0, 0, few, few, min(length_bytes, _MAX_32), min(offset_bytes, _MAX_32), 0),
+    ]
+    return b"".join(parts)
 
 
 def _zip64(record: Record, *, local: bool = False) -> bytes:
-    """The extra field with what does not fit into 32 bits."""
+    """The extra field for lengths and offsets that do not fit into 32 bits."""
     large: list[int] = []
     if record.length_bytes >= _MAX_32:
         # Length and stored length. torch leaves the latter 0 in a local header: the descriptor has it.
@@ -79,62 +120,8 @@ def _flags(record: Record) -> int:
     return _UTF8 | (_HAS_DESCRIPTOR if record.length_bytes else 0)
 
 
-def local_header(record: Record, alignment_bytes: int) -> bytes:
-    """What comes before the payload: it ends at a multiple of `alignment_bytes` in the file."""
-    name = record.name.encode()
-    extra = _zip64(record, local=True)
-    start = record.offset_bytes + _LOCAL.size + len(name) + len(extra) + 4
-    padding = -start % alignment_bytes
-    extra += struct.pack("<2sH", _PADDING_EXTRA, padding) + b"Z" * padding
-    return _LOCAL.pack(b"PK\3\4", 0, _flags(record), 0, 0, 0, 0, 0, 0, len(name), len(extra)) + name + extra
-
-
-def header_bytes(header: bytes) -> int:
-    """How long a local header is, from its first `LOCAL_HEADER_BYTES`.
-
-    Raises:
-        BadArchive: it is none.
-    """
-    if len(header) < _LOCAL.size or not header.startswith(b"PK\3\4"):
-        raise BadArchive("a local header is damaged")
-    *_, name_bytes, extra_bytes = _LOCAL.unpack_from(header)
-    return int(_LOCAL.size + name_bytes + extra_bytes)
-
-
-def descriptor(record: Record, crc32: int) -> bytes:
-    """What comes behind the payload; nothing behind an empty one."""
-    if not record.length_bytes:
-        return b""
-    wide = max(record.offset_bytes, record.length_bytes) >= _MAX_32
-    return struct.pack("<4sIQQ" if wide else "<4sIII", b"PK\7\10", crc32, record.length_bytes, record.length_bytes)
-
-
-def directory(records: Sequence[tuple[Record, int]], offset_bytes: int) -> bytes:
-    """The end of the file.
-
-    Args:
-        records: each with its checksum, in their order.
-        offset_bytes: where the directory starts: behind the last record.
-    """
-    parts = []
-    for record, crc32 in records:
-        name = record.name.encode()
-        extra = _zip64(record)
-        length, offset = min(record.length_bytes, _MAX_32), min(record.offset_bytes, _MAX_32)
-        head = (b"PK\1\2", 0, 0, _flags(record), 0, 0, 0, crc32, length, length, len(name), len(extra))
-        parts += [_CENTRAL.pack(*head, 0, 0, 0, 0, offset), name, extra]
-    length_bytes, count = sum(map(len, parts)), len(records)
-    end = offset_bytes + length_bytes
-    parts.append(_END_64.pack(b"PK\6\6", _END_64.size - 12, 0x031E, 45, 0, 0, count, count, length_bytes, offset_bytes))
-    parts.append(_LOCATOR_64.pack(b"PK\6\7", 0, end, 1))
-    few = min(count, _MAX_16)
-    lengths = (min(length_bytes, _MAX_32), min(offset_bytes, _MAX_32))
-    parts.append(_END.pack(b"PK\5\6", 0, 0, few, few, *lengths, 0))
-    return b"".join(parts)
-
-
-def read_directory(read: Callable[[int, int], bytes], length_bytes: int) -> list[Entry]:
-    """What a ZIP file holds, in the order of the directory.
+def read_directory(read: Callable[[int, int], bytes], length_bytes: int) -> list[Record]:
+    """The records of a ZIP file, in the order of its directory.
 
     Args:
         read: returns so many bytes at an offset, less at the end of the file.
@@ -143,10 +130,11 @@ def read_directory(read: Callable[[int, int], bytes], length_bytes: int) -> list
     Raises:
         BadArchive: it is no whole ZIP file: truncated, or damaged.
     """
-    tail_bytes = min(length_bytes, _END.size + _COMMENT_BYTES_MAX)
-    tail = read(length_bytes - _END.size, _END.size) if length_bytes >= _END.size else b""
+    end_bytes = min(_END.size, length_bytes)
+    tail = read(length_bytes - end_bytes, end_bytes)
     at = 0
-    if not tail.startswith(b"PK\5\6"):  # There may be a comment behind it.
+    if not tail.startswith(b"PK\5\6"):  # A comment may follow it.
+        tail_bytes = min(length_bytes, _END.size + _COMMENT_BYTES_MAX)
         tail = read(length_bytes - tail_bytes, tail_bytes)
         at = tail.rfind(b"PK\5\6")
     if at < 0 or len(tail) - at < _END.size:
@@ -156,53 +144,48 @@ def read_directory(read: Callable[[int, int], bytes], length_bytes: int) -> list
     if end >= _LOCATOR_64.size:
         signature, _, end_64, _ = _LOCATOR_64.unpack(read(end - _LOCATOR_64.size, _LOCATOR_64.size))
         if signature == b"PK\6\7":
-            record = read(end_64, _END_64.size) if end_64 <= end - _END_64.size else b""
-            if len(record) != _END_64.size or not record.startswith(b"PK\6\6"):
+            end_record = read(end_64, _END_64.size) if end_64 <= end - _END_64.size else b""
+            if len(end_record) != _END_64.size or not end_record.startswith(b"PK\6\6"):
                 raise BadArchive("its end record is damaged")
-            *_, count, directory_bytes, start = _END_64.unpack(record)
+            *_, count, directory_bytes, start = _END_64.unpack(end_record)
             end = end_64
     if start + directory_bytes > end:
         raise BadArchive("its directory is damaged")
-    entries = list(_entries(read(start, directory_bytes), count, start))
-    if not len(entries) == len({entry.name for entry in entries}) == len({entry.offset_bytes for entry in entries}):
-        raise BadArchive("its directory is damaged")
-    return entries
-
-
-def _entries(data: bytes, count: int, stop: int) -> Sequence[Entry]:
-    entries = []
-    at = 0
     try:
-        for _ in range(count):
-            fields = _CENTRAL.unpack_from(data, at)
-            signature, method, crc32, stored, length, offset = (fields[i] for i in (0, 4, 7, 8, 9, 16))
-            name_bytes, extra_bytes, comment_bytes = fields[10:13]
-            if signature != b"PK\1\2":
-                raise BadArchive("its directory is damaged")
-            at += _CENTRAL.size
-            name = data[at : at + name_bytes].decode()
-            wide = iter(_wide_values(data[at + name_bytes : at + name_bytes + extra_bytes]))
-            if length == _MAX_32:
-                length = next(wide)
-            if stored == _MAX_32:
-                stored = next(wide)
-            if offset == _MAX_32:
-                offset = next(wide)
-            at += name_bytes + extra_bytes + comment_bytes
-            if at > len(data) or offset + _LOCAL.size + name_bytes + stored > stop:
-                raise BadArchive(f"its directory is damaged, or the record {name!r} is cut off")
-            # torch writes 0 where it was told to compute none (`set_crc32_options`).
-            if method == 0 and stored != length:
-                raise BadArchive("its directory is damaged")
-            known = method == 0 and bool(crc32)
-            entries.append(Entry(name, offset, stored, crc32 if known else None))
+        records = _records(read(start, directory_bytes), count, start)
     except (struct.error, StopIteration, UnicodeDecodeError) as error:
         raise BadArchive("its directory is damaged") from error
-    return entries
+    if not len(records) == len({record.name for record in records}) == len({record.offset_bytes for record in records}):
+        raise BadArchive("its directory is damaged")
+    return records
 
 
-def _wide_values(extra: bytes) -> Sequence[int]:
-    """What the ZIP64 extra field holds."""
+def _records(data: bytes, count: int, stop: int) -> list[Record]:
+    records = []
+    at = 0
+    for _ in range(count):
+        fields = _CENTRAL.unpack_from(data, at)
+        signature, method, crc32, stored, length, offset = (fields[i] for i in (0, 4, 7, 8, 9, 16))
+        name_bytes, extra_bytes, comment_bytes = fields[10:13]
+        if signature != b"PK\1\2":
+            raise BadArchive("its directory is damaged")
+        at += _CENTRAL.size
+        name = data[at : at + name_bytes].decode()
+        # Values that do not fit into 32 bits follow in the extra field, in this order.
+        wide = iter(_zip64_values(data[at + name_bytes : at + name_bytes + extra_bytes]))
+        length, stored, offset = [next(wide) if value == _MAX_32 else value for value in (length, stored, offset)]
+        at += name_bytes + extra_bytes + comment_bytes
+        if at > len(data) or offset + _LOCAL.size + name_bytes + stored > stop:
+            raise BadArchive(f"its directory is damaged, or the record {name!r} is cut off")
+        if method == 0 and stored != length:
+            raise BadArchive("its directory is damaged")
+        # torch writes a checksum of 0 where it was told to compute none (`set_crc32_options`).
+        known = method == 0 and bool(crc32)
+        records.append(Record(name, offset, stored, crc32 if known else None))
+    return records
+
+
+def _zip64_values(extra: bytes) -> Sequence[int]:
     at = 0
     while at + 4 <= len(extra):
         kind, length = struct.unpack_from("<HH", extra, at)

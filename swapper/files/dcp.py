@@ -1,4 +1,4 @@
-"""Storage for `torch.distributed.checkpoint`: each rank writes and reads its part through the I/O engine.
+"""Storage for `torch.distributed.checkpoint`: each rank writes and reads its part through the engine.
 
 The directory is that of torch's `FileSystemWriter`: files `__RANK_N.distcp` of tensors, each as `torch.save` writes it,
 and `.metadata`. Either reads what the other wrote. As with torch's, `.metadata` is a pickle: load only what you trust.
@@ -17,7 +17,7 @@ import pickle
 import secrets
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.distributed.checkpoint import filesystem
@@ -37,15 +37,16 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from swapper.errors import SwapIOError
-from swapper.files import archive
-from swapper.files.archive import BadArchive
-from swapper.files.fastsave import Prepared, checked
-from swapper.files.whole_file import POOL_BYTES, InputFile, OutputFile
+from swapper.files.fastsave import Prepared
+from swapper.files.file_buffers import POOL_BYTES
+from swapper.files.input_file import InputFile
+from swapper.files.output_file import OutputFile
 from swapper.io.handle import AsyncIOHandle
 
 __all__ = ["SwapStorageReader", "SwapStorageWriter"]
 
 _ALIGNMENT_BYTES = 64
+_T = TypeVar("_T")
 
 
 class SwapStorageWriter(FileSystemWriter):
@@ -56,7 +57,7 @@ class SwapStorageWriter(FileSystemWriter):
 
     Args:
         path: directory of the checkpoint; made if it is not there.
-        overwrite: whether it may have a checkpoint already. That one is whole until the new one is, and then goes.
+        overwrite: replace a checkpoint that is there. It is whole until the new one is, and is removed then.
         cache_staged_state_dict: as for `FileSystemWriter`, for `async_save`.
         pool_bytes: page-locked memory to write from, at least 256 KiB.
         handle: engine to write with, left open; None for one of its own in each save.
@@ -79,7 +80,7 @@ class SwapStorageWriter(FileSystemWriter):
         self._handle = handle
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write what this rank has to write."""
+        """Write the file of this rank."""
         results: list[WriteResult] = []
         if plan.items:
             path = self._new_file(cast(Any, plan.storage_data).prefix)
@@ -88,12 +89,10 @@ class SwapStorageWriter(FileSystemWriter):
                 for item in sorted(plan.items, key=lambda item: item.type != WriteItemType.BYTE_IO):
                     results.append(self._write(output, item, planner, path.name))
                 output.commit()
-        future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
-        return future
+        return _done(results)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write what is where: the checkpoint is complete then. Remove the files of the one before it."""
+        """Write `.metadata`, which completes the checkpoint. Remove the files of the previous one."""
         if hasattr(filesystem, "CURRENT_DCP_VERSION"):
             metadata.version = filesystem.CURRENT_DCP_VERSION
         metadata.storage_data = {result.index: result.storage_data for each in results for result in each}
@@ -112,7 +111,7 @@ class SwapStorageWriter(FileSystemWriter):
                         path.unlink()
 
     def prepared(self, tensor: torch.Tensor) -> Prepared:
-        """What is written of a tensor, whose storage has nothing else."""
+        """The file of a tensor whose storage holds nothing else."""
         return Prepared(tensor)
 
     def _write(self, output: OutputFile, item: WriteItem, planner: SavePlanner, file_name: str) -> WriteResult:
@@ -127,11 +126,17 @@ class SwapStorageWriter(FileSystemWriter):
         return WriteResult(item.index, length, filesystem._StorageInfo(file_name, start, length))
 
     def _new_file(self, prefix: str) -> Path:
-        """A name that is not taken: see [Note: the previous checkpoint]."""
+        """A path that does not exist: see [Note: the previous checkpoint]."""
         path = Path(self.path) / f"{prefix}0{filesystem.DEFAULT_SUFFIX}"
         if path.exists():
             path = path.with_stem(f"{path.stem}-{secrets.token_hex(4)}")
         return path
+
+
+def _done(result: _T) -> Future[_T]:
+    future: Future[_T] = Future()
+    future.set_result(result)
+    return future
 
 
 def _alone(tensor: torch.Tensor) -> torch.Tensor:
@@ -153,7 +158,7 @@ def _alone(tensor: torch.Tensor) -> torch.Tensor:
 class SwapStorageReader(FileSystemReader):
     """`FileSystemReader` of torch, through the engine: for `dcp.load`.
 
-    Each tensor is compared with its checksum, copied to where it belongs, and let go of: one at a time is held.
+    Each tensor is compared with its checksum, copied to its target, and freed before the next is read.
 
     Args:
         path: directory of the checkpoint, of this module's writer or torch's.
@@ -177,21 +182,19 @@ class SwapStorageReader(FileSystemReader):
         self._handle = handle
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read what this rank needs."""
-        places = [(self.storage_data[item.storage_index], item) for item in plan.items]
-        if any(getattr(place, "transform_descriptors", None) for place, _ in places):
-            return super().read_data(plan, planner)  # Written with extensions of torch: compressed, say.
-        files: defaultdict[str, list[tuple[int, int, ReadItem]]] = defaultdict(list)
-        for place, item in places:
-            files[place.relative_path].append((place.offset, place.length, item))
+        """Read the tensors of this rank."""
+        files: defaultdict[str, list[tuple[Any, ReadItem]]] = defaultdict(list)
+        for item in plan.items:
+            stored = self.storage_data[item.storage_index]
+            if getattr(stored, "transform_descriptors", None):
+                return super().read_data(plan, planner)  # Written with extensions of torch: compressed, say.
+            files[stored.relative_path].append((stored, item))
         for name, items in files.items():
             with InputFile(self._inside(name), pool_bytes=self._pool_bytes, handle=self._handle) as file:
-                for offset, length, item in sorted(items, key=lambda each: each[0]):
-                    file.restrict(offset, length)
+                for stored, item in sorted(items, key=lambda each: each[0].offset):
+                    file.restrict(stored.offset, stored.length)
                     _read(file, item, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
+        return _done(None)
 
     def _inside(self, name: str) -> Path:
         if name in ("", ".", "..") or os.path.basename(name) != name:
@@ -201,13 +204,10 @@ class SwapStorageReader(FileSystemReader):
 
 def _read(file: InputFile, item: ReadItem, planner: LoadPlanner) -> None:
     if item.type == LoadItemType.BYTE_IO:
-        planner.load_bytes(item, io.BytesIO(checked(file, lambda: file.read(file.length_bytes))))
+        planner.load_bytes(item, io.BytesIO(file.used_by(lambda: file.read(file.length_bytes))))
         return
-    try:
-        file.check(archive.read_directory(file.read_at, file.length_bytes))
-    except BadArchive as error:
-        raise SwapIOError(errno.EBADMSG, "read", file.path, detail=f"{item.storage_index.fqn}: {error}") from None
-    tensor = checked(file, lambda: torch.load(cast(Any, file), "cpu", weights_only=True, mmap=False))
+    file.check(item.storage_index.fqn)
+    tensor = file.used_by(lambda: torch.load(cast(Any, file), "cpu", weights_only=True, mmap=False))
     for dimension, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
         tensor = tensor.narrow(dimension, start, length)
     target = planner.resolve_tensor(item).detach()

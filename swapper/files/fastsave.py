@@ -1,158 +1,46 @@
 """`torch.save` and `torch.load` at the speed of the drive: the same files, moved by the I/O engine.
 
-[Note: parts] What an object is made of is torch's affair: the pickle is made with `Pickler` and a `persistent_id` like
-torch's own, and loading is `torch.load` itself, which is given a file object. Ours are the bytes between: payloads pass
-through page-locked buffers (`swapper.streams`), with their checksums computed on the way.
+[Note: parts] torch decides what an object consists of: the pickle is made with `Pickler` and a `persistent_id` like
+torch's own, and loading is `torch.load` itself, which is given a file object. The bytes between are ours: payloads pass
+through page-locked buffers (`file_buffers`), with their checksums computed on the way.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
+import dataclasses
 import io
-import logging
 import os
 import pickle
 import struct
 import sys
-import threading
-import warnings
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal, overload
 
 import torch
 from torch.serialization import default_restore_location, location_tag, normalize_storage_type
 
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import SwapError
 from swapper.files import archive
-from swapper.files.archive import BadArchive, Record
-from swapper.files.lazy_storages import AwayStorage, AwayStorages, StoragePart
-from swapper.files.whole_file import POOL_BYTES, InputFile, OutputFile
-from swapper.finalizers import finalizer
+from swapper.files.archive import Record
+from swapper.files.file_buffers import POOL_BYTES
+from swapper.files.input_file import InputFile
+from swapper.files.lazy_storages import EvictedStorage, EvictedStorages, StoragePart
+from swapper.files.output_file import OutputFile
+from swapper.files.saving import SaveHandle
 from swapper.io.handle import AsyncIOHandle
 
-__all__ = ["FastWriter", "Prepared", "SaveHandle", "checked", "load", "save"]
+__all__ = ["Prepared", "load", "save"]
 
 _ARCHIVE = "archive"
-_END_BYTES = 22
-"""Of the end record of a ZIP file without a comment."""
 _DEFERRED_BYTES_MIN = 1 << 20
 _DEVICES = ("cuda",)
 """Types of devices whose storages are read without passing through host memory in whole."""
 
-log = logging.getLogger(__name__)
-
-AnyStorage = torch.UntypedStorage | AwayStorage
+AnyStorage = torch.UntypedStorage | EvictedStorage
 
 MapLocation = Callable[[torch.UntypedStorage, str], Any] | torch.device | str | dict[str, str] | None
-
-
-class SaveHandle:
-    """A save that goes on in the background. From `save(..., background=True)` and `save_checkpoint`.
-
-    May be dropped: the save goes on, also at interpreter exit, which waits for it. A failure is then logged.
-
-    Attributes:
-        path: of the file or directory.
-    """
-
-    def __init__(self, path: str, write: Callable[[], None]) -> None:
-        self.path = path
-        self._pid = os.getpid()
-        self._outcome = _Outcome(path)
-        self._finalizer = finalizer(self, self._outcome.abandon)
-        self._thread = threading.Thread(target=self._outcome.run, args=(write,), name="swapper-save", daemon=False)
-        try:
-            self._thread.start()
-        except BaseException as error:
-            self._finalizer.detach()
-            if isinstance(error, RuntimeError):
-                raise SwapIOError(errno.EAGAIN, "start a thread for", path, detail=str(error)) from None
-            raise
-
-    @classmethod
-    def finished(cls, path: str) -> SaveHandle:
-        """The handle of a save that was complete before anybody could wait for it."""
-        handle = cls.__new__(cls)
-        handle.path = path
-        handle._pid = os.getpid()
-        handle._outcome = _Outcome(path)
-        handle._outcome.over.set()
-        handle._finalizer = finalizer(handle, handle._outcome.abandon)
-        return handle
-
-    def __repr__(self) -> str:
-        state = "done" if self.done() else "in progress"
-        return f"SaveHandle({self.path!r}, {state})"
-
-    def done(self) -> bool:
-        """Whether it is over, well or not. Never blocks or raises."""
-        return self._outcome.over.is_set()
-
-    def wait(self, timeout: float | None = None) -> None:
-        """Wait until the file is complete and synced, under its name.
-
-        Ctrl-C interrupts the wait, not the save.
-
-        Args:
-            timeout: seconds; None waits for as long as it takes.
-
-        Raises:
-            SwapIOError: it failed; nothing is left of it, and what was under the name before is whole. The same at
-                every call. Other exceptions as from `save`.
-            TimeoutError: it is still in progress.
-            SwapError: in a forked child.
-        """
-        if os.getpid() != self._pid:
-            raise SwapError("this save was started before a fork: it can be waited for in the parent only")
-        if not self._outcome.over.wait(None if timeout is None else min(timeout, threading.TIMEOUT_MAX)):
-            raise TimeoutError(f"{self.path} is still being saved")
-        self._finalizer.detach()
-        self._outcome.observe()
-
-
-class _Outcome:
-    """How a save in the background ended. Apart from its handle, which may be dropped."""
-
-    def __init__(self, path: str) -> None:
-        self.over = threading.Event()
-        self._path = path
-        self._pid = os.getpid()
-        self._error: BaseException | None = None
-        self._lock = threading.Lock()
-        self._abandoned = False
-        self._seen = False
-
-    def run(self, write: Callable[[], None]) -> None:
-        try:
-            write()
-        except BaseException as error:
-            self._error = error
-            part: BaseException | None = error
-            while part is not None:
-                part.with_traceback(None)  # Its frames hold what was saved.
-                part = part.__context__
-        del write  # With all that was saved: let go of it before anybody is told.
-        with self._lock:
-            self.over.set()
-            self._speak()
-
-    def observe(self) -> None:
-        self._seen = True
-        if self._error is not None:
-            raise self._error.with_traceback(None)
-
-    def abandon(self) -> None:
-        if os.getpid() == self._pid:
-            with self._lock:
-                self._abandoned = True
-                self._speak()
-
-    def _speak(self) -> None:
-        if self._abandoned and self.over.is_set() and self._error is not None and not self._seen:
-            self._seen = True
-            log.error("saving %s failed, and nobody waited for it: %s", self._path, self._error)
 
 
 @overload
@@ -222,7 +110,7 @@ def save(
         SwapIOError: the drive is full or has failed, the directory is not there, or `path` is not a regular file.
         Exception: what pickling raises.
     """
-    prepared = Prepared(obj, pickle_module, pickle_protocol, bring=not background)
+    prepared = Prepared(obj, pickle_module, pickle_protocol, stage_later=not background)
     devices = prepared.cuda_devices
     output = OutputFile(
         path, length_bytes=prepared.length_bytes, pool_bytes=pool_bytes, handle=handle, cuda=bool(devices)
@@ -252,25 +140,16 @@ def _on_streams(streams: list[torch.cuda.Stream], write: Callable[[], None]) -> 
         write()
 
 
-def _pickled(obj: object, pickle_module: Any, protocol: int, bring: bool = False) -> tuple[bytes, list[AnyStorage]]:
-    """The pickle of `obj`, as `torch.save` makes it, and the storages that it names, by their keys "0", "1", ...
+class _StorageTable:
+    """The storages of one pickle by their keys "0", "1", ..., and a `persistent_id` that is torch's."""
 
-    Args:
-        obj, pickle_module, protocol: as for `torch.save`.
-        bring: do not ask parameters that are away for their storages, but name those: see [Note: one at a time].
+    def __init__(self) -> None:
+        self.storages: list[AnyStorage] = []
+        self._keys: dict[int, str] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
 
-    Raises:
-        RuntimeError: tensors of different dtypes view the same memory, as from `torch.save`.
-        Exception: what pickling raises.
-    """
-    keys: dict[int, str] = {}
-    storages: list[AnyStorage] = []
-    dtypes: dict[int, torch.dtype] = {}
-    away = AwayStorages()
-
-    def persistent_id(part: object) -> tuple[object, ...] | None:
-        storage: AnyStorage
-        named = part.storage if isinstance(part, StoragePart) else None
+    def persistent_id(self, part: object) -> tuple[object, ...] | None:
+        evicted = part.storage if isinstance(part, StoragePart) else None
         if isinstance(part, StoragePart):
             part = part.like
         if isinstance(part, torch.storage.TypedStorage):
@@ -283,24 +162,40 @@ def _pickled(obj: object, pickle_module: Any, protocol: int, bring: bool = False
             numel = part.nbytes()
         else:
             return None
-        location = location_tag(storage)
-        address = storage.data_ptr() if storage.device.type != "meta" else 0
-        identity = storage._cdata
-        if named is not None:
-            storage, address, identity = named, 0, id(named)
-        if address and dtypes.setdefault(address, dtype) != dtype:
-            raise RuntimeError("Cannot save multiple tensors or storages that view the same data as different types")
-        if identity not in keys:
-            keys[identity] = str(len(keys))
-            storages.append(storage)
-        return ("storage", kind, keys[identity], location, numel)
+        if evicted is None:
+            address = storage.data_ptr() if storage.device.type != "meta" else 0
+            if address and self._dtypes.setdefault(address, dtype) != dtype:
+                raise RuntimeError(
+                    "Cannot save multiple tensors or storages that view the same data as different types"
+                )
+        identity = storage._cdata if evicted is None else id(evicted)
+        if identity not in self._keys:
+            self._keys[identity] = str(len(self._keys))
+            self.storages.append(storage if evicted is None else evicted)
+        return ("storage", kind, self._keys[identity], location_tag(storage), numel)
+
+
+def _pickled(
+    obj: object, pickle_module: Any, protocol: int, stage_later: bool = False
+) -> tuple[bytes, list[AnyStorage]]:
+    """The pickle of `obj`, as `torch.save` makes it, and the storages that it names, by their keys "0", "1", ...
+
+    Args:
+        obj, pickle_module, protocol: as for `torch.save`.
+        stage_later: name the storages of evicted parameters, see [Note: one at a time], instead of asking for them.
+
+    Raises:
+        RuntimeError: tensors of different dtypes view the same memory, as from `torch.save`.
+        Exception: what pickling raises.
+    """
+    table, evicted = _StorageTable(), EvictedStorages()
 
     class Pickler(pickle_module.Pickler):  # type: ignore[misc]
         def persistent_id(self, part: object) -> tuple[object, ...] | None:
-            return persistent_id(part)
+            return table.persistent_id(part)
 
         def reducer_override(self, part: object) -> Any:
-            found = away.reduce(part, protocol) if bring else None
+            found = evicted.reduce(part, protocol) if stage_later else None
             if found is not None:
                 return found
             override = getattr(super(), "reducer_override", None)
@@ -308,15 +203,15 @@ def _pickled(obj: object, pickle_module: Any, protocol: int, bring: bool = False
 
     buffer = io.BytesIO()
     Pickler(buffer, protocol=protocol).dump(obj)
-    return buffer.getvalue(), storages
+    return buffer.getvalue(), table.storages
 
 
 class Prepared:
-    """An object that is pickled, and where each record of its file will be. The tensors' bytes are still only there.
+    """A pickled object, and the offset of each record of its file. The bytes of tensors stay where they are.
 
     Args:
         obj, pickle_module, pickle_protocol: as for `torch.save`.
-        bring: bring parameters that are away when they are written, in the thread that writes; else their values are
+        stage_later: stage evicted parameters when they are written, in the thread that writes; else their values are
             copied to mapped files now.
 
     Attributes:
@@ -327,9 +222,9 @@ class Prepared:
     """
 
     def __init__(
-        self, obj: object, pickle_module: Any = pickle, pickle_protocol: int = 2, *, bring: bool = True
+        self, obj: object, pickle_module: Any = pickle, pickle_protocol: int = 2, *, stage_later: bool = True
     ) -> None:
-        data, self._storages = _pickled(obj, pickle_module, pickle_protocol, bring)
+        data, self._storages = _pickled(obj, pickle_module, pickle_protocol, stage_later)
         alignment_bytes = _storage_alignment_bytes()
         # In torch's order: the first must be the pickle, and storages follow one another.
         contents: dict[str, bytes | AnyStorage] = {
@@ -347,13 +242,13 @@ class Prepared:
             record = Record(f"{_ARCHIVE}/{name}", offset, _length_bytes(content))
             header = archive.local_header(record, alignment_bytes)
             self._records.append((record, header, content))
-            offset += len(header) + record.length_bytes + len(archive.descriptor(record, 0))
+            offset += len(header) + record.length_bytes + len(archive.descriptor(record))
         self._directory_offset_bytes = offset
-        self.length_bytes = offset + len(archive.directory([(record, 0) for record, *_ in self._records], offset))
+        self.length_bytes = offset + len(archive.directory([record for record, *_ in self._records], offset))
 
     @property
     def cuda_devices(self) -> set[torch.device]:
-        """Where its CUDA tensors are."""
+        """The devices of its CUDA tensors."""
         storages = [storage for storage in self._storages if isinstance(storage, torch.UntypedStorage)]
         return {storage.device for storage in storages if storage.device.type == "cuda"}
 
@@ -361,38 +256,38 @@ class Prepared:
         """Write all of it, at the end of what `output` has.
 
         Raises:
-            SwapIOError: the drive has failed, or one that has parameters that are away.
+            SwapIOError: the drive has failed, or one that has evicted parameters.
             SwapError: a tensor was resized meanwhile.
         """
-        done: list[tuple[Record, int]] = []
-        for record, header, content in self._records[:-1]:
-            done.append((record, self._write_record(output, record, header, content)))
-        # torch makes it of names and checksums too, and only shows it: 40 digits that differ where the content does.
-        crcs = struct.pack(f"<{len(done)}I", *(crc for _, crc in done))
-        record, header, _ = self._records[-1]
-        done.append((record, _append(output, record, header, f"{len(done):020d}{zlib.crc32(crcs):020d}".encode())))
+        done: list[Record] = []
+        for record, header, content in self._records:
+            if record is self._records[-1][0]:
+                # torch makes its `serialization_id` of names and checksums too, and only shows it: 40 digits that
+                # differ where the content does.
+                crcs = struct.pack(f"<{len(done)}I", *(each.crc32 for each in done))
+                content = f"{len(done):020d}{zlib.crc32(crcs):020d}".encode()
+            if _length_bytes(content) != record.length_bytes:
+                raise SwapError(f"a tensor of {record.length_bytes} bytes was resized while it was saved")
+            output.append(header)
+            crc = 0
+            for piece in self.pieces(content):
+                crc = output.append(piece, crc)
+                del piece  # It shares a buffer of the pool, which can only be evicted when nobody else has it.
+            done.append(dataclasses.replace(record, crc32=crc))
+            output.append(archive.descriptor(done[-1]))
         output.append(archive.directory(done, self._directory_offset_bytes))
 
-    def _write_record(self, output: OutputFile, record: Record, header: bytes, content: Any) -> int:
-        """Write one record. Returns the CRC-32 of its content."""
-        return _append(output, record, header, content)
+    def pieces(self, content: bytes | AnyStorage) -> Iterator[bytes | torch.UntypedStorage | torch.Tensor]:
+        """Yield the bytes of a record in pieces, each until the next is asked for."""
+        if isinstance(content, EvictedStorage):
+            with content.present() as memory:
+                yield memory
+        else:
+            yield content
 
 
 def _length_bytes(content: bytes | AnyStorage) -> int:
     return len(content) if isinstance(content, bytes) else content.nbytes()
-
-
-def _append(output: OutputFile, record: Record, header: bytes, content: bytes | AnyStorage) -> int:
-    if _length_bytes(content) != record.length_bytes:
-        raise SwapError(f"a tensor of {record.length_bytes} bytes was resized while it was saved")
-    output.append(header)
-    if isinstance(content, AwayStorage):
-        with content.present() as memory:
-            crc = output.append(memory)
-    else:
-        crc = output.append(content)
-    output.append(archive.descriptor(record, crc))
-    return crc
 
 
 def _storage_alignment_bytes() -> int:
@@ -442,41 +337,22 @@ def load(
     cuda = direct and (torch.cuda.is_initialized() or str(map_location).startswith("cuda"))  # type: ignore[no-untyped-call]
     with InputFile(path, pool_bytes=pool_bytes, handle=handle, cuda=cuda) as file:
         if file.read_at(0, 4) == b"PK\3\4":
-            try:
-                file.check(archive.read_directory(file.read_at, file.length_bytes))
-            except BadArchive as error:
-                raise SwapIOError(errno.EBADMSG, "read", file.path, detail=str(error)) from None
+            file.check()
             if direct:
                 found = _load_to_devices(file, map_location, load_from)
                 if found is not None:
                     return found[0]
-            return checked(file, lambda: load_from(file, map_location))
+            return file.used_by(lambda: load_from(file, map_location))
     return load_from(path, map_location)
-
-
-def checked(file: InputFile, action: Callable[[], Any]) -> Any:
-    """Call `action`, which lets torch read `file`; if a read fails, raise that, and not what torch makes of it."""
-    try:
-        result = action()
-    except BaseException as error:
-        raise (file.take_failure() or error) from None
-    failure = file.take_failure()
-    if failure is not None:
-        raise failure
-    return result
 
 
 def _load_to_devices(file: InputFile, map_location: Any, load_from: Callable[[Any, Any], Any]) -> tuple[Any] | None:
     """Load with storages read straight to their devices. None if that cannot be done for this file."""
-    try:
-        byteorder = file.record("byteorder")
-    except BadArchive as error:
-        raise SwapIOError(errno.EBADMSG, "read", file.path, detail=str(error)) from None
-    if byteorder not in (None, sys.byteorder.encode()):
+    if file.record("byteorder") not in (None, sys.byteorder.encode()):
         return None  # torch swaps the bytes before it asks for the device.
     file.defer_from_bytes = _DEFERRED_BYTES_MIN
     try:
-        return (checked(file, lambda: load_from(file, _ToDevices(file, map_location))),)
+        return (file.used_by(lambda: load_from(file, _ToDevices(file, map_location))),)
     except RuntimeError as error:
         # Tensor subclasses without memory of their own, such as DTensor, ask for `map_location`, and take no function.
         # Nothing has happened yet: with `weights_only` unpickling has no effects.
@@ -524,167 +400,3 @@ def _storage(length_bytes: int, device: torch.device) -> torch.UntypedStorage:
 
 def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStorage:
     return default_restore_location(storage, location)  # type: ignore[no-any-return, no-untyped-call]
-
-
-class FastWriter:
-    """A file object to write with once, from start to end, through the engine: `torch.save(obj, FastWriter(path))`.
-
-    The file appears under its name only when it is complete and synced. When is it complete?
-
-    - In a `with` block: at its end, unless by an exception.
-    - `torch.save(obj, FastWriter(path))`: before `torch.save` returns; what it raises, a full drive included, leaves
-      nothing. So for the ZIP format, which is torch's default, nothing else is to be called.
-    - Otherwise at `close()`, unless an exception is being handled that was not when this object was made.
-
-    An object that is dropped before is discarded, with a `ResourceWarning` and an error in the log. Not thread-safe.
-
-    A write that fails is remembered, not raised: it may be called by C++ code that cannot bear it. `flush()`, which
-    `torch.save` ends with, and `close()` raise it.
-
-    Args:
-        path: of the file. One that exists is replaced and keeps its mode; a symbolic link is followed.
-        pool_bytes: page-locked memory to write from, at least 256 KiB.
-        handle: engine to write with, left open; None for one of its own.
-
-    Raises:
-        ValueError: `pool_bytes` is too small.
-        SwapIOError: the directory is not there or cannot be written, or `path` is not a regular file.
-    """
-
-    def __init__(
-        self, path: str | os.PathLike[str], *, pool_bytes: int = POOL_BYTES, handle: AsyncIOHandle | None = None
-    ) -> None:
-        self._output: OutputFile | None = None
-        self._output = OutputFile(path, pool_bytes=pool_bytes, handle=handle)
-        self.name = self._output.path
-        self._pid = os.getpid()
-        self._handled = sys.exc_info()[1]
-        self._in_block = False
-        self._tail = b""
-        self._failure: BaseException | None = None
-        self._spoiled = False
-
-    def __repr__(self) -> str:
-        return f"FastWriter({self.name!r}{', closed' if self.closed else ''})"
-
-    @property
-    def closed(self) -> bool:
-        """Whether it takes no more bytes: it is complete, or was discarded."""
-        return self._output is None
-
-    def writable(self) -> bool:
-        """Whether it takes more bytes."""
-        return not self.closed
-
-    def tell(self) -> int:
-        """Bytes written so far.
-
-        Raises:
-            ValueError: it is closed.
-        """
-        return self._opened().tell()
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write bytes behind those before. What fails is raised by `flush` and `close`.
-
-        Returns:
-            The length of `data`.
-
-        Raises:
-            ValueError: it is closed.
-        """
-        output = self._opened()
-        length_bytes = memoryview(data).nbytes
-        if self._failure is None:
-            try:
-                output.append(data)
-                self._tail = (self._tail + bytes(memoryview(data).cast("B")[-_END_BYTES:] if length_bytes else b""))[
-                    -_END_BYTES:
-                ]
-            except BaseException as error:  # Ctrl-C too.
-                self._failure = error
-        return length_bytes
-
-    def flush(self) -> None:
-        """Outside of a `with` block: publish the file if what was written is a whole ZIP file, as by `torch.save`.
-
-        Raises:
-            SwapIOError: a write has failed; nothing is left of the file.
-        """
-        if self._output is None:
-            return
-        if self._failure is not None:
-            self._fail()
-        if self._in_flight():
-            self._spoiled = True
-        elif not self._in_block and self._tail.startswith(b"PK\5\6"):
-            self._commit()
-
-    def close(self) -> None:
-        """Publish the file, complete and synced; or discard it, if an exception is on its way. Idempotent.
-
-        Raises:
-            SwapIOError: a write has failed; nothing is left of the file.
-            SwapError: an exception had come while it was written, so it is not published.
-        """
-        if self._output is None:
-            return
-        if self._failure is not None:
-            self._fail()
-        if self._in_flight():
-            self.discard()
-        elif self._spoiled:
-            self.discard()
-            raise SwapError(f"{self.name}: what wrote it had failed, so it was not published")
-        else:
-            self._commit()
-
-    def discard(self) -> None:
-        """Forget what was written: nothing is left of it. Idempotent."""
-        output, self._output = self._output, None
-        self._handled = None
-        if output is not None:
-            output.discard()
-
-    def __enter__(self) -> FastWriter:
-        self._in_block = True
-        return self
-
-    def __exit__(self, exc_type: type[BaseException] | None, *rest: object) -> None:
-        if exc_type is not None:
-            self.discard()
-        else:
-            self.close()
-
-    def __del__(self) -> None:
-        if self._output is None or os.getpid() != self._pid:
-            return
-        quiet = self._spoiled
-        self.discard()
-        if not quiet:
-            why = f": {self._failure}" if self._failure is not None else "; it was never closed"
-            log.error("%s was not written%s", self.name, why)
-            warnings.warn(f"{self.name} was not written{why}", ResourceWarning, stacklevel=2, source=self)
-
-    def _opened(self) -> OutputFile:
-        if self._output is None:
-            raise ValueError(f"the file is closed: {self.name}")
-        return self._output
-
-    def _in_flight(self) -> bool:
-        """Whether an exception is being handled that was not when this object was made."""
-        handled = sys.exc_info()[1]
-        return handled is not None and handled is not self._handled
-
-    def _commit(self) -> None:
-        try:
-            self._opened().commit()
-        finally:
-            self.discard()
-
-    def _fail(self) -> None:
-        failure = self._failure
-        assert failure is not None
-        self._spoiled = True
-        self.discard()
-        raise failure

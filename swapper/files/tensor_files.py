@@ -1,4 +1,4 @@
-"""Tensors in safetensors files: what a file has, and reading one tensor at a time with the engine.
+"""Tensors in safetensors files: reads headers, and one tensor at a time through the engine.
 
 [Note: why an own reader] The format is 8 bytes with the header's length, little-endian, the header in JSON, and the
 tensors, at offsets that it gives (https://github.com/huggingface/safetensors, "Format"). The package of that name maps
@@ -16,7 +16,7 @@ import math
 import mmap
 import os
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -27,7 +27,8 @@ from swapper.errors import SwapError, SwapIOError, show, system_errors
 from swapper.io.handle import AsyncIOHandle, File
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.tensors.dtypes import DTYPES
-from swapper.tensors.homes import Home
+from swapper.tensors.evicted_views import Source
+from swapper.tensors.strides import contiguous_stride
 
 __all__ = [
     "FromFile",
@@ -43,9 +44,9 @@ _LONGEST_HEADER_BYTES = 100_000_000
 
 _OPEN_FILES = 16
 
-_MOST_BYTES = 1 << 63
+_TOO_MANY_BYTES = 1 << 63
 _MOST_DIMENSIONS = 64
-"""More than these PyTorch cannot have in a tensor, or cannot copy."""
+"""The limits of PyTorch for a tensor that it can have and copy."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class StoredTensor:
         path: of the file.
         name: in the file.
         dtype, shape: of the tensor.
-        start_bytes, stop_bytes: where in the file its elements are, in the order of indices.
+        start_bytes, stop_bytes: location of its elements in the file, in the order of indices.
     """
 
     path: Path
@@ -66,11 +67,16 @@ class StoredTensor:
     start_bytes: int
     stop_bytes: int
 
+    @property
+    def length_bytes(self) -> int:
+        """Of its elements."""
+        return self.stop_bytes - self.start_bytes
+
 
 def read_header(path: Path) -> list[StoredTensor]:
     """The tensors of a safetensors file, in the order of its header.
 
-    What the header says is not believed: a tensor of the result fits the file, and PyTorch can have its shape.
+    The header is checked: every tensor of the result fits the file, and PyTorch can have its shape.
 
     Raises:
         SwapIOError: the file cannot be read, or is shorter than its header says.
@@ -94,17 +100,16 @@ def read_header(path: Path) -> list[StoredTensor]:
             raise _malformed(path, f"tensors {show(one.name)} and {show(other.name)} overlap")
     for tensor in found:
         if tensor.stop_bytes > size_bytes:
-            length = tensor.stop_bytes - tensor.start_bytes
             detail = f"tensor {show(tensor.name)} ends beyond the file's {size_bytes} bytes; copy or download it again"
-            raise SwapIOError(errno.ENODATA, "read", path, tensor.start_bytes, length, detail)
+            raise SwapIOError(errno.ENODATA, "read", path, tensor.start_bytes, tensor.length_bytes, detail)
     return found
 
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
-    """An ordinary file and its length: what is none would be waited for, or never end."""
+    """Open an ordinary file. Others are refused: a read of them could wait for ever, or never end."""
     try:
-        # Without waiting for the writer of a pipe.
+        # O_NONBLOCK: `open` would wait for the writer of a pipe.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
@@ -117,7 +122,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int]]:
 
 
 def read_small(path: Path) -> bytes:
-    """All of an ordinary file that is not too long for a header.
+    """The bytes of an ordinary file that is not too long for a header.
 
     Raises:
         SwapError: it is longer, or no ordinary file.
@@ -130,11 +135,11 @@ def read_small(path: Path) -> bytes:
 
 
 def parse_json(text: bytes) -> Any:
-    """The value of a JSON text in UTF-8 that somebody else wrote.
+    """The value of a JSON text in UTF-8 from an unknown source.
 
     Raises:
-        ValueError: it is none. So it is if a name comes twice, for numbers that are none, and for text that is no
-            Unicode, all of which Python would take.
+        ValueError: it is not JSON. Also for what Python would take: a name that comes twice, NaN and infinities, and
+            names that are no Unicode.
     """
     try:
         return json.loads(text.decode("utf-8"), object_pairs_hook=_without_repetition, parse_constant=_refuse_constant)
@@ -159,23 +164,25 @@ def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _entry(path: Path, name: str, entry: object, payload_bytes: int) -> StoredTensor:
+    """The tensor that an entry of a header describes; `payload_bytes` is the offset of the first tensor."""
     match entry:
         case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [start, stop]} if all(
             type(number) is int for number in (*shape, start, stop)
-        ) and all(0 <= size < _MOST_BYTES for size in shape):
+        ) and all(0 <= size < _TOO_MANY_BYTES for size in shape):
             if dtype not in DTYPES:
                 raise _malformed(path, f"tensor {show(name)} is of dtype {show(dtype)}, which PyTorch does not have")
             if len(shape) > _MOST_DIMENSIONS:
                 raise _malformed(path, f"tensor {show(name)} has {len(shape)} dimensions")
+            itemsize = DTYPES[dtype].itemsize
             # PyTorch multiplies all sizes for the strides, those of a tensor without elements too.
-            if math.prod(max(size, 1) for size in shape) * DTYPES[dtype].itemsize >= _MOST_BYTES:
+            if math.prod(max(size, 1) for size in shape) * itemsize >= _TOO_MANY_BYTES:
                 raise _malformed(path, f"tensor {show(name)} has the impossible shape {show(shape)}")
-            length = math.prod(shape) * DTYPES[dtype].itemsize
-            if start >= 0 and stop - start == length:
-                return StoredTensor(
-                    path, name, DTYPES[dtype], torch.Size(shape), payload_bytes + start, payload_bytes + stop
-                )
-            raise _malformed(path, f"tensor {show(name)} is at bytes {show(start)} to {show(stop)}, but needs {length}")
+            length = math.prod(shape) * itemsize
+            if start < 0 or stop - start != length:
+                at = f"is at bytes {show(start)} to {show(stop)}"
+                raise _malformed(path, f"tensor {show(name)} {at}, but needs {length}")
+            location = payload_bytes + start, payload_bytes + stop
+            return StoredTensor(path, name, DTYPES[dtype], torch.Size(shape), *location)
     raise _malformed(path, f"what it says of tensor {show(name)} is not dtype, shape and data_offsets")
 
 
@@ -185,18 +192,23 @@ def _malformed(path: Path, why: str) -> SwapError:
 
 @dataclass
 class TensorReader:
-    """Reads tensors of files, one at a time. After `close` it opens the file for each anew."""
+    """Reads tensors of files, one at a time. After `close` each read opens its file anew.
+
+    Attributes:
+        handle: reads; closed by `close`.
+        done: called with the number of bytes of each tensor.
+        failure: the first error. torch replaces an error in `load_state_dict` by a sentence of its own.
+    """
 
     handle: AsyncIOHandle
     done: Callable[[int], object]
     files: dict[Path, File] = field(default_factory=dict)
     failure: BaseException | None = None
-    """The first error, which torch would make a sentence of."""
     closed: bool = False
 
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """The tensor, in memory of its own."""
-        if tensor.stop_bytes == tensor.start_bytes:
+        if not tensor.length_bytes:
             return torch.empty(tensor.shape, dtype=tensor.dtype)
         data = self.read_bytes(tensor.path, tensor.start_bytes, tensor.stop_bytes)
         if data.data_ptr() % tensor.dtype.itemsize:
@@ -221,9 +233,9 @@ class TensorReader:
             with system_errors("read", path):
                 size_bytes = path.stat().st_size
             stop = min(round_up(stop_bytes, PAGE_BYTES), size_bytes)
-            stop = max(stop, stop_bytes)  # Of a file that was cut off meanwhile the read says so.
-            # Not from the heap, where what is allocated later and stays would make holes of what this leaves.
-            # Private: a forked child that changes it must not change it here.
+            stop = max(stop, stop_bytes)  # The read reports a file that was cut off meanwhile.
+            # Not from the heap, where later allocations that stay would fragment what this frees. Private: a forked
+            # child that changes it must not change it here.
             with system_errors("allocate memory to read", path):
                 memory = mmap.mmap(-1, stop - start, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             self.handle.read(file, torch.frombuffer(memory, dtype=torch.uint8), start).wait()
@@ -233,7 +245,7 @@ class TensorReader:
         return torch.frombuffer(memory, dtype=torch.uint8, offset=start_bytes - start, count=stop_bytes - start_bytes)
 
     def open(self, path: Path) -> File:
-        """The file, which stays open until some others were opened: a process may have only so many at once."""
+        """The file, open for reading until some others were opened: a process may have only so many at once."""
         if path not in self.files:
             while len(self.files) >= _OPEN_FILES:
                 self.files.pop(next(iter(self.files))).close()
@@ -248,23 +260,15 @@ class TensorReader:
         self.handle.close()
 
 
-class FromFile:
-    """The values of a tensor in a file. See `swapper.tensors.evicted_views.Source`."""
+class FromFile(Source):
+    """The values of a tensor in a file, read anew each time."""
 
     def __init__(self, reader: TensorReader, stored: StoredTensor) -> None:
         self.shape, self.dtype = stored.shape, stored.dtype
-        self.stride = torch.empty(stored.shape, device="meta").stride()
+        self.stride = contiguous_stride(stored.shape)
         self._reader = reader
         self._stored = stored
 
-    def homes(self) -> Sequence[Home]:
-        """None: it is read."""
-        return ()
-
     def real(self) -> torch.Tensor:
-        """Read it, anew each time."""
+        """The tensor, in memory of its own."""
         return self._reader.read(self._stored)
-
-    def mapped_copy(self) -> torch.Tensor:
-        """The same."""
-        return self.real()

@@ -57,26 +57,26 @@ def _find_by_index(path: Path) -> list[StoredTensor]:
     except ValueError as error:
         raise SwapError(f"{path} is not an index of safetensors files: it is no valid JSON ({error})") from error
     match index:
-        case {"weight_map": dict(places)} if all(isinstance(name, str) for name in places.values()):
+        case {"weight_map": dict(file_of)} if all(isinstance(file, str) for file in file_of.values()):
             pass
         case _:
             raise SwapError(f'{path} is not an index of safetensors files: it has no "weight_map" from names to files')
-    files = sorted({*places.values()})
+    files = sorted({*file_of.values()})
     for file in files:
         _check_is_below(path, file)
     tensors = {file: {tensor.name: tensor for tensor in read_header(path.parent / file)} for file in files}
-    for name, file in places.items():
+    for name, file in file_of.items():
         if name not in tensors[file]:
             raise SwapError(
                 f"{path} says that tensor {show(name)} is in {file}, but it is not; copy or download them again"
             )
-    return [tensors[file][name] for name, file in places.items()]
+    return [tensors[file][name] for name, file in file_of.items()]
 
 
 def _check_is_below(path: Path, file: str) -> None:
-    """Refuse a file name in the index `path` that leads out of its directory, or is none.
+    """Refuse a file name in the index `path` that leads out of its directory, or is none. Links are followed.
 
-    Links are followed: somebody made them here, as Hugging Face's cache does from its snapshots to its blobs.
+    They were made on this machine: Hugging Face's cache links from its snapshots to its blobs.
     """
     try:
         file.encode()
@@ -108,11 +108,8 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
             )
     tensors = find_weights(path)
     _refuse_complex(model, tensors)
-    total_bytes = sum(tensor.stop_bytes - tensor.start_bytes for tensor in tensors)
-    with (
-        progress_bar("loading weights", total_bytes) as done,
-        closing(TensorReader(AsyncIOHandle(), done)) as reader,
-    ):
+    total_bytes = sum(tensor.length_bytes for tensor in tensors)
+    with progress_bar("loading weights", total_bytes) as done, closing(TensorReader(AsyncIOHandle(), done)) as reader:
         state = {tensor.name: EvictedView(FromFile(reader, tensor)) for tensor in tensors}
         try:
             missing, unexpected = model.load_state_dict(state, strict=False)
@@ -145,7 +142,7 @@ def load_weights(model: torch.nn.Module, path: str | os.PathLike[str], strict: b
 
 
 def _refuse_complex(model: torch.nn.Module, tensors: Sequence[StoredTensor]) -> None:
-    """Refuse complex numbers for real parameters and buffers, before any is loaded: torch drops half and warns once."""
+    """Refuse complex numbers for real parameters and buffers before any is loaded: torch drops half and warns once."""
     own = dict((*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)))
     for tensor in tensors:
         if tensor.dtype.is_complex and tensor.name in own and not own[tensor.name].dtype.is_complex:
@@ -156,7 +153,7 @@ def _refuse_complex(model: torch.nn.Module, tensors: Sequence[StoredTensor]) -> 
 
 
 def _without_tied(model: torch.nn.Module, missing: Sequence[str], state: dict[str, EvictedView]) -> list[str]:
-    """Those of `missing` whose parameter was not loaded by another name either."""
+    """The names in `missing` without those whose parameter was loaded by another name."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
     loaded = {id(parameters[name]) for name in state if name in parameters}
     return [name for name in missing if name not in parameters or id(parameters[name]) not in loaded]

@@ -19,11 +19,11 @@ arrives, and all are taken after the last callback of a backward, when they are 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import ClassVar, Protocol
@@ -33,25 +33,27 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from swapper.errors import SwapError
-from swapper.gradient.end_of_backward import call_at_the_end, is_distributed, is_nested
-from swapper.gradient.records import (
+from swapper.gradient.clipping import (
     Change,
-    Gradient,
-    GradientPart,
-    Part,
-    Place,
     TakenNorm,
-    check_room,
     clamped_to,
-    fitting,
-    gradient_pool_bytes,
     in_order_of_clipping,
     norm_of,
-    record_bytes,
     scaled_by,
+    total_norm,
 )
-from swapper.io.devices import Copy, DeviceCopies
+from swapper.gradient.copies import GradientCopies
+from swapper.gradient.end_of_backward import call_at_the_end, is_distributed, is_nested
+from swapper.gradient.records import (
+    Gradient,
+    GradientPart,
+    GradientState,
+    Part,
+    fitting,
+    record_bytes,
+)
 from swapper.metrics import Metrics
+from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
 from swapper.storage.malloc_trim import return_free_memory
@@ -74,9 +76,6 @@ log = logging.getLogger(__name__)
 _FREED_BYTES = 32 << 20
 """Bytes of gradients that left memory, after which the heap is told to let go of them."""
 
-_COPYING_BYTES = 256 << 20
-"""Most bytes of gradients that were let go of while an accelerator still copies them: its memory, until it has."""
-
 _AHEAD = 32
 """Gradients looked ahead at in the order of arrival."""
 
@@ -91,31 +90,6 @@ class Window(Protocol):
         """The whole gradient of `p` is final, and in memory."""
 
 
-def _add(copies: DeviceCopies, away: torch.Tensor, fresh: torch.Tensor, *, both: bool) -> Copy | None:
-    """Start adding `fresh` to `away`, which is on the host; `fresh` becomes the sum as well if `both`.
-
-    On an accelerator, as autograd does, with a temporary of that size.
-    """
-
-    def work() -> None:
-        if fresh.device == away.device:
-            summed = away.add_(fresh)
-        else:
-            summed = away.to(fresh.device, non_blocking=True).add_(fresh)
-            away.copy_(summed, non_blocking=True)
-        if both:
-            fresh.copy_(summed)
-
-    return copies.run(work, fresh)
-
-
-def _norm_after(copies: DeviceCopies, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-    """Start taking the norm of `gradient`, which they keep, after the copies so far. Is there after `copies.join()`."""
-    norm = torch.empty((), dtype=gradient.dtype.to_real(), device=gradient.device)
-    copies.run(lambda: norm.copy_(norm_of(gradient, norm_type, None)), norm)
-    return norm
-
-
 class GradientSwapper:
     """Keeps the gradients of an optimizer's parameters out of memory from their arrival to the step.
 
@@ -124,12 +98,11 @@ class GradientSwapper:
         owner: number of this swapper among those of the process; part of every record's key.
         accumulation_steps: micro-batches before a step; norms are taken in the last.
         pool: where buffers come from.
-        limit_bytes: the most of the pool that gradients may take.
+        limit_bytes: the most of the pool that gradients may take, no less than `GradientNeeds.pool_bytes`.
         store: where records go; None keeps them all in the pool.
         release: called once, when this is closed.
 
     Raises:
-        ConfigError: `limit_bytes` is too little.
         SwapIOError: the drive has too little free space.
     """
 
@@ -155,26 +128,21 @@ class GradientSwapper:
         self._pid = os.getpid()
         self._lock = threading.RLock()
         self._gradients: dict[int, Gradient] = {}  # by `id` of the parameter; `_of` compares the object
+        self._by_number: dict[int, Gradient] = {}
         self._hooks: MutableMapping[torch.Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
-        self._next_number = 0
-        self._order: list[Gradient] = []  # of arrival, in the backward before
-        self._arriving: dict[Gradient, None] = {}  # in the one that is going on
-        self._next = 0  # place in `_order` after the last arrival
+        self._numbers = itertools.count()  # of records and of gradients
+        self._order = AccessOrder()  # of arrival
+        self._arrived: set[int] = set()  # numbers of the gradients that came in the backward that is going on
         self._norm_type: float | None = 2.0  # of the norms that are taken in passing
         self._freed_bytes = 0
         self._clipped = False
         self._stepping = False
         self._collecting = False  # [Note: distributed]
         self._tasks: set[int] = set()
-        self._copies: dict[torch.device, DeviceCopies] = {}
-        self._copying: deque[tuple[Copy, int]] = deque()  # of gradients, the last copy, and their bytes
-        self._joined_after = -1  # number of the backward pass at whose end copies are waited for
+        self._copies = GradientCopies()
         self._window_ref: weakref.ref[Window] | None = None  # Weak, as it has what has this.
         self._closed = False
-        wanted = list(parts)
-        check_room(wanted, store is not None, limit_bytes, pool.capacity_bytes)
-        self._reserved_bytes = gradient_pool_bytes(wanted, store is not None)
-        self.plan(wanted)
+        self.plan(parts)
         GradientSwapper._open.add(self)
 
     @property
@@ -185,11 +153,6 @@ class GradientSwapper:
     @property
     def _window(self) -> Window | None:
         return None if self._window_ref is None else self._window_ref()
-
-    @property
-    def reserved_bytes(self) -> int:
-        """What of the pool others must leave for gradients."""
-        return self._reserved_bytes
 
     # --- What the optimizer calls ----------------------------------------------------------------------------------
 
@@ -224,7 +187,7 @@ class GradientSwapper:
             self.watch(p for _, p, _, _ in given)
 
     def share_pool(self, limit_bytes: int) -> None:
-        """Others need the pool too: take at most `limit_bytes` of it, which are no less than `reserved_bytes`."""
+        """Others need the pool too: take at most `limit_bytes` of it, no less than what they need."""
         self._limit_bytes = limit_bytes
         if self._store is not None:
             self._cache.limit_bytes = limit_bytes
@@ -250,7 +213,7 @@ class GradientSwapper:
             SwapIOError: a write had failed.
         """
         for gradient in self._gradients.values():
-            if gradient.place is Place.LOST:
+            if gradient.state is GradientState.LOST:
                 gradient.raise_lost()
             self._settle(gradient)
         self._cache.check()
@@ -262,12 +225,12 @@ class GradientSwapper:
     def is_away(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the gradient is not in memory."""
         gradient = self._of(parameter)
-        return gradient is not None and gradient.place is not Place.HERE
+        return gradient is not None and gradient.state is not GradientState.IN_MEMORY
 
     def stage(self, parameter: torch.nn.Parameter, start: int) -> bool:
         """Start reading the part that starts at `start`, if there is room. False if there is none."""
         gradient = self._of(parameter)
-        if gradient is None or gradient.place is not Place.AWAY:
+        if gradient is None or gradient.state is not GradientState.EVICTED:
             return True
         part = gradient.part_at(start)
         return self._cache.stage(part.key, part.length_bytes)
@@ -310,16 +273,9 @@ class GradientSwapper:
             present = [p for p in parameters if self.has(p)]
             if not any(self.is_away(p) for p in present):
                 return torch.nn.utils.clip_grad_norm_(present, max_norm, norm_type, error_if_nonfinite, foreach)
-            self._join_copies()  # Norms were taken after them.
+            self._copies.join()  # Norms were taken after them.
             norms = [self._norm_of(p, norm_type, foreach) for p in in_order_of_clipping(present)]
-            first = present[0].device
-            total: torch.Tensor = torch.linalg.vector_norm(torch.stack([norm.to(first) for norm in norms]), norm_type)
-            if error_if_nonfinite and torch.logical_or(total.isnan(), total.isinf()):
-                raise RuntimeError(
-                    f"The total norm of order {norm_type} for gradients from `parameters` is non-finite, so it cannot "
-                    "be clipped. To disable this error and scale the gradients by the non-finite norm anyway, set "
-                    "`error_if_nonfinite=False`"
-                )
+            total = total_norm(norms, present[0].device, norm_type, error_if_nonfinite)
             self._change(present, scaled_by(torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)))
             return total
 
@@ -389,7 +345,7 @@ class GradientSwapper:
             return
         try:
             for gradient in self._gradients.values():
-                if gradient.place is Place.HERE and (p := gradient.parameter()) is not None:
+                if gradient.state is GradientState.IN_MEMORY and (p := gradient.parameter()) is not None:
                     clear_gradient_home(p)
                 for part in gradient.parts:
                     self._cache.forget(part.key)
@@ -404,7 +360,7 @@ class GradientSwapper:
             gradient = self._of(parameter)
             if gradient is not None and os.getpid() == self._pid and not self._closed:
                 self._settle(gradient)
-            if gradient is None or gradient.place is Place.HERE:
+            if gradient is None or gradient.state is GradientState.IN_MEMORY:
                 return raw_gradient(parameter)
             if gradient.device.type != "cpu" and not self._closed:
                 return self.bring_back(parameter)  # Some of torch's functions choose other kernels by the exact class.
@@ -427,7 +383,7 @@ class GradientSwapper:
         with self._lock, outside_of_inference():
             set_grad_mode(False)
             gradient = self._of(parameter)
-            if gradient is None or gradient.place is Place.HERE:
+            if gradient is None or gradient.state is GradientState.IN_MEMORY:
                 return raw_gradient(parameter)
             values = self._whole(gradient)
             if (handed := gradient.somebody_has_it()) is not None:
@@ -446,7 +402,7 @@ class GradientSwapper:
         with self._lock:
             known = self._gradients.values() if parameters is None else map(self._of, parameters)
             for gradient in known:
-                if gradient is not None and gradient.place is not Place.HERE:
+                if gradient is not None and gradient.state is not GradientState.IN_MEMORY:
                     self._fill_handed(gradient)
                     self._forget(gradient)
 
@@ -455,7 +411,7 @@ class GradientSwapper:
         with self._lock:
             gradient = self._of(parameter)
             assert gradient is not None
-            self._forget(gradient, to=Place.ZERO)
+            self._forget(gradient, to=GradientState.ZERO)
 
     # --- Arrival ---------------------------------------------------------------------------------------------------
 
@@ -494,7 +450,7 @@ class GradientSwapper:
         if raw_gradient(p) is None or is_distributed():
             return
         gradient = self._of(p)
-        first = gradient is not None and not gradient.stays and gradient.place is Place.HERE
+        first = gradient is not None and not gradient.stays and gradient.state is GradientState.IN_MEMORY
         last = self._window is not None and self._window.count(p, first)
         with self._lock:
             if gradient is not None and not gradient.stays:
@@ -506,19 +462,23 @@ class GradientSwapper:
     def _settle(self, gradient: Gradient) -> None:
         """Join what an arrival that was cut off before it began has left in memory."""
         p = gradient.parameter()
-        if gradient.place in (Place.AWAY, Place.ZERO) and p is not None and raw_gradient(p) is not None:
+        if (
+            gradient.state in (GradientState.EVICTED, GradientState.ZERO)
+            and p is not None
+            and raw_gradient(p) is not None
+        ):
             with self._lock:
                 self._arrive(gradient, p, take=True)
 
     def _arrive(self, gradient: Gradient, p: torch.nn.Parameter, *, take: bool) -> None:
         """A gradient is in memory. Join it with what is away: there if `take`, else in memory."""
-        if gradient.place is Place.LOST:
+        if gradient.state is GradientState.LOST:
             gradient.raise_lost()
-        self._read_ahead(gradient)
+        self._prefetch(gradient)
         fresh = raw_gradient(p)
         assert fresh is not None
         fits = gradient.can_take(fresh) and gradient.somebody_has_it() is None
-        if gradient.place is Place.HERE and not (take and fits):
+        if gradient.state is GradientState.IN_MEMORY and not (take and fits):
             return
         if not fits:
             earlier = self.bring_back(p)
@@ -532,7 +492,7 @@ class GradientSwapper:
 
     def _take(self, gradient: Gradient, p: torch.nn.Parameter, fresh: torch.Tensor) -> None:
         """Add `fresh` to what is away, if anything is, and let go of it."""
-        before = gradient.place
+        before = gradient.state
         gradient.arrived += 1
         if self._freed_bytes >= _FREED_BYTES:
             return_free_memory()
@@ -543,7 +503,7 @@ class GradientSwapper:
             self._stepping = self._clipped = False
         if gradient.arrived % self._accumulation_steps:
             norm_type = None
-        copies = self._copies_of(gradient.device)
+        copies = self._copies.of(gradient.device)
         with modes_kept():
             set_grad_mode(False)
             flat = fresh.as_strided((fresh.numel(),), (1,))
@@ -553,24 +513,24 @@ class GradientSwapper:
                 for part in gradient.parts:
                     piece = flat[part.start : part.stop]
                     lease, there = self._cache.take(part.key, part.length_bytes)
-                    assert there or before is not Place.AWAY, part.key
+                    assert there or before is not GradientState.EVICTED, part.key
                     view = lease.view(0, part.numel, gradient.dtype)
-                    if before is Place.HERE:
+                    if before is GradientState.IN_MEMORY:
                         copy = lease.transfer = copies.copy(view, piece)
                     else:
                         self._complete(gradient, view)
-                        copy = lease.transfer = _add(copies, view, piece, both=norm_type is not None)
+                        copy = lease.transfer = self._copies.add(view, piece, both=norm_type is not None)
                     self._cache.put(part.key, part.length_bytes)
-                if before is Place.HERE:
+                if before is GradientState.IN_MEMORY:
                     gradient.stride = fresh.stride()
                 gradient.changes = []
                 gradient.norm = None
                 if norm_type is not None:
-                    value = _norm_after(copies, fresh, norm_type)
+                    value = self._copies.norm(fresh, norm_type)
                     gradient.norm = TakenNorm(value, norm_type, torch.get_num_threads())
                 if copy is not None:
-                    self._wait_later(copies, copy, fresh.nbytes)
-                gradient.place = Place.AWAY
+                    self._copies.wait_later(copy, fresh)
+                gradient.state = GradientState.EVICTED
                 set_gradient_home(p, self)
                 set_raw_gradient(p, None)
             except BaseException as error:
@@ -580,30 +540,6 @@ class GradientSwapper:
                     self._cache.recover()
                     self._undo(gradient, p, before, error)
                 raise
-
-    def _copies_of(self, device: torch.device) -> DeviceCopies:
-        if device not in self._copies:
-            self._copies[device] = DeviceCopies(device)
-        return self._copies[device]
-
-    def _wait_later(self, copies: DeviceCopies, copy: Copy, length_bytes: int) -> None:
-        """A gradient of `length_bytes` is let go of before `copy`. See [Note: gradients of an accelerator]."""
-        self._copying.append((copy, length_bytes))
-        while len(self._copying) > 1 and (
-            self._copying[0][0].done() or sum(length for _, length in self._copying) > _COPYING_BYTES
-        ):
-            self._copying.popleft()[0].settle()
-        task = torch._C._current_graph_task_id()
-        if task < 0:
-            copies.join()
-        elif task != self._joined_after:
-            self._joined_after = task
-            call_at_the_end(self._join_copies, rounds=1)
-
-    def _join_copies(self) -> None:
-        """Let the current stream wait for the copies so far."""
-        for copies in self._copies.values():
-            copies.join()
 
     def _add_in_memory(self, gradient: Gradient, p: torch.nn.Parameter, fresh: torch.Tensor) -> None:
         """Add what is away to `fresh`."""
@@ -616,12 +552,12 @@ class GradientSwapper:
                     torch.add(view.to(piece.device), piece, out=piece)
             self._forget(gradient)
         except BaseException as error:
-            self._undo(gradient, p, Place.AWAY, error)
+            self._undo(gradient, p, GradientState.EVICTED, error)
             raise
 
-    def _undo(self, gradient: Gradient, p: torch.nn.Parameter, before: Place, error: BaseException) -> None:
+    def _undo(self, gradient: Gradient, p: torch.nn.Parameter, before: GradientState, error: BaseException) -> None:
         """After joining a gradient with what was `before` was cut off."""
-        if before is Place.HERE:
+        if before is GradientState.IN_MEMORY:
             if raw_gradient(p) is not None:  # It is still whole in memory.
                 self._forget(gradient)
             return
@@ -629,16 +565,17 @@ class GradientSwapper:
         set_gradient_home(p, self)
         set_raw_gradient(p, None)
 
-    def _read_ahead(self, gradient: Gradient) -> None:
-        """Start reading what will arrive next, in the order of the backward before."""
-        if gradient in self._arriving:  # Its second time: another backward.
-            self._order, self._arriving, self._next = list(self._arriving), {}, 0
-        self._arriving[gradient] = None
-        # What was expected before it may still come, but later than was thought.
-        window = range(self._next, min(self._next + _AHEAD, len(self._order)))
-        self._next = next((at + 1 for at in window if self._order[at] is gradient), self._next)
-        for coming in self._order[self._next : self._next + _AHEAD]:
-            for part in coming.parts if coming.place is Place.AWAY else ():
+    def _prefetch(self, gradient: Gradient) -> None:
+        """Start reading what will arrive after `gradient`, in the order of the backward before."""
+        if gradient.number in self._arrived:  # Its second time: another backward.
+            self._arrived.clear()
+        self._arrived.add(gradient.number)
+        self._order.note(Use("backward", gradient.number))
+        for number in itertools.islice(self._order.upcoming(), _AHEAD):
+            if number in self._arrived:  # Of the next backward. Until then the pool is for others.
+                return
+            coming = self._by_number.get(number)
+            for part in coming.parts if coming is not None and coming.state is GradientState.EVICTED else ():
                 if not self._cache.stage(part.key, part.length_bytes):
                     return
 
@@ -679,11 +616,11 @@ class GradientSwapper:
     @contextmanager
     def _opened(self, gradient: Gradient, part: Part) -> Iterator[torch.Tensor]:
         """Within it a part of an away gradient is there, complete; 1-D, in memory order. It is not changed."""
-        if gradient.place is Place.LOST:
+        if gradient.state is GradientState.LOST:
             gradient.raise_lost()
         try:
             lease, there = self._cache.take(part.key, part.length_bytes)
-            assert there or gradient.place is Place.ZERO, part.key
+            assert there or gradient.state is GradientState.ZERO, part.key
             view = lease.view(0, part.numel, gradient.dtype)
             with modes_kept():
                 set_grad_mode(False)
@@ -694,7 +631,7 @@ class GradientSwapper:
 
     def _complete(self, gradient: Gradient, view: torch.Tensor) -> None:
         """Do what was put off."""
-        if gradient.place is Place.ZERO:
+        if gradient.state is GradientState.ZERO:
             view.zero_()
         for change in gradient.changes:
             change(view)
@@ -703,7 +640,7 @@ class GradientSwapper:
         """Change gradients, in memory at once; what is away is changed when it is used, if it is on disk."""
         for p in parameters:
             gradient = self._of(p)
-            if gradient is not None and gradient.place is not Place.HERE:
+            if gradient is not None and gradient.state is not GradientState.IN_MEMORY:
                 self._change_away(gradient, change)
             else:
                 in_memory = raw_gradient(p)
@@ -712,7 +649,7 @@ class GradientSwapper:
 
     def _change_away(self, gradient: Gradient, change: Change) -> None:
         gradient.norm = None
-        if self._store is not None or gradient.place is not Place.AWAY:
+        if self._store is not None or gradient.state is not GradientState.EVICTED:
             gradient.changes.append(change)
             return
         try:
@@ -727,14 +664,12 @@ class GradientSwapper:
 
     def _norm_of(self, p: torch.nn.Parameter, norm_type: float, foreach: bool | None) -> torch.Tensor:
         gradient = self._of(p)
-        if gradient is None or gradient.place is Place.HERE:
+        if gradient is None or gradient.state is GradientState.IN_MEMORY:
             in_memory = raw_gradient(p)
             assert in_memory is not None
             return norm_of(in_memory, norm_type, foreach)
-        norm = gradient.norm
-        valid = norm is not None and (norm.norm_type, norm.threads) == (norm_type, torch.get_num_threads())
-        if norm is not None and valid and (foreach is None or gradient.device.type == "cpu"):
-            return norm.value
+        if gradient.norm is not None and gradient.norm.is_as_asked(norm_type, foreach):
+            return gradient.norm.value
         return norm_of(self._whole(gradient), norm_type, foreach)
 
     def _whole(self, gradient: Gradient) -> torch.Tensor:
@@ -742,7 +677,7 @@ class GradientSwapper:
         whole = torch.empty_strided(gradient.shape, gradient.stride, dtype=gradient.dtype, device=gradient.device)
         flat = whole.as_strided((whole.numel(),), (1,))
         for i, part in enumerate(gradient.parts):
-            if gradient.place is Place.AWAY:
+            if gradient.state is GradientState.EVICTED:
                 for following in gradient.parts[i : i + 2]:
                     self._cache.stage(following.key, following.length_bytes)
             with self._opened(gradient, part) as view:
@@ -763,15 +698,15 @@ class GradientSwapper:
         except SwapError:
             handed.home = None  # Using it raises.
 
-    def _forget(self, gradient: Gradient, *, to: Place = Place.HERE) -> None:
+    def _forget(self, gradient: Gradient, *, to: GradientState = GradientState.IN_MEMORY) -> None:
         """It is in memory now, or not wanted."""
         gradient.begin_to_change()
         if os.getpid() == self._pid and not self._closed:
             for part in gradient.parts:
                 self._cache.discard(part.key)
         gradient.arrived, gradient.norm, gradient.changes, gradient.cause = 0, None, [], None
-        gradient.place = to
-        if to is Place.HERE:
+        gradient.state = to
+        if to is GradientState.IN_MEMORY:
             gradient.handed = None
             if (parameter := gradient.parameter()) is not None:
                 clear_gradient_home(parameter)
@@ -779,18 +714,16 @@ class GradientSwapper:
     # --- Planning --------------------------------------------------------------------------------------------------
 
     def _new_part(self, p: torch.nn.Parameter, start: int, stop: int) -> Part:
-        key = RecordKey(self._owner, "grad", self._next_number)
-        self._next_number += 1
-        return Part(start, stop, key, record_bytes(p, start, stop))
+        return Part(start, stop, RecordKey(self._owner, "grad", next(self._numbers)), record_bytes(p, start, stop))
 
     def _adopt(self, p: torch.nn.Parameter, parts: list[Part]) -> None:
         """Take the gradient of `p` from now on in `parts`."""
         known = self._of(p)
         if known is None:
-            known = Gradient(weakref.ref(p), p.shape, p.stride(), p.dtype, p.device)
-            self._gradients[id(p)] = known
+            known = Gradient(next(self._numbers), weakref.ref(p), p.shape, p.stride(), p.dtype, p.device)
+            self._gradients[id(p)] = self._by_number[known.number] = known
         former = known.parts
-        if known.place is Place.AWAY:
+        if known.state is GradientState.EVICTED:
             whole = self._whole(known).as_strided((known.shape.numel(),), (1,))
             known.changes = []
             try:
@@ -819,8 +752,8 @@ class GradientSwapper:
         for part in gradient.parts:
             self._cache.forget(part.key)
         del self._gradients[number]
-        self._order = [known for known in self._order if known is not gradient]
-        self._arriving.pop(gradient, None)
+        del self._by_number[gradient.number]
+        self._arrived.discard(gradient.number)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:

@@ -1,4 +1,4 @@
-"""The native core: see csrc/bindings.cpp. Use it through `swapper.handle`, `swapper.buffers` and `swapper.codec`.
+"""The native core: see csrc/bindings.cpp. Use it through the modules of `swapper.io` and `optimizer.master_codec`.
 
 Every failure of the system raises `SwapIOError`, every use after a fork or after close `SwapError`.
 """

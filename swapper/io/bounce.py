@@ -27,13 +27,14 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, field
 
 import torch
 
 from swapper.errors import SwapError, SwapIOError
 from swapper.io.devices import DEVICES, Copies, Event
+from swapper.io.transfer import Moving
+from swapper.sizes import round_up
 
 __all__ = ["DEVICES", "Bounce", "Direct", "Job"]
 
@@ -46,16 +47,6 @@ _WAIT_S = 0.002
 _POLL_S = 0.0002
 
 log = logging.getLogger(__name__)
-
-
-class Native(Protocol):
-    """A transfer of a native engine."""
-
-    def done(self) -> bool:
-        """Whether it is over."""
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for it; raises what went wrong, at every call."""
 
 
 @dataclass(frozen=True)
@@ -71,98 +62,63 @@ class Direct:
 
     start_bytes: int
     stop_bytes: int
-    start: Callable[[], Native]
+    start: Callable[[], Moving]
     refused: Callable[[SwapIOError], bool]
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
 class Job:
     """One transfer of device memory.
 
-    Args:
+    Attributes:
         key: the ledger's.
         operation: "read" or "write".
         path: of the file.
         offset_bytes: where in the file.
-        storage: what holds the memory; kept until the transfer is over.
+        storage: holds the memory; kept until the transfer is over.
         start_bytes: where in the storage.
         length_bytes: how much; more than 0.
         unit_bytes: chunks start at multiples of this in the file; at most `Bounce.chunk_bytes`.
         copies: of the storage's device.
         start: starts a native transfer of host memory: address, length and offset in the file.
-        direct: what of it needs no bounce memory.
+        direct: the part of it that needs no bounce memory.
         over: called on the helper thread, once, when it is over.
+        ready: reached when the caller's stream has done what it had to do at the call. See [Note: order].
+        error: the first failure.
     """
 
-    __slots__ = (
-        "_over",
-        "_tensor",
-        "begun",
-        "begun_s",
-        "chunks",
-        "copies",
-        "direct",
-        "ended_s",
-        "error",
-        "key",
-        "length_bytes",
-        "offset_bytes",
-        "operation",
-        "ordered",
-        "over",
-        "path",
-        "ready",
-        "start",
-        "start_bytes",
-        "storage",
-        "uncut",
-        "unit_bytes",
-    )
+    key: int
+    operation: str
+    path: str
+    offset_bytes: int
+    storage: torch.UntypedStorage | None
+    start_bytes: int
+    length_bytes: int
+    unit_bytes: int
+    copies: Copies
+    start: Callable[[int, int, int], Moving]
+    direct: Direct | None
+    over: Callable[..., None]
+    ready: Event = field(init=False)
+    error: SwapIOError | None = None
+    begun_s: float = field(default_factory=time.perf_counter)
+    ended_s: float = 0.0
+    # The helper thread's: whether its copies follow `ready`; parts that are not cut into chunks; chunks in flight.
+    ordered: bool = False
+    uncut: int = 0
+    chunks: int = 0
+    _tensor: torch.Tensor | None = None
+    _over: threading.Event = field(default_factory=threading.Event)
 
-    def __init__(
-        self,
-        *,
-        key: int,
-        operation: str,
-        path: str,
-        offset_bytes: int,
-        storage: torch.UntypedStorage,
-        start_bytes: int,
-        length_bytes: int,
-        unit_bytes: int,
-        copies: Copies,
-        start: Callable[[int, int, int], Native],
-        direct: Direct | None,
-        over: Callable[[Job], None],
-    ) -> None:
-        self.key = key
-        self.operation = operation
-        self.path = path
-        self.offset_bytes = offset_bytes
-        self.storage: torch.UntypedStorage | None = storage
-        self.start_bytes = start_bytes
-        self.length_bytes = length_bytes
-        self.unit_bytes = unit_bytes
-        self.copies = copies
-        self.start = start
-        self.direct = direct
-        self.over = over
-        self.ready = copies.reached()  # See [Note: order].
-        self.ordered = False
-        self.begun = False
-        self.begun_s = self.ended_s = time.perf_counter()
-        self.error: SwapIOError | None = None
-        # The helper thread's: what is not cut into chunks, and the chunks in flight.
-        self.uncut = 0
-        self.chunks = 0
-        self._tensor: torch.Tensor | None = None
-        self._over = threading.Event()
+    def __post_init__(self) -> None:
+        self.ready = self.copies.reached()
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """See `Transfer.done`."""
         return self._over.is_set()
 
     def failed(self) -> bool:
-        """Whether it is over and failed."""
+        """Tell if it is over and failed."""
         return self.done() and self.error is not None
 
     def times_s(self) -> tuple[float, float]:
@@ -193,7 +149,7 @@ class Job:
         """It is over: let go of the memory, tell everyone."""
         self.ended_s = time.perf_counter()
         self.storage = self._tensor = self.direct = None
-        self.over(self)
+        self.over(self, failed=self.error is not None)
         self._over.set()
 
 
@@ -205,10 +161,9 @@ class _Chunk:
     direct: bool = False
     span: _Span | None = None
     event: Event | None = None
-    native: Native | None = None
+    native: Moving | None = None
 
     def is_ready(self) -> bool:
-        """Whether its stage is over."""
         if self.native is not None:
             return self.native.done()
         assert self.event is not None
@@ -233,13 +188,13 @@ class _Ring:
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
         self._length = memory.numel()
-        # Positions that only grow; the place in memory is the remainder.
+        # Positions that only grow; the offset in memory is the remainder.
         self._head = self._tail = 0
         self._spans: deque[_Span] = deque()
 
     def take(self, length_bytes: int) -> _Span | None:
         """A piece that starts at a page, in one piece. None if there is no room now."""
-        start = -(-self._head // mmap.PAGESIZE) * mmap.PAGESIZE
+        start = round_up(self._head, mmap.PAGESIZE)
         if start % self._length + length_bytes > self._length:
             start += self._length - start % self._length
         if start + length_bytes - self._tail > self._length:
@@ -277,7 +232,7 @@ class Bounce:
     def __init__(self, allocate: Callable[[int], torch.Tensor], block_bytes: int) -> None:
         self._allocate = allocate
         chunk_bytes = min(max(block_bytes, CHUNK_BYTES_MIN), CHUNK_BYTES_MAX)
-        self.chunk_bytes = -(-chunk_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        self.chunk_bytes = round_up(chunk_bytes, mmap.PAGESIZE)
         self._copies: dict[torch.device, Copies] = {}
         # Re-entrant: the finalizer of the handle may run at any allocation, also on the helper thread.
         self._lock = threading.RLock()
@@ -293,15 +248,15 @@ class Bounce:
         self._unlock: Callable[[], None] | None = None
 
     def copies(self, device: torch.device) -> Copies:
-        """What copies for `device`."""
+        """The copies from and to `device`, made at the first use."""
         with self._lock:
             found = self._copies.get(device)
             if found is None:
                 found = self._copies[device] = DEVICES[device.type](device)
             return found
 
-    def start(self, job: Job) -> None:
-        """Take on a job. Interrupted by an exception, it may have: see `withdraw`.
+    def start(self, job: Job) -> Job:
+        """Take on a job, and return it. No Ctrl-C may be raised meanwhile.
 
         Raises:
             SwapError: closed.
@@ -310,35 +265,16 @@ class Bounce:
         with self._lock:
             if self._closed:
                 raise SwapError("the I/O handle is closed")
+            if self._thread is None:
+                thread = threading.Thread(target=self._run, name="swapper-bounce", daemon=False)
+                try:
+                    thread.start()  # It waits for the lock, and then finds the job.
+                except RuntimeError as error:
+                    raise SwapIOError(errno.EAGAIN, "start helper thread", detail=str(error)) from None
+                self._thread = thread
             self._waiting.append(job)
             self._jobs[job.key] = job
-            if self._thread is not None:
-                return
-            thread = threading.Thread(target=self._run, name="swapper-bounce", daemon=False)
-            try:
-                self._thread = thread
-                thread.start()
-            except BaseException as error:
-                # If it did start, before a Ctrl-C, it sees that it is not wanted. Nobody else had a job in meanwhile.
-                self._thread = None
-                if isinstance(error, RuntimeError):
-                    raise SwapIOError(errno.EAGAIN, "start helper thread", detail=str(error)) from None
-                raise
-
-    def withdraw(self, job: Job) -> bool:
-        """Take a job back, if `start` took it on, or wait until it is over.
-
-        Returns:
-            Whether nothing of it has happened.
-        """
-        with self._lock:
-            if not job.begun:
-                with contextlib.suppress(ValueError):
-                    self._waiting.remove(job)
-                self._jobs.pop(job.key, None)
-                return True
-        self._await(job)
-        return False
+        return job
 
     def settle(self) -> None:
         """Wait for the jobs that are in flight now, well or not."""
@@ -396,11 +332,8 @@ class Bounce:
 
     def _has_work(self) -> bool:
         with self._lock:
-            if self._thread is not threading.current_thread():
-                return False  # Its start was interrupted, and taken back.
             while self._waiting:
                 job = self._waiting.popleft()
-                job.begun = True
                 self._cut(job)
             if self._uncut or self._flight:
                 return True
@@ -468,7 +401,7 @@ class Bounce:
                 self._fail(job, piece, error)
                 return True
             offset = job.offset_bytes + piece.start
-            skip = offset % mmap.PAGESIZE  # Memory as misaligned as the place in the file: the drive takes it as it is.
+            skip = offset % mmap.PAGESIZE  # As misaligned in memory as in the file: the drive takes it as it is.
             longest = self.chunk_bytes // job.unit_bytes * job.unit_bytes - offset % job.unit_bytes
             length = min(piece.stop - piece.start, longest)
             span = ring.take(skip + length)

@@ -22,55 +22,24 @@ import torch
 
 from swapper.errors import SwapError, SwapIOError
 
-__all__ = ["DEVICES", "Copies", "Copy", "CudaCopies", "DeviceCopies", "Event", "is_accelerator"]
+__all__ = ["DEVICES", "Copies", "Copy", "DeviceCopies", "Event", "is_accelerator"]
 
 
 class Event(Protocol):
     """A point in the work of a stream."""
 
     def query(self) -> bool:
-        """Whether it is reached."""
+        """Tell if the point is reached."""
 
     def synchronize(self) -> None:
         """Wait until it is reached."""
 
 
-class Copies(Protocol):
-    """Copies between one device and the host, in order, on a stream of their own."""
+class Copies:
+    """Copies between one CUDA device and the host, in order, on a stream of their own.
 
-    def reached(self) -> Event:
-        """What the caller's current stream has to do by now."""
-
-    def follow(self, event: Event) -> None:
-        """Let the copies that come wait for `event`."""
-
-    def join(self, event: Event) -> None:
-        """Let what the caller's current stream has to do from now on wait for `event`."""
-
-    def start(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
-        """Start a copy; the event says when it is done. Neither tensor may be freed before."""
-
-    def run(self, work: Callable[[], object]) -> Event:
-        """Call `work`, which starts several operations on tensors; the event says when they are done."""
-
-    def keep(self, tensor: torch.Tensor) -> None:
-        """Let nobody else have the memory of a device tensor before the copies so far are done."""
-
-    def settle(self) -> None:
-        """Wait for all copies."""
-
-    def settle_all(self) -> None:
-        """Wait for all that devices of this type have to do, copies from and to the host among it."""
-
-    def page_lock(self, address: int, length_bytes: int) -> None:
-        """Let the device copy from and to this memory of the host without help."""
-
-    def page_unlock(self, address: int) -> None:
-        """Undo `page_lock`."""
-
-
-class CudaCopies:
-    """`Copies` of a CUDA device."""
+    Another kind of device needs a class with these methods, in `DEVICES`.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -79,42 +48,51 @@ class CudaCopies:
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
 
-    def reached(self) -> Event:  # noqa: D102
+    def reached(self) -> Event:
+        """An event after all that the caller's current stream has to do by now."""
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def follow(self, event: Event) -> None:  # noqa: D102
+    def follow(self, event: Event) -> None:
+        """Let the copies that come wait for `event`."""
         assert isinstance(event, torch.cuda.Event)
         self._stream.wait_event(event)
 
-    def join(self, event: Event) -> None:  # noqa: D102
+    def join(self, event: Event) -> None:
+        """Let what the caller's current stream has to do from now on wait for `event`."""
         assert isinstance(event, torch.cuda.Event)
         torch.cuda.current_stream(self._device).wait_event(event)
 
-    def start(self, destination: torch.Tensor, source: torch.Tensor) -> Event:  # noqa: D102
+    def start(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
+        """Start a copy; the event says when it is done. Neither tensor may be freed before."""
         # The host memory is not torch's, so it takes no part in its tracking of streams.
         return self.run(lambda: destination.copy_(source, non_blocking=True))
 
-    def run(self, work: Callable[[], object]) -> Event:  # noqa: D102
+    def run(self, work: Callable[[], object]) -> Event:
+        """Call `work`, which starts several operations on tensors; the event says when they are done."""
         with torch.cuda.stream(self._stream):
             work()
         event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 
-    def keep(self, tensor: torch.Tensor) -> None:  # noqa: D102
+    def keep(self, tensor: torch.Tensor) -> None:
+        """Let nobody else have the memory of a device tensor before the copies so far are done."""
         tensor.record_stream(self._stream)
 
-    def settle(self) -> None:  # noqa: D102
+    def settle(self) -> None:
+        """Wait for all copies."""
         self._stream.synchronize()
 
-    def settle_all(self) -> None:  # noqa: D102
+    def settle_all(self) -> None:
+        """Wait for all that devices of this type have to do, copies from and to the host among it."""
         for number in range(torch.cuda.device_count()):
             if torch._C._cuda_hasPrimaryContext(number):  # type: ignore[attr-defined]
                 torch.cuda.synchronize(number)
 
-    def page_lock(self, address: int, length_bytes: int) -> None:  # noqa: D102
+    def page_lock(self, address: int, length_bytes: int) -> None:
+        """Let the device copy from and to this memory of the host without help."""
         portable = 1  # For all devices.
         with torch.cuda.device(self._device):  # Not the default one, which would make a context there.
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -122,17 +100,18 @@ class CudaCopies:
         if status != 0:
             raise SwapError(f"cudaHostRegister of {length_bytes} bytes failed: CUDA error {status}")
 
-    def page_unlock(self, address: int) -> None:  # noqa: D102
+    def page_unlock(self, address: int) -> None:
+        """Undo `page_lock`."""
         with torch.cuda.device(self._device):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-DEVICES: dict[str, Callable[[torch.device], Copies]] = {"cuda": CudaCopies}
+DEVICES: dict[str, Callable[[torch.device], Copies]] = {"cuda": Copies}
 """Types of devices that are accelerators, and what copies for them."""
 
 
 def is_accelerator(device: torch.device) -> bool:
-    """Whether memory there is reached by copies only."""
+    """Tell if memory of the device is reached by copies only."""
     return device.type in DEVICES
 
 
@@ -145,7 +124,7 @@ class Copy:
         self._event = event
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Tell if it is over, well or not."""
         try:
             return self._event.query()
         except Exception:  # The device has failed: `wait` says how.

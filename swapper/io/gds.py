@@ -25,7 +25,7 @@ import torch
 
 from swapper.errors import SwapError, SwapIOError
 from swapper.io import _native, bounce
-from swapper.io.handle import AsyncIOHandle, FaultPlan, File
+from swapper.io.handle import AsyncIOHandle, File
 
 __all__ = ["CuFileProbe", "GDSHandle", "probe_cufile"]
 
@@ -42,11 +42,10 @@ _FIRST_VERSION_WITH_P2PDMA = 1130
 
 log = logging.getLogger(__name__)
 _lock = threading.RLock()
-_said: set[str] = set()
 
 
 class CuFileProbe(NamedTuple):
-    """What of GPUDirect Storage this machine has.
+    """The parts of GPUDirect Storage that this machine has.
 
     Attributes:
         available: whether `GDSHandle` uses it; files and their drives are not asked.
@@ -99,7 +98,7 @@ def _find() -> tuple[_native.CuFile | None, CuFileProbe]:
 
 
 def _library_names() -> list[str]:
-    """Where the packages of NVIDIA's that torch depends on put it, then the system's own."""
+    """File names in the packages of NVIDIA's that torch depends on, then the system's own."""
     names = []
     found = importlib.util.find_spec("nvidia")
     for directory in found.submodule_search_locations or () if found is not None else ():
@@ -132,19 +131,16 @@ def _compatibility_mode(library: _native.CuFile, nvidia_fs: bool) -> str | None:
     return None
 
 
-def _say_once(reason: str) -> None:
-    with _lock:
-        if reason in _said:
-            return
-        _said.add(reason)
+@functools.cache
+def _warn_once(reason: str) -> None:
     log.warning("device tensors go through memory of the host, not by GPUDirect Storage: %s", reason)
 
 
 def _refused(error: SwapIOError) -> bool:
-    """Whether cuFile cannot do this transfer, though another way may; see `cufile_errno` in csrc/cufile.h."""
+    """Tell if cuFile cannot do this transfer, though another way may; see `cufile_errno` in csrc/cufile.h."""
     if error.errno != errno.EOPNOTSUPP:
         return False
-    _say_once(error.detail.partition(";")[0])  # Without which part of the transfer it was.
+    _warn_once(error.detail.partition(";")[0])  # Without which part of the transfer it was.
     return True
 
 
@@ -171,51 +167,25 @@ class GDSHandle(AsyncIOHandle):
     Args and errors as for `AsyncIOHandle`; `block_bytes`, `queue_depth` and `threads` also hold for cuFile.
     """
 
-    def __init__(
-        self,
-        *,
-        backend: str = "auto",
-        block_bytes: int = 1 << 20,
-        queue_depth: int = 32,
-        threads: int = 1,
-        single_submit: bool = False,
-        overlap_events: bool = True,
-        faults: FaultPlan | None = None,
-    ) -> None:
+    def _set_up(self) -> None:
+        super()._set_up()
         self._pins: dict[int, _Pin] = {}
         self._gds: _native.Engine | None = None
-        super().__init__(
-            backend=backend,
-            block_bytes=block_bytes,
-            queue_depth=queue_depth,
-            threads=threads,
-            single_submit=single_submit,
-            overlap_events=overlap_events,
-            faults=faults,
-        )
         self._library, found = _find()
         self._reason = found.reason
         if self._library is not None:
             if found.compatibility_mode:
                 log.warning("cuFile runs in its compatibility mode, because %s", found.compatibility_reason)
             try:
-                self._gds = _native.Engine(
-                    backend="cufile",
-                    block_bytes=block_bytes,
-                    queue_depth=queue_depth,
-                    threads=threads,
-                    single_submit=single_submit,
-                    overlap_events=overlap_events,
-                    faults=faults,
-                )
+                self._gds = self._new_engine("cufile")
             except SwapIOError as error:
                 self._reason = str(error)
         if self._gds is None:
-            _say_once(self._reason)
+            _warn_once(self._reason)
 
     @property
     def gds_available(self) -> bool:
-        """Whether device tensors go by cuFile. It may still refuse a file, which then goes through the host."""
+        """True if device tensors go by cuFile. It may still refuse a file, which then goes through the host."""
         return self._gds is not None
 
     @property
@@ -249,7 +219,7 @@ class GDSHandle(AsyncIOHandle):
             try:
                 registration = self._library.register_memory(address, length_bytes, device)
             except SwapIOError as error:
-                _say_once(f"memory cannot be pinned: {error.detail}")
+                _warn_once(f"memory cannot be pinned: {error.detail}")
                 return False
             self._pins[address] = _Pin(length_bytes, registration, tensor.untyped_storage())
         return True
@@ -266,7 +236,7 @@ class GDSHandle(AsyncIOHandle):
             if pin is None or pin.length_bytes != length_bytes:
                 return False
             del self._pins[address]  # First, so that no transfer uses it from now on.
-        self._ledger.bounce.settle()
+        self._bounce.settle()
         return True
 
     def close(self) -> None:
@@ -292,14 +262,12 @@ class GDSHandle(AsyncIOHandle):
             raise SwapError("the I/O handle is closed")
         if tensor.device.type not in bounce.DEVICES or tensor.layout != torch.strided or not tensor.is_contiguous():
             raise ValueError(f"pinning needs a contiguous tensor on a CUDA device, not one on {tensor.device}")
-        return tensor.data_ptr(), tensor.numel() * tensor.element_size(), _ordinal(tensor)
+        return tensor.data_ptr(), tensor.nbytes, _ordinal(tensor)
 
-    def _direct(
-        self, operation: str, file: File, tensor: torch.Tensor, length_bytes: int, offset_bytes: int
-    ) -> bounce.Direct | None:
+    def _direct(self, operation: str, file: File, tensor: torch.Tensor, offset_bytes: int) -> bounce.Direct | None:
         page = file.alignment_bytes
         start = -offset_bytes % page  # See [Note: edges].
-        stop = length_bytes - (offset_bytes + length_bytes) % page
+        stop = tensor.nbytes - (offset_bytes + tensor.nbytes) % page
         if self._gds is None or start >= stop:
             return None
         registered = self._register_file(file, _ordinal(tensor))
@@ -320,17 +288,17 @@ class GDSHandle(AsyncIOHandle):
     def _register_file(self, file: File, device: int) -> _native.RegisteredFile | None:
         assert self._library is not None
         with _lock:
-            registered = file._registered
+            registered = file.registration
             if not file.direct:  # Also if it was, until the file system refused a transfer.
                 registered = f"the file is not open with O_DIRECT: {file.direct_reason}"
             elif registered is None:
                 try:
-                    registered = self._library.register_file(file._open(), device)
+                    registered = self._library.register_file(file.native(), device)
                 except SwapIOError as error:
                     registered = error.detail
-                file._registered = registered
+                file.registration = registered
         if isinstance(registered, str):
-            _say_once(registered)
+            _warn_once(registered)
             return None
         return registered
 

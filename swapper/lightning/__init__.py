@@ -11,26 +11,22 @@ already or installed. With both in one program, `swapper.lightning.in_lightning`
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from swapper.lightning.directories import load_from_checkpoint
-from swapper.strategy.arguments import packages_in_use
+from swapper.strategy.arguments import import_in_use
 
 if TYPE_CHECKING:
     from swapper.lightning.in_lightning import SwapCheckpointIO, SwapDDPStrategy, SwapMonitor, SwapStrategy
 
 __all__ = ["SwapCheckpointIO", "SwapDDPStrategy", "SwapMonitor", "SwapStrategy", "load_from_checkpoint"]
 
-_MODULES = {"lightning.pytorch": "in_lightning", "pytorch_lightning": "in_pytorch_lightning"}
-
-
-_modules = [
-    importlib.import_module(f"{__name__}.{_MODULES[package]}") for package in packages_in_use(__name__, list(_MODULES))
-]
+_module, *_ = import_in_use(
+    __name__, {"lightning.pytorch": "in_lightning", "pytorch_lightning": "in_pytorch_lightning"}
+)
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        return getattr(_modules[0], name)
+        return getattr(_module, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,6 +1,7 @@
-"""Lightning's checkpoints as directories: what Lightning wants to save is cut into what `save_checkpoint` takes.
+"""Lightning's checkpoints as directories: cuts Lightning's dictionary into the arguments of `save_checkpoint`.
 
-See `swapper.references` for the tensors. Those of a directory are read when they are used; a hook may keep them.
+See `swapper.tensors.tensor_refs` for the tensors. Those of a directory are read when they are used; a hook may keep
+them.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import importlib
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from typing import Any, TypeVar
 
 import torch
@@ -16,11 +18,11 @@ from torch.optim import Optimizer
 
 from swapper.checkpoint.checkpoint import OpenCheckpoint, is_checkpoint, remove, save
 from swapper.errors import ConfigError, SwapError
-from swapper.files.fastsave import SaveHandle
+from swapper.files.saving import PendingSave
 from swapper.tensors.evicted_views import EvictedView
 from swapper.tensors.tensor_refs import OPTIMIZER_STATES, is_lightnings, refer, replaced, resolve
 
-__all__ = ["Directories", "load_from_checkpoint", "placeholder", "read_directory"]
+__all__ = ["Directories", "load_from_checkpoint", "placeholder"]
 
 log = logging.getLogger(__name__)
 
@@ -29,37 +31,39 @@ _PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 _ModuleT = TypeVar("_ModuleT")
 
 
-class _Elsewhere(dict[str, Any]):
-    """Stands for the state dict of an optimizer, whose state is in files of its own."""
+class _NoState(dict[str, Any]):
+    """Stands for the state dict of an optimizer whose state is in files of its own."""
 
 
 def placeholder(optimizer: Optimizer) -> dict[str, Any]:
-    """What has the groups of `optimizer` as its state dict has them, and none of its state."""
+    """A state dict with the groups of `optimizer`, and none of its state."""
     groups = []
     count = 0
     for group in optimizer.param_groups:
-        places = list(range(count, count + len(group["params"])))
-        count += len(places)
-        groups.append({**group, "params": places})
-    return _Elsewhere(state={}, param_groups=groups)
+        slots = list(range(count, count + len(group["params"])))
+        count += len(slots)
+        groups.append({**group, "params": slots})
+    return _NoState(state={}, param_groups=groups)
 
 
 class Directories:
-    """Saves and loads directories for one strategy.
+    """Saves and loads directories for one strategy. Each method waits first for the save in the background.
 
-    What a save leaves for the background is waited for before the next thing is done here, and by `settle`.
+    Attributes:
+        saving: the save that goes on in the background.
     """
 
     def __init__(self) -> None:
-        self._saving: SaveHandle | None = None
-        self._dumped: dict[int, tuple[str, torch.Tensor]] = {}
+        self.saving = PendingSave()
+        self._names: dict[int, tuple[str, torch.Tensor]] = {}
         self._open: OpenCheckpoint | None = None
 
     # --- Saving ----------------------------------------------------------------------------------------------------
 
-    def dumped(self, state: Mapping[str, Any]) -> None:
-        """Lightning was given `state` as the model's."""
-        self._dumped = {id(value): (name, value) for name, value in state.items() if isinstance(value, torch.Tensor)}
+    def remember(self, state: Mapping[str, Any]) -> None:
+        """Note that Lightning was given `state` as the model's, so that `save` knows its tensors again."""
+        # With the tensors: while they live nothing else has their ids.
+        self._names = {id(value): (name, value) for name, value in state.items() if isinstance(value, torch.Tensor)}
 
     def save(
         self,
@@ -70,10 +74,10 @@ class Directories:
         *,
         prune: bool,
     ) -> None:
-        """Save what Lightning has made, in the place of whatever checkpoint has the name.
+        """Save Lightning's checkpoint, in the place of whatever checkpoint has the name.
 
         Args:
-            checkpoint: what Lightning has made.
+            checkpoint: that Lightning has made.
             directory: that it is going to be.
             model: whose checkpoint it is.
             optimizers: in Lightning's order.
@@ -88,7 +92,7 @@ class Directories:
                 f"checkpoint_format: a directory with hard links cannot be made at {os.fspath(directory)}; use "
                 "checkpoint_format='full'"
             )
-        self.settle()
+        self.saving.wait()
         states = checkpoint.get(OPTIMIZER_STATES)
         if states is not None and states != [placeholder(optimizer) for optimizer in optimizers]:
             raise ConfigError(
@@ -96,31 +100,17 @@ class Directories:
                 "have; use checkpoint_format='full'"
             )
         rest = {key: value for key, value in checkpoint.items() if key != OPTIMIZER_STATES or not states}
-        dumped, self._dumped = self._dumped, {}
-        referring = refer(rest, {number: name for number, (name, _) in dumped.items()})
+        names, self._names = self._names, {}
+        referring = refer(rest, {number: name for number, (name, _) in names.items()})
         extra = replaced(referring, EvictedView, torch.clone)  # Parts of the model's tensors.
         saved = list(optimizers) if states is not None else None
-        handle = save(directory, model, saved, extra, over_files=True, prune=prune)
-        if not handle.done():
-            self._saving = handle
-        else:
-            handle.wait()
-
-    def settle(self) -> None:
-        """Wait for what is saved in the background.
-
-        Raises:
-            SwapIOError: it failed.
-        """
-        handle, self._saving = self._saving, None
-        if handle is not None:
-            handle.wait()
+        self.saving.keep(save(directory, model, saved, extra, over_files=True, prune=prune))
 
     def remove(
         self, directory: str | os.PathLike[str], model: torch.nn.Module | None, optimizers: Sequence[Optimizer]
     ) -> bool:
         """Remove a checkpoint that is a directory of ours, unless it has files of others. Returns whether it is one."""
-        self.settle()
+        self.saving.wait()
         if not is_checkpoint(directory) or os.path.islink(directory):
             return False
         try:
@@ -132,11 +122,11 @@ class Directories:
     # --- Loading ---------------------------------------------------------------------------------------------------
 
     def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """What was given to `save`, with tensors of the model that are read when they are used."""
-        self.settle()
+        """Lightning's checkpoint, with tensors of the model that are read when they are used."""
+        self.saving.wait()
         self.close()
         self._open = OpenCheckpoint(directory)
-        return read_directory(self._open)
+        return _lightnings(self._open)
 
     def load_model(self, checkpoint: Mapping[str, Any], model: torch.nn.Module) -> bool:
         """Load the model from its files.
@@ -146,11 +136,12 @@ class Directories:
         """
         opened = self._opened(checkpoint)
         state = checkpoint["state_dict"]
-        if opened is None or state.keys() != opened.state_dict.keys():
-            return False
-        if not all(state[name] is value for name, value in opened.state_dict.items()):
-            return False
-        if opened.converts(model):  # Lightning loads a model before it gives it the dtype of a "true" precision.
+        if (
+            opened is None
+            or state.keys() != opened.state_dict.keys()
+            or any(state[name] is not value for name, value in opened.state_dict.items())
+            or opened.converts(model)  # Lightning loads a model before it gives it the dtype of a "true" precision.
+        ):
             return False
         opened.load_model(model)
         return True
@@ -158,11 +149,11 @@ class Directories:
     def load_optimizers(
         self, checkpoint: Mapping[str, Any], model: torch.nn.Module, optimizers: Sequence[Optimizer]
     ) -> bool:
-        """Load the state of the optimizers from its files. Returns whether it is there."""
+        """Load the state of the optimizers from its files. Returns whether the directory has it."""
         opened = self._opened(checkpoint)
         if opened is None or not opened.optimizers:
             return False
-        if not all(isinstance(state, _Elsewhere) for state in checkpoint[OPTIMIZER_STATES]):
+        if not all(isinstance(state, _NoState) for state in checkpoint[OPTIMIZER_STATES]):
             raise SwapError(
                 "a hook has changed checkpoint['optimizer_states'] of a checkpoint that is a directory, where the "
                 "state is not; change the optimizer afterwards"
@@ -175,25 +166,25 @@ class Directories:
         return opened if opened is not None and checkpoint.get(_DIRECTORY) == str(opened.directory) else None
 
     def close(self) -> None:
-        """Close the files of what was loaded. Idempotent."""
+        """Close the files of the checkpoint that was loaded, and forget the model's tensors. Idempotent."""
         opened, self._open = self._open, None
+        self._names = {}
         if opened is not None:
             opened.close()
 
 
-def read_directory(opened: OpenCheckpoint) -> dict[str, Any]:
-    """What Lightning saved in a directory."""
+def _lightnings(opened: OpenCheckpoint) -> dict[str, Any]:
+    """The checkpoint that Lightning saved in a directory."""
     if not is_lightnings(opened.extra):
         raise ConfigError(
             f"{opened.directory} was not saved by Lightning; load it with swapper.load_checkpoint(directory, model, "
             "optimizer)"
         )
-
     checkpoint: dict[str, Any] = resolve(opened.extra, opened.state_dict)
     checkpoint.setdefault("state_dict", dict(opened.state_dict))  # An imported file has none beside the model.
     checkpoint[_DIRECTORY] = str(opened.directory)
     if opened.optimizers:
-        checkpoint[OPTIMIZER_STATES] = [_Elsewhere(state={}, param_groups=[]) for _ in range(opened.optimizers)]
+        checkpoint[OPTIMIZER_STATES] = [_NoState(state={}, param_groups=[]) for _ in range(opened.optimizers)]
     return checkpoint
 
 
@@ -238,9 +229,8 @@ def load_from_checkpoint(
     if (package := next(bases, None)) is None:
         raise ConfigError(f"module: {module.__name__} is no class of LightningModules or LightningDataModules")
     saving = importlib.import_module(f"{package}.core.saving")
-    opened = OpenCheckpoint(checkpoint_path)
-    try:
-        checkpoint = read_directory(opened)
+    with closing(OpenCheckpoint(checkpoint_path)) as opened:
+        checkpoint = _lightnings(opened)
         key: str = getattr(module, "CHECKPOINT_HYPER_PARAMS_KEY")  # noqa: B009  # Which torch's modules lack.
         if hparams_file is not None:
             csv = os.fspath(hparams_file).lower().endswith(".csv")
@@ -248,6 +238,4 @@ def load_from_checkpoint(
             checkpoint[key] = read(hparams_file)
         checkpoint.setdefault(key, {}).update(hyper_parameters)
         made = saving._load_state(module, checkpoint, strict=strict, **hyper_parameters)
-    finally:
-        opened.close()
     return made.to(map_location) if isinstance(made, torch.nn.Module) else made

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from swapper.checkpoint.checkpoint import is_checkpoint
-from swapper.checkpoint.directories import check_replaceable, remove_checkpoint, sync_path
+from swapper.checkpoint.directories import check_replaceable, remove_replaced
 from swapper.errors import SwapError, system_errors
-from swapper.files.fastsave import SaveHandle, load, save
-from swapper.io.handle import exchange
+from swapper.files.fastsave import load, save
+from swapper.files.saving import PendingSave
+from swapper.storage.atomic import put_in_place, temporary_path
 from swapper.tensors.evicted_views import EvictedView
 from swapper.tensors.tensor_refs import replaced
 
@@ -23,26 +23,33 @@ if TYPE_CHECKING:
 else:
     TorchCheckpointIO = object
 
-__all__ = ["FilesOfTorch"]
+__all__ = ["CheckpointFiles"]
 
 
 def _on_cpu(storage: Any, location: str) -> Any:
     return storage
 
 
-class FilesOfTorch(TorchCheckpointIO):
-    """The part of `SwapCheckpointIO` that is not Lightning's."""
+class CheckpointFiles(TorchCheckpointIO):
+    """Ordinary checkpoint files for any strategy, written and read through the engine, and checked when read.
+
+    A file appears under its name when it is complete and synced; what had the name is whole until then.
+
+    Args:
+        background: return as soon as the tensors are copied in memory, and write meanwhile. What fails is raised by
+            the next save, load or removal, or at the end.
+    """
 
     def __init__(self, *, background: bool = False) -> None:
         super().__init__()
         self._background = background
-        self._saving: SaveHandle | None = None
+        self._saving = PendingSave()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], path: str | os.PathLike[str], storage_options: Any = None
     ) -> None:
         """Write the file. It appears when it is complete and synced."""
-        self._settle()
+        self._saving.wait()
         if storage_options is not None or "://" in os.fspath(path):
             super().save_checkpoint(checkpoint, str(path), storage_options)
             return
@@ -50,7 +57,7 @@ class FilesOfTorch(TorchCheckpointIO):
         if os.path.islink(path) or is_checkpoint(path):
             _save_over(checkpoint, Path(os.path.abspath(path)))
         elif self._background:
-            self._saving = save(_snapshot(checkpoint), path, background=True)
+            self._saving.keep(save(_snapshot(checkpoint), path, background=True))
         else:
             save(checkpoint, path)
 
@@ -58,7 +65,7 @@ class FilesOfTorch(TorchCheckpointIO):
         self, path: str | os.PathLike[str], map_location: Any = _on_cpu, weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a file, with its checksums compared."""
-        self._settle()
+        self._saving.wait()
         if is_checkpoint(path):
             raise SwapError(f"{os.fspath(path)} is a directory that SwapStrategy saved; load it with that strategy")
         if "://" in os.fspath(path) or not os.path.exists(path):
@@ -68,7 +75,7 @@ class FilesOfTorch(TorchCheckpointIO):
 
     def remove_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Remove a file, or a directory."""
-        self._settle()
+        self._saving.wait()
         super().remove_checkpoint(str(path))
 
     def teardown(self) -> None:
@@ -77,28 +84,22 @@ class FilesOfTorch(TorchCheckpointIO):
         Raises:
             SwapIOError: it failed.
         """
-        self._settle()
-
-    def _settle(self) -> None:
-        handle, self._saving = self._saving, None
-        if handle is not None:
-            handle.wait()
+        self._saving.wait()
 
 
 def _save_over(checkpoint: dict[str, Any], path: Path) -> None:
     """Save a file in the place of a link, which is not followed, or of a directory of ours, in one step."""
     check_replaceable(path, over_files=True)
-    written = path.parent / f".{path.name}.tmp-{secrets.token_hex(6)}"  # As a checkpoint that is left over.
+    written = temporary_path(path)
     try:
         save(checkpoint, written)
         with system_errors("publish", path):
-            exchange(written, path)
+            put_in_place(written, path)
     except BaseException:
         with contextlib.suppress(OSError):
             written.unlink()
         raise
-    sync_path(path.parent)
-    remove_checkpoint(written, lambda _: False)
+    remove_replaced(written)
 
 
 def _snapshot(checkpoint: dict[str, Any]) -> Any:

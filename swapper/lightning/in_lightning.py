@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from lightning.pytorch.callbacks import Callback
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
-from swapper.lightning.namespaces import bind, register
-
-if TYPE_CHECKING:
-    from swapper.lightning.files import FilesOfTorch as SwapCheckpointIO
-    from swapper.lightning.monitor import Monitor as SwapMonitor
-    from swapper.lightning.strategy import OnDDP as SwapDDPStrategy
-    from swapper.lightning.strategy import OnOneDevice as SwapStrategy
-else:
-    globals().update(bind("lightning.pytorch", __name__))
+from swapper.lightning.files import CheckpointFiles
+from swapper.lightning.monitor import Monitor
+from swapper.lightning.strategy import OnDDP, OnOneDevice
+from swapper.strategy.arguments import register
+from swapper.strategy.swapping import SwappingStrategy
 
 __all__ = ["SwapCheckpointIO", "SwapDDPStrategy", "SwapMonitor", "SwapStrategy"]
 
-register("lightning.pytorch", globals())
+
+class SwapCheckpointIO(CheckpointFiles, TorchCheckpointIO):
+    __doc__ = CheckpointFiles.__doc__
+
+
+class SwapStrategy(OnOneDevice, SingleDeviceStrategy):
+    __doc__ = SwappingStrategy.__doc__
+    files, wrapping = SwapCheckpointIO, _WrappingCheckpointIO
+
+
+class SwapDDPStrategy(OnDDP, DDPStrategy):
+    __doc__ = SwappingStrategy.__doc__
+    files, wrapping = SwapCheckpointIO, _WrappingCheckpointIO
+
+
+class SwapMonitor(Monitor, Callback):
+    __doc__ = Monitor.__doc__
+
+
+register(StrategyRegistry, SwapStrategy, SwapDDPStrategy)

@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from pytorch_lightning.callbacks import Callback
+from pytorch_lightning.plugins import TorchCheckpointIO
+from pytorch_lightning.plugins.io.wrapper import _WrappingCheckpointIO
+from pytorch_lightning.strategies import DDPStrategy, SingleDeviceStrategy, StrategyRegistry
 
-from swapper.lightning.namespaces import bind, register
-
-if TYPE_CHECKING:
-    from swapper.lightning.files import FilesOfTorch as SwapCheckpointIO
-    from swapper.lightning.monitor import Monitor as SwapMonitor
-    from swapper.lightning.strategy import OnDDP as SwapDDPStrategy
-    from swapper.lightning.strategy import OnOneDevice as SwapStrategy
-else:
-    globals().update(bind("pytorch_lightning", __name__))
+from swapper.lightning.files import CheckpointFiles
+from swapper.lightning.monitor import Monitor
+from swapper.lightning.strategy import OnDDP, OnOneDevice
+from swapper.strategy.arguments import register
+from swapper.strategy.swapping import SwappingStrategy
 
 __all__ = ["SwapCheckpointIO", "SwapDDPStrategy", "SwapMonitor", "SwapStrategy"]
 
-register("pytorch_lightning", globals())
+
+class SwapCheckpointIO(CheckpointFiles, TorchCheckpointIO):
+    __doc__ = CheckpointFiles.__doc__
+
+
+class SwapStrategy(OnOneDevice, SingleDeviceStrategy):  # type: ignore[misc]
+    __doc__ = SwappingStrategy.__doc__
+    files, wrapping = SwapCheckpointIO, _WrappingCheckpointIO
+
+
+class SwapDDPStrategy(OnDDP, DDPStrategy):  # type: ignore[misc]
+    __doc__ = SwappingStrategy.__doc__
+    files, wrapping = SwapCheckpointIO, _WrappingCheckpointIO
+
+
+class SwapMonitor(Monitor, Callback):  # type: ignore[misc]
+    __doc__ = Monitor.__doc__
+
+
+register(StrategyRegistry, SwapStrategy, SwapDDPStrategy)

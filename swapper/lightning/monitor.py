@@ -1,4 +1,4 @@
-"""`SwapMonitor`: what swapping moves and how long it is waited for, to any Logger and in the progress bar."""
+"""`SwapMonitor` logs the bytes that swapping moves, and the waits for them, to any Logger and in the progress bar."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from swapper.errors import ConfigError
 from swapper.metrics import Moves, moves_of
 from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.parameter.swapper import ParameterSwapper
+from swapper.strategy.swapping import swapper_of
 
 if TYPE_CHECKING:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -23,7 +24,16 @@ _DAY_S = 86400
 
 
 class Monitor(Callback):
-    """The part of `SwapMonitor` that is not Lightning's."""
+    """Logs what swapping moves, every `log_every_n_steps`, to all loggers, as `swapper/...`.
+
+    bytes_read_per_step, bytes_written_per_step and their sum bytes_per_step; bytes_per_s; wait_share, the part of
+    the time in which training waited for the drive; bytes_written since the optimizers were made; pool_bytes and
+    pool_peak_bytes; endurance_days, after which writing on like this has worn a drive out. On each rank its own.
+
+    Args:
+        progress_bar: show bytes per step and the share of waits.
+        endurance_bytes: what the drive is rated for, as "600TB"; see its data sheet for TBW.
+    """
 
     def __init__(self, *, progress_bar: bool = True, endurance_bytes: int | str = "600TB") -> None:
         self._progress_bar = progress_bar
@@ -83,8 +93,7 @@ class Monitor(Callback):
 
 
 def _swappers(trainer: Trainer) -> list[OptimizerSwapper]:
-    found = (getattr(optimizer, "swapper", None) for optimizer in trainer.optimizers)
-    return [swapper for swapper in found if isinstance(swapper, OptimizerSwapper)]
+    return [swapper for swapper in map(swapper_of, trainer.optimizers) if swapper is not None]
 
 
 def _moved(trainer: Trainer) -> Moves:

@@ -2,7 +2,7 @@
 
 A window is `gradient_accumulation_steps` backward passes and the `step()` that ends them. In the last pass each
 parameter's gradient is final when autograd has accumulated it; when that is so for all parameters of a bucket, the
-bucket is stepped there and then, on the thread of the backward pass. `step()` does what is left: buckets with
+bucket is stepped at once, on the thread of the backward pass. `step()` does what is left: buckets with
 parameters that had fewer gradients than the window has passes.
 
 [Note: what plain PyTorch would still have] After `backward()` a plain program may look at gradients, change them, or
@@ -16,6 +16,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
@@ -25,10 +26,12 @@ from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
 
 from swapper.errors import ConfigError, SwapError
+from swapper.optimizer.failure import Guard
 from swapper.optimizer.loss_scaling import may_be_scaled
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
+from swapper.optimizer.records import Prefetcher
 from swapper.optimizer.segments import Bucket, OptimizerParameter, grouped
-from swapper.optimizer.stepper import ReadAhead, Stepper
+from swapper.optimizer.stepper import Stepper
 from swapper.tensors.evicted_gradients import (
     bring_back_gradients,
     clear_gradient_home,
@@ -40,7 +43,21 @@ from swapper.tensors.evicted_gradients import (
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 from swapper.tensors.memory_overlap import CANNOT_GO_WITH, check_memory, names_of
 
-__all__ = ["CANNOT_GO_WITH", "BackwardSteps"]
+__all__ = ["CANNOT_GO_WITH", "Arrivals", "BackwardSteps"]
+
+_Options = dict[str, Any]
+
+
+@dataclass(eq=False, slots=True)
+class _Window:
+    """The backward passes before a step. The last three are set when the first bucket is stepped."""
+
+    stepped: dict[Bucket, None] = field(default_factory=dict)  # in order
+    missing: dict[Bucket, int] = field(default_factory=dict)  # parameters that lack gradients, where some have arrived
+    groups_of: dict[OptimizerParameter, int | None] = field(default_factory=dict)  # of what was stepped
+    backward_pass: int = -1  # autograd's number of it
+    options: list[_Options] = field(default_factory=list)  # of each group
+    prefetcher: Prefetcher | None = None
 
 
 class BackwardSteps:
@@ -50,7 +67,8 @@ class BackwardSteps:
         optimizer: the user's. Only a weak reference is kept.
         plan: the buckets; `gradient_accumulation_steps` is the window.
         stepper: steps them.
-        prepare: called before the first bucket of a window is stepped; raises if a step could not be made now.
+        prepare: called with "step" before the first bucket of a window is stepped; raises if a step could not be made
+            now. A method, of which a weak reference is kept, as of the next: their object goes when its optimizer goes.
         failed: called with what went wrong in the step of a bucket.
 
     Raises:
@@ -63,30 +81,25 @@ class BackwardSteps:
         optimizer: Optimizer,
         plan: OptimizerPlan,
         stepper: Stepper,
-        prepare: Callable[[], None],
+        prepare: Callable[[str], object],
         failed: Callable[[BaseException], None],
     ) -> None:
         self._optimizer_ref = weakref.ref(optimizer)
         self._plan = plan
         self._stepper = stepper
-        self._prepare = prepare
-        self._failed = failed
+        self._prepare = weakref.WeakMethod(prepare)
+        self._failed = weakref.WeakMethod(failed)
         self._lock = threading.RLock()
-        self._stepped: dict[Bucket, None] = {}  # of the window, in order
-        self._missing: dict[Bucket, int] = {}  # of buckets for which gradients have arrived: parameters that lack some
-        self._order: list[Bucket] = []  # of the last window: what to expect in the next
-        self._ahead: ReadAhead | None = None  # of the window, from its first step on
-        self._groups_of: dict[OptimizerParameter, int | None] = {}  # of what was stepped, and in which group
-        self._pass = -1  # autograd's number of the backward pass in which the first of them was stepped
-        self._groups: list[dict[str, Any]] = []  # the options that the window is stepped with
-        self._checked: list[Bucket] = []  # those whose parameters are known to lie each in memory of its own
+        self._window = _Window()
+        self._order: list[Bucket] = []  # of the last window: expected in the next
+        self._checked: list[Bucket] = []  # buckets whose parameters are known to share no memory
         self._refuse(optimizer)
         check_memory(names_of(optimizer), parameters_of(optimizer))
 
     @property
     def under_way(self) -> bool:
-        """Whether buckets were stepped and `step()` was not called yet."""
-        return bool(self._stepped)
+        """True if buckets were stepped and `step()` was not called yet."""
+        return bool(self._window.stepped)
 
     def arrived(self, p: torch.nn.Parameter) -> None:
         """Autograd has accumulated the gradient of `p`, which is in memory: `count` it, and `complete` if it is final.
@@ -114,7 +127,7 @@ class BackwardSteps:
             known = self._plan.of(p)
             if known is None or known.group is None:
                 return False  # It is in no group any more, which `step()` will find out too.
-            if first and not self._stepped and not known.stepped:
+            if first and not self._window.stepped and not known.stepped:
                 self._count_anew(known)
             count = known.arrived + 1
             if known.stepped or count > self._plan.gradient_accumulation_steps or self._is_another_pass():
@@ -127,20 +140,21 @@ class BackwardSteps:
         """The gradient of `p` is final, and in memory. Steps the buckets of which that is true of all parameters.
 
         Raises:
-            SwapError: the gradients of the last window were not set to None. No parameter was touched.
-            ConfigError: something is in use that would make the result wrong. No parameter was touched.
+            SwapError, ConfigError: the result would be wrong. No parameter was touched.
             SwapIOError: the drive failed in the step of a bucket.
         """
         with self._lock:
             optimizer = self._optimizer_ref()
             assert optimizer is not None
-            if not self._stepped:
-                if self._known(None):
+            if not self._window.stepped:
+                if self._without_gradient():
                     set_raw_gradient(p, None)
                     raise SwapError(self._too_many())
                 self._refuse(optimizer)
                 self._refuse_scaler()
-                self._prepare()
+                prepare = self._prepare()
+                assert prepare is not None
+                prepare("step")
                 if self._checked != self._plan.buckets:
                     check_memory(names_of(optimizer), parameters_of(optimizer))
                     self._checked = list(self._plan.buckets)
@@ -151,30 +165,28 @@ class BackwardSteps:
 
     def left(self) -> list[Bucket]:
         """The buckets that `step()` has to see to."""
-        return [bucket for bucket in self._plan.buckets if bucket not in self._stepped]
+        return [bucket for bucket in self._plan.buckets if bucket not in self._window.stepped]
 
     def follow_plan(self) -> None:
         """The buckets, or which parameters are stepped, have changed."""
         with self._lock:
-            self._missing.clear()
-            self._ahead = None
+            self._window.missing.clear()
+            self._window.prefetcher = None
 
     def check_window(self, optimizer: Optimizer) -> None:
-        """Raise if `step()` would step what was stepped in backward otherwise.
-
-        Raises:
-            SwapError: an option was changed, or a parameter taken out of its group, since the first bucket was stepped.
-        """
-        self._check_options(optimizer)
+        """Raise `SwapError` if `step()` would step otherwise what was stepped in backward."""
+        if self._window.stepped:
+            self._check_options(optimizer, range(len(self._window.options)))
         group_of = {id(p): number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        if any(known.is_gone or group_of.get(id(known.parameter)) != n for known, n in self._groups_of.items()):
+        if any(known.is_gone or group_of.get(id(known.parameter)) != n for known, n in self._window.groups_of.items()):
             raise SwapError(
                 "a parameter was taken out of its group between backward() and step(), but with step_in_backward it "
                 "was stepped in backward; take it out after step() or before backward()"
             )
 
-    def _check_options(self, optimizer: Optimizer) -> None:
-        if self._stepped and _options(optimizer)[: len(self._groups)] != self._groups:
+    def _check_options(self, optimizer: Optimizer, numbers: Iterable[int]) -> None:
+        groups, options = optimizer.param_groups, self._window.options
+        if any(number >= len(groups) or _options(groups[number]) != options[number] for number in numbers):
             raise SwapError(
                 "an option of the optimizer (its learning rate, ...) was changed between backward() and step(), but "
                 "with step_in_backward the parameters were stepped in backward; change it after step() or before "
@@ -184,11 +196,9 @@ class BackwardSteps:
     def finish(self) -> None:
         """The window is over; what was stepped in it is expected in the next one."""
         with self._lock:
-            if self._stepped:
-                self._order = list(self._stepped)
-            self._stepped, self._ahead = {}, None
-            self._missing.clear()
-            self._groups_of.clear()
+            if self._window.stepped:
+                self._order = list(self._window.stepped)
+            self._window = _Window()
             for known in self._plan.planned():
                 known.arrived = 0
 
@@ -196,28 +206,24 @@ class BackwardSteps:
         """State and parameters are made anew: there is no window, and nothing is missing."""
         with self._lock:
             self.finish()
-            for p in self._known(None):
+            for p in self._without_gradient():
                 self._clear(p)
 
     def expected(self) -> list[Bucket]:
         """The buckets that are not stepped yet, in the order in which they probably will be."""
-        # What was stepped last comes first in a backward, so what is new is expected at the end, in reverse order.
+        # The last layers come first in a backward: so new buckets are expected at the end, in reverse order.
         present = dict.fromkeys(self._plan.buckets)
         known = dict.fromkeys([*(bucket for bucket in self._order if bucket in present), *reversed(present)])
-        return [bucket for bucket in known if bucket not in self._stepped]
+        return [bucket for bucket in known if bucket not in self._window.stepped]
 
     # --- `GradientHome`, of gradients that are gone ------------------------------------------------------------------
 
     def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """What reading `p.grad` gives: a tensor that raises when its values are used."""
+        """The value of `p.grad`: a tensor that raises when its values are used."""
         return evicted_gradient(parameter, self, tuple(parameter.stride()))
 
     def bring_back(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """The values of the gradient of `parameter` are asked for.
-
-        Raises:
-            SwapError: always.
-        """
+        """Raises `SwapError`, for the values of the gradient are gone."""
         raise SwapError(
             "the gradient of this parameter is gone: with step_in_backward it was used, and freed, in backward(). "
             f"{CANNOT_GO_WITH} GradScaler, clipping by a global norm, or anything else that needs gradients after "
@@ -225,27 +231,19 @@ class BackwardSteps:
         )
 
     def set_zero(self, parameter: torch.nn.Parameter) -> None:
-        """`zero_grad(set_to_none=False)`.
-
-        Raises:
-            SwapError: always.
-        """
+        """Raises `SwapError`: see `bring_back`. Called by `zero_grad(set_to_none=False)`."""
         raise SwapError("zero_grad(set_to_none=False): with step_in_backward the gradients are gone; leave it out")
 
     def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
-        """`zero_grad`: the parameters may have gradients again.
-
-        Raises:
-            SwapError: `step()` was not called.
-        """
+        """`zero_grad`: the parameters may have gradients again. Raises `SwapError` if `step()` was not called."""
         with self._lock:
-            if self._stepped:
+            if self._window.stepped:
                 raise SwapError(
                     "the gradients were set to None before step() was called, but with step_in_backward the parameters "
                     "were stepped in backward already: a step cannot be skipped. Load a checkpoint to undo it, or use "
                     "step_in_backward: false"
                 )
-            for p in self._known(parameters):
+            for p in self._without_gradient() if parameters is None else parameters:
                 self._clear(p)
 
     def _clear(self, p: torch.nn.Parameter) -> None:
@@ -257,31 +255,29 @@ class BackwardSteps:
     def _count_anew(self, known: OptimizerParameter) -> None:
         known.arrived = 0
         for bucket in known.buckets:
-            self._missing.pop(bucket, None)
+            self._window.missing.pop(bucket, None)
 
-    def _known(self, parameters: Iterable[torch.nn.Parameter] | None) -> list[torch.nn.Parameter]:
-        """`parameters`; for None those that were stepped, and whose gradients were not cleared since."""
-        if parameters is not None:
-            return list(parameters)
+    def _without_gradient(self) -> list[torch.nn.Parameter]:
+        """The parameters that were stepped, and whose gradients were not cleared since."""
         return [known.parameter for known in self._plan.planned() if known.stepped]
 
     # --- The step of a bucket ----------------------------------------------------------------------------------------
 
     def _is_complete(self, bucket: Bucket) -> bool:
         """A parameter of `bucket` has its last gradient. Returns whether all have, so that it can be stepped."""
-        if bucket in self._stepped:
+        if bucket in self._window.stepped:
             return False
-        if bucket not in self._missing:
-            self._missing[bucket] = self._count_missing(bucket)
+        if bucket not in self._window.missing:
+            self._window.missing[bucket] = self._count_missing(bucket)
         else:
-            self._missing[bucket] -= 1
-        if self._missing[bucket]:
+            self._window.missing[bucket] -= 1
+        if self._window.missing[bucket]:
             return False
         given_up = [known for known in _members(bucket) if not self._stepper.has_gradient(known.parameter)]
         for known in given_up:  # `zero_grad()` without `step()`, and this bucket was not complete then.
             self._count_anew(known)
         if given_up:
-            self._missing[bucket] = self._count_missing(bucket)
+            self._window.missing[bucket] = self._count_missing(bucket)
         return not given_up
 
     def _count_missing(self, bucket: Bucket) -> int:
@@ -289,11 +285,12 @@ class BackwardSteps:
         return sum(known.arrived != wanted for known in _members(bucket))
 
     def _step(self, optimizer: Optimizer, bucket: Bucket) -> None:
-        if not self._stepped:
-            self._groups = _options(optimizer)
-            self._pass = torch._C._current_graph_task_id()
-        self._check_options(optimizer)
-        members = _members(bucket)
+        members, window = _members(bucket), self._window
+        if not window.stepped:
+            window.options = [_options(group) for group in optimizer.param_groups]
+            window.backward_pass = torch._C._current_graph_task_id()
+        else:  # All groups are compared at the end; a model of many would take long to do so for each bucket.
+            self._check_options(optimizer, {known.group for known in members if known.group is not None})
         bring_back_gradients((known.parameter for known in members), (self, self._stepper.gradients))
         work = self._stepper.work_on([bucket])
         if not work:
@@ -303,27 +300,28 @@ class BackwardSteps:
                 set_grad_mode(False)
                 self._stepper.run_one(optimizer, work[0])
         except BaseException as error:
-            self._failed(error)
+            if (failed := self._failed()) is not None:
+                failed(error)
             self.finish()
             raise
-        self._stepped[bucket] = None
+        window.stepped[bucket] = None
         for known in members:
-            self._groups_of[known] = known.group
-            if all(other in self._stepped for other in known.buckets):
+            window.groups_of[known] = known.group
+            if all(other in window.stepped for other in known.buckets):
                 set_raw_gradient(known.parameter, None)
                 known.stepped = True
                 set_gradient_home(known.parameter, self)
-        if self._ahead is None:  # Buckets stay as they are from here to the end of the window.
-            self._ahead = ReadAhead(self._stepper, [(other, []) for other in self.expected()], self._stepped)
-        self._ahead.look()
+        if window.prefetcher is None:  # Buckets stay as they are from here to the end of the window.
+            window.prefetcher = self._stepper.prefetcher([(other, []) for other in self.expected()], window.stepped)
+        window.prefetcher.look()
 
     def _is_another_pass(self) -> bool:
-        """Whether this is a later backward pass than the one in which buckets of the window were stepped.
+        """True in a later backward pass than the one in which buckets of the window were stepped.
 
         Autograd numbers passes as they start. Reentrant activation checkpointing makes passes within a pass: those
         have later numbers than what is around them.
         """
-        if not self._stepped or torch._C._current_graph_task_id() <= self._pass:
+        if not self._window.stepped or torch._C._current_graph_task_id() <= self._window.backward_pass:
             return False
         frame: FrameType | None = sys._getframe()
         while frame is not None:
@@ -356,7 +354,7 @@ class BackwardSteps:
 
     def _too_many(self) -> str:
         passes = self._plan.gradient_accumulation_steps
-        if not self._stepped:
+        if not self._window.stepped:
             return (
                 "gradients of a new window arrive, and those of the last one were not set to None; call "
                 "optimizer.zero_grad() after step()"
@@ -369,18 +367,83 @@ class BackwardSteps:
         )
 
 
+class Arrivals:
+    """Watches the gradients of one optimizer.
+
+    A window is the backward passes before a step, and the step. The first gradient of the last pass starts the reading.
+    If buckets are stepped in backward, `backward_steps` gets every gradient instead.
+    """
+
+    def __init__(
+        self, plan: OptimizerPlan, stepper: Stepper, guard: Guard, backward_steps: BackwardSteps | None
+    ) -> None:
+        self._plan = plan
+        self._stepper = stepper
+        self._guard = guard
+        self.backward_steps = backward_steps
+        self._lock = threading.Lock()
+        self._has_begun = False  # the last pass of the window
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Have a hook on each parameter that is in a group now, and no other swapper's."""
+        reference = weakref.ref(self)
+
+        def on_gradient(p: torch.Tensor) -> None:
+            arrivals = reference()
+            if arrivals is not None:
+                arrivals._on_gradient(p)
+
+        for p in parameters_of(optimizer):
+            known = self._plan.of(p)
+            if known is not None and known.hook is None and not known.left and p.requires_grad and p.is_leaf:
+                known.hook = p.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+
+    def drop_window(self) -> None:
+        """Give scratch back; the next gradient is the first of a window."""
+        self._stepper.drop_scratch()
+        self._has_begun = False
+        for known in self._plan.planned() if self.backward_steps is None else ():
+            known.arrived = 0
+
+    def end_window(self) -> None:
+        """The step was made."""
+        self.drop_window()
+        if self.backward_steps is not None:
+            self.backward_steps.finish()
+            self._stepper.wish(self.backward_steps.expected())
+
+    def _on_gradient(self, p: torch.Tensor) -> None:
+        """Called on a thread of autograd, in the middle of backward."""
+        if self._guard.closed or self._guard.failure is not None or self._guard.is_forked:
+            return
+        if self.backward_steps is not None:
+            assert isinstance(p, torch.nn.Parameter)
+            gradients = self._stepper.gradients
+            if gradients is None or not gradients.watches(p):  # Else it will say when they are complete.
+                self.backward_steps.arrived(p)
+            return
+        if self._has_begun:
+            return
+        with self._lock:
+            known = self._plan.of(p)
+            if known is None:
+                return
+            known.arrived += 1
+            if self._has_begun or known.arrived < self._plan.gradient_accumulation_steps:
+                return
+            self._has_begun = True
+        self._stepper.wish(self._plan.buckets, scratch=True)
+
+
 def _members(bucket: Bucket) -> list[OptimizerParameter]:
     """The parameters of `bucket` that are stepped."""
     return [known for known in grouped(bucket.segments) if known.group is not None]
 
 
-def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of each group, with the values of tensors."""
-    return [
-        {
-            key: value.tolist() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
-        for group in optimizer.param_groups
-    ]
+def _options(group: _Options) -> _Options:
+    """The options of a group, with the values of tensors."""
+    return {
+        key: value.tolist() if isinstance(value, torch.Tensor) else value
+        for key, value in group.items()
+        if key not in ("params", "param_names")
+    }

@@ -91,7 +91,7 @@ def segment_cuts(numel: int, numel_max: int, *, low_precision: bool, threads: in
 
 
 def keeps_bits(numel: int, cuts: tuple[tuple[int, int], ...], *, threads: int) -> bool:
-    """Whether stepping on `cuts` puts the same elements into scalar tails as stepping whole, at any vector width.
+    """Tell if stepping on `cuts` puts the same elements into scalar tails as stepping whole, at any vector width.
 
     This is the rule for `low_precision`, as a check: it knows nothing of how cuts are made. A False says that
     bits may differ on some machine, not that they do on this one.

@@ -1,47 +1,112 @@
-"""What is remembered of a step or a load that ended in the middle, until it is made good."""
+"""`Guard`: whether a swapped optimizer may be used, after a step or a load that ended in the middle."""
 
 from __future__ import annotations
 
 import copy
+import os
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
+from torch.optim import Optimizer
 
 from swapper.errors import SwapError, SwapIOError
+from swapper.metrics import Metrics
+from swapper.optimizer.stepper import Stepper
 from swapper.tensors.homes import home_of
 
-__all__ = ["Failure", "Versions", "versions"]
+__all__ = ["Guard"]
 
-Versions = Sequence[tuple["weakref.ref[torch.nn.Parameter]", int, int]]
-
-
-def versions(parameters: Iterable[torch.nn.Parameter]) -> Versions:
-    """What tells whether a parameter was loaded since: its version counter and address now."""
-    return [(weakref.ref(p), p._version, _address(p)) for p in {id(p): p for p in parameters}.values()]
+_Version = tuple["weakref.ref[torch.nn.Parameter]", int, int]
 
 
-def _address(p: torch.nn.Parameter) -> int:
-    """Of the values; 0 where they come and go, and only the version counts."""
-    return 0 if home_of(p) is not None else p.data_ptr()
+class Guard:
+    """Refuses what must not be done to an optimizer now.
+
+    Attributes:
+        closed: the state is gone.
+        failure: a step or a load that ended in the middle and is not made good yet.
+    """
+
+    def __init__(self, stepper: Stepper, metrics: Metrics) -> None:
+        self.closed = False
+        self.failure: Failure | None = None
+        self._stepper = stepper
+        self._metrics = metrics
+        self._pid = os.getpid()
+
+    @property
+    def is_forked(self) -> bool:
+        """True in a process that was forked since."""
+        return os.getpid() != self._pid
+
+    def check_open(self) -> None:
+        """Raise `SwapError` if the state is gone, or the parent's."""
+        if self.closed:
+            raise SwapError("the swapper of this optimizer was closed and its state is gone; make a new optimizer")
+        if self.is_forked:
+            raise SwapError(
+                "a swapped optimizer was used in a forked process; its files and buffers belong to the parent. "
+                "Make the optimizer in the process that steps it"
+            )
+
+    def check_usable(self, optimizer: Optimizer, operation: str) -> None:
+        """Raise `SwapError` if a step or a load has failed, and not all is loaded again."""
+        self.note_cut_off(optimizer)
+        if self.failure is not None:
+            self.failure.check(operation)
+            self.failure = None
+
+    def note_cut_off(self, optimizer: Optimizer, error: BaseException | None = None) -> None:
+        """Remember a step that ended in the middle. Without `error`: one whose clean-up was cut off too."""
+        stepper = self._stepper
+        if not stepper.stepping and not (error and stepper.entered):
+            return
+        stepper.widen(optimizer)
+        text = f"step {self._metrics.steps} failed after {stepper.done} of {len(stepper.plan.buckets)} buckets"
+        failure = Failure(text)
+        failure.wait_for(segment.parameter for bucket in stepper.entered for segment in bucket.segments)
+        failure.explain(error or KeyboardInterrupt())
+        self.failure = failure
+        stepper.entered, stepper.done, stepper.stepping = [], 0, False
+        if error is None:
+            stepper.abandon()
+
+    @contextmanager
+    def replacing(self, what: str) -> Iterator[None]:
+        """While all state is replaced, and from then on if that fails, nothing may use it."""
+        before = self.failure
+        self.failure = failure = Failure(f"{what} was not finished")
+        if before is not None:
+            failure.parameters = before.parameters
+        try:
+            yield
+        except BaseException as error:
+            failure.explain(error)
+            self._stepper.recover()
+            raise
+        self.failure = before
 
 
 class Failure:
     """Something that ended in the middle, so that parameters and state do not belong together, or state is missing.
 
-    Args:
-        what: what failed.
-        error: why; None if it is not known yet.
-        parameters: that must be loaded before training goes on, as they are now.
+    Attributes:
+        state_loaded: all state has been loaded since.
+        parameters: must be loaded, too: their version counters and addresses are to change.
     """
 
-    def __init__(self, what: str, error: BaseException | None, parameters: Versions) -> None:
+    def __init__(self, text: str) -> None:
         self.state_loaded = False
-        self.parameters = parameters
+        self.parameters: list[_Version] = []
         self._cause: SwapIOError | None = None
-        self._text = what
-        if error is not None:
-            self.explain(error)
+        self._text = text
+
+    def wait_for(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Have these loaded before training goes on."""
+        distinct = {id(p): p for p in parameters}.values()
+        self.parameters = [(weakref.ref(p), p._version, _address(p)) for p in distinct]
 
     def explain(self, error: BaseException) -> None:
         """Say what the reason was."""
@@ -63,3 +128,8 @@ class Failure:
                     f"{operation} is refused: {self._text}. The optimizer's state was loaded again but the parameters "
                     "were not: load them from the same checkpoint (model.load_state_dict)"
                 ) from self._cause
+
+
+def _address(p: torch.nn.Parameter) -> int:
+    """Address of the values; 0 of a swapped parameter, for which only the version counts."""
+    return 0 if home_of(p) is not None else p.data_ptr()

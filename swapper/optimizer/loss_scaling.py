@@ -1,4 +1,4 @@
-"""Whether a GradScaler may have scaled the loss of the backward pass that is running.
+"""`may_be_scaled`: a guess whether a GradScaler has scaled the loss of the backward pass that is running.
 
 A gradient does not say whether it is scaled, and when it arrives, autograd has freed the factor that the loss was
 multiplied by. What is left is the graph. `GradScaler.scale` multiplies by a tensor without a gradient, so every path
@@ -24,28 +24,28 @@ from torch.autograd.function import BackwardCFunction
 __all__ = ["may_be_scaled"]
 
 _MULTIPLICATIONS = ("MulBackward", "CompiledFunction", "DifferentiableGraph")
-"""How the names of nodes begin or end that may multiply by a scale: `outputs * scale`, and code that was compiled as a
-whole, in which such a node does not show."""
+"""Parts of names of nodes that may multiply by a scale: `outputs * scale`, and code that was compiled as a whole, in
+which such a node does not show."""
 
 _RUNS_BACKWARD = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
 _RUNS_FUNCTION = BackwardCFunction.apply.__code__
 
 
 def may_be_scaled(is_ours: Callable[[Any], bool]) -> bool:
-    """Whether the loss of this backward pass may be scaled by a `torch.amp.GradScaler`.
+    """True if the loss of this backward pass may be scaled by a `torch.amp.GradScaler`.
 
     To be called by a hook of a parameter. False is certain, but for multiplications hidden in a
     `torch.autograd.Function`. True means that there is an enabled scaler in the process, and no proof that it is of
     another loss.
 
     Args:
-        is_ours: whether a leaf of the graph is a parameter that is stepped in this pass.
+        is_ours: tells if a leaf of the graph is a parameter that is stepped in this pass.
     """
     return not _is_proven_unscaled(is_ours) and _is_a_scaler_in_use()
 
 
 def _is_proven_unscaled(is_ours: Callable[[Any], bool]) -> bool:
-    """Whether in each of the nested passes there is a path without multiplication to what runs in it."""
+    """True if each of the nested passes has a path without multiplication to what runs in it."""
     passes = _passes(sys._getframe())
     if passes is None:
         return False
@@ -91,7 +91,7 @@ def _walk(frame: FrameType | None, inner: Any, found: list[tuple[Sequence[Any], 
 
 
 def _has_plain_path(roots: Sequence[Any], is_ours: Callable[[Any], bool], wanted: Any) -> bool:
-    """Whether a leaf that `is_ours`, or the node `wanted`, can be reached from `roots` without a multiplication."""
+    """True if a leaf that `is_ours`, or the node `wanted`, can be reached from `roots` without a multiplication."""
     nodes = [root.node if isinstance(root, torch.autograd.graph.GradientEdge) else root.grad_fn for root in roots]
     if any(node is None and is_ours(root) for node, root in zip(nodes, roots, strict=True)):
         return True
@@ -117,7 +117,7 @@ def _has_plain_path(roots: Sequence[Any], is_ours: Callable[[Any], bool], wanted
 
 
 def _is_a_scaler_in_use() -> bool:
-    """Whether any enabled scaler has scaled something. Looks at every object that refers to a class of scalers."""
+    """True if any enabled scaler has scaled something. Looks at every object that refers to a class of scalers."""
     classes = set(_with_subclasses(torch.amp.GradScaler))
     scalers = [item for item in gc.get_referrers(*classes) if type(item) in classes]
     return any(scaler.is_enabled() and scaler._scale is not None for scaler in scalers)

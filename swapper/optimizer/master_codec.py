@@ -85,7 +85,7 @@ def join_master(param: Tensor, low: Tensor, ties: Tensor, tie_bits: int, master:
             one-dimensional, any alignment, and without a byte in common with the others.
         low: int16 or uint16, `master.numel()` elements.
         ties: uint8, `ties_bytes_max(tie_bits)` elements or more.
-        tie_bits: what `split_master` returned.
+        tie_bits: the result of `split_master`.
         master: float32; written.
 
     Raises:

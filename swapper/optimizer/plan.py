@@ -1,9 +1,13 @@
-"""Which parameters an optimizer has, how their state is cut, and what that needs; before anything is allocated."""
+"""`OptimizerPlan`: the parameters of an optimizer, the cuts of their state, and the memory that it needs.
+
+It knows everything before anything is allocated.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import Optimizer
@@ -14,10 +18,21 @@ from swapper.io.devices import is_accelerator
 from swapper.optimizer.probe import StateSpec, is_elementwise, keeps_bits, learn_state
 from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, grouped, plan_buckets, plan_segments
 from swapper.sizes import PAGE_BYTES, round_up
+from swapper.storage.buffers import BufferPool
+from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.schedule import Schedule, plan_schedule
+from swapper.tensors.evicted_gradients import raw_gradient
 from swapper.tensors.strides import is_plain
 
-__all__ = ["OptimizerPlan"]
+if TYPE_CHECKING:
+    from swapper.optimizer.backward_step import Arrivals
+    from swapper.optimizer.failure import Guard
+    from swapper.optimizer.state_dicts import StateRecords
+    from swapper.optimizer.stepper import Stepper
+
+__all__ = ["OptimizerPlan", "PlanFollower", "is_remote", "parameters_of"]
+
+log = logging.getLogger(__name__)
 
 _LOW_PRECISION = (torch.bfloat16, torch.float16)
 
@@ -34,9 +49,13 @@ class OptimizerPlan:
 
     Attributes:
         buckets: in the order in which they are stepped.
-        is_wasteful: more than half of all elements in the buckets are of parameters that are gone.
-        is_misfit: a parameter was cut for `fused=True`, which its group has no more.
+        device: of the parameters.
+        remote: it is an accelerator.
         threads: `torch.get_num_threads()` that the cuts are right for.
+        scratch_count: scratch buffers that a step holds. With an accelerator, one is copied into while the other is in
+            use.
+        gradient_accumulation_steps: gradients that each parameter gets before a step.
+        step_in_backward: buckets are stepped as their gradients arrive.
 
     Raises:
         ConfigError: the optimizer, or a parameter of it, cannot be swapped.
@@ -60,32 +79,58 @@ class OptimizerPlan:
         self._parameters: dict[int, OptimizerParameter] = {}  # by `id`; `of` compares the object
         self._dropped: list[Bucket] = []  # for `drop_gone`
         self._next_index = 0
+        self._is_wasteful = False  # more than half of all elements in the buckets are of parameters that are gone
         self.buckets: list[Bucket] = []
-        self.is_wasteful = False
-        self.is_misfit = False
         self.threads = torch.get_num_threads()
         parameters = list(parameters_of(optimizer)) if swaps_state else []
         self.device = _device_of(parameters)
         self.remote = is_remote(self.device)
+        self.scratch_count = 2 if self.remote else 1
+        self.gradient_accumulation_steps = config.gradient_accumulation_steps
+        self.step_in_backward = config.offload_optimizer.step_in_backward
         self.extend(optimizer, [p for p in parameters if p.requires_grad])
 
+    # --- Parameters ------------------------------------------------------------------------------------------------
+
     def of(self, parameter: torch.Tensor) -> OptimizerParameter | None:
-        """What is known of a parameter; None if it is not planned."""
+        """The plan's own object of a parameter; None if it is not planned."""
         known = self._parameters.get(id(parameter))
         return known if known is not None and known.refers_to(parameter) else None
 
     def planned(self) -> list[OptimizerParameter]:
-        """Each parameter that is planned and still there, in a group or not."""
+        """Each parameter that is planned and not gone, in a group or not."""
         return [known for known in self._parameters.values() if not known.is_gone]
 
-    def follow(
-        self, optimizer: Optimizer
-    ) -> tuple[list[torch.nn.Parameter], list[OptimizerParameter], list[OptimizerParameter]]:
+    def with_state(self) -> list[torch.nn.Parameter]:
+        """The parameters that have state, in a group or not."""
+        return [known.parameter for known in self.planned() if known.has_state]
+
+    def segments_of(self, parameter: torch.nn.Parameter) -> tuple[Segment, ...]:
+        """The parameter's segments in order; () if it is not planned."""
+        known = self.of(parameter)
+        return () if known is None else known.segments
+
+    def is_planned(self, parameter: torch.nn.Parameter) -> bool:
+        """True if the buckets have segments of the parameter."""
+        return bool(self.segments_of(parameter))
+
+    def check_unchanged(self, parameter: torch.nn.Parameter) -> None:
+        """Refuse a parameter whose size, dtype, device or order in memory has changed since it was planned.
+
+        Raises:
+            SwapError: naming what changed.
+        """
+        if (known := self.of(parameter)) is not None:
+            _check_unchanged(parameter, known)
+
+    # --- Changes ---------------------------------------------------------------------------------------------------
+
+    def follow(self, optimizer: Optimizer) -> tuple[list[torch.nn.Parameter], bool]:
         """Note which group each parameter is in now.
 
         Returns:
-            Parameters in groups that are not planned, whether or not they are to be; what is in a group again; and what
-            was in one until now.
+            Parameters in groups that are not planned, whether or not they are to be; and whether any that is planned
+            has come to a group, or left all of them.
 
         Raises:
             ConfigError: one is in the groups more than once.
@@ -94,7 +139,6 @@ class OptimizerPlan:
         unknown = []
         members: dict[OptimizerParameter, int] = {}
         seen: set[int] = set()
-        self.is_misfit = False
         for number, group in enumerate(optimizer.param_groups):
             for p in group["params"]:
                 if id(p) in seen:
@@ -106,18 +150,35 @@ class OptimizerPlan:
                 known = self.of(p)
                 if known is None:
                     unknown.append(p)
-                else:
-                    _check_unchanged(p, known)
-                    members[known] = number
-                    known.fused = bool(group.get("fused"))
-                    self.is_misfit |= known.cut_for_fused and not known.fused and _needs_cuts_of_chunks(known)
-        came = [known for known in members if known.group is None]
+                    continue
+                _check_unchanged(p, known)
+                members[known] = number
+                known.fused = bool(group.get("fused"))
+        came = any(known.group is None for known in members)
         left = [known for known in self._parameters.values() if known.group is not None and known not in members]
         for known in left:
             known.group = None
+            known.unhook()
+            known.arrived = 0
         for known, number in members.items():
             known.group = number
-        return unknown, came, left
+        return unknown, came or bool(left)
+
+    def reason_to_cut_anew(self) -> str | None:
+        """The reason why the cuts, or the records, must not stay as they are; None if there is none."""
+        if self.threads != torch.get_num_threads() and any(map(_is_cut_in_low_precision, self._parameters.values())):
+            return "torch.set_num_threads was called, and the bits of a low-precision step depend on it"
+        planned = self.planned()
+        sparse = [known for known in planned if not known.segments[0].whole and _has_sparse_gradient(known)]
+        for known in sparse:
+            known.keeps_whole = True
+        if sparse:
+            return "a sparse gradient came, which cannot be cut"
+        if any(known.cut_for_fused and not known.fused and _is_cut_in_low_precision(known) for known in planned):
+            return "fused was switched off, and the bits of a low-precision step depend on it"
+        if self._is_wasteful:
+            return "more than half of its records is of parameters that are gone"
+        return None
 
     def extend(self, optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> list[Bucket]:
         """Plan those of `parameters` that are not planned yet, in the order of groups.
@@ -142,16 +203,14 @@ class OptimizerPlan:
                 known.stride = tuple(p.stride())
                 known.segments = tuple(self._plan_parameter(optimizer, group, options, p, known))
                 made.append(known)
-        segments = [segment for known in made for segment in known.segments]
-        largest_record_bytes = max((length for _, length in self._records.values()), default=0)
         buckets = plan_buckets(
             self._owner,
             self._next_index,
-            segments,
+            [segment for known in made for segment in known.segments],
             self._config.bucket_bytes,
             self.remote,
             self._records.get,
-            largest_record_bytes,
+            max((length for _, length in self._records.values()), default=0),
         )
         for known in made:
             known.buckets = ()
@@ -174,7 +233,7 @@ class OptimizerPlan:
 
     def plan_again(self, optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Plan `parameters`, and nothing else, anew. If it fails, nothing is planned."""
-        self.buckets, self.is_wasteful = [], False
+        self.buckets, self._is_wasteful = [], False
         for known in self._parameters.values():
             known.segments = ()
         try:
@@ -197,57 +256,31 @@ class OptimizerPlan:
             for segment in self._parameters.pop(number).segments:
                 segment.vacate()
         if gone:
-            self._dropped += [b for b in self.buckets if not any(segment.is_live for segment in b.segments)]
-            self.buckets = [b for b in self.buckets if any(segment.is_live for segment in b.segments)]
-            sizes = [(segment.numel, segment.is_live) for bucket in self.buckets for segment in bucket.segments]
-            self.is_wasteful = 2 * sum(numel for numel, live in sizes if live) < sum(numel for numel, _ in sizes)
+            holes = (bucket for bucket in self.buckets if all(segment.is_hole for segment in bucket.segments))
+            empty = dict.fromkeys(holes)
+            self._dropped += empty
+            self.buckets = [bucket for bucket in self.buckets if bucket not in empty]
+            segments = [segment for bucket in self.buckets for segment in bucket.segments]
+            holes_numel = sum(segment.numel for segment in segments if segment.is_hole)
+            self._is_wasteful = 2 * holes_numel > sum(segment.numel for segment in segments)
 
-    def check_unchanged(self, parameter: torch.nn.Parameter) -> None:
-        """Refuse a parameter whose size, dtype, device or order in memory has changed since it was planned.
-
-        Raises:
-            SwapError: naming what changed.
-        """
-        if (known := self.of(parameter)) is not None:
-            _check_unchanged(parameter, known)
-
-    def segments_of(self, parameter: torch.nn.Parameter) -> tuple[Segment, ...]:
-        """The parameter's segments in order; () if it is not planned."""
-        known = self.of(parameter)
-        return () if known is None else known.segments
-
-    def is_planned(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the parameter has a place in the buckets."""
-        return bool(self.segments_of(parameter))
-
-    @property
-    def gradient_accumulation_steps(self) -> int:
-        """Gradients that each parameter gets before a step."""
-        return self._config.gradient_accumulation_steps
-
-    @property
-    def step_in_backward(self) -> bool:
-        """Whether buckets are stepped as their gradients arrive."""
-        return self._config.offload_optimizer.step_in_backward
-
-    @property
-    def depends_on_threads(self) -> bool:
-        """Whether the cuts are right for one number of threads only."""
-        return any(
-            not segment.whole and segment.of.dtype in _LOW_PRECISION and not segment.master
-            for bucket in self.buckets
-            for segment in bucket.segments
-        )
+    # --- Needs -----------------------------------------------------------------------------------------------------
 
     def strides_may_differ(self, segment: Segment) -> bool:
-        """Whether the class pairs a gradient of other strides with its parameter in vectors as in one by one.
+        """True if the class computes the same bits with a gradient that has other strides than the parameter.
 
         Measured: true of the fp32 and fp64 kernels that are not fused.
         """
         return not segment.of.fused and (bool(segment.master) or segment.of.dtype not in _LOW_PRECISION)
 
+    @property
+    def moves_gradients(self) -> bool:
+        """True if gradients leave the memory that autograd puts them in; on the CPU, `device: cpu` is that already."""
+        device = self._config.offload_gradient.device
+        return device == "nvme" or (device == "cpu" and self.remote)
+
     def gradient_parts(self) -> list[tuple[int, torch.nn.Parameter, int, int]]:
-        """What each bucket steps on: its number, a parameter, and from where to where, in elements in memory order."""
+        """Each bucket's part of each gradient: its number, the parameter, from and to in elements of memory order."""
         return [
             (number, known.parameter, segments[0].start, segments[-1].stop)
             for number, bucket in enumerate(self.buckets)
@@ -261,26 +294,21 @@ class OptimizerPlan:
         return round_up(max((bucket.scratch_bytes for bucket in self.buckets), default=0), PAGE_BYTES)
 
     @property
-    def scratch_count(self) -> int:
-        """Scratch buffers that a step holds: with an accelerator, one is copied into while the other is in use."""
-        return 2 if self.remote else 1
-
-    @property
     def stored_bytes(self) -> int:
         """Bytes of all records at their longest."""
         return sum(bucket.length_bytes for bucket in self.buckets)
 
-    def schedule(self, pool_bytes: int) -> Schedule:
-        """The order of staging, for a pool of `pool_bytes`.
+    @property
+    def wanted_bytes(self) -> int:
+        """The most of a pool that it can use: all records at their longest, and the scratch of a step."""
+        return self.stored_bytes + self.scratch_bytes * self.scratch_count
 
-        Raises:
-            ConfigError: the pool is too small.
-        """
+    def schedule(self) -> Schedule:
+        """The order of staging, and what it needs of the pool."""
         return plan_schedule(
             [bucket.length_bytes for bucket in self.buckets],
             self._config.offload_optimizer.resident_bytes,
             self.scratch_bytes * self.scratch_count,
-            pool_bytes,
         )
 
     def _plan_parameter(
@@ -296,9 +324,8 @@ class OptimizerPlan:
                 f"a parameter holds a {type(p.data).__name__} of layout {p.layout}; only plain strided tensors can be "
                 "swapped in this version of swapper (DTensor is not there yet)"
             )
-        settings = self._config.offload_optimizer
         master = ""
-        if settings.master_weights and p.dtype in _LOW_PRECISION:
+        if self._config.offload_optimizer.master_weights and p.dtype in _LOW_PRECISION:
             master = "split" if p.dtype is torch.bfloat16 else "stored"
         dtype = torch.float32 if master else p.dtype
         # Of the fp16 and bf16 kernels, the fused ones split among threads at multiples of 64 bytes and need no more.
@@ -331,6 +358,126 @@ class OptimizerPlan:
         )
 
 
+class PlanFollower:
+    """Gives buckets room in the pool and files in the store. See [Note: parameters come and go]."""
+
+    def __init__(
+        self,
+        state: StateRecords,
+        stepper: Stepper,
+        pool: BufferPool | GrowingPool,
+        pool_bytes: int,
+        guard: Guard,
+        arrivals: Arrivals,
+    ) -> None:
+        self._state = state
+        self._plan = state.plan
+        self._records = state.bucket_records
+        self._stepper = stepper
+        self._pool = pool
+        self._pool_bytes = pool_bytes
+        self._guard = guard
+        self._arrivals = arrivals
+        self._gradient_buckets: list[Bucket] = []  # that the gradients' swapper knows
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Follow what happened to `param_groups` since the last call."""
+        before = list(self._plan.buckets)
+        unknown, regrouped = self._plan.follow(optimizer)
+        if dropped := self._plan.drop_gone():
+            self.forget(dropped)
+            self._fit_pool()
+        backward_steps, gradients = self._arrivals.backward_steps, self._stepper.gradients
+        # Not with a window under way, whose stepped buckets would be stepped again: the next call cuts anew.
+        if backward_steps is None or not backward_steps.under_way:
+            if reason := self._plan.reason_to_cut_anew():
+                self._cut_anew(optimizer, reason)
+            self._plan.threads = torch.get_num_threads()
+        if new := [p for p in unknown if _is_wanted(p)]:
+            self.extend(optimizer, new)
+        if backward_steps is not None and (regrouped or before != self._plan.buckets):
+            backward_steps.follow_plan()
+        if gradients is not None and (regrouped or self._plan.buckets != self._gradient_buckets):
+            gradients.plan(self._plan.gradient_parts())
+            self._gradient_buckets = list(self._plan.buckets)
+        if self._state.store is not None or backward_steps is not None:
+            self._arrivals.watch(optimizer)
+
+    def extend(self, optimizer: Optimizer, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Plan those of `parameters` that are not planned yet, and have room for their records."""
+        parameters = [p for p in parameters if not self._plan.is_planned(p)]
+        if parameters:
+            self._records.cache.drop_prefetched()
+            self._arrivals.drop_window()  # The new ones may need a larger scratch.
+            self.add(self._plan.extend(optimizer, parameters))
+
+    def add(self, buckets: Sequence[Bucket]) -> None:
+        """Have room in the pool and files in the store for `buckets`, which are planned. On failure they are withdrawn.
+
+        Raises:
+            ConfigError: the pool is too small.
+            SwapIOError: the drive failed, or has too little free space.
+        """
+        try:
+            self._fit_pool()
+            if self._state.store is not None:
+                others_bytes = self._pool.capacity_bytes - self._pool_bytes
+                schedule = self._plan.schedule().checked(self._pool_bytes, others_bytes)
+                self._records.cache.keep(self._plan.buckets[i].key for i in schedule.resident)
+                lengths = {bucket.key: bucket.length_bytes for bucket in buckets if bucket.length_bytes}
+                self._state.store.plan(lengths, summed=True)
+        except BaseException:
+            self._plan.withdraw(buckets)
+            raise
+
+    def forget(self, buckets: Iterable[Bucket]) -> None:
+        """Delete the records of `buckets`, which are planned no more."""
+        for bucket in buckets:
+            self._records.forget(bucket)
+
+    def load(
+        self, optimizer: Optimizer, state: Sequence[tuple[torch.nn.Parameter, dict[str, Any]]], as_it_is: bool
+    ) -> None:
+        """Replace all state.
+
+        Args:
+            state: of each parameter that has some, in the class's own format.
+            as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does.
+        """
+        self.extend(optimizer, [p for p, _ in state])
+        entries_of = self._state.checked(state)  # Before anything is replaced.
+        with self._guard.replacing("loading optimizer state"):
+            self._state.replace(optimizer, entries_of, lambda segment: entries_of[segment.of], as_it_is)
+
+    def _cut_anew(self, optimizer: Optimizer, why: str) -> None:
+        """Plan all parameters anew; the state goes through a scratch file."""
+        log.warning("%s: the optimizer's state is being cut anew", why)
+        outside = self._plan.with_state()
+        gathered = self._state.gather(outside, self._state.allocator(outside))
+        state = [(p, gathered[id(p)]) for p in outside if id(p) in gathered]
+        wanted = [p for p in parameters_of(optimizer) if _is_wanted(p)]
+        self._records.cache.drop_prefetched()
+        self._arrivals.drop_window()  # The new cuts may need a larger scratch.
+        with self._guard.replacing("cutting optimizer state anew"):
+            self._plan.threads = torch.get_num_threads()
+            former = list(self._plan.buckets)
+            try:
+                self._plan.plan_again(optimizer, [*wanted, *outside])
+            finally:
+                self.forget(former)
+            self.add(self._plan.buckets)
+            self.load(optimizer, state, as_it_is=True)
+
+    def _fit_pool(self) -> None:
+        if isinstance(self._pool, GrowingPool):
+            self._pool.reserve(self._plan.wanted_bytes)
+
+
+def _is_wanted(p: torch.nn.Parameter) -> bool:
+    """True if a parameter in a group gets state: a step may come to it."""
+    return p.requires_grad or raw_gradient(p) is not None
+
+
 def _check_unchanged(parameter: torch.nn.Parameter, known: OptimizerParameter) -> None:
     if parameter.numel() != known.numel or parameter.dtype != known.dtype or parameter.device.type != known.device_type:
         raise SwapError(
@@ -348,7 +495,7 @@ def _check_unchanged(parameter: torch.nn.Parameter, known: OptimizerParameter) -
 
 
 def _same_order(parameter: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """Whether the elements of a parameter lie in memory as with `stride`."""
+    """True if the elements of a parameter are in the order in memory that `stride` gives them."""
     mine = tuple(parameter.stride())
     return mine == stride or (
         len(mine) == len(stride)
@@ -356,14 +503,19 @@ def _same_order(parameter: torch.Tensor, stride: tuple[int, ...]) -> bool:
     )
 
 
-def _needs_cuts_of_chunks(known: OptimizerParameter) -> bool:
-    """Whether a parameter is cut, and its bits depend on the chunks of torch's threads, if it is not `fused`."""
+def _is_cut_in_low_precision(known: OptimizerParameter) -> bool:
+    """True if a parameter is cut, and its bits depend on the chunks of torch's threads, unless it is `fused`."""
     first = known.segments[0]
     return not first.whole and known.dtype in _LOW_PRECISION and not first.master
 
 
+def _has_sparse_gradient(known: OptimizerParameter) -> bool:
+    gradient = None if known.group is None else raw_gradient(known.parameter)
+    return gradient is not None and gradient.is_sparse
+
+
 def _options_of(group: Mapping[str, Any]) -> str:
-    """Those of a group's options that may decide what the state is."""
+    """The options of a group that may decide what the state is."""
     return repr(
         sorted(
             (key, (value.dtype, value.shape) if isinstance(value, torch.Tensor) else value)
@@ -380,7 +532,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
 
 
 def is_remote(device: torch.device) -> bool:
-    """Whether parameters there must be copied to the host for a step."""
+    """True if parameters on `device` must be copied to the host for a step."""
     return is_accelerator(device)
 
 

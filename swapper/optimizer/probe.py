@@ -1,6 +1,6 @@
-"""What an optimizer's state looks like, and whether stepping in parts keeps its bits: found out by trying.
+"""Probes an optimizer: learns the layout of its state, and whether stepping in parts keeps its bits.
 
-A trial runs the user's own class with the user's own options on small tensors of our own. It touches neither the user's
+A probe runs the user's own class with the user's own options on small tensors of our own. It touches neither the user's
 parameters nor the global random state.
 """
 
@@ -35,9 +35,8 @@ __all__ = [
 ]
 
 OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__"})
-"""What wrapping puts on the user's instance."""
+"""Names that wrapping puts on the user's instance."""
 
-_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 _STEPS = 3
 _REAL_NUMEL = 1 << 18
@@ -45,22 +44,11 @@ _REAL_NUMEL = 1 << 18
 _COUPLED_STEPS = 8
 """Enough for what adapts slowly, like D-Adaptation and Prodigy, to have moved."""
 _elementwise: set[type[Optimizer]] = {
-    torch.optim.Adadelta,
-    torch.optim.Adagrad,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.Adamax,
-    torch.optim.ASGD,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.SGD,
+    getattr(torch.optim, name)
+    for name in ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"]
 }
-_whole: set[type[Optimizer]] = {torch.optim.Adafactor, torch.optim.SparseAdam}
-"""Known to be per parameter, not per element."""
-if hasattr(torch.optim, "Muon"):  # Since torch 2.9.
-    _whole.add(torch.optim.Muon)
+_whole = {getattr(torch.optim, name) for name in ("Adafactor", "SparseAdam", "Muon") if hasattr(torch.optim, name)}
+"""Known to be per parameter, not per element. `Muon` is there since torch 2.9."""
 _early: dict[type[Optimizer], bool] = {}
 _HOOKING_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__
 """Of the function that torch puts around a class's step."""
@@ -72,15 +60,23 @@ class StateSpec:
 
     Attributes:
         key: its name in the state.
-        dtype: its element type.
-        shape: in elements.
-        stride: in elements; that of the parameter where the shapes are equal.
+        shape, stride: in elements; the stride is that of the parameter where the shapes are equal.
     """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+
+    @property
+    def numel(self) -> int:
+        """Its elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Its bytes, without padding."""
+        return self.numel * self.dtype.itemsize
 
 
 def unhooked_step(cls: type[Optimizer]) -> Callable[..., Any]:
@@ -129,14 +125,14 @@ def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
     """Say that `cls` computes each element from the same element of its state, gradient and parameter alone.
 
     Its parameters are then cut into segments, so that the largest no longer decides how much memory a step takes. A
-    trial still checks it: where bits differ, whole parameters are used. Can be used as a decorator.
+    probe still checks it: where bits differ, whole parameters are used. Can be used as a decorator.
     """
     _elementwise.add(cls)
     return cls
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's `step` is that of a class known to be elementwise; a subclass with its own is not."""
+    """True if the optimizer's `step` is that of a class known to be elementwise; a subclass with its own is not."""
     return _is_one_of(optimizer, _elementwise)
 
 
@@ -150,17 +146,17 @@ def learn_state(
 ) -> tuple[StateSpec, ...]:
     """The tensors that the state of a parameter will hold once it was stepped.
 
-    For a large parameter sizes are replaced by small primes in the trial, equal sizes by equal ones, and back in the
+    For a large parameter sizes are replaced by small primes in the probe, equal sizes by equal ones, and back in the
     state that comes of it.
 
     Args:
         optimizer: the user's.
         group: the parameter group that the parameter is in.
         like: the parameter: its shape, and its strides for state of the same shape. Its data are not read.
-        dtype: what the step will see: that of the parameter, or of its master.
+        dtype: that of the parameter, or of its master, which the step will see.
 
     Raises:
-        ConfigError: the class fails in the trial.
+        ConfigError: the class fails in the probe.
     """
     sizes = sorted({size for size in like.shape if size > 1})
     if like.numel() <= _REAL_NUMEL:
@@ -170,10 +166,10 @@ def learn_state(
         small = {size: size for size in sizes}
     large = {value: size for size, value in small.items()}
     shape = tuple(small.get(size, size) for size in like.shape)
-    trial = _Trial(optimizer, group, [_seeded(shape, dtype, 0)])
+    twin = _Twin(optimizer, group, [_seeded(shape, dtype, 0)])
     for step in range(_STEPS):
-        trial.step([_seeded(shape, dtype, step + 1)])
-    state = trial.optimizer.state[trial.parameters[0]]
+        twin.step([_seeded(shape, dtype, step + 1)])
+    state = twin.optimizer.state[twin.parameters[0]]
     specs = []
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
@@ -189,16 +185,17 @@ def learn_state(
 def keeps_bits(
     optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, threads: int, low_precision: bool
 ) -> bool:
-    """Whether this class, with these options, gives the same bits in segments as on the whole parameter."""
+    """True if this class, with these options, gives the same bits in segments as on the whole parameter."""
     numel = (32768 * threads if low_precision else 0) + 64 * 5 + 37
-    whole = _Trial(optimizer, group, [_seeded((numel,), dtype, 0)])
+    whole = _Twin(optimizer, group, [_seeded((numel,), dtype, 0)])
     cuts = segment_cuts(numel, numel // 2, low_precision=low_precision, threads=threads)
-    parts = _Trial(optimizer, group, [part.clone() for part in _cut(_seeded((numel,), dtype, 0), cuts)])
+    start = _seeded((numel,), dtype, 0)
+    parts = _Twin(optimizer, group, [start[i:j].clone() for i, j in cuts])
     for step in range(_STEPS):
         gradient = _seeded((numel,), dtype, step + 1)
         whole.step([gradient])
-        for i, part in enumerate(_cut(gradient, cuts)):
-            parts.step([part], only=[i])
+        for number, (i, j) in enumerate(cuts):
+            parts.step([gradient[i:j]], only=[number])
     joined = torch.cat([p.detach() for p in parts.parameters])
     if not _same_bits(whole.parameters[0].detach(), joined):
         return False
@@ -256,8 +253,8 @@ def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[i
     dtype = next(p.dtype for p in group["params"])
     # So small that an update of any usual size changes them, in bf16 too.
     start = [_seeded(shape, dtype, seed) * 2.0**-12 for seed in (0, 100)]
-    together = _Trial(optimizer, group, [t.clone() for t in start])
-    apart = _Trial(optimizer, group, [t.clone() for t in start])
+    together = _Twin(optimizer, group, [t.clone() for t in start])
+    apart = _Twin(optimizer, group, [t.clone() for t in start])
     for step in range(_COUPLED_STEPS):
         # Gradients that agree from step to step, and of two sizes, bring out what adapts to all of them together.
         gradients = [
@@ -284,14 +281,10 @@ def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[i
             f"{type(optimizer).__name__} changed nothing in {_COUPLED_STEPS} trial steps on tensors of shape {shape}, "
             "so whether it can be swapped is unknown; if it wraps another optimizer, wrap_optimizer the inner one"
         )
-    groups = [{key: v for key, v in trial.group.items() if key != "params"} for trial in (together, apart)]
+    groups = [{key: v for key, v in twin.group.items() if key != "params"} for twin in (together, apart)]
     same = _equal(*groups)
     for p, q in zip(together.parameters, apart.parameters, strict=True):
-        states = together.optimizer.state[p], apart.optimizer.state[q]
-        same &= states[0].keys() == states[1].keys() and all(
-            _equal(states[0][key], states[1][key]) for key in states[0]
-        )
-        same &= _same_bits(p.detach(), q.detach())
+        same &= _equal(together.optimizer.state[p], apart.optimizer.state[q]) and _same_bits(p.detach(), q.detach())
     if not same:
         raise ConfigError(
             f"{type(optimizer).__name__} computes something else when it steps one parameter at a time, so it "
@@ -299,7 +292,7 @@ def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[i
         )
 
 
-class _Trial:
+class _Twin:
     """A twin of the user's optimizer over tensors of ours."""
 
     def __init__(
@@ -327,8 +320,8 @@ class _Trial:
         for key, value in vars(optimizer).items():
             if key not in OWN_ATTRIBUTES:
                 vars(self.optimizer)[key] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
-        for key in _HOOKS:
-            setattr(self.optimizer, key, OrderedDict())
+        self.optimizer._optimizer_step_pre_hooks = OrderedDict()
+        self.optimizer._optimizer_step_post_hooks = OrderedDict()
         self.optimizer.state = defaultdict(dict)
         self.optimizer.param_groups = [self.group]
         if _makes_state_early(optimizer, group) if state_to_start_with is None else state_to_start_with:
@@ -366,7 +359,7 @@ class _Trial:
 
 
 def _makes_state_early(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """Whether the class, like Adagrad, makes its state when it is constructed and expects it in the first step."""
+    """True if the class, like Adagrad, makes its state when it is constructed and expects it in the first step."""
     cls = type(optimizer)
     if not any(_state_in_memory(optimizer).values()):
         return _early.get(cls, False)
@@ -374,8 +367,8 @@ def _makes_state_early(optimizer: Optimizer, group: dict[str, Any]) -> bool:
         p = group["params"][0]
         shape = tuple(min(size, _PRIMES[i % len(_PRIMES)]) for i, size in enumerate(p.shape))
         try:
-            trial = _Trial(optimizer, group, [_seeded(shape, p.dtype, 0)], state_to_start_with=False)
-            trial.step([_seeded(shape, p.dtype, 1)])
+            twin = _Twin(optimizer, group, [_seeded(shape, p.dtype, 0)], state_to_start_with=False)
+            twin.step([_seeded(shape, p.dtype, 1)])
             _early[cls] = False
         except ConfigError:
             _early[cls] = True
@@ -396,10 +389,6 @@ def _initial(value: torch.Tensor, known: torch.Tensor, parameter: torch.Tensor) 
 def _seeded(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=generator).to(dtype)
-
-
-def _cut(tensor: torch.Tensor, cuts: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
-    return [tensor[start:stop] for start, stop in cuts]
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

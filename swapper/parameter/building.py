@@ -1,9 +1,9 @@
-"""`Nursery`: parameters are put on disk while their model is still being built.
+"""`ModelBuilder`: parameters are put on disk while their model is still being built.
 
 A model that is larger than memory cannot be built first and taken over then. So each parameter goes to the drive, in a
 record of its own, as soon as the module that has it is complete. It is then an `EvictedParameter`: whatever the rest of
 the construction does with it, it stages itself for. `ParameterSwapper` later takes all of them over into its records;
-until then, and where that never happens, the nursery serves them.
+until then, and where that never happens, the builder serves them.
 
 [Note: when a module is complete] When it is registered in its parent its own `__init__` is over. Modules that wait to
 be registered, as in a list that will be a `ModuleList`, would add up: so when more than a bucket of parameters wait,
@@ -17,7 +17,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -28,38 +28,66 @@ from torch.nn.modules.module import (
 )
 
 from swapper.errors import ConfigError, SwapError
-from swapper.parameter.access_order import Use
-from swapper.parameter.cache import BY_ADDRESS, Held, State
+from swapper.parameter.cache import BY_ADDRESS, Held
+from swapper.parameter.owner import ParameterHome, ParameterOwner
 from swapper.parameter.records import OtherTensors, plan_record_of, why_not
-from swapper.parameter.swapper import ParameterSwapper
 from swapper.sizes import SMALL_BYTES, format_bytes
+from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import RecordKey, TensorStore
-from swapper.tensors.evicted import make_ordinary, restore_for_good
-from swapper.tensors.homes import home_of
+from swapper.tensors.evicted import make_ordinary, refuse_copy, restore_for_good
+from swapper.tensors.homes import HOME, TemporaryHome, home_of
 from swapper.tensors.unfilled import fill_with_nothing, has_nothing, mark_unfilled
 
-__all__ = ["Nursery"]
+__all__ = ["ModelBuilder", "initialisers_of"]
 
-_building: dict[int, Nursery] = {}
-"""By thread: the nursery whose `building` it is in."""
+_building: dict[int, ModelBuilder] = {}
+"""By thread: the builder whose `building` it is in."""
 
 
-class Nursery(ParameterSwapper):
-    """Puts parameters on disk one by one, and gives them up to a `ParameterSwapper`.
+class _BuilderHome(ParameterHome):
+    """Brings the values of a parameter until a `ParameterSwapper` takes it over. See `homes.TemporaryHome`."""
 
-    It lives as long as a module that was built in it and still has parameters of it, and removes its files when it
-    dies.
+    def _builder(self) -> tuple[ModelBuilder, Held]:
+        builder = self.of_owner()
+        assert isinstance(builder, ModelBuilder)
+        return builder, builder._all[self.number]
+
+    @property
+    def temporary(self) -> TemporaryHome | None:
+        return None if self.reference() is None else self
+
+    @property
+    def viewed(self) -> bool:
+        return self._builder()[1].viewed()
+
+    def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        self._builder()[0].forget(parameters)
+
+    def stay(self, parameter: torch.nn.Parameter) -> None:
+        builder, held = self._builder()
+        builder.let_stay(held, parameter)
+
+    def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        if self.reference() is None:
+            refuse_copy()
+        return self._builder()[0].deepcopy(parameter, memo)
+
+
+class ModelBuilder(ParameterOwner):
+    """Puts parameters on disk one by one, until a `ParameterSwapper` takes them over.
+
+    It lives as long as a module that was built in it and still has parameters of it.
 
     Args:
-        owner: number of this swapper among those of the process.
+        owner: number of this builder among the swappers of the process.
         waiting_bytes: parameters of modules that are not registered in a parent wait in memory up to this much.
-        budget_bytes, pool, store: as for `ParameterSwapper`.
+        budget_bytes, pool, store: as for `ParameterOwner`.
         release: called when it has no parameters any more, and when it is closed.
     """
 
-    temporary = True
+    home_type = _BuilderHome
 
     def __init__(
         self,
@@ -70,18 +98,8 @@ class Nursery(ParameterSwapper):
         store: TensorStore,
         release: Callable[[], None],
     ) -> None:
-        super().__init__(
-            torch.nn.Module(),
-            owner,
-            waiting_bytes,
-            budget_bytes,
-            resident_bytes=0,
-            leave_bytes=0,
-            step_in_backward=False,
-            pool=pool,
-            store=store,
-            release=release,
-        )
+        super().__init__([], AccessOrder([], start=0), budget_bytes, pool, store, release)
+        self._begin()
         self._owner = owner
         self._waiting_bytes = waiting_bytes
         self._freed_bytes = 0
@@ -92,7 +110,7 @@ class Nursery(ParameterSwapper):
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
-        """Within it this thread's new parameters are put on disk. After an exception the nursery is closed.
+        """Within it this thread's new parameters are put on disk. After an exception the builder is closed.
 
         Raises:
             SwapError: this thread is within one already.
@@ -106,11 +124,11 @@ class Nursery(ParameterSwapper):
             mine = weakref.ref(self)
 
             def registered(module: torch.nn.Module, name: str, item: Any) -> None:
-                nursery = mine()
-                if nursery is not None and threading.get_ident() == thread:
-                    nursery._on_registration(module, name, item)
+                builder = mine()
+                if builder is not None and threading.get_ident() == thread:
+                    builder._on_registration(module, name, item)
 
-            # Before they are there, and twice, should Ctrl-C cut off the first.
+            # Before the hooks exist, and twice: Ctrl-C at the very beginning of the first would leave them for good.
             stack.callback(_remove_registration_hook, registered)
             stack.callback(_remove_registration_hook, registered)
             register_module_module_registration_hook(registered)
@@ -125,49 +143,28 @@ class Nursery(ParameterSwapper):
     def _on_registration(self, module: torch.nn.Module, name: str, item: object) -> None:
         self._seen.add(module)
         if isinstance(item, torch.nn.Module):
-            self.put_away(item)
+            self._offload_module(item)
         elif isinstance(item, torch.nn.Parameter):
             make_ordinary(item)
-            self._put_away_waiting()
+            self._offload_waiting()
             self._wait(item, f"{type(module).__name__}.{name}")
 
-    def put_away(self, module: torch.nn.Module, scripted: Collection[torch.nn.Parameter] = ()) -> None:
-        """Put the parameters of `module` and of those below it on disk, as far as they can be.
-
-        Args:
-            module: complete.
-            scripted: parameters that code which is not Python has, as those of ScriptModules in `module`.
-
-        Raises:
-            ConfigError: the pool is too small for one of them.
-            SwapIOError: the drive failed or is full.
-        """
+    def _offload_module(self, module: torch.nn.Module, scripted: Collection[torch.nn.Parameter] = ()) -> None:
+        """Put the parameters of `module` and of those below it on disk, except those that code besides Python has."""
         others = OtherTensors()
         scripted = {*scripted, *_scripted(module)}
         for name, parameter in module.named_parameters():
             if parameter not in scripted:
-                self._put_away(parameter, f"{type(module).__name__}.{name}", others)
-            elif parameter in self._home:
-                self._bring_back(parameter)
-
-    def _bring_back(self, parameter: torch.nn.Parameter) -> None:
-        """Let `parameter` have memory of its own: code that is not Python has it now."""
-        held = self._home[parameter]
-        with self._lock:
-            with self.present([held]):
-                values = parameter.detach().clone(memory_format=torch.preserve_format)
-            restore_for_good(parameter, values)
-            self._part_from(held, parameter)
+                self._offload(parameter, f"{type(module).__name__}.{name}", others)
+            elif (held := self._home.get(parameter)) is not None:
+                with self._lock:
+                    self._restore_values(held)
+                    self._forget(held, parameter)
 
     def materialize(
         self, model: torch.nn.Module, initialisers: Sequence[tuple[torch.nn.Module, Callable[[], object]]]
     ) -> None:
-        """Give the tensors on the meta device values. Within `building`.
-
-        Args:
-            model: whose they are.
-            initialisers: from `initialisers_of`.
-        """
+        """Give the tensors of `model` on the meta device values, by `initialisers_of` it. Within `building`."""
         self._seen.add(model)
         made: dict[torch.Tensor, torch.Tensor] = {}
         names = {module: name for name, module in model.named_modules()}
@@ -186,7 +183,7 @@ class Nursery(ParameterSwapper):
             unfilled = [tensor for tensor, version in versions.items() if _was_left_alone(tensor, version)]
             others = OtherTensors()
             for name, parameter in module.named_parameters(recurse=False):
-                self._put_away(parameter, f"{type(module).__name__}.{name}", others)
+                self._offload(parameter, f"{type(module).__name__}.{name}", others)
             for tensor in unfilled:
                 mark_unfilled(tensor, new[tensor])
 
@@ -194,52 +191,48 @@ class Nursery(ParameterSwapper):
         if home_of(parameter) is None and parameter.device.type == "cpu":
             self._waiting[id(parameter)] = weakref.ref(parameter), name
 
-    def _put_away_waiting(self, *, all_of_them: bool = False) -> None:
-        """Put away those that wait, if they are too many."""
+    def _offload_waiting(self, *, all_of_them: bool = False) -> None:
+        """Put on disk those that wait, if they are too many."""
         waiting = [(p, name) for reference, name in self._waiting.values() if (p := reference()) is not None]
         if all_of_them or sum(p.nbytes for p, _ in waiting) > self._waiting_bytes:
             self._waiting.clear()
             others = OtherTensors()
             for parameter, name in waiting:
-                self._put_away(parameter, name, others)
+                self._offload(parameter, name, others)
         elif len(waiting) < len(self._waiting):
             self._waiting = {id(p): (weakref.ref(p), name) for p, name in waiting}
 
-    def _put_away(self, parameter: torch.nn.Parameter, name: str, others: OtherTensors) -> None:
+    def _offload(self, parameter: torch.nn.Parameter, name: str, others: OtherTensors) -> None:
         self._check_open()
         if home_of(parameter) is not None or parameter.device.type != "cpu" or why_not(parameter):
             return
         if parameter.nbytes < SMALL_BYTES:
             return
-        swapper, former, _ = BY_ADDRESS.get(parameter.data_ptr(), (None, None, 0))
-        if former is not None and swapper is not None and swapper() is self and self._is_orphan(former):
-            self._replace(former, parameter, name)
-            return
-        if others.view(parameter):  # Perhaps only a variable of the code that is making it.
+        # One made of an evicted parameter that nobody has any more is in the buffer of that one's record.
+        owner, former, _ = BY_ADDRESS.get(parameter.data_ptr(), (None, None, 0))
+        if former is not None and owner is not None and owner() is self and self._is_orphan(former):
+            self._offload_now(parameter, name)
+            if former.plan.locations[0].parameter in self._home:
+                self._forget(former, former.plan.locations[0].parameter)
+        elif others.view(parameter):  # Perhaps only a variable of the code that is making it.
             self._wait(parameter, name)
-            return
-        self._store_away(parameter, name)
+        else:
+            self._offload_now(parameter, name)
 
     def _is_orphan(self, held: Held) -> bool:
-        """Whether nobody has the parameter of a record any more, as that of a module that was only copied."""
-        # The references are that of the place, that of `_home`, and the argument. Autograd's are in C++.
-        if held.holds or sys.getrefcount(held.plan.places[0].parameter) > 3:
+        """True if nobody has the parameter of a record any more, as that of a module that was only copied."""
+        # The references are that of the record, that of `_home`, and the argument. Autograd's are in C++.
+        if held.holds or sys.getrefcount(held.plan.locations[0].parameter) > 3:
             return False
         with torch._C.DisableTorchFunctionSubclass():
-            return held.plan.places[0].parameter._use_count() == 1  # type: ignore[attr-defined, no-any-return]
+            return held.plan.locations[0].parameter._use_count() == 1  # type: ignore[attr-defined, no-any-return]
 
     def _forget_orphans(self) -> None:
         """Delete the records of parameters that nobody has any more."""
         for held in [held for held in self._home.values() if self._is_orphan(held)]:
-            self._part_from(held, held.plan.places[0].parameter)
+            self._forget(held, held.plan.locations[0].parameter)
 
-    def _replace(self, former: Held, parameter: torch.nn.Parameter, name: str) -> None:
-        """Put a parameter away that lies in the buffer of a record that is not needed any more."""
-        self._store_away(parameter, name)
-        if former.plan.places[0].parameter in self._home:
-            self._part_from(former, former.plan.places[0].parameter)
-
-    def _store_away(self, parameter: torch.nn.Parameter, name: str) -> None:
+    def _offload_now(self, parameter: torch.nn.Parameter, name: str) -> None:
         self._waiting.pop(id(parameter), None)
         with self._lock:
             number = len(self._all)
@@ -260,32 +253,30 @@ class Nursery(ParameterSwapper):
                 raise
             self._freed_bytes += parameter.nbytes
             if self._freed_bytes > self._waiting_bytes:
-                # Small tensors that stay lie between large ones that do not: the next would not fit the holes.
+                # Small tensors that stay are between large ones that left: the next would not fit the holes.
                 self._freed_bytes = 0
                 return_free_memory()
 
     def _give_up(self, held: Held) -> None:
-        """After a failed `_adopt`: the parameter has its values still, unless all was done."""
-        parameter = held.plan.places[0].parameter
+        """Undo a failed `_adopt`: the parameter still has its values, unless all was done."""
+        parameter = held.plan.locations[0].parameter
         if parameter in self._home:
             return
-        if held.lease is not None:
-            if held.lease.transfer is not None:
-                held.lease.transfer.settle()
-            self._release(held)
-        held.state = State.GONE
-        self._store.forget(held.key)
+        held.gone = True
+        self._cache.forget(held.key)
 
     def _finish(self) -> None:
-        """The models are complete: put away what waits, and hook their modules so that they run as others do."""
-        roots = self._roots()
-        # What was scripted may be there as it was before too, with the same parameters.
+        """The models are complete: put on disk those that wait, and hook the modules."""
+        seen = list(self._seen)
+        below = {child for module in seen for child in module.modules() if child is not module}
+        roots = [module for module in seen if module not in below]
+        # A module that was scripted may also be part of the model as it was before, with the same parameters.
         scripted = {parameter for root in roots for parameter in _scripted(root)}
         for parameter in scripted:
             self._waiting.pop(id(parameter), None)
         for root in roots:
-            self.put_away(root, scripted)
-        self._put_away_waiting(all_of_them=True)
+            self._offload_module(root, scripted)
+        self._offload_waiting(all_of_them=True)
         self._forget_orphans()
         count = len(self._all)
         self._order.expect(
@@ -296,67 +287,52 @@ class Nursery(ParameterSwapper):
         if len(roots) == 1:
             self._model = weakref.ref(roots[0])
 
-    def _roots(self) -> list[torch.nn.Module]:
-        seen = list(self._seen)
-        below = {child for module in seen for child in module.modules() if child is not module}
-        return [module for module in seen if module not in below]
+    # --- Forgetting parameters -------------------------------------------------------------------------------------
 
-    # --- What becomes of the parameters ----------------------------------------------------------------------------
-
-    def _lets_go(self, held: Held) -> bool:
-        """The parameter was converted, as by `model.bfloat16()`: it is a new one."""
-        parameter = held.plan.places[0].parameter
-        self._part_from(held, parameter)
-        self._put_away_waiting()
-        self._wait(parameter, held.plan.places[0].name)
-        return True
-
-    def _surrender(self, held: Held, parameter: torch.nn.Parameter) -> None:
+    def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Another owner took over `parameters`; without any left this closes itself."""
         with self._lock:
-            self._part_from(held, parameter, keep_home=True)
-
-    def _end_surrender(self) -> None:
-        with self._lock:
+            for parameter in parameters:
+                self._forget(self._home[parameter], parameter)
             self._forget_orphans()
             if not self._home:
                 self.close()
 
-    def _stay(self, held: Held, parameter: torch.nn.Parameter) -> None:
+    def let_stay(self, held: Held, parameter: torch.nn.Parameter) -> None:
+        """Let `parameter`, of which there are views, have its values for good where they are now, in the pool."""
         with self._lock, self.present([held]):
             values = parameter.detach()
-        lease = held.lease
-        assert lease is not None
-        self._settle_write(held)
-        lease.abandon()
-        held.lease, held.values, held.state = None, [], State.GONE
-        del BY_ADDRESS[values.data_ptr()]
-        self._held_bytes -= lease.length_bytes
-        self._drop(held, parameter)
-        self._store.forget(held.key)
+        self._cache.wait(held.key)
+        held.gone = True
+        self._unhook(held, parameter)
+        self._cache.abandon(held.key)  # The memory is the views' now: the pool never gives it out again.
         restore_for_good(parameter, values)
         if not self._home:
             self.close()
 
-    def _part_from(self, held: Held, parameter: torch.nn.Parameter, *, keep_home: bool = False) -> None:
-        """Forget a parameter that is not ours any more, and its record, unless views of it are left."""
-        if not keep_home:
-            parameter.__dict__.pop("_swapper_home", None)
-        if held.lease is not None:
-            self._settle_write(held)
-            if held.foreign_uses():
-                self._drop(held, parameter)
-                return
-            self._release(held)
-        held.state = State.GONE
-        self._drop(held, parameter)
-        self._store.forget(held.key)
+    def _forgets_converted(self, held: Held) -> bool:
+        # The parameter was converted, as by `model.bfloat16()`: it is a new one, and waits to be put on disk.
+        parameter = held.plan.locations[0].parameter
+        parameter.__dict__.pop(HOME, None)
+        self._forget(held, parameter)
+        self._offload_waiting()
+        self._wait(parameter, held.plan.locations[0].name)
+        return True
 
-    def _drop(self, held: Held, parameter: torch.nn.Parameter) -> None:
+    def _forget(self, held: Held, parameter: torch.nn.Parameter) -> None:
+        """Forget a parameter that is not ours any more, and its record, unless views of it are left."""
+        self._cache.wait(held.key)
+        if not held.viewed():
+            held.gone = True
+            self._cache.forget(held.key)
+        self._unhook(held, parameter)
+
+    def _unhook(self, held: Held, parameter: torch.nn.Parameter) -> None:
         del self._home[parameter]
         for hooks in self._forward_hooks:
             hooks.parts = [part for part in hooks.parts if part[0] is not held]
 
-    def _deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+    def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
         """A parameter of its own, as modules are copied in construction."""
         with self.present([self._home[parameter]]), torch._C.DisableTorchFunctionSubclass():
             values = parameter.detach().clone(memory_format=torch.preserve_format)
@@ -367,8 +343,8 @@ class Nursery(ParameterSwapper):
             if isinstance(item, torch.nn.Module):
                 self._seen.add(item)
                 break
-        self._put_away_waiting()
-        self._wait(copy, self._home[parameter].plan.places[0].name)
+        self._offload_waiting()
+        self._wait(copy, self._home[parameter].plan.locations[0].name)
         return copy
 
 
@@ -416,7 +392,7 @@ def _is_hollow(tensor: torch.Tensor | None) -> bool:
 
 
 def _was_left_alone(tensor: torch.Tensor, version: int) -> bool:
-    """Whether nothing has written to `tensor` since it was made and had this version."""
+    """True if nothing has written to `tensor` since it was made and had this version."""
     if home_of(tensor) is not None or tensor._version != version or tensor.numel() == 0:
         return False
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_nothing(tensor)

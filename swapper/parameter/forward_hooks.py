@@ -1,9 +1,9 @@
-"""What is hooked to a module, so that its parameters are there when it runs."""
+"""Hooks on modules, so that their parameters are attached when they run."""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._compile import _disable_dynamo
@@ -11,40 +11,33 @@ from torch._compile import _disable_dynamo
 from swapper.parameter.cache import Held
 from swapper.tensors.evicted import refuse_copy
 
+if TYPE_CHECKING:
+    from swapper.parameter.owner import ParameterOwner
+
 __all__ = ["Forward", "ForwardHooks"]
 
 
-class Owner(Protocol):
-    """What brings parameters and lets them go."""
-
-    def _enter(self, module: torch.nn.Module, parts: list[tuple[Held, tuple[int, ...]]]) -> None:
-        """`module` begins its forward."""
-
-    def _leave(self, module: torch.nn.Module) -> None:
-        """It has ended it, well or not."""
-
-
 class ForwardHooks:
-    """What is hooked to one module. The swapper lives as long as a module that has these hooks.
+    """The hooks of one module, which attach its parameters while it runs.
 
     Args:
-        swapper: brings parameters and lets them go.
-        parts: the records that the module uses, and the places in each of the parameters that it uses.
+        owner: of the parameters. It lives as long as a module that has these hooks.
+        parts: the records that the module uses, and the slots in each of the parameters that it uses.
     """
 
-    def __init__(self, swapper: Owner, parts: list[tuple[Held, tuple[int, ...]]]) -> None:
-        self._swapper = swapper
+    def __init__(self, owner: ParameterOwner, parts: list[tuple[Held, tuple[int, ...]]]) -> None:
+        self._owner = owner
         self.parts = parts
 
     @_disable_dynamo
     def before(self, module: torch.nn.Module, args: Any) -> None:
         """A forward pre-hook. torch.compile leaves it as it is, and compiles what is between the hooks."""
-        self._swapper._enter(module, [] if _leaves_parameters_alone(module) else self.parts)
+        self._owner.enter(module, [] if _leaves_parameters_alone(module) else self.parts)
 
     @_disable_dynamo
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """A forward hook, to be called always."""
-        self._swapper._leave(module)
+        self._owner.leave(module)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()
@@ -53,9 +46,9 @@ class ForwardHooks:
 class Forward:
     """Replaces the `forward` of a module that takes another path, with other bits, if it or one below it has hooks.
 
-    Several can lie over one another, and over a `forward` that the user put on the instance: a model that was built in
-    `swapper.init` has the nursery's until `offload` has its own. They can be removed in any order. One that cannot be
-    taken out, because another or the user's has it now, goes on without its hooks.
+    Several can be put over one another, and over a `forward` of the user on the instance: a model that was built in
+    `swapper.init` has its builder's until `offload` has its own. They can be removed in any order. One that cannot be
+    removed, because another or the user's calls it now, goes on without its hooks.
     """
 
     def __init__(self, module: torch.nn.Module, hooks: ForwardHooks) -> None:
@@ -83,7 +76,7 @@ class Forward:
         module = self._module()
         if module is None:
             return
-        # Those that lie below and were removed while this lay over them go with it.
+        # Those below that were removed while this was over them go with it.
         top = vars(module).get("forward")
         while isinstance(top, Forward) and top._hooks is None:
             top = top._former
@@ -97,7 +90,7 @@ class Forward:
 
 
 def _leaves_parameters_alone(module: torch.nn.Module) -> bool:
-    """Whether `module` is one of those in `used_by` that look at parameters of others, but only in evaluation."""
+    """True for a module of `used_by` that looks at parameters of others, but only in evaluation."""
     if isinstance(module, torch.nn.TransformerEncoder):
         return all(layer.training for layer in module.layers[:1])
     return module.training and isinstance(module, torch.nn.TransformerEncoderLayer)

@@ -7,42 +7,42 @@ from collections.abc import Callable
 
 import torch
 
-from swapper.parameter.records import ParameterPlace
+from swapper.parameter.records import ParameterLocation
 from swapper.storage.store import TensorStore
 
 __all__ = ["MappedCopies"]
 
 
 class MappedCopies:
-    """The copies that somebody has now, one of each parameter.
+    """The copies that somebody has now, one of each parameter. Their files have no names, and go with the last tensor.
 
     Args:
-        store: where the files are. They have no names, and go with the last tensor that shares their memory.
+        store: gives the files.
     """
 
     def __init__(self, store: TensorStore) -> None:
         self._store = store
-        self._copies: dict[ParameterPlace, tuple[weakref.ref[torch.Tensor], int]] = {}
+        self._copies: dict[ParameterLocation, tuple[weakref.ref[torch.Tensor], int]] = {}
 
-    def get(self, place: ParameterPlace, checksum: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
-        """The copy of one parameter, made or brought up to date.
+    def get(self, location: ParameterLocation, checksum: int, fill: Callable[[torch.Tensor], None]) -> torch.Tensor:
+        """Give the copy of one parameter, made or brought up to date.
 
         Args:
-            place: of the parameter.
+            location: of the parameter.
             checksum: of its values now.
             fill: copies them into a tensor of its shape and strides.
 
         Raises:
             NvmePathError: there is no space for it.
         """
-        reference, filled = self._copies.get(place, (None, 0))
+        reference, filled = self._copies.get(location, (None, 0))
         copy = None if reference is None else reference()
         if copy is None:
-            with self._store.scratch_file(place.length_bytes) as file:
-                flat = torch.from_file(file.name, shared=True, size=place.numel, dtype=place.dtype)
-            copy = flat.as_strided(place.shape, place.stride)
+            with self._store.scratch_file(location.length_bytes) as file:
+                flat = torch.from_file(file.name, shared=True, size=location.numel, dtype=location.dtype)
+            copy = flat.as_strided(location.shape, location.stride)
         elif filled == checksum:
             return copy
         fill(copy)
-        self._copies[place] = (weakref.ref(copy), checksum)
+        self._copies[location] = (weakref.ref(copy), checksum)
         return copy

@@ -1,9 +1,9 @@
-"""Which parameters of a model are swapped, grouped into records, and how each record is laid out.
+"""The choice of parameters that are swapped, their records, and the layout of each record.
 
 A record holds whole tensors under their names in `model.state_dict()` and nothing else, one after another without
 holes, so that its published form opens with every tool that knows safetensors. Those whose size is a multiple of 64
-bytes come first, each then aligned for the kernels that use it in place. The others follow tightly packed, and are
-copied to aligned places behind them when the record is in a buffer. So are those whose elements lie in another order
+bytes come first, each then aligned for the kernels that use it in location. The others follow tightly packed, and are
+copied to aligned locations behind them when the record is in a buffer. So are those whose elements are in another order
 than that of their indices (channels_last), because the format has them in that order.
 """
 
@@ -13,13 +13,14 @@ import contextlib
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from swapper.errors import ConfigError
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
+from swapper.storage.budget import ParameterNeeds
 from swapper.storage.layout import Entry, RecordLayout, plan_whole_tensors
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.evicted import is_ordinary
@@ -29,16 +30,13 @@ from swapper.tensors.strides import is_dense, is_plain
 __all__ = [
     "GROUP_BYTES",
     "OtherTensors",
-    "ParameterPlace",
+    "ParameterLocation",
+    "ParameterPlan",
     "ParameterRecord",
-    "first_of",
-    "least_bytes",
     "modules_with_parameters",
-    "plan_parameter_records",
+    "plan_parameters",
     "plan_record_of",
-    "summary_of_what_stays",
     "used_by",
-    "where",
     "why_not",
 ]
 
@@ -56,21 +54,20 @@ _ADVICE = {
     "it is computed from others": "register a leaf as the parameter",
     "it is not contiguous": "make it contiguous: p.data = p.data.contiguous()",
 }
-"""What to do about a parameter that stays, by how the reason begins."""
+"""Advice about a parameter that stays, by the beginning of the reason."""
 
 GROUP_BYTES = 16 << 20
 """Small modules that follow one another share a record of about this size: one long transfer instead of many short."""
 
 
 @dataclass(eq=False, slots=True)
-class ParameterPlace:
-    """A parameter in its record.
+class ParameterLocation:
+    """The location of a parameter in its record.
 
     Attributes:
         name: in the model's state dict.
-        shape, stride, dtype: of the parameter.
-        file_offset_bytes: where the file has it.
-        offset_bytes: where the buffer has it for the kernels, a multiple of 64; often the same place.
+        file_offset_bytes: in the file.
+        offset_bytes: in the buffer, for the kernels; a multiple of 64, and often the same.
     """
 
     parameter: torch.nn.Parameter
@@ -91,35 +88,82 @@ class ParameterPlace:
         """Bytes of the values."""
         return self.numel * self.dtype.itemsize
 
+    def view(self, values: torch.Tensor) -> torch.Tensor:
+        """Give `values`, 1-D, the shape and strides of the parameter."""
+        return values.as_strided(self.shape, self.stride)
+
 
 @dataclass(eq=False, slots=True)
 class ParameterRecord:
     """Parameters that are swapped together.
 
     Attributes:
-        number: place in the order of registration.
-        places: the parameters.
-        layout: of the file.
+        number: slot in the order of registration.
         file_bytes: length of the file, a multiple of 4096.
         length_bytes: length of a buffer for it; more than the file where parameters have aligned copies.
     """
 
     number: int
-    places: tuple[ParameterPlace, ...]
+    locations: tuple[ParameterLocation, ...]
     layout: RecordLayout
     file_bytes: int
     length_bytes: int
-    moved: tuple[ParameterPlace, ...] = field(init=False)
-    """Those whose place in the buffer is not that in the file."""
 
-    def __post_init__(self) -> None:
-        self.moved = tuple(place for place in self.places if place.offset_bytes != place.file_offset_bytes)
+
+@dataclass(eq=False, slots=True)
+class ParameterPlan:
+    """The parameters of one model that are swapped, and what their records need of the pool.
+
+    Attributes:
+        records: in order of registration.
+        stays: why each of the others stays in memory, by name.
+        resident: records that stay in the pool.
+        needs: of the pool.
+        summary: which parameters stay in memory, why, and what to do; "" if there is nothing to say.
+    """
+
+    records: list[ParameterRecord]
+    stays: dict[str, str]
+    resident: set[ParameterRecord]
+    needs: ParameterNeeds
+    summary: str
+
+    def where(self) -> Mapping[torch.Tensor, tuple[int, int]]:
+        """The number of the record of each parameter, and its length in bytes; of those that still exist."""
+        found: Mapping[torch.Tensor, tuple[int, int]] = WeakIdKeyDictionary(
+            {
+                location.parameter: (record.number, record.length_bytes)
+                for record in self.records
+                for location in record.locations
+            }
+        )
+        return found
+
+
+def plan_parameters(
+    model: torch.nn.Module, bucket_bytes: int, resident_bytes: int, step_in_backward: bool
+) -> ParameterPlan:
+    """Plan which parameters of `model` are swapped.
+
+    Args:
+        model: its parameters are in memory, or on the meta device.
+        bucket_bytes: a record is longer only if one module's parameters are.
+        resident_bytes: the first records stay in the pool, as far as they are this long together.
+        step_in_backward: records of the last bucket that was stepped stay beside those that backward uses.
+
+    Raises:
+        ConfigError: the model has DTensors; or it has parameters, and not one byte of them can be moved.
+    """
+    records, stays = _group(model, bucket_bytes)
+    summary = _summary_of_what_stays(model, records, stays)
+    resident = _first_of(records, resident_bytes)
+    return ParameterPlan(records, stays, resident, _needs(model, records, resident, step_in_backward), summary)
 
 
 def why_not(parameter: torch.nn.Parameter) -> str:
-    """Why `parameter` stays in memory; "" if it can be swapped."""
+    """Give the reason why `parameter` stays in memory; "" if it can be swapped."""
     if (home := home_of(parameter)) is not None:
-        return "" if home.temporary else _ALREADY
+        return _ALREADY if home.temporary is None else ""
     if torch.nn.parameter.is_lazy(parameter):
         return "it is lazy and has no values yet"
     if not is_ordinary(parameter) or not is_plain(parameter):
@@ -140,18 +184,18 @@ def why_not(parameter: torch.nn.Parameter) -> str:
 
 
 class OtherTensors:
-    """Which parameters share their memory with a tensor that Python code has and that is no parameter of the model.
+    """Tensors of Python code that share memory with parameters, and are no parameters of the model.
 
-    What autograd saved of one shares it too, but in C++, and does not count: it has the values of its time, as it
-    should, and the version counter says when it must not be used any more. Memory that torch does not own may have
-    users besides, such as the NumPy array that a parameter was made of: those cannot be known.
+    Tensors that autograd saved of one are in C++ and do not count: they have the values of their time, as they should,
+    and the version counter says when they must not be used any more. Memory that torch does not own may have users
+    besides, such as the NumPy array that a parameter was made of: those cannot be known.
     """
 
     def __init__(self) -> None:
         self._counts: dict[int, int] | None = None
 
     def view(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether such a tensor shares the memory of `parameter`, whose values are there."""
+        """True if such a tensor shares the memory of `parameter`, which is in memory."""
         storage = parameter.untyped_storage()
         if torch._C._storage_Use_Count(storage._cdata) <= 2:  # the parameter's, and that of this Python object
             return False
@@ -161,7 +205,7 @@ class OtherTensors:
 
 
 def _tensors_by_storage() -> dict[int, int]:
-    """How many tensors that Python code has there are for each storage."""
+    """Count the tensors of Python code by their storage."""
     counts: dict[int, int] = {}
     with torch._C.DisableTorchFunctionSubclass():
         for item in gc.get_objects():
@@ -176,14 +220,13 @@ def _tensors_by_storage() -> dict[int, int]:
 
 
 def modules_with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """The modules that own parameters, with the prefix of their names, in order of registration, each once."""
+    """Yield the modules that own parameters, with the prefix of their names, in order of registration, each once."""
     for name, module in model.named_modules():
         if any(parameter is not None for parameter in module._parameters.values()):
             yield f"{name}." if name else "", module
 
 
 def _names_by_storage(model: torch.nn.Module) -> dict[int, list[str]]:
-    """The parameters and buffers, each once, in each storage: what changes one of them may change the others."""
     names: dict[int, list[str]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if home_of(tensor) is not None or torch.nn.parameter.is_lazy(tensor):  # It shares memory with nothing.
@@ -193,16 +236,8 @@ def _names_by_storage(model: torch.nn.Module) -> dict[int, list[str]]:
     return names
 
 
-def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[list[ParameterRecord], dict[str, str]]:
-    """Group the parameters of `model`.
-
-    Args:
-        model: its parameters are in memory, or on the meta device.
-        bucket_bytes: a record is longer only if one module's parameters are.
-
-    Returns:
-        The records; and for each parameter that stays in memory, by name, the reason.
-    """
+def _group(model: torch.nn.Module, bucket_bytes: int) -> tuple[list[ParameterRecord], dict[str, str]]:
+    """Group the parameters of `model` into records. Gives those that stay, too, by name, with the reason."""
     stays: dict[str, str] = {}
     seen: set[torch.nn.Parameter] = set()
     sharing = _names_by_storage(model)
@@ -238,22 +273,11 @@ def plan_parameter_records(model: torch.nn.Module, bucket_bytes: int) -> tuple[l
     return [plan_record_of(number, group) for number, group in enumerate(groups)], stays
 
 
-def summary_of_what_stays(model: torch.nn.Module, records: Iterable[ParameterRecord], stays: Mapping[str, str]) -> str:
-    """Say which parameters stay in memory, why, and what to do; and the buffers, if most of the model stays.
-
-    Args:
-        model, records, stays: see `plan_parameter_records`.
-
-    Returns:
-        Lines for the log; "" if there is nothing to say.
-
-    Raises:
-        ConfigError: the model has DTensors; or it has parameters, and not one byte of them can be moved.
-    """
+def _summary_of_what_stays(model: torch.nn.Module, records: Iterable[ParameterRecord], stays: Mapping[str, str]) -> str:
     parameters = dict(model.named_parameters())
     names_by_reason: dict[str, list[str]] = {}
     for name, reason in stays.items():
-        if is_sharded(parameters[name]):
+        if _is_sharded(parameters[name]):
             raise ConfigError(
                 f"offload_param.device: nvme cannot work for parameter {name}, a DTensor, in this version of swapper: "
                 "offload the model before it is sharded, or use offload_param.device: none"
@@ -262,7 +286,7 @@ def summary_of_what_stays(model: torch.nn.Module, records: Iterable[ParameterRec
             # What it shares its memory with is in `stays`; here parameters of one kind of reason are one line.
             kind = reason if not reason.startswith("it shares memory with") else "it shares memory with another tensor"
             names_by_reason.setdefault(kind, []).append(name)
-    moved_bytes = sum(place.length_bytes for record in records for place in record.places)
+    moved_bytes = sum(location.length_bytes for record in records for location in record.locations)
     moved_bytes += sum(_length_bytes(parameters[name]) for name, reason in stays.items() if reason == _ALREADY)
     buffers = dict(model.named_buffers())
     buffer_bytes = sum(map(_length_bytes, buffers.values()))
@@ -295,14 +319,13 @@ def summary_of_what_stays(model: torch.nn.Module, records: Iterable[ParameterRec
     return text
 
 
-def is_sharded(parameter: torch.nn.Parameter) -> bool:
-    """Whether `parameter` is a DTensor. Imports nothing: if the module was not imported there are none."""
+def _is_sharded(parameter: torch.nn.Parameter) -> bool:
+    # Imports nothing: if the module was not imported there are no DTensors.
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(parameter, module.DTensor)
 
 
 def _length_bytes(tensor: torch.Tensor) -> int:
-    """Bytes that `tensor` takes, as far as it says; of a tensor that is made of others, theirs."""
     if hasattr(tensor, "__tensor_flatten__"):
         return sum(_length_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
     with contextlib.suppress(NotImplementedError, RuntimeError):  # As of sparse and lazy ones.
@@ -311,20 +334,15 @@ def _length_bytes(tensor: torch.Tensor) -> int:
 
 
 def _some(names: Sequence[str]) -> str:
-    """The first of `names`, and how many more there are."""
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
 
 
 def plan_record_of(number: int, group: Sequence[tuple[str, torch.nn.Parameter]]) -> ParameterRecord:
-    """Lay out a record of `group`, parameters with their names.
-
-    Args:
-        number: of the record.
-    """
+    """Lay out a record of `group`, parameters with their names."""
 
     def rank(item: tuple[str, torch.nn.Parameter]) -> int:
-        # Of those that lie tightly packed, the ones with wide elements come first: each is then at a multiple of them.
+        # Of those that are tightly packed, wide elements come first: each tensor is then at a multiple of them.
         p = item[1]
         return 0 if p.nbytes % ALIGNMENT_BYTES == 0 else 17 - p.dtype.itemsize
 
@@ -332,19 +350,19 @@ def plan_record_of(number: int, group: Sequence[tuple[str, torch.nn.Parameter]])
     layout = plan_whole_tensors(
         [Entry(name, NAMES[p.dtype], (*p.shape, 2) if p.dtype.is_complex else tuple(p.shape)) for name, p in ordered]
     )
-    places = []
+    locations = []
     cursor = round_up(layout.tail_offset_bytes, ALIGNMENT_BYTES)
     for (name, p), file_offset in zip(ordered, layout.offsets_bytes, strict=True):
         offset = file_offset
         if file_offset % ALIGNMENT_BYTES or not p.is_contiguous():
             offset, cursor = cursor, round_up(cursor + p.nbytes, ALIGNMENT_BYTES)
-        places.append(ParameterPlace(p, name, p.shape, p.stride(), p.dtype, file_offset, offset))
+        locations.append(ParameterLocation(p, name, p.shape, p.stride(), p.dtype, file_offset, offset))
     length = max(layout.length_bytes, round_up(cursor, PAGE_BYTES))
-    return ParameterRecord(number, tuple(places), layout, layout.length_bytes, length)
+    return ParameterRecord(number, tuple(locations), layout, layout.length_bytes, length)
 
 
 def used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """The parameters that the forward of `module` itself uses, as far as can be known before it runs."""
+    """Yield the parameters that the forward of `module` itself uses, as far as can be known before it runs."""
     whole = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
     # These choose another kernel in evaluation if a parameter of a module below them is not an ordinary one.
     yield from module.parameters(recurse=isinstance(module, whole))
@@ -352,16 +370,7 @@ def used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
         yield from module.layers[0].parameters()  # As does this, by those of its first layer alone.
 
 
-def where(records: Iterable[ParameterRecord]) -> Mapping[torch.Tensor, tuple[int, int]]:
-    """The number of the record of each parameter, and its length in bytes; of those that are still there."""
-    found: Mapping[torch.Tensor, tuple[int, int]] = WeakIdKeyDictionary(
-        {place.parameter: (record.number, record.length_bytes) for record in records for place in record.places}
-    )
-    return found
-
-
-def first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[ParameterRecord]:
-    """The first records that together take at most `resident_bytes`."""
+def _first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[ParameterRecord]:
     chosen: set[ParameterRecord] = set()
     for record in records:
         if resident_bytes < record.length_bytes:
@@ -371,10 +380,9 @@ def first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[Par
     return chosen
 
 
-def least_bytes(
+def _needs(
     model: torch.nn.Module, records: Sequence[ParameterRecord], resident: set[ParameterRecord], step_in_backward: bool
-) -> tuple[int, str]:
-    """What the pool must have for parameters, and the sum in words."""
+) -> ParameterNeeds:
     moving = [record for record in records if record not in resident]
     largest = max((record.length_bytes for record in moving), default=0)
     needed = 2 * largest
@@ -390,22 +398,16 @@ def least_bytes(
         kept_bytes = sum(record.length_bytes for record in resident)
         needed += kept_bytes
         why += f" + {format_bytes(kept_bytes)} kept resident"
-    return needed, why
+    return ParameterNeeds(needed, why, sum(record.length_bytes for record in records))
 
 
 def _longest_together(model: torch.nn.Module, records: Iterable[ParameterRecord]) -> tuple[int, str]:
-    """The most bytes of records that are there while a module runs inside others, and the name of that module."""
-    record_of = {place.parameter: record for record in records for place in record.places}
+    """The most bytes of records that are held while a module runs inside others, and the name of that module."""
+    record_of = {location.parameter: record for record in records for location in record.locations}
 
-    return _walk("", model, frozenset(), record_of)
+    def walk(name: str, module: torch.nn.Module, outer: frozenset[ParameterRecord]) -> tuple[int, str]:
+        used = outer | {record_of[p] for p in used_by(module) if p in record_of}
+        below = [walk(f"{name}.{key}".lstrip("."), child, used) for key, child in module.named_children()]
+        return max([(sum(record.length_bytes for record in used), name), *below], key=lambda item: item[0])
 
-
-def _walk(
-    name: str,
-    module: torch.nn.Module,
-    outer: frozenset[ParameterRecord],
-    record_of: Mapping[torch.nn.Parameter, ParameterRecord],
-) -> tuple[int, str]:
-    used = outer | {record_of[p] for p in used_by(module) if p in record_of}
-    below = [_walk(f"{name}.{key}".lstrip("."), child, used, record_of) for key, child in module.named_children()]
-    return max([(sum(record.length_bytes for record in used), name), *below], key=lambda item: item[0])
+    return walk("", model, frozenset())

@@ -1,4 +1,4 @@
-"""What autograd saves of parameters: places in records instead of tensors, so that nothing keeps their buffers."""
+"""Tensors that autograd saves of parameters: locations in records instead, so that nothing keeps their buffers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from swapper.errors import SwapError
 from swapper.parameter.cache import BY_ADDRESS, Held, ParameterCache
 from swapper.tensors.homes import home_of
 
-__all__ = ["in_transform", "refuse_in_transform", "saves_places", "saving_places"]
+__all__ = ["in_transform", "refuse_in_transform", "saves_locations", "saving_locations"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Packed:
-    """A tensor that autograd saved, as a place in a record. Keeps the values though nobody has the model any more."""
+    """A tensor that autograd saved, as a location in a record. Keeps the values though nobody has the model."""
 
     cache: ParameterCache
     held: Held
@@ -32,7 +32,7 @@ class _Packed:
 
 
 class _Hollow(torch.Tensor):
-    """Looks like a tensor that was saved, and knows where its values are."""
+    """Looks like a tensor that was saved, and knows its location."""
 
     packed: _Packed
 
@@ -47,14 +47,14 @@ class _Hollow(torch.Tensor):
             return func(*args, **(kwargs or {}))
 
 
-def saving_places(used: Iterable[object]) -> torch.autograd.graph.saved_tensors_hooks | None:
-    """Within it autograd saves parameters as places; None if nothing is saved, or if it does so already.
+def saving_locations(used: Iterable[object]) -> torch.autograd.graph.saved_tensors_hooks | None:
+    """Let autograd save parameters as locations within it; None if it saves nothing, or does so already.
 
     Args:
-        used: what is used within it; others than our parameters are of no interest.
+        used: within it; others than our parameters are of no interest.
 
     Raises:
-        SwapError: nobody may decide, and autograd would save our parameters themselves.
+        SwapError: the hooks are disabled, and autograd would save our parameters themselves.
     """
     if not torch.is_grad_enabled():
         return None
@@ -71,8 +71,8 @@ def saving_places(used: Iterable[object]) -> torch.autograd.graph.saved_tensors_
     return torch.autograd.graph.saved_tensors_hooks(_pack, _unpack)
 
 
-def saves_places() -> bool:
-    """Whether the hooks that decide now what autograd saves are from `saving_places`."""
+def saves_locations() -> bool:
+    """True if the hooks in force are from `saving_locations`."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     return hooks is not None and hooks[0].__module__ == __name__
 
@@ -80,15 +80,15 @@ def saves_places() -> bool:
 def _with_checkpoint(
     pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]
 ) -> torch.autograd.graph.saved_tensors_hooks:
-    """The hooks of activation checkpointing, which keep what is recomputed until backward has used it, as places.
+    """The hooks of activation checkpointing, which keep recomputed tensors until backward has used them.
 
-    In forward they keep nothing. What they keep of a parameter when they recompute is a tensor of its shape without
-    values that knows the place, and it comes out of their unpacking as the object that went in.
+    In forward they keep nothing. For a parameter they are given, when they recompute, a tensor of its shape without
+    values that knows the location; it comes out of their unpacking as the object that went in.
     """
     recomputes = "_recomputation_hook" in pack.__qualname__
 
     @_disable_dynamo
-    def pack_places(tensor: torch.Tensor) -> Any:
+    def pack_locations(tensor: torch.Tensor) -> Any:
         packed = _pack(tensor) if recomputes else tensor
         if not isinstance(packed, _Packed):
             return pack(tensor)
@@ -97,11 +97,11 @@ def _with_checkpoint(
         return pack(hollow)
 
     @_disable_dynamo
-    def unpack_places(saved: Any) -> torch.Tensor:
+    def unpack_locations(saved: Any) -> torch.Tensor:
         tensor = unpack(saved)
         return _unpack(tensor.packed) if isinstance(tensor, _Hollow) else tensor
 
-    return torch.autograd.graph.saved_tensors_hooks(pack_places, unpack_places)
+    return torch.autograd.graph.saved_tensors_hooks(pack_locations, unpack_locations)
 
 
 def _with_users(
@@ -109,33 +109,32 @@ def _with_users(
 ) -> torch.autograd.graph.saved_tensors_hooks:
     """Hooks of the user, who is given a view of a parameter, not the parameter: that will have other values, or none.
 
-    Where the hook keeps the view, as it is or in a tuple, list or dict, a place is kept instead. Anything else that it
+    If the hook keeps the view, as it is or in a tuple, list or dict, a location is kept instead. Anything else that it
     makes of the view keeps the buffer.
     """
 
     @_disable_dynamo
-    def pack_places(tensor: torch.Tensor) -> Any:
-        if _place_of(tensor) is None:
+    def pack_locations(tensor: torch.Tensor) -> Any:
+        if _location_of(tensor) is None:
             return pack(tensor)
-        return tree_map_only(torch.Tensor, lambda kept: _place_of(kept) or kept, pack(tensor.detach()))
+        return tree_map_only(torch.Tensor, lambda kept: _location_of(kept) or kept, pack(tensor.detach()))
 
     @_disable_dynamo
-    def unpack_places(saved: Any) -> torch.Tensor:
+    def unpack_locations(saved: Any) -> torch.Tensor:
         return unpack(tree_map_only(_Packed, _unpack, saved))
 
-    return torch.autograd.graph.saved_tensors_hooks(pack_places, unpack_places)
+    return torch.autograd.graph.saved_tensors_hooks(pack_locations, unpack_locations)
 
 
 @_disable_dynamo
 def _pack(tensor: torch.Tensor) -> torch.Tensor | _Packed:
-    if (place := _place_of(tensor)) is not None:
-        return place
+    if (location := _location_of(tensor)) is not None:
+        return location
     # Not the tensor itself: an output that its own graph holds would live as long as nobody calls backward.
     return tensor if tensor.grad_fn is None else tensor.detach()
 
 
-def _place_of(tensor: torch.Tensor) -> _Packed | None:
-    """Where the values of `tensor` are, if it is a swapped parameter or a view of one."""
+def _location_of(tensor: torch.Tensor) -> _Packed | None:
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor._is_zerotensor():
         return None
     found = BY_ADDRESS.get(tensor.untyped_storage().data_ptr())
@@ -144,7 +143,7 @@ def _place_of(tensor: torch.Tensor) -> _Packed | None:
     cache_ref, held, index = found
     if (cache := cache_ref()) is None:
         return None
-    version = held.plan.places[index].parameter._version
+    version = held.plan.locations[index].parameter._version
     offset = int(tensor.storage_offset())
     return _Packed(cache, held, index, tensor.dtype, tensor.size(), tensor.stride(), offset, version)
 
@@ -159,7 +158,7 @@ def _unpack(packed: torch.Tensor | _Packed) -> torch.Tensor:
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func runs: what it sees are not tensors with memory."""
+    """True while a transform of torch.func runs, whose tensors have no memory."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 

@@ -407,7 +407,7 @@ class BufferPool:
         lease.address = self._slab.address + start
         return lease
 
-    def acquire(self, length_bytes: int) -> Lease:
+    def acquire(self, length_bytes: int, *, high: bool = False) -> Lease:
         """Lease memory: free memory first, then what transfers in flight will free, then what reclaimers drop.
 
         Waits for transfers only. Errors as for `try_acquire`, and:
@@ -415,12 +415,12 @@ class BufferPool:
         Raises:
             PoolExhausted: what is held by leases leaves too little; the message has the sum.
         """
-        lease = self.try_acquire(length_bytes)
+        lease = self.try_acquire(length_bytes, high=high)
         # What was dropped while it was being read is waited for before more is dropped: that would be read again.
         while lease is None and (self._wait_for_one() or self.reclaim()):
-            lease = self.try_acquire(length_bytes)
+            lease = self.try_acquire(length_bytes, high=high)
         if lease is None:
-            lease = self.try_acquire(length_bytes)  # Another thread may have given back since.
+            lease = self.try_acquire(length_bytes, high=high)  # Another thread may have given back since.
         if lease is None:
             with self._lock:
                 used, largest = self._used_bytes(), self._free.largest_bytes()

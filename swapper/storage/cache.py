@@ -2,8 +2,7 @@
 
 [Note: who owns a buffer] Each record that is in memory has one `CachedRecord`: its lease, and its state. The transfer
 in flight travels in the lease. A lease that is released while its transfer is in flight is given back by the pool only
-when the transfer is done, so no exception, wherever it strikes, can let two owners have one buffer. (But for Ctrl-C in
-the microseconds in which a transfer was started and is not yet in the lease: it then ends unwatched.)
+when the transfer is done, so no exception, wherever it strikes, can let two owners have one buffer.
 
 [Note: copies from a device] A buffer that is put while a device still copies into it (the copy is the transfer of its
 lease) is written when the copy is over: whoever calls next then starts the write, or waits for the copy if it needs the
@@ -11,26 +10,38 @@ record, or its buffer, before.
 
 [Note: failed writes] A record whose write failed, or the copy before it, keeps its buffer and its transfer, as FAILED.
 Every later call raises the error again, until `discard` or `forget`: the record on disk is neither the old nor the new
-one.
+one. (Where the policy rewrites, the record stays KEPT instead, and the error is raised once, by who waits.)
+
+[Note: one cache for each owner] An optimizer, its gradients and a model's parameters each have a `RecordCache`, on one
+pool and one store. A cache waits for transfers under its lock, and its owner may die at any moment, in any thread: with
+one lock for all, models in two threads would wait for each other's drives, and an owner that the garbage collector ends
+within another's call would change records there. Caches ask each other for buffers through the pool's reclaimers, which
+never wait for a lock.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Iterable
 
 from swapper.errors import SwapIOError
+from swapper.interrupts import interrupts_deferred
 from swapper.metrics import Metrics
 from swapper.storage.buffers import BufferPool, Lease
+from swapper.storage.cache_policies import KeptPolicy, Policy, ScanPolicy
 from swapper.storage.cached_records import CachedRecord, CachedRecords, RecordState
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.storage.transfers import AnyTransfer
 
-__all__ = ["RecordCache", "RecordState"]
+__all__ = ["RecordCache"]
+
+log = logging.getLogger(__name__)
 
 _LOOKS = 32
 """Writes that one call looks at, the oldest first, to see whether they are over. Each call starts at most one, so the
@@ -44,36 +55,56 @@ class RecordCache:
         pool: where buffers come from.
         store: where records go; None keeps every record in the pool for good (`device: cpu`).
         metrics: counts waits and hits.
+        policy: what stays and what goes first; None: `ScanPolicy`, or `KeptPolicy` without a store.
+        owner: whose finalizer calls `close`, if it has one. It is kept while the cache is asked for buffers.
 
     Attributes:
+        lock: held by every call; for owners that change what their policy reads.
+        records: those that hold a buffer. Only the cache changes them.
         limit_bytes: the most of the pool to hold at once, unless what is in use alone is more; None for no limit.
         read_ahead_bytes: the most that `stage` keeps of the pool, beside what is in use; None where nobody else needs
             the rest.
-        drops: how often a record that was read ahead was given up before anybody took it.
+        drops: how often a record that was prefetched was dropped before anybody took it.
 
     Thread safety: `stage` may be called by an autograd thread while the owner's thread waits in backward.
     """
 
-    def __init__(self, pool: BufferPool | GrowingPool, store: TensorStore | None, metrics: Metrics) -> None:
-        self._pool = pool
-        self._store = store
-        self._metrics = metrics
+    def __init__(
+        self,
+        pool: BufferPool | GrowingPool,
+        store: TensorStore | None,
+        metrics: Metrics,
+        policy: Policy | None = None,
+        owner: object | None = None,
+    ) -> None:
+        self.pool = pool
+        self.lock = threading.RLock()
+        self.records = CachedRecords()
         self.limit_bytes: int | None = None
         self.read_ahead_bytes: int | None = None
         self.drops = 0
-        self._held = CachedRecords()
-        self._resident: frozenset[RecordKey] = frozenset()
+        self._store = store
+        self._metrics = metrics
+        self._policy = policy or (KeptPolicy() if store is None else ScanPolicy())
+        self._owner = None if owner is None else weakref.ref(owner)
         self._dropped: deque[AnyTransfer] = deque()  # reads that are not wanted any more
-        self._lock = threading.RLock()
         pool.add_reclaimer(self._reclaim)
 
     def keep(self, keys: Iterable[RecordKey]) -> None:
-        """From now on these records stay in the pool once they are there."""
-        with self._lock:
-            self._resident = frozenset(keys)
-            for held in self._held.of_state(RecordState.KEPT):
-                if self._store is not None and held.key not in self._resident:
-                    self._evict(held)
+        """From now on these records stay in the pool once they are there. For caches with a `ScanPolicy`."""
+        if self._store is None:
+            return
+        with self.lock:
+            self._policy = ScanPolicy(keys)
+            for record in self.records.of_state(RecordState.KEPT):
+                if self._policy.keeps(record.key):
+                    continue
+                if record.writing:
+                    self.records.move(record, RecordState.LEAVING, writing=True)
+                else:
+                    self._give_up(record)
+
+    # --- Records that come -----------------------------------------------------------------------------------------
 
     def stage(self, key: RecordKey, length_bytes: int) -> bool:
         """Start bringing `key` in, if there is a buffer for it now.
@@ -87,23 +118,51 @@ class RecordCache:
         """
         if self._store is None:  # What there is is in the pool.
             return True
-        with self._lock:
+        with self.lock:
             self._collect()
-            held = self._held.get(key)
-            if held is not None:
-                if held.state is RecordState.LEAVING:  # Still in memory: no need to read what is just being written.
-                    self._held.move(held, RecordState.ARRIVING, writing=True)
+            record = self.records.get(key)
+            if record is not None:
+                if record.state is RecordState.LEAVING:  # Still in memory: no need to read what is just being written.
+                    self.records.move(record, RecordState.ARRIVING, writing=True)
                 return True
             if self._store.stored_bytes(key) == 0:
                 return True
-            staged_bytes = self._held.bytes_of(RecordState.ARRIVING)
+            staged_bytes = self.records.bytes_of(RecordState.ARRIVING)
             if self.read_ahead_bytes is not None and staged_bytes + length_bytes > self.read_ahead_bytes:
                 return False
-            lease = self._try_acquire(length_bytes)
+            while self._is_beyond_limit(length_bytes):
+                spare = self._policy.spare(self)
+                if spare is None:
+                    return False
+                self._evict(spare)
+            lease = self._try_acquire(key, length_bytes)
             if lease is None:
                 return False
             self._read(key, lease)
             return True
+
+    def require(self, key: RecordKey, length_bytes: int) -> None:
+        """As `stage`, for a stored record that `fetch` will wait for: waits for a buffer if there is none.
+
+        Raises:
+            SwapIOError: a write failed that a buffer is waited for.
+            PoolExhausted: others hold the whole pool.
+        """
+        with self.lock:
+            if self.records.get(key) is None:
+                self._read(key, self._acquire(key, length_bytes))
+
+    def fetch(self, key: RecordKey) -> Lease:
+        """Wait until a record that was required has arrived. It is then KEPT. Raises SwapIOError if reading failed."""
+        with self.lock:
+            record = self.records.get(key)
+            assert record is not None, f"{key} was not required"
+            if record.state is RecordState.ARRIVING:
+                self._wait_for_content(record)
+                self._rest(record, RecordState.KEPT)
+            else:
+                self._metrics.hits += 1
+            return record.lease
 
     def take(self, key: RecordKey, length_bytes: int) -> tuple[Lease, bool]:
         """Bring `key` in and wait for it.
@@ -116,37 +175,49 @@ class RecordCache:
             SwapIOError: reading failed, or a write that was in flight did.
             PoolExhausted: others hold the whole pool.
         """
-        with self._lock:
+        with self.lock:
             self._collect()
-            held = self._held.get(key)
-            if held is None:
-                lease = self._acquire(length_bytes)
+            record = self.records.get(key)
+            if record is None:
+                lease = self._acquire(key, length_bytes)
                 if self._store is None or self._store.stored_bytes(key) == 0:
-                    self._held.add(CachedRecord(key, lease, RecordState.LIVE, empty=True))
+                    self._add(CachedRecord(key, lease, RecordState.LIVE, empty=True))
                     self._metrics.begin_use(key)
                     return lease, False
-                held = self._read(key, lease)
-            assert held.state is not RecordState.LIVE, f"{key} is in use already"
-            self._start_write(held)
-            transfer = held.lease.transfer
-            if transfer is None or transfer.done():
-                self._metrics.hits += 1
-            if transfer is not None:
-                try:
-                    with self._metrics.span("swapper.wait_read", "wait_read_s"):
-                        transfer.wait()
-                    if self._store is not None and not held.writing:
-                        self._store.check_written(key)  # While it was read it may have been lost.
-                except SwapIOError:
-                    if held.writing:
-                        self._held.move(held, RecordState.FAILED, writing=False)
-                    else:  # The next call reads it again.
-                        self._give_up(held)
-                    raise
-            self._held.move(held, RecordState.LIVE, writing=False)
-            held.lease.transfer = None
+                record = self._read(key, lease)
+            assert record.state is not RecordState.LIVE, f"{key} is in use already"
+            self._start_write(record)
+            self._wait_for_content(record)
+            self._rest(record, RecordState.LIVE)
             self._metrics.begin_use(key)
-            return held.lease, True
+            return record.lease, True
+
+    def _wait_for_content(self, record: CachedRecord) -> None:
+        """Wait for the transfer of `record`, a read or a write, so that its buffer may be looked at and changed."""
+        transfer = record.lease.transfer
+        if transfer is None or transfer.done():
+            self._metrics.hits += 1
+        if transfer is None:
+            return
+        try:
+            with self._metrics.span("swapper.wait_read", "wait_read_s"):
+                transfer.wait()
+            if self._store is not None and not record.writing:
+                self._store.check_written(record.key)  # While it was read it may have been lost.
+        except SwapIOError:
+            if record.writing:
+                self.records.move(record, RecordState.FAILED, writing=False)
+            else:  # The next call reads it again.
+                self._give_up(record)
+            raise
+
+    def _rest(self, record: CachedRecord, state: RecordState) -> None:
+        """The transfer of `record` is over, and seen."""
+        with interrupts_deferred():
+            self.records.move(record, state, writing=False)
+            record.lease.transfer = None
+
+    # --- Records that go -------------------------------------------------------------------------------------------
 
     def put(self, key: RecordKey, length_bytes: int) -> None:
         """Start writing the first `length_bytes` of the buffer taken for `key`, and let go of it. Returns at once.
@@ -156,44 +227,69 @@ class RecordCache:
         Raises:
             SwapIOError: an earlier write failed, or there is no room for a fresh file beside one that must stay.
         """
-        with self._lock:
-            held = self._live(key)
-            held.empty = False
+        with self.lock:
+            record = self.records.get(key)
+            assert record is not None and record.state is RecordState.LIVE, f"{key} is not in use"
+            record.empty = False
             self._metrics.end_use(key)
             if self._store is None:
-                self._held.move(held, RecordState.KEPT, writing=held.lease.transfer is not None)
+                self.records.move(record, RecordState.KEPT, writing=record.lease.transfer is not None)
                 return
-            if held.lease.transfer is not None:  # See [Note: copies from a device].
-                held.copied_bytes = length_bytes
+            state = RecordState.KEPT if self._policy.keeps(key) else RecordState.LEAVING
+            if record.lease.transfer is not None:  # See [Note: copies from a device].
+                record.copied_bytes = length_bytes
+                self.records.move(record, state, writing=True)
             else:
-                self._write(held, length_bytes)
-            self._held.move(held, RecordState.KEPT if key in self._resident else RecordState.LEAVING, writing=True)
+                self._write(record, length_bytes, state)
             self._collect()
 
-    def release(self, key: RecordKey) -> None:
-        """Give back the buffer taken for `key`, which was not changed. If nothing is stored, nothing is kept either.
+    def write(self, key: RecordKey, length_bytes: int) -> None:
+        """Start writing the first `length_bytes` of a record that is KEPT, and stays so. No write of it is in flight.
 
-        Does nothing if it is not in use, as after a `take` that was cut off.
+        Raises:
+            SwapIOError: there is no room for a fresh file beside one that must stay.
         """
-        with self._lock:
-            held = self._held.get(key)
-            if held is None or held.state is not RecordState.LIVE:
-                return
-            self._metrics.end_use(key)
-            if not held.empty and (self._store is None or key in self._resident):
-                self._held.move(held, RecordState.KEPT, writing=False)
-            else:
-                self._give_up(held)
+        with self.lock:
+            record = self.records.get(key)
+            assert record is not None and record.state is RecordState.KEPT and not record.writing, key
+            self._write(record, length_bytes, RecordState.KEPT)
+
+    def wait(self, key: RecordKey) -> None:
+        """Wait for the write of a record, if one is in flight. Raises SwapIOError if it failed."""
+        with self.lock:
+            record = self.records.get(key)
+            if record is not None and record.writing:
+                with self._metrics.span("swapper.wait_write", "wait_write_s"):
+                    self._see_written(record)
+
+    def release(self, key: RecordKey) -> None:
+        """Give back the buffer taken for `key` unchanged. Does nothing if it is not LIVE, as after a failed `take`."""
+        with self.lock:
+            record = self.records.get(key)
+            if record is not None and record.state is RecordState.LIVE:
+                self._metrics.end_use(key)
+                self._let_rest(record, keeps=self._policy.keeps(key))
+
+    def evict(self, key: RecordKey) -> None:
+        """Give up the buffer of a record that is ARRIVING or KEPT; what is newer in it is written first.
+
+        Raises:
+            SwapIOError: the write failed.
+        """
+        with self.lock:
+            record = self.records.get(key)
+            if record is not None:
+                self._evict(record)
 
     def drop_prefetched(self) -> bool:
-        """Give back what was only read ahead. Returns whether that freed anything; False if the cache is busy."""
-        if not self._lock.acquire(blocking=False):
+        """Drop what was only prefetched. Returns whether that freed anything; False if the cache is busy."""
+        if not self.lock.acquire(blocking=False):
             return False
         try:
-            dropped = [self._drop(held) for held in self._held.of_state(RecordState.ARRIVING)]
+            dropped = [self._drop(record) for record in self.records.of_state(RecordState.ARRIVING)]
             return any(dropped)
         finally:
-            self._lock.release()
+            self.lock.release()
 
     def flush(self) -> None:
         """Wait until everything is written.
@@ -202,20 +298,20 @@ class RecordCache:
             SwapIOError: the first write that failed; the others were waited for all the same. Raised again until that
                 record is discarded.
         """
-        with self._lock, self._metrics.span("swapper.drain", "wait_write_s"):
+        with self.lock, self._metrics.span("swapper.drain", "wait_write_s"):
             self.drop_prefetched()
-            writes = list(self._held.writes())
-            for held in writes:
+            writes = list(self.records.writes())
+            for record in writes:
                 with contextlib.suppress(SwapIOError):  # Raised again by `_collect`.
-                    self._start_write(held)
-            for held in writes:
-                assert held.lease.transfer is not None
-                held.lease.transfer.settle()
+                    self._start_write(record)
+            for record in writes:
+                assert record.lease.transfer is not None
+                record.lease.transfer.settle()
             for transfer in self._dropped:
                 transfer.settle()
-            for held in writes:
-                if held.writing and not held.copied_bytes:
-                    self._see_written(held)
+            for record in writes:
+                if record.writing and not record.copied_bytes:
+                    self._see_written(record)
             self._collect()
             if self._store is not None:
                 self._store.check_written()
@@ -226,84 +322,236 @@ class RecordCache:
         Raises:
             SwapIOError: the first of them.
         """
-        with self._lock:
+        with self.lock:
             self._collect()
 
     def recover(self) -> None:
-        """Give back what was read or taken and not put; writes go on. For the way out of an exception; never raises.
+        """Give back what was prefetched or taken and not put; writes go on. After an exception; never raises.
 
         Without a store there is no other copy: then what was put before stays, as it is.
         """
-        with self._lock:
+        with self.lock:
             self.drop_prefetched()
-            for held in self._held.of_state(RecordState.LIVE):
-                self._metrics.end_use(held.key)
-                if self._store is None and not held.empty:
-                    self._held.move(held, RecordState.KEPT, writing=False)
-                else:
-                    self._give_up(held)
+            for record in self.records.of_state(RecordState.LIVE):
+                self._metrics.end_use(record.key)
+                self._let_rest(record, keeps=self._store is None)
 
     def discard(self, key: RecordKey) -> None:
         """Give back the record's buffer, if it has one, and forget what is stored of it, failed writes included."""
-        with self._lock:
-            held = self._held.get(key)
-            if held is not None:
+        with self.lock:
+            record = self.records.get(key)
+            if record is not None:
                 with contextlib.suppress(SwapIOError):  # The data that it failed to move are not wanted any more.
-                    if held.lease.transfer is not None:
-                        held.lease.transfer.wait()
-                self._give_up(held)
+                    if record.lease.transfer is not None:
+                        record.lease.transfer.wait()
+                self._give_up(record)
                 self._metrics.end_use(key)
             if self._store is not None:
                 self._store.discard(key)
 
     def forget(self, key: RecordKey) -> None:
         """`discard`, and delete the record's file."""
-        with self._lock:
+        with self.lock:
             self.discard(key)
             if self._store is not None:
                 self._store.forget(key)
 
-    def _live(self, key: RecordKey) -> CachedRecord:
-        held = self._held.get(key)
-        assert held is not None, f"{key} is not in use"
-        assert held.state is RecordState.LIVE, f"{key} is not in use"
-        return held
+    def abandon(self, key: RecordKey) -> None:
+        """Leave the buffer of a record that is at rest to the tensors that view it, and delete the record's file."""
+        with self.lock:
+            record = self.records.get(key)
+            assert record is not None and record.lease.transfer is None, key
+            self._give_up(record, abandon=True)
+            self.forget(key)
+
+    def close(self) -> None:
+        """Wait for what is in flight, and give all buffers up: those that others view stay theirs. For a finalizer.
+
+        Takes no lock and raises nothing, as the owner is gone. Files stay.
+        """
+        for record in list(self.records):
+            if record.lease.transfer is not None:
+                try:
+                    record.lease.transfer.wait()
+                except SwapIOError as error:
+                    # Without a traceback: this may run in the middle of anything, where formatting one is not safe.
+                    if record.writing:
+                        log.warning("a write of parameters had failed, and the model is gone: %r", error)
+                record.lease.transfer = None
+            self._give_up(record, abandon=self._policy.is_viewed(record.key))
+        for transfer in self._dropped:
+            with contextlib.suppress(SwapIOError):
+                transfer.wait()
+        self._dropped.clear()
+
+    # --- Buffers ---------------------------------------------------------------------------------------------------
+
+    def _try_acquire(self, key: RecordKey, length_bytes: int) -> Lease | None:
+        if self._is_beyond_limit(length_bytes):
+            return None
+        lease = self.pool.try_acquire(length_bytes, high=self._policy.prefers_high(self, key))
+        if lease is not None and self._policy.splits_pool(self, key, lease):
+            lease.release()
+            return None
+        return lease
+
+    def _acquire(self, key: RecordKey, length_bytes: int) -> Lease:
+        while (lease := self._try_acquire(key, length_bytes)) is None:
+            # Waiting for a write costs less than reading again what was prefetched.
+            if self._wait_for_write():
+                self._collect()
+                continue
+            if self._policy.evicts_own or self._is_beyond_limit(length_bytes):
+                if self._evict_one(idle_only=True) or (self._policy.evicts_own and self._evict_one(idle_only=False)):
+                    continue
+                if self._is_beyond_limit(length_bytes):
+                    self._policy.refuse(self, length_bytes)
+            with self._metrics.span("swapper.wait_pool"):
+                return self.pool.acquire(length_bytes, high=self._policy.prefers_high(self, key))
+        return lease
+
+    def _is_beyond_limit(self, length_bytes: int) -> bool:
+        return self.limit_bytes is not None and self.records.length_bytes + length_bytes > self.limit_bytes
+
+    def _reclaim(self) -> bool:
+        """Give one buffer back to a pool that is short: what was prefetched, then what is leaving, then what is kept.
+
+        Called by whoever needs the buffer, which may be another cache, so a failed write is left to be raised here.
+
+        Returns:
+            Whether anything was given back; False if this cache is busy.
+        """
+        owner = None if self._owner is None else self._owner()
+        if (owner is None and self._owner is not None) or not self.lock.acquire(blocking=False):
+            return False
+        try:
+            if self._evict_one(idle_only=True):
+                return True
+            # One whose write fails gets another state, so that the next is the first.
+            while (record := self.records.first(RecordState.LEAVING)) is not None:
+                if self._see_written(record):
+                    return True
+                if record.state is RecordState.LEAVING:  # Its write cannot be started, which its owner will be told.
+                    break
+            return self._evict_one(idle_only=False)
+        finally:
+            self.lock.release()
+
+    def _evict_one(self, *, idle_only: bool) -> bool:
+        """Evict the policy's victim. False if there is none, or if it cannot go."""
+        victim = self._policy.victim(self, idle_only=idle_only)
+        if victim is None:
+            return False
+        former = victim.state
+        self._evict(victim)
+        return victim.lease.released or victim.state is not former
+
+    def _evict(self, record: CachedRecord) -> None:
+        if record.state is RecordState.ARRIVING:
+            self._drop(record)
+            return
+        assert record.state is RecordState.KEPT, record
+        if not record.writing or self._see_written(record):
+            self._policy.before_eviction(self, record)
+            if not record.writing or self._see_written(record):
+                self._give_up(record)
+
+    def _let_rest(self, record: CachedRecord, *, keeps: bool) -> None:
+        """Nobody uses a LIVE record any more, and it was not changed."""
+        if keeps and not record.empty:
+            self.records.move(record, RecordState.KEPT, writing=False)
+        else:
+            self._give_up(record)
+
+    def _drop(self, record: CachedRecord) -> bool:
+        """Drop a record that was only prefetched. False if it leaves later, as it is still being written."""
+        self.drops += 1
+        if record.writing:
+            self.records.move(record, RecordState.LEAVING, writing=True)
+            return False
+        with interrupts_deferred():
+            if record.lease.transfer is not None:
+                self._dropped.append(record.lease.transfer)
+            self._give_up(record)
+        return True
+
+    def _add(self, record: CachedRecord) -> None:
+        with interrupts_deferred():
+            self.records.add(record)
+            self._policy.acquired(record.key)
+
+    def _give_up(self, record: CachedRecord, *, abandon: bool = False) -> None:
+        """Give the buffer back. The memory goes to nobody else before the transfer in it is over."""
+        with interrupts_deferred():
+            self._policy.released(record.key)
+            self.records.remove(record)
+            if abandon:
+                record.lease.abandon()
+            else:
+                record.lease.release()
+
+    # --- Transfers -------------------------------------------------------------------------------------------------
 
     def _read(self, key: RecordKey, lease: Lease) -> CachedRecord:
         assert self._store is not None
-        held = CachedRecord(key, lease, RecordState.ARRIVING)
-        lease.transfer = self._store.read(key, lease)
-        self._metrics.count_read(key, self._store.stored_bytes(key), lease.transfer)
-        self._held.add(held)
-        return held
+        record = CachedRecord(key, lease, RecordState.ARRIVING)
+        with interrupts_deferred():  # From the start of the transfer the buffer is the record's.
+            lease.transfer = transfer = self._store.read(key, lease)
+            self._add(record)
+        self._metrics.count_read(key, self._store.stored_bytes(key), transfer)
+        return record
 
-    def _write(self, held: CachedRecord, length_bytes: int) -> None:
+    def _write(self, record: CachedRecord, length_bytes: int, state: RecordState) -> None:
         assert self._store is not None
-        held.lease.transfer = self._store.write(held.key, held.lease, length_bytes)
-        self._metrics.count_write(held.key, length_bytes, held.lease.transfer)
+        with interrupts_deferred():  # From the start of the transfer a failure is lost data.
+            record.lease.transfer = transfer = self._store.write(record.key, record.lease, length_bytes)
+            record.copied_bytes = 0
+            self.records.move(record, state, writing=True)
+        self._metrics.count_write(record.key, length_bytes, transfer)
 
-    def _start_write(self, held: CachedRecord) -> None:
+    def _start_write(self, record: CachedRecord) -> None:
         """If a device copies the record, wait until it has, and start writing it. See [Note: copies from a device].
 
         Raises:
             SwapIOError: the copy failed; or the write could not be started, which the next call tries again.
         """
-        if not held.copied_bytes:
+        if not record.copied_bytes:
             return
-        assert held.lease.transfer is not None
+        assert record.lease.transfer is not None
         try:
-            held.lease.transfer.wait()
+            record.lease.transfer.wait()
         except SwapIOError:
-            held.copied_bytes = 0
-            self._held.move(held, RecordState.FAILED, writing=False)
+            record.copied_bytes = 0
+            self.records.move(record, RecordState.FAILED, writing=False)
             raise
-        self._write(held, held.copied_bytes)
-        held.copied_bytes = 0
+        self._write(record, record.copied_bytes, record.state)
 
-    def _give_up(self, held: CachedRecord) -> None:
-        """Give the buffer back. The memory goes to nobody else before the transfer in it is over."""
-        self._held.remove(held)
-        held.lease.release()
+    def _see_written(self, record: CachedRecord) -> bool:
+        """Wait for the write of `record`, and let the record leave if it was leaving.
+
+        Returns:
+            False if the write failed, so that it is FAILED; or if it could not be started.
+
+        Raises:
+            SwapIOError: it failed, and the policy rewrites.
+        """
+        try:
+            self._start_write(record)
+            assert record.lease.transfer is not None
+            record.lease.transfer.wait()
+        except SwapIOError:
+            if self._policy.rewrites:
+                self._policy.write_failed(record.key)
+                self._rest(record, record.state)
+                raise
+            if record.writing and not record.copied_bytes:
+                self.records.move(record, RecordState.FAILED, writing=False)
+            return False
+        if record.state is RecordState.LEAVING:
+            self._give_up(record)
+        else:
+            self._rest(record, record.state)
+        return True
 
     def _collect(self) -> None:
         """Start the oldest writes whose copy is done; give back the buffers of the oldest that are done.
@@ -311,103 +559,34 @@ class RecordCache:
         Raises:
             SwapIOError: a write failed. See [Note: failed writes].
         """
-        failure: SwapIOError | None = None
-        for held in list(itertools.islice(self._held.writes(), _LOOKS)):
-            assert held.lease.transfer is not None
-            if not held.lease.transfer.done():
-                continue
-            if not held.copied_bytes:
-                self._see_written(held)
-                continue
-            try:
-                self._start_write(held)
-            except SwapIOError as error:
-                failure = failure or error
-        self._observe_dropped()
-        if failure is not None:
-            raise failure
-        failed = self._held.first(RecordState.FAILED)
-        if failed is not None:
-            assert failed.lease.transfer is not None
-            failed.lease.transfer.wait()
-
-    def _see_written(self, held: CachedRecord) -> bool:
-        """Wait for the write of `held`, and let the record leave if it was leaving.
-
-        Returns:
-            False if the write failed, so that it is FAILED; or if it could not be started.
-        """
-        try:
-            self._start_write(held)
-            assert held.lease.transfer is not None
-            held.lease.transfer.wait()
-        except SwapIOError:
-            if held.writing and not held.copied_bytes:
-                self._held.move(held, RecordState.FAILED, writing=False)
-            return False
-        if held.state is RecordState.LEAVING:
-            self._give_up(held)
-        else:
-            self._held.end_write(held)
-            held.lease.transfer = None
-        return True
-
-    def _drop(self, held: CachedRecord) -> bool:
-        """Give up a record that was only read ahead. False if it leaves later, as it is still being written."""
-        self.drops += 1
-        if held.writing:
-            self._held.move(held, RecordState.LEAVING, writing=True)
-            return False
-        if held.lease.transfer is not None:
-            self._dropped.append(held.lease.transfer)
-        self._give_up(held)
-        return True
-
-    def _drop_last_staged(self) -> bool:
-        """Give up one record that was only read ahead: the one staged last, which is needed last. False if none is."""
-        held = self._held.last(RecordState.ARRIVING)
-        if held is None:
-            return False
-        self._drop(held)
-        return True
-
-    def _observe_dropped(self) -> None:
         # Waited for, so that the handle does not report the failure of a read that nobody wanted.
         while self._dropped and self._dropped[0].done():
             with contextlib.suppress(SwapIOError):
                 self._dropped[0].wait()
             self._dropped.popleft()
-
-    def _evict(self, held: CachedRecord) -> None:
-        """Let a record that is kept leave; what is kept beside a store is stored too."""
-        if held.writing:
-            self._held.move(held, RecordState.LEAVING, writing=True)
-        else:
-            self._give_up(held)
-
-    def _is_beyond_limit(self, length_bytes: int) -> bool:
-        if self.limit_bytes is None:
-            return False
-        return self._held.length_bytes + length_bytes > self.limit_bytes
-
-    def _try_acquire(self, length_bytes: int) -> Lease | None:
-        return None if self._is_beyond_limit(length_bytes) else self._pool.try_acquire(length_bytes)
-
-    def _acquire(self, length_bytes: int) -> Lease:
-        while (lease := self._try_acquire(length_bytes)) is None:
-            # Waiting for a write costs less than reading again what was read ahead.
-            if self._wait_for_write():
-                self._collect()
+        if self._policy.rewrites:  # No write holds up a buffer, so each is seen by who waits for it.
+            return
+        failure: SwapIOError | None = None
+        for record in list(itertools.islice(self.records.writes(), _LOOKS)):
+            assert record.lease.transfer is not None
+            if not record.lease.transfer.done():
                 continue
-            if self._is_beyond_limit(length_bytes) and self._drop_last_staged():
+            if not record.copied_bytes:
+                self._see_written(record)
                 continue
-            with self._metrics.span("swapper.wait_pool"):
-                return self._pool.acquire(length_bytes)
-        return lease
+            try:
+                self._start_write(record)
+            except SwapIOError as error:
+                failure = failure or error
+        if failure is not None:
+            raise failure
+        if (failed := self.records.first(RecordState.FAILED)) is not None:
+            assert failed.lease.transfer is not None
+            failed.lease.transfer.wait()
 
     def _wait_for_write(self) -> bool:
         """Wait until a record has left, or failed to. False if none is leaving."""
-        leaving = self._held.first(RecordState.LEAVING)
+        leaving = self.records.first(RecordState.LEAVING)
         if leaving is None:
             return False
         assert leaving.lease.transfer is not None
@@ -416,35 +595,3 @@ class RecordCache:
             leaving.lease.transfer.settle()
         self._see_written(leaving)
         return True
-
-    def _reclaim(self) -> bool:
-        """Give buffers back to a pool that is short: what was read ahead, then what is leaving, then what is kept.
-
-        Called by whoever needs the buffer, which may be another cache, so a failed write is left to be raised here.
-
-        Returns:
-            Whether anything was given back; False if this cache is busy.
-        """
-        if not self._lock.acquire(blocking=False):
-            return False
-        try:
-            if self._drop_last_staged():
-                return True
-            if self._store is None:
-                return False
-            # One whose write fails gets another state, so that the next is the first.
-            while (held := self._held.first(RecordState.LEAVING)) is not None:
-                if self._see_written(held):
-                    return True
-                if held.state is RecordState.LEAVING:  # Its write cannot be started, which its own cache will raise.
-                    break
-            # What is kept goes too if it must: buffers that stay can leave no piece of the pool that is long enough.
-            while (held := self._held.first(RecordState.KEPT)) is not None:
-                if not held.writing or self._see_written(held):
-                    self._give_up(held)
-                    return True
-                if held.state is RecordState.KEPT:
-                    break
-            return False
-        finally:
-            self._lock.release()

@@ -1,9 +1,7 @@
 """The records that hold a buffer of the pool, by key and by state, so that nothing has to look at all of them.
 
 [Note: one owner] A record's state, the order within a state, the bytes of each state and the list of writes in flight
-are one fact. Only `CachedRecords` changes it, in statements between which the interpreter raises no Ctrl-C: it does so
-when a function is entered, after a call and where a loop goes back, and there is none of these from the first
-assignment to the last.
+are one fact. Only `CachedRecords` changes it, with interrupts deferred.
 """
 
 from __future__ import annotations
@@ -12,6 +10,7 @@ import enum
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from swapper.interrupts import interrupts_deferred
 from swapper.storage.buffers import Lease
 from swapper.storage.store import RecordKey
 
@@ -19,26 +18,18 @@ __all__ = ["CachedRecord", "CachedRecords", "RecordState"]
 
 
 class RecordState(enum.Enum):
-    """Where a record is that is not only on disk. Each holds one pool buffer."""
+    """The state of a record that is not only on disk. In each state it holds one pool buffer."""
 
     ARRIVING = enum.auto()
     """Being read (or still being written by the step before, and wanted again). Clean."""
     LIVE = enum.auto()
-    """In use between `take` and `put`; the only state where the buffer may be changed."""
+    """In use between `take` and `put`, by an owner who may change the buffer."""
     LEAVING = enum.auto()
     """Being written. The buffer goes back to the pool when that is done."""
     KEPT = enum.auto()
-    """Resident: written through, or never stored at all. The buffer stays."""
+    """Its bytes are there for whoever asks next, and may be being written. The policy says when the buffer may go."""
     FAILED = enum.auto()
     """Its write failed. The buffer and the transfer stay until the record is discarded."""
-
-
-@dataclass(eq=False, slots=True)
-class _Shelf:
-    """The records of one state, those that came to it first in front, and the bytes of their buffers."""
-
-    records: dict[RecordKey, CachedRecord] = field(default_factory=dict)
-    length_bytes: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -62,23 +53,43 @@ class CachedRecord:
     empty: bool = False
 
 
+@dataclass(eq=False, slots=True)
+class _Shelf:
+    """The records of one state, those that came to it first in front, and the bytes of their buffers."""
+
+    records: dict[RecordKey, CachedRecord] = field(default_factory=dict)
+    length_bytes: int = 0
+
+    def put(self, record: CachedRecord) -> None:
+        self.records[record.key] = record
+        self.length_bytes += record.lease.length_bytes
+
+    def take(self, record: CachedRecord) -> None:
+        del self.records[record.key]
+        self.length_bytes -= record.lease.length_bytes
+
+
 class CachedRecords:
     """All records of one cache that hold a buffer. Not thread-safe. See [Note: one owner].
 
     Every method takes the same time however many records there are, but for `of_state`, which walks those of one state.
-
-    Attributes:
-        length_bytes: of all buffers.
     """
 
     def __init__(self) -> None:
-        self.length_bytes = 0
         self._all: dict[RecordKey, CachedRecord] = {}
         self._shelves = {state: _Shelf() for state in RecordState}
         self._writing: dict[RecordKey, CachedRecord] = {}  # the write that was started first in front
 
     def __len__(self) -> int:
         return len(self._all)
+
+    def __iter__(self) -> Iterator[CachedRecord]:
+        return iter(self._all.values())
+
+    @property
+    def length_bytes(self) -> int:
+        """Bytes of all buffers."""
+        return sum(shelf.length_bytes for shelf in self._shelves.values())
 
     def get(self, key: RecordKey) -> CachedRecord | None:
         """The record, if it holds a buffer."""
@@ -104,44 +115,28 @@ class CachedRecords:
         """Those whose write is in flight, or over and not yet seen. No record may be changed while this is iterated."""
         return iter(self._writing.values())
 
-    def add(self, held: CachedRecord) -> None:
-        """`held`, which is new, holds its buffer from now on."""
-        shelf, key, length_bytes = self._shelves[held.state], held.key, held.lease.length_bytes
-        assert key not in self._all, key
-        # From here on without a call: see [Note: one owner].
-        shelf.records[key] = self._all[key] = held
-        shelf.length_bytes += length_bytes
-        self.length_bytes += length_bytes
+    def add(self, record: CachedRecord) -> None:
+        """`record`, which is new, holds its buffer from now on."""
+        assert record.key not in self._all, record.key
+        with interrupts_deferred():
+            self._all[record.key] = record
+            self._shelves[record.state].put(record)
 
-    def move(self, held: CachedRecord, state: RecordState, *, writing: bool) -> None:
-        """Change the state of `held`; and whether its lease's transfer is a write that may fail yet."""
-        former, shelf, key = self._shelves[held.state], self._shelves[state], held.key
-        length_bytes = held.lease.length_bytes
-        # From here on without a call: see [Note: one owner].
-        del former.records[key]
-        former.length_bytes -= length_bytes
-        shelf.records[key] = held
-        shelf.length_bytes += length_bytes
-        held.state = state
-        if writing and not held.writing:
-            self._writing[key] = held
-        elif held.writing and not writing:
-            del self._writing[key]
-        held.writing = writing
+    def move(self, record: CachedRecord, state: RecordState, *, writing: bool) -> None:
+        """Change the state of `record`; and whether its lease's transfer is a write that may fail yet."""
+        with interrupts_deferred():
+            self._shelves[record.state].take(record)
+            record.state, record.writing = state, writing
+            self._shelves[state].put(record)
+            if writing:
+                self._writing.setdefault(record.key, record)
+            else:
+                self._writing.pop(record.key, None)
 
-    def end_write(self, held: CachedRecord) -> None:
-        """The write of `held` is over; the record stays as it is."""
-        del self._writing[held.key]
-        held.writing = False
-
-    def remove(self, held: CachedRecord) -> None:
-        """`held` holds no buffer any more: its lease is the caller's to release."""
-        former, key, length_bytes = self._shelves[held.state], held.key, held.lease.length_bytes
-        # From here on without a call: see [Note: one owner].
-        del former.records[key]
-        former.length_bytes -= length_bytes
-        self.length_bytes -= length_bytes
-        if held.writing:
-            del self._writing[key]
-        del self._all[key]
-        held.writing = False
+    def remove(self, record: CachedRecord) -> None:
+        """`record` holds no buffer any more: its lease is the caller's to release."""
+        with interrupts_deferred():
+            del self._all[record.key]
+            self._shelves[record.state].take(record)
+            self._writing.pop(record.key, None)
+            record.writing = False

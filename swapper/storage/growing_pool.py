@@ -64,8 +64,8 @@ class GrowingPool:
     def add_reclaimer(self, callback: Callable[[], bool]) -> None:
         """Nothing is ever reclaimed: nothing is short, and no other copy exists of what is here."""
 
-    def try_acquire(self, length_bytes: int) -> Lease:
-        """Lease memory, of a new pool if there is none.
+    def try_acquire(self, length_bytes: int, *, high: bool = False) -> Lease:
+        """Lease memory, of a new pool if there is none; `high` has no meaning here.
 
         Raises:
             SwapIOError: there is not so much memory.

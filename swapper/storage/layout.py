@@ -37,7 +37,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Where everything lies in a record, in the pool buffer and in the file alike.
+    """The layout of a record, in the pool buffer and in the file alike.
 
     Attributes:
         entries: the tensors of fixed size, in order.
@@ -84,7 +84,7 @@ class RecordLayout:
 
     @functools.cached_property
     def _fixed_table(self) -> tuple[bytes, int, int]:
-        """What is the same in every header, as JSON without its braces; the pads in it; and where they end."""
+        """The part that all headers share, as JSON without braces; the number of its pads; its end in bytes."""
         table: dict[str, object] = {} if self.padded else {"__metadata__": {"format": "pt"}}
         cursor = self.payload_bytes
         pads = 0
@@ -154,7 +154,6 @@ def plan_whole_tensors(entries: Sequence[Entry]) -> RecordLayout:
 
 
 def _payload_bytes(entries: Sequence[Entry]) -> int:
-    """Where the payload starts."""
     # The header's size depends on the offsets it prints, and they on its size. So each entry is given room for the
     # longest: its two offsets and the two of the pad before it, 20 digits each, and the words come to less than 200.
     room = 512  # braces, the metadata, the last pads, the tail
@@ -170,7 +169,7 @@ class Share(NamedTuple):
     """The part of a record that is on one drive: bytes `start_bytes` to `stop_bytes` of the record.
 
     Attributes:
-        drive: its place in the list of drives.
+        drive: its index in the list of drives.
     """
 
     drive: int

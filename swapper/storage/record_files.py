@@ -6,12 +6,13 @@ import contextlib
 import errno
 import logging
 import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from swapper.errors import SwapIOError
+from swapper.errors import SwapIOError, renewed, system_errors
 from swapper.finalizers import finalizer
 from swapper.io.handle import AsyncIOHandle, Checksums, File
 from swapper.sizes import PAGE_BYTES
@@ -26,7 +27,7 @@ _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLI
 
 @dataclass(slots=True)
 class Part:
-    """What of a record is on one drive: a file, from its start."""
+    """The share of a record that is on one drive: a file, from its start."""
 
     share: Share
     file: File
@@ -34,7 +35,7 @@ class Part:
     reserved: bool = True
     """Its space on the drive is there already."""
     files: int = 1
-    """How many there were, this one included."""
+    """Number of files so far, this one included."""
     written_bytes: int = 0
     """Of the file, from its start, that were ever written."""
     published: bool = False
@@ -60,12 +61,10 @@ class Part:
             except SwapIOError as error:
                 self.lost = error
         if self.lost is not None:
-            number = self.lost.errno
-            assert number is not None
-            raise SwapIOError(number, self.lost.operation, self.lost.path, detail=self.lost.detail)
+            raise renewed(self.lost)
 
     def unreserved_bytes(self) -> int:
-        """What it will still take of the drive's free space."""
+        """Bytes that it will still take of the drive's free space."""
         if self.reserved or self.file.closed:
             return 0
         return max(0, self.share.length_bytes - os.fstat(self.file.fileno()).st_blocks * 512)
@@ -73,7 +72,7 @@ class Part:
 
 @dataclass(slots=True)
 class Record:
-    """What the drives hold under one key."""
+    """The files of one key."""
 
     parts: list[Part]
     capacity_bytes: int
@@ -107,7 +106,7 @@ def reopen(handle: AsyncIOHandle, file: File) -> File:
 
 
 class Pinned:
-    """What a record held when it was pinned. Outlives the record and the store, but not the handles.
+    """The content of a record when it was pinned. Outlives the record and the store, but not the handles.
 
     A context manager that closes it; thread-safe.
 
@@ -167,18 +166,12 @@ def link(file: File, path: Path) -> bool:
 
 
 def umask() -> int:
-    """What new files of this process may not have. To ask the system call is to change it, also for other threads.
+    """Mode bits that new files of this process do not get. The system call would change them for all threads.
 
     Raises:
         SwapIOError: there are no descriptors left.
     """
     path = Path("/proc/self/status")
-    try:
-        lines = path.read_text().splitlines()
-    except OSError as error:
-        raise SwapIOError(error.errno or errno.EIO, "read", path) from error
-    for line in lines:
-        name, _, value = line.partition(":")
-        if name == "Umask":
-            return int(value, 8)
-    return 0o077
+    with system_errors("read", path):
+        found = re.search(r"^Umask:\s*([0-7]+)$", path.read_text(), re.MULTILINE)
+    return 0o077 if found is None else int(found[1], 8)

@@ -23,7 +23,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Spares", "is_unread"]
+__all__ = ["RecycledFiles", "is_unread"]
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def _leased(path: Path) -> Iterator[int]:
     """
     descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        # What tells the holder that somebody waits is SIGIO otherwise, which ends a process that does not expect it.
+        # SIGIO, which tells the holder otherwise that somebody waits, ends a process that does not expect it.
         fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGURG)
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_WRLCK)
         yield descriptor
@@ -50,7 +50,7 @@ def _nobody_waits(descriptor: int) -> bool:
 
 
 def is_unread(path: Path) -> bool:
-    """Whether nobody has the file open, this process included. See [Note: unread files]."""
+    """Tell if nobody has the file open, this process included. See [Note: unread files]."""
     try:
         with _leased(path) as descriptor:
             return _nobody_waits(descriptor)
@@ -58,13 +58,13 @@ def is_unread(path: Path) -> bool:
         return False
 
 
-class _Spare(NamedTuple):
+class _RecycledFile(NamedTuple):
     path: Path
     size_bytes: int
 
 
-class Spares:
-    """The spare files in one directory. Thread-safe.
+class RecycledFiles:
+    """The files in one directory that were records of a removed checkpoint. Thread-safe.
 
     Args:
         directory: private to this process; whoever removes it removes them.
@@ -74,7 +74,7 @@ class Spares:
         self._directory = directory
         self._numbers = itertools.count()
         self._lock = threading.Lock()
-        self._all: list[_Spare] = []  # the shortest first
+        self._all: list[_RecycledFile] = []  # the shortest first
         self._total_bytes = 0
 
     @property
@@ -93,47 +93,47 @@ class Spares:
         Returns:
             False: it stays where it is, as it is.
         """
-        place = self._directory / f"spare-{next(self._numbers):06d}"
+        recycled = self._directory / f"spare-{next(self._numbers):06d}"
         try:
             with _leased(path) as descriptor:
                 status = os.fstat(descriptor)
                 usable = stat.S_ISREG(status.st_mode) and status.st_nlink == 1 and status.st_size <= room_bytes
                 if not usable or not status.st_size:
                     return False
-                os.rename(path, place)
+                os.rename(path, recycled)
                 if not _nobody_waits(descriptor):  # It was opened before it lost its name.
-                    os.rename(place, path)
+                    os.rename(recycled, path)
                     return False
                 os.fchmod(descriptor, 0o600)
         except OSError:
             return False
         with self._lock:
-            bisect.insort(self._all, _Spare(place, status.st_size), key=attrgetter("size_bytes"))
+            bisect.insort(self._all, _RecycledFile(recycled, status.st_size), key=attrgetter("size_bytes"))
             self._total_bytes += status.st_size
         return True
 
     def take(self, length_bytes: int, path: Path) -> bool:
-        """Give the spare whose length is nearest to `length_bytes` the name `path`. False if there is none."""
+        """Give the file whose length is nearest to `length_bytes` the name `path`. False if there is none."""
         while True:
             with self._lock:
                 if not self._all:
                     return False
                 at = bisect.bisect_left(self._all, length_bytes, key=attrgetter("size_bytes"))
                 near = range(max(at - 1, 0), min(at + 1, len(self._all)))
-                spare = self._all.pop(min(near, key=lambda i: abs(self._all[i].size_bytes - length_bytes)))
-                self._total_bytes -= spare.size_bytes
+                found = self._all.pop(min(near, key=lambda i: abs(self._all[i].size_bytes - length_bytes)))
+                self._total_bytes -= found.size_bytes
             try:
-                if is_unread(spare.path):
-                    os.rename(spare.path, path)
+                if is_unread(found.path):
+                    os.rename(found.path, path)
                     return True
-                spare.path.unlink()
+                found.path.unlink()
             except OSError as error:  # As when somebody removed it.
-                log.debug("the spare file %s is not used: %s", spare.path, error)
+                log.debug("the recycled file %s is not used: %s", found.path, error)
 
     def drop(self) -> None:
         """Remove all of them."""
         with self._lock:
-            spares, self._all, self._total_bytes = self._all, [], 0
-        for spare in spares:
+            files, self._all, self._total_bytes = self._all, [], 0
+        for found in files:
             with contextlib.suppress(OSError):
-                spare.path.unlink()
+                found.path.unlink()

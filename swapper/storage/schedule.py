@@ -41,18 +41,45 @@ class Schedule:
     held_bytes: int
     largest_bytes: int
 
+    @property
+    def moving_bytes(self) -> int:
+        """Length of all records that are read in each scan."""
+        return sum(size for position, size in enumerate(self.sizes_bytes) if position not in self.resident)
 
-def plan_schedule(sizes_bytes: Sequence[int], resident_bytes: int, work_bytes: int, pool_bytes: int) -> Schedule:
-    """Choose what stays, and refuse what cannot work.
+    def checked(self, pool_bytes: int, others_bytes: int = 0) -> Schedule:
+        """Refuse a pool that is too small.
+
+        Args:
+            pool_bytes: the part of the pool that this may count on.
+            others_bytes: the part that others need besides, for the error.
+
+        Returns:
+            This.
+
+        Raises:
+            ConfigError: the pool cannot hold the sum, which the message shows.
+        """
+        if self.pool_bytes <= pool_bytes:
+            return self
+        kept_bytes = sum(self.sizes_bytes[position] for position in self.resident)
+        kept = f" + {format_bytes(kept_bytes)} kept resident" if kept_bytes else ""
+        raise ConfigError(
+            f"pool_bytes: {format_bytes(pool_bytes)} is too small. One step needs "
+            f"{IN_FLIGHT} x {format_bytes(self.largest_bytes)} (the largest segment: one arriving, one in use, one "
+            f"leaving) + {format_bytes(self.held_bytes - kept_bytes)} of scratch{kept} = "
+            f"{format_bytes(self.pool_bytes)}. "
+            f"Set pool_bytes to at least {self.pool_bytes + others_bytes}; a smaller bucket_bytes helps too, unless "
+            "the optimizer steps whole parameters"
+        )
+
+
+def plan_schedule(sizes_bytes: Sequence[int], resident_bytes: int, work_bytes: int) -> Schedule:
+    """Choose what stays.
 
     Args:
         sizes_bytes: size of each record in order of use, a multiple of the pool's granularity.
         resident_bytes: at most this much is kept in the pool; 0 keeps nothing.
         work_bytes: scratch that is held for the whole step.
-        pool_bytes: what there is.
-
-    Raises:
-        ConfigError: the pool cannot hold the sum, which the message shows.
     """
     resident: set[int] = set()
     kept_bytes = 0
@@ -62,13 +89,4 @@ def plan_schedule(sizes_bytes: Sequence[int], resident_bytes: int, work_bytes: i
             kept_bytes += size
     largest = max((size for i, size in enumerate(sizes_bytes) if i not in resident), default=0)
     needed = IN_FLIGHT * largest + work_bytes + kept_bytes
-    if needed > pool_bytes:
-        kept = f" + {format_bytes(kept_bytes)} kept resident" if kept_bytes else ""
-        raise ConfigError(
-            f"pool_bytes: {format_bytes(pool_bytes)} is too small. One step needs "
-            f"{IN_FLIGHT} x {format_bytes(largest)} (the largest segment: one arriving, one in use, one leaving) + "
-            f"{format_bytes(work_bytes)} of scratch{kept} = {format_bytes(needed)}. "
-            f"Set pool_bytes to at least {needed}; a smaller bucket_bytes helps too, unless the optimizer steps whole "
-            "parameters"
-        )
     return Schedule(tuple(sizes_bytes), frozenset(resident), needed, work_bytes + kept_bytes, largest)

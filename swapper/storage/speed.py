@@ -1,4 +1,4 @@
-"""How fast a drive is: measured, so that each of several gets its part of the bytes."""
+"""Measures the speed of drives, so that each of several gets its part of the bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ import torch
 from swapper.errors import SwapIOError
 from swapper.io.handle import AsyncIOHandle, File, Slab, Transfer
 from swapper.sizes import round_up
-from swapper.storage.runs import NvmePathError, file_systems
+from swapper.storage.mounts import NvmePathError, file_systems
 
 __all__ = ["DriveSpeed", "measure_speed", "measure_speeds"]
 
@@ -114,10 +114,10 @@ def _timed_pass(
     start_s = time.perf_counter()
     try:
         for offset in range(0, length_bytes, block_bytes):
-            place = offset % len(memory)
+            start_in_memory = offset % len(memory)
             if len(in_flight) == len(memory) // block_bytes:
                 in_flight.popleft().wait()
-            in_flight.append(start(file, memory[place : place + block_bytes], offset))
+            in_flight.append(start(file, memory[start_in_memory : start_in_memory + block_bytes], offset))
         while in_flight:
             in_flight.popleft().wait()
     finally:

@@ -11,36 +11,30 @@ import math
 import mmap
 import os
 import tempfile
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import SwapError, SwapIOError, renewed
 from swapper.finalizers import finalizer
+from swapper.interrupts import interrupts_deferred
 from swapper.io.checksums import join_checksums
-from swapper.io.handle import AsyncIOHandle, Checksums, File, Transfer
+from swapper.io.handle import AsyncIOHandle, Checksums, Transfer
 from swapper.sizes import PAGE_BYTES, format_bytes, round_up
+from swapper.storage.atomic import all_at_once
+from swapper.storage.drive import Drive
 from swapper.storage.layout import Share, share_out
+from swapper.storage.mounts import FileSystem, NvmePathError, check_nvme_paths, file_systems
 from swapper.storage.record_files import Part, Pinned, PinnedPart, Record, link, remove, reopen, umask, used
-from swapper.storage.recycled_files import Spares, is_unread
-from swapper.storage.runs import (
-    FileSystem,
-    NvmePathError,
-    check_nvme_paths,
-    file_systems,
-    make_run_directory,
-    remove_run_directory,
-    remove_stale_runs,
-)
+from swapper.storage.recycled_files import is_unread
+from swapper.storage.runs import make_run_directory, remove_run_directory, remove_stale_runs
 from swapper.storage.speed import measure_speeds
 from swapper.storage.transfers import RecordTransfer, start_all
 
 if TYPE_CHECKING:
     from swapper.storage.buffers import Lease
 
-__all__ = ["RecordKey", "TensorStore", "all_at_once"]
+__all__ = ["RecordKey", "TensorStore"]
 
 log = logging.getLogger(__name__)
 
@@ -48,40 +42,6 @@ STRIPE_BYTES = 1 << 20
 """The least that a drive gets of a record, so that its bandwidth counts and not its latency."""
 
 _CHECKED_BYTES = 64 << 10
-_SYNC_THREADS = 4
-"""Files that are synced at once."""
-
-
-def all_at_once(actions: Sequence[Callable[[], object]]) -> None:
-    """Call each, some at the same time. All are over when this returns, or raises what the first that failed did.
-
-    Without more threads, as there are none when the interpreter ends, it is one after the other.
-    """
-    left = list(reversed(actions))
-    failures: list[BaseException] = []
-
-    def work() -> None:
-        with contextlib.suppress(IndexError):
-            while not failures:
-                action = left.pop()
-                try:
-                    action()
-                except BaseException as error:
-                    failures.append(error)
-
-    threads = [threading.Thread(target=work, name="swapper-sync") for _ in actions[1:_SYNC_THREADS]]
-    try:
-        with contextlib.suppress(RuntimeError):
-            for thread in threads:
-                thread.start()
-        work()
-    finally:
-        left.clear()
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
-    if failures:
-        raise failures[0]
 
 
 class RecordKey(NamedTuple):
@@ -95,17 +55,6 @@ class RecordKey(NamedTuple):
     def file_name(self) -> str:
         """The name of the record's files, in the run directories."""
         return f"{self.owner:03d}-{self.kind}-{self.number:06d}.safetensors"
-
-
-@dataclass(slots=True)
-class _Drive:
-    directory: Path
-    lock: list[int]
-    handle: AsyncIOHandle
-    spares: Spares
-    held_bytes: int = 0
-    """Of planned records."""
-    bps: int = 1
 
 
 class TensorStore:
@@ -146,7 +95,7 @@ class TensorStore:
         self._pid = os.getpid()
         # Below a block a share is not even a request.
         self._unit_bytes = max(STRIPE_BYTES, *(handle.block_bytes for handle in handles))
-        self._drives: list[_Drive] = []
+        self._drives: list[Drive] = []
         self._records: dict[RecordKey, Record] = {}
         self._tokens = itertools.count()
         self.first_writes = 0
@@ -155,8 +104,9 @@ class TensorStore:
         try:
             for path, handle in zip(nvme_paths, handles, strict=True):
                 remove_stale_runs(path)
-                directory, lock = make_run_directory(path, run, rank)
-                self._drives.append(_Drive(directory, [lock], handle, Spares(directory)))
+                with interrupts_deferred():
+                    directory, lock = make_run_directory(path, run, rank)
+                    self._drives.append(Drive(directory, [lock], handle))
             if len(self._drives) > 1:
                 for drive, speed in zip(self._drives, measure_speeds(self.directories, handles), strict=True):
                     drive.bps = speed.bps
@@ -170,7 +120,7 @@ class TensorStore:
         return [drive.directory for drive in self._drives]
 
     def file_systems(self) -> list[FileSystem]:
-        """What the drives have room for now; `members` are places in `directories`.
+        """The free space of the drives now; `members` are indices in `directories`.
 
         Raises:
             SwapIOError: a run directory is gone.
@@ -209,7 +159,10 @@ class TensorStore:
                 record = self._records[key] = Record([], sizes[key])
                 made.append(key)
                 for share in shares:
-                    self._add_part(key, record, share, summed=summed)
+                    checksums = self._checksums(share) if self._verify or summed else None
+                    drive = self._drives[share.drive]
+                    record.parts.append(drive.new_part(key.file_name, share, checksums, share.length_bytes))
+                    drive.held_bytes += share.length_bytes
         except BaseException:
             for key in made:
                 self.forget(key)
@@ -238,7 +191,7 @@ class TensorStore:
         for file_system in self.file_systems():
             needed = sum(needed_bytes[i] for i in file_system.members)
             names = " and ".join(str(self._drives[i].directory.parent) for i in file_system.members)
-            free = file_system.free_bytes + sum(self._drives[i].spares.total_bytes for i in file_system.members)
+            free = file_system.free_bytes + sum(self._drives[i].recycled.total_bytes for i in file_system.members)
             sums.append(f"{format_bytes(needed)}, {format_bytes(free)} are free in {names}")
             if needed > free and short is None:
                 short = file_system.members[0]
@@ -246,56 +199,10 @@ class TensorStore:
             path = self._drives[short].directory.parent
             raise NvmePathError(errno.ENOSPC, "preallocate", path, f"{what} {'; '.join(sums)}")
 
-    def _add_part(self, key: RecordKey, record: Record, share: Share, *, summed: bool) -> None:
-        drive = self._drives[share.drive]
-        file, written_bytes, reserved = self._new_file(drive, key.file_name, share.length_bytes, share.length_bytes)
-        checksums = None
-        if self._verify or summed:
-            # The smaller a block, the closer a failure is named; 8 bytes of memory each.
-            largest = _CHECKED_BYTES if self._verify else STRIPE_BYTES
-            checksums = Checksums(share.length_bytes, math.gcd(drive.handle.block_bytes, largest))
-        record.parts.append(Part(share, file, checksums, reserved, written_bytes=written_bytes))
-        drive.held_bytes += share.length_bytes
-
-    def _new_file(self, drive: _Drive, name: str, length_bytes: int, wanted_bytes: int) -> tuple[File, int, bool]:
-        """A file of `length_bytes`: a spare one, if there is one, else new.
-
-        Args:
-            drive: where.
-            name: must not exist there.
-            length_bytes: to be reserved.
-            wanted_bytes: how much of it is to be written first.
-
-        Returns:
-            The file; how much of it was ever written, from its start; and whether its space is reserved.
-
-        Raises:
-            SwapIOError: it was not made.
-        """
-        path = drive.directory / name
-        drive.spares.take(wanted_bytes, path)
-        try:
-            file = drive.handle.open(path, "rw", create=True)
-            try:
-                status = os.fstat(file.fileno())
-                if status.st_size > length_bytes:
-                    file.truncate(length_bytes)
-                written_bytes = min(round_up(status.st_size, PAGE_BYTES), status.st_blocks * 512)
-                try:
-                    reserved = file.preallocate(length_bytes)
-                except SwapIOError as error:
-                    if error.errno != errno.ENOSPC or not drive.spares.total_bytes:
-                        raise
-                    drive.spares.drop()  # Those that are left may be too small, and have the space that is missing.
-                    reserved = file.preallocate(length_bytes)
-                return file, written_bytes, reserved
-            except BaseException:
-                file.close()
-                raise
-        except BaseException:
-            with contextlib.suppress(OSError):
-                path.unlink()
-            raise
+    def _checksums(self, share: Share) -> Checksums:
+        # The smaller a block, the closer a failure is named; 8 bytes of memory each.
+        largest = _CHECKED_BYTES if self._verify else STRIPE_BYTES
+        return Checksums(share.length_bytes, math.gcd(self._drives[share.drive].handle.block_bytes, largest))
 
     def stored_bytes(self, key: RecordKey) -> int:
         """Length of the record as last written, or as it was cut when it was published; 0 before the first write.
@@ -362,29 +269,26 @@ class TensorStore:
 
     def _make_writable(self, key: RecordKey, record: Record, length_bytes: int) -> None:
         """Give the record fresh files for those that must stay as they are. After an exception nothing has changed."""
-        fresh: list[tuple[Part, File, int, bool]] = []
+        fresh: dict[int, Part] = {}
         try:
-            for part in record.parts:
+            for i, part in enumerate(record.parts):
                 if self._must_stay(record, part):
-                    drive, share = self._drives[part.share.drive], part.share
+                    share = part.share
                     name = f"{Path(key.file_name).stem}-{part.files}.safetensors"
-                    wanted = max(0, min(share.stop_bytes, length_bytes) - share.start_bytes)
-                    fresh.append((part, *self._new_file(drive, name, share.length_bytes, wanted)))
+                    wanted_bytes = max(0, min(share.stop_bytes, length_bytes) - share.start_bytes)
+                    fresh[i] = self._drives[share.drive].new_part(name, share, part.checksums, wanted_bytes)
+                    fresh[i].files = part.files + 1
         except BaseException:
-            for _, file, _, _ in fresh:
-                remove(file)
+            for part in fresh.values():
+                remove(part.file)
             raise
         record.torn |= bool(fresh)  # Until the write has started, whatever strikes.
-        for part, file, written_bytes, reserved in fresh:
-            former = part.file
-            part.file, part.written_bytes, part.reserved = file, written_bytes, reserved
-            part.files += 1
-            part.published = False
-            part.pins = set()
-            remove(former)
+        for i, part in fresh.items():
+            former, record.parts[i] = record.parts[i], part
+            remove(former.file)
 
     def _must_stay(self, record: Record, part: Part) -> bool:
-        """Whether somebody else has the part's file. One that was published, and is ours again, is made as it was."""
+        """Tell if somebody else has the part's file. One that was published, and is ours again, is made as it was."""
         if part.file.closed:  # It could not be opened again.
             return True
         status = os.fstat(part.file.fileno())
@@ -511,8 +415,7 @@ class TensorStore:
             part.file.sync()
         except SwapIOError as error:
             part.lost = error  # The kernel may have dropped what it could not write, and says so only once.
-            assert error.errno is not None
-            raise SwapIOError(error.errno, "sync", path, detail=error.detail) from error
+            raise renewed(error, operation="sync", path=path) from error
 
     def pin(self, key: RecordKey) -> Pinned:
         """Keep what is stored of a record as it is, for whoever reads it later, from any thread.
@@ -551,7 +454,7 @@ class TensorStore:
         """
         if os.getpid() != self._pid or not self._finalizer.alive:
             return False
-        return any(drive.spares.adopt(path, drive.held_bytes - drive.spares.total_bytes) for drive in self._drives)
+        return any(drive.recycled.adopt(path, drive.held_bytes - drive.recycled.total_bytes) for drive in self._drives)
 
     # ---------------------------------------------------------------------------------------------------------------
 
@@ -577,7 +480,7 @@ class TensorStore:
     def _moves(
         self, operation: str, record: Record, lease: Lease, length_bytes: int
     ) -> Iterator[Callable[[], Transfer]]:
-        """What starts the transfer of each part of the record's first `length_bytes`."""
+        """A call for each part, which starts the transfer of its share of the record's first `length_bytes`."""
         for share, file, checksums in ((part.share, part.file, part.checksums) for part in record.parts):
             if share.start_bytes < length_bytes or not share.start_bytes:
                 handle = self._drives[share.drive].handle
@@ -657,7 +560,7 @@ class TensorStore:
             self._finalizer.detach()  # Only now: after Ctrl-C in the line above it is still there to try again.
 
 
-def _close(drives: list[_Drive], records: dict[RecordKey, Record], pid: int) -> None:
+def _close(drives: list[Drive], records: dict[RecordKey, Record], pid: int) -> None:
     if os.getpid() != pid:
         return  # A forked child: the files are its parent's.
     for file in (part.file for record in records.values() for part in record.parts):

@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
-from swapper.errors import SwapIOError
-from swapper.io.handle import Transfer, end_all
+from swapper.errors import SwapIOError, renewed
+from swapper.io.transfer import Transfer, end_all
 
 __all__ = ["AnyTransfer", "JoinedTransfer", "RecordTransfer", "start_all"]
 
@@ -87,11 +87,8 @@ class JoinedTransfer:
             raise failures[0]
         if failures:
             first, *others = failures
-            assert first.errno is not None
             detail = "; ".join(filter(None, [first.detail, *(f"also {other}" for other in others)]))
-            raise SwapIOError(
-                first.errno, first.operation, first.path, first.offset_bytes, first.length_bytes, detail
-            ) from first
+            raise renewed(first, detail=detail) from first
         return moved_bytes
 
     def settle(self) -> None:

@@ -1,1 +1,1 @@
-"""What the strategies of Lightning and of Fabric share."""
+"""Shared by the strategies of Lightning and of Fabric: arguments, settings, synchronization of DDP."""

@@ -160,8 +160,9 @@ def let_viewed_stay(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Leave in memory those whose home is temporary, and whose memory tensors of the user share."""
     for parameter in parameters:
         home = home_of(parameter)
-        if home is not None and home.temporary and home.viewed:
-            home.stay(parameter)
+        temporary = None if home is None else home.temporary
+        if temporary is not None and temporary.viewed:
+            temporary.stay(parameter)
 
 
 def make_ordinary(parameter: torch.nn.Parameter) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
@@ -28,7 +28,7 @@ MAKES_PARAMETERS = Parameter.__new__.__code__
 MAKES_STATE_DICTS = Module._save_to_state_dict.__code__
 
 
-class Source(Protocol):
+class Source:
     """Gives an `EvictedView` its values."""
 
     shape: torch.Size
@@ -36,17 +36,20 @@ class Source(Protocol):
     dtype: torch.dtype
 
     def homes(self) -> Sequence[Home]:
-        """The homes whose values must be in memory for `real`."""
+        """The homes whose values must be in memory for `real`. None here: it is read."""
+        return ()
 
     def real(self) -> torch.Tensor:
         """The tensor itself."""
+        raise NotImplementedError
 
     def mapped_copy(self) -> torch.Tensor:
         """The values at an address that stays theirs as long as somebody has the tensor."""
+        return self.real()
 
 
-class ViewOfParameter:
-    """The values of a parameter, evicted or not. See `Source`."""
+class ViewOfParameter(Source):
+    """The values of a parameter, evicted or not."""
 
     def __init__(self, parameter: Parameter, home: Home) -> None:
         self.shape, self.stride, self.dtype = parameter.shape, home.stride, parameter.dtype
@@ -55,7 +58,7 @@ class ViewOfParameter:
         self._copy: torch.Tensor | None = None
 
     def homes(self) -> Sequence[Home]:
-        """That of the parameter, if it is still swapped."""
+        """The home of the parameter, if it is still swapped."""
         home = home_of(self.parameter)
         return () if home is None else (home,)
 
@@ -70,8 +73,8 @@ class ViewOfParameter:
         return self._copy
 
 
-class PartOfView:
-    """The result of `view`, or of an index by integers and slices, of a tensor of a state dict. See `Source`."""
+class PartOfView(Source):
+    """The result of `view`, or of an index by integers and slices, of a tensor of a state dict."""
 
     def __init__(self, whole: Source, func: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> None:
         like = func(torch.empty_strided(whole.shape, whole.stride, dtype=whole.dtype, device="meta"), *args)
@@ -79,7 +82,7 @@ class PartOfView:
         self.whole, self._func, self._args = whole, func, args
 
     def homes(self) -> Sequence[Home]:
-        """Those of the whole."""
+        """The homes of the whole."""
         return self.whole.homes()
 
     def real(self) -> torch.Tensor:

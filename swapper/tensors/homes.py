@@ -19,6 +19,7 @@ __all__ = [
     "Call",
     "Home",
     "StandIn",
+    "TemporaryHome",
     "gathered",
     "home_of",
     "present",
@@ -46,16 +47,12 @@ class Home(Protocol):
         """Brings the values of all its parameters together. Hashable."""
 
     @property
-    def temporary(self) -> bool:
-        """True if another home may take the parameter over."""
-
-    @property
-    def viewed(self) -> bool:
-        """True if tensors that are not ours share the memory of the values."""
-
-    @property
     def keeper(self) -> object:
         """Must live as long as the values are wanted."""
+
+    @property
+    def temporary(self) -> TemporaryHome | None:
+        """This home, if another may take the parameter over."""
 
     def mapped_copy(self) -> torch.Tensor:
         """A copy of the values in a mapped file: it costs disk, and has an address of its own."""
@@ -66,12 +63,6 @@ class Home(Protocol):
     def gather(self, homes: Iterable[Home]) -> AbstractContextManager[None]:
         """As `present`, and raise beforehand if there is no room for all of them."""
 
-    def forget(self, parameter: torch.nn.Parameter) -> None:
-        """Another home has the values of `parameter` now. Only if `temporary`."""
-
-    def stay(self, parameter: torch.nn.Parameter) -> None:
-        """Leave `parameter`, which is `viewed`, its values where they are now, for good. Only if `temporary`."""
-
     def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
         """Make what `copy.deepcopy` of the parameter gives.
 
@@ -80,13 +71,27 @@ class Home(Protocol):
         """
 
 
+class TemporaryHome(Home, Protocol):
+    """A home from which another may take its parameter over."""
+
+    @property
+    def viewed(self) -> bool:
+        """True if tensors that are not ours share the memory of the values."""
+
+    def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Other homes have the values of `parameters` now, all of this owner."""
+
+    def stay(self, parameter: torch.nn.Parameter) -> None:
+        """Leave `parameter`, which is `viewed`, its values where they are now, for good."""
+
+
 def home_of(item: object) -> Home | None:
     """The home of a swapped parameter, whether it is evicted or attached; None for anything else."""
     return item.__dict__.get(HOME) if isinstance(item, torch.nn.Parameter) else None
 
 
 def present(homes: Sequence[Home]) -> AbstractContextManager[object]:
-    """Have the values of the parameters of `homes` in memory within it, whoever owns them."""
+    """Have the values of the parameters of `homes`, of any owners, in memory within it."""
     return _together(homes, lambda home: home.present)
 
 

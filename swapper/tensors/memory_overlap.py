@@ -1,4 +1,4 @@
-"""Parameters that lie in the same memory, and what cannot go with that."""
+"""Parameters that overlap in memory, and the settings that cannot go with that."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _span(tensor: torch.Tensor) -> _Span | None:
 
 
 def _counted_with(name: str, names: Iterable[str], tensors: Mapping[str, torch.Tensor]) -> str | None:
-    """Which of `names` shares the version counter of tensor `name`."""
+    """Give one of `names` that shares the version counter of tensor `name`."""
     tensor = tensors[name]
     others = {other: tensors[other] for other in names if tensors[other] is not tensor}
     if tensor.is_inference() or any(other.is_inference() for other in others.values()):

@@ -2,33 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-__all__ = ["contiguous_stride", "is_dense", "is_plain", "same_layout"]
+__all__ = ["contiguous_stride", "is_dense", "is_dense_stride", "is_plain", "same_layout", "same_order"]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether torch itself has the data of `tensor`, and no class of somebody's."""
+    """True if the data of `tensor` is an ordinary tensor, and not of a class of somebody's."""
     with torch._C.DisableTorchFunctionSubclass():
         return type(tensor.data) is torch.Tensor
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill one block of memory, each place once, in whatever order of dimensions."""
+    """True if the elements fill one block of memory without holes and overlaps, in any order of dimensions."""
+    return is_dense_stride(tensor.shape, tensor.stride())
+
+
+def is_dense_stride(shape: Sequence[int], stride: Sequence[int]) -> bool:
+    """As `is_dense`, of a tensor of this shape and stride, whose lengths may differ: then it is not dense."""
+    if len(shape) != len(stride):
+        return False
     expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
+    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
+        if step != expected and 0 not in shape:
             return False
         expected *= size
     return True
 
 
 def same_layout(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether elements of two tensors of one shape lie in the same order. Strides of dimensions of one say nothing."""
-    strides = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return all(stride_a == stride_b for size, stride_a, stride_b in strides if size > 1)
+    """True if elements of two tensors of one shape lie in the same order."""
+    return same_order(a.shape, a.stride(), b.stride())
+
+
+def same_order(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """As `same_layout`, of tensors with these strides. Strides of dimensions of one say nothing."""
+    return len(one) == len(other) and all(a == b for size, a, b in zip(shape, one, other, strict=True) if size > 1)
 
 
 def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,13 +15,13 @@ import torch
 __all__ = ["OPTIMIZER_STATES", "is_lightnings", "refer", "replaced", "resolve", "without_model"]
 
 OPTIMIZER_STATES = "optimizer_states"
-"""Where Lightning has what an optimizer's files have."""
+"""Lightning's key of the state that an optimizer's files hold."""
 
 _REFERENCE = "swapper.model"
 
 
 def is_lightnings(extra: object) -> bool:
-    """Whether Lightning has made the `extra` of a checkpoint."""
+    """True if Lightning has made the `extra` of a checkpoint."""
     return isinstance(extra, dict) and "pytorch-lightning_version" in extra
 
 

@@ -17,20 +17,34 @@ from twins import bits
 
 import swapper
 
+Reference = tuple[list[Any], Any, Any]
+REFERENCES: dict[object, Reference] = {}
+
+
+def uninterrupted(path: Path, make: Make, **how: Any) -> Reference:
+    """Losses, all bits and options after five steps; once for all that must resume to them."""
+    key = make, *how.items()
+    if key not in REFERENCES:
+        run = Training("nvme" if how.get("masters") else "plain", path, make, **how).steps(5)
+        REFERENCES[key] = run.losses, run.everything(), options_of(run)
+        run.close()
+    return REFERENCES[key]
+
 
 def check_resume(path: Path, make: Make, before: str, after: str, **how: Any) -> None:
-    reference = Training("nvme" if how.get("masters") else "plain", path, make, **how).steps(5)
+    losses, everything, options = uninterrupted(path, make, **how)
     first = Training(before, path, make, **how).steps(3)
     first.save(path / "saved").wait()
     first.steps(1)  # What is linked must not change any more.
     first.close()
     second = Training(after, path, make, **how).steps(1)  # Its state is there already, and has to go.
-    second.losses = reference.losses[:3]
+    second.losses = losses[:3]
     second.load(path / "saved").steps(2)
-    assert second.everything() == reference.everything()
-    assert options_of(second) == options_of(reference)
+    assert second.everything() == everything
+    assert options_of(second) == options
 
 
+@pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", [*OPTIMIZERS, *MORE])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_every_optimizer_resumes_to_the_bit(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -41,6 +55,7 @@ def test_every_optimizer_resumes_to_the_bit(name: str, dtype: torch.dtype, tmp_p
     check_resume(tmp_path, make, "nvme", "cut otherwise", dtype=dtype, kind=kind)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_master_weights_resume_to_the_bit(name: str, tmp_path: Path) -> None:
     how: dict[str, Any] = {"dtype": torch.bfloat16, "masters": True, "kind": Words if name == "Adafactor" else Odd}
@@ -52,6 +67,7 @@ def some_pairs(ways: list[str]) -> list[tuple[str, str]]:
     return [(a, b) for i, a in enumerate(ways) for j, b in enumerate(ways) if (i + 2 * j) % 3 == 0]
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("before", "after"), some_pairs(ALL))
 def test_from_any_device_to_any_other(before: str, after: str, tmp_path: Path) -> None:
     check_resume(tmp_path, OPTIMIZERS["AdamW"], before, after)
@@ -60,6 +76,7 @@ def test_from_any_device_to_any_other(before: str, after: str, tmp_path: Path) -
 MASTERS = ["nvme", "cut otherwise", "drives", "cpu", "resident", "everything"]
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize(("before", "after"), some_pairs(MASTERS))
 def test_master_weights_from_any_device_to_any_other(before: str, after: str, tmp_path: Path) -> None:
     check_resume(tmp_path, OPTIMIZERS["AdamW"], before, after, dtype=torch.bfloat16, masters=True)

@@ -25,8 +25,7 @@ from training import MORE, OPTIMIZERS
 from twins import bits
 
 import swapper
-from swapper.checkpoint import export
-from swapper.checkpoint import streams as checkpoint_streams
+from swapper.checkpoint import export, state_reader, streams
 from swapper.checkpoint.export import export_checkpoint, import_checkpoint
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.streams import TensorStream
@@ -39,9 +38,9 @@ ALL_OPTIMIZERS = {**OPTIMIZERS, **MORE}
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """So small that the tensors of a test have many."""
-    monkeypatch.setattr(checkpoint_streams, "PIECE_BYTES", 4096)
-    monkeypatch.setattr(checkpoint_streams, "SLAB_BYTES", 10_000)
-    monkeypatch.setattr(checkpoint_streams, "_MASTERS_NUMEL", 1000)
+    monkeypatch.setattr(streams, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(streams, "SLAB_BYTES", 10_000)
+    monkeypatch.setattr(state_reader, "MASTERS_NUMEL", 1000)
 
 
 def saved(path: Path, way: str = "nvme", optimizer: str = "AdamW", steps: int = 3, **how: Any) -> tuple[Training, Path]:
@@ -93,6 +92,7 @@ def test_plain_pytorch_resumes_from_an_export(way: str, tmp_path: Path, small_pi
     check_torch_export(tmp_path, way, "AdamW")
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("optimizer", ["SGD", "SGD-plain", "Adafactor", "Muon", "Adagrad-initial", "ASGD"])
 def test_every_kind_of_state_is_exported(optimizer: str, tmp_path: Path, small_pieces: None) -> None:
     check_torch_export(tmp_path, "nvme", optimizer, kind=Words)

@@ -22,7 +22,9 @@ from training import OPTIMIZERS
 from twins import bits
 
 import swapper
-from swapper.files.whole_file import POOL_BYTES
+from swapper.checkpoint.directories import remove_leftovers
+from swapper.checkpoint.writer import NewCheckpoint
+from swapper.files.file_buffers import POOL_BYTES
 
 ADAMW = OPTIMIZERS["AdamW"]
 
@@ -241,18 +243,18 @@ def test_what_a_killed_save_left_goes_at_the_next_one(tmp_path: Path) -> None:
 def test_one_that_is_being_written_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training = Training("plain", tmp_path, ADAMW).steps(1)
     go_on, under_way = threading.Event(), threading.Event()
-    publish = swapper.checkpoint_files.NewCheckpoint._publish  # type: ignore[attr-defined]
+    publish = NewCheckpoint._publish
 
     def slowly(self: Any) -> Any:
         under_way.set()
         go_on.wait()
         return publish(self)
 
-    monkeypatch.setattr("swapper.checkpoint.writer.NewCheckpoint._publish", slowly)
+    monkeypatch.setattr(NewCheckpoint, "_publish", slowly)
     thread = threading.Thread(target=training.save, args=(tmp_path / "saved" / "a",))
     thread.start()
     under_way.wait()
-    swapper.checkpoint_files.remove_leftovers(tmp_path / "saved")  # type: ignore[attr-defined]
+    remove_leftovers(tmp_path / "saved")
     go_on.set()
     thread.join()
     assert whole(tmp_path / "saved" / "a")
@@ -337,6 +339,7 @@ print((peak.bytes - before.bytes - state) / 1e6)
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("before", "after"), [("everything", "cut otherwise"), ("cpu", "everything"), ("plain", "nvme")]
 )

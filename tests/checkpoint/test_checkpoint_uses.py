@@ -25,7 +25,7 @@ from torch import nn
 from twins import bits
 
 import swapper
-from swapper.checkpoint import writer as checkpoint_files
+from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io.handle import File
 from swapper.storage.store import TensorStore
@@ -169,7 +169,7 @@ def test_a_full_disk_in_the_background_is_said_in_the_log(
         raise SwapIOError(errno.ENOSPC, "write", elsewhere / "saved")
 
     with monkeypatch.context() as patch:
-        patch.setattr(checkpoint_files.NewCheckpoint, "_copy", fail)
+        patch.setattr(NewCheckpoint, "_copy", fail)
         training.save(elsewhere / "saved")  # The handle is dropped.
         training.steps(1)
         go.set()
@@ -682,3 +682,17 @@ def test_a_step_that_is_no_count(step: Any, tmp_path: Path) -> None:
     swapper.load_checkpoint(tmp_path / "saved", model, optimizer)
     found = optimizer.state[model.one.bias]["step"]
     assert bits(found) == bits(step) or found != found
+
+
+def test_state_of_a_parameter_without_elements_comes_back(tmp_path: Path) -> None:
+    def make() -> tuple[nn.ParameterDict, torch.optim.Optimizer]:
+        model = nn.ParameterDict({"empty": nn.Parameter(torch.empty(2, 0, 3)), "full": nn.Parameter(torch.ones(4))})
+        return model, torch.optim.AdamW(model.parameters())
+
+    model, optimizer = make()
+    (model["empty"].sum() + model["full"].sum()).backward()
+    optimizer.step()
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+    again, other = make()
+    swapper.load_checkpoint(tmp_path / "saved", again, other)
+    assert bits([dict(again), other.state_dict()["state"]]) == bits([dict(model), optimizer.state_dict()["state"]])

@@ -31,6 +31,7 @@ from twins import config_for
 
 import swapper
 from swapper.checkpoint import values
+from swapper.checkpoint.value_decoder import Decoder
 from swapper.errors import SwapError
 from swapper.tensors.dtypes import PLAIN_DTYPES
 
@@ -462,6 +463,7 @@ def test_numpy_is_not_imported_for_values_that_have_none_of_it() -> None:
 import sys
 sys.modules["numpy"] = None
 from swapper.checkpoint import values
+from swapper.checkpoint.value_decoder import Decoder
 from swapper.errors import SwapError
 tensors = {}
 data = values.encode({"a": [1, {"b": (2.5, None)}]}, "extra", tensors, "")
@@ -873,7 +875,7 @@ anything = st.recursive(
     | st.sampled_from(["t", "float32", "<f4", "C"]),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
-        st.dictionaries(st.sampled_from([*values._Decoder("", {}.__getitem__)._readers, "a"]), inner, max_size=1),
+        st.dictionaries(st.sampled_from([*Decoder.readers, "a"]), inner, max_size=1),
         st.fixed_dictionaries({}, optional=dict.fromkeys(FIELDS, inner)),
         st.fixed_dictionaries({"items": inner}, optional=dict.fromkeys(("metadata", "factory", "maxlen"), inner)),
     ),

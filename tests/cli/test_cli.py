@@ -38,11 +38,6 @@ RECORD = "000-optim-000000.safetensors"
 ELSEWHERE = {"host": "elsewhere", "boot_id": "another"}
 
 
-@pytest.fixture(autouse=True)
-def _no_default_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SWAPPER_NVME_PATH", raising=False)
-
-
 def leftover(nvme_path: Path, name: str = "swapper-dead-0", size: int = 100_000, **owner: object) -> Path:
     """What a killed run left."""
     directory = nvme_path / name

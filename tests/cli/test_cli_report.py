@@ -21,23 +21,18 @@ from typer.testing import CliRunner, Result
 
 from swapper.bench import drive, machine
 from swapper.bench.drive import Directory, Drive
-from swapper.bench.machine import CudaDevice, Limits, Machine, SlabTrial
+from swapper.bench.machine import CudaDevice, Limits, Machine, SlabProbe
 from swapper.cli import app
 from swapper.cli import report as report_module
 from swapper.cli.report import Finding, Mark, Report, findings
 from swapper.errors import SwapIOError
 from swapper.io.gds import CuFileProbe, probe_cufile
 from swapper.io.handle import BACKENDS, AsyncIOHandle, File, Probe, probe
-from swapper.storage.runs import Mount
+from swapper.storage.mounts import Mount
 
 pytestmark = pytest.mark.timeout(120)
 
 MiB, GiB = 1 << 20, 1 << 30
-
-
-@pytest.fixture(autouse=True)
-def _no_default_directory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("SWAPPER_NVME_PATH", raising=False)
 
 
 def swapper(*arguments: object, code: int = 0) -> Result:
@@ -437,7 +432,7 @@ def test_a_raid_names_its_members(empty: Path) -> None:
         ("nvme0n1", "NVMe", "Drive 0"),
         ("nvme1n1", "NVMe", "Drive 1"),
     ]
-    lines = list(report_module._of_drive("/mnt", found, "drive"))
+    lines = list(report_module._of_drive(found, "drive"))
     assert [line.name for line in lines] == ["drive", "drive member", "drive member"]
     assert [line.change for line in lines[1:]] == [
         f"echo none | sudo tee /sys/block/nvme{i}n1/queue/scheduler" for i in (0, 1)
@@ -633,7 +628,7 @@ GOOD = Report(
     ),
     backends=tuple(Probe(backend, True, "") for backend in BACKENDS),
     limits=Limits(None, None, False, 65536, 0, 0, "none"),
-    slab=SlabTrial(64 * MiB, True, "", True, "", True, "", 64 * MiB, "madvise"),
+    slab=SlabProbe(64 * MiB, True, "", True, "", True, "", 64 * MiB, "madvise"),
     cuda=[],
     cuda_reason="none was found",
     nvidia_driver=False,

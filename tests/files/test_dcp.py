@@ -139,6 +139,7 @@ def in_a_group(rank: int, world_size: int, directory: str, reader: str, saves: b
         dist.destroy_process_group()
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("reader", READERS)
 def test_two_processes_write_their_shards_and_read_others(tmp_path: Path, reader: str) -> None:
     processes = []

@@ -175,7 +175,7 @@ def test_a_failing_drive_is_raised_by_close_and_by_the_block(old: Path) -> None:
 
 
 def test_ctrl_c_within_a_write_is_raised_by_torch_save(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from swapper.files.whole_file import OutputFile
+    from swapper.files.output_file import OutputFile
 
     real, calls = OutputFile.append, 0
 

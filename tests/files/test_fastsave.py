@@ -29,14 +29,14 @@ import torch
 from archives import without_id
 from interrupts import interrupted_at
 from repository import BENCHMARKS
+from sampling import places
 from torch import Tensor, nn
 
 import swapper
 from swapper.errors import SwapError, SwapIOError
-from swapper.files import archive, fastsave
-from swapper.files import whole_file as streams
+from swapper.files import archive, fastsave, file_buffers
 from swapper.io.handle import AsyncIOHandle, FaultPlan
-from swapper.storage import temporary_files
+from swapper.storage import atomic
 
 SMALL_POOL = 1 << 20
 
@@ -260,7 +260,7 @@ class Stream:
         self.append(data)
         return len(data)
 
-    def append(self, data: Any) -> int:
+    def append(self, data: Any, crc: int = 0) -> int:
         is_storage = isinstance(data, torch.UntypedStorage)
         length = data.nbytes() if is_storage else len(data)
         # Both in one form: torch writes in more pieces.
@@ -343,8 +343,7 @@ def test_more_records_than_16_bits_count() -> None:
     entries = archive.read_directory(lambda at, n: data[at : at + n], len(data))
     assert [entry.name for entry in entries[:66_000]] == [f"archive/data/{i}" for i in range(66_000)]
     assert all(entry.crc32 == zlib.crc32(b"x") for entry in entries[:66_000])
-    records = [(archive.Record(e.name, e.offset_bytes, e.length_bytes), e.crc32 or 0) for e in entries]
-    end = archive.directory(records, data.index(b"PK\1\2"))
+    end = archive.directory(entries, data.index(b"PK\1\2"))
     assert data.endswith(end) and data.index(b"PK\1\2") + len(end) == len(data)
 
 
@@ -399,7 +398,7 @@ def test_map_location(tmp_path: Path) -> None:
 @pytest.fixture
 def host_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of the host is taken for that of a GPU: it is only reached by `copy_`."""
-    monkeypatch.setattr(streams, "_HOSTS", ())
+    monkeypatch.setattr(file_buffers, "_HOSTS", ())
     monkeypatch.setattr(fastsave, "_DEVICES", ("cpu",))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
@@ -551,10 +550,10 @@ def save_slowly_without_unnamed_files(directory: str) -> None:
 
 
 def test_what_a_killed_process_left_goes_at_the_next_save(tmp_path: Path) -> None:
-    foreign = {f".swapper-00000000-{'0' * 16}.tmp", ".swapper-1.tmp", f"x{temporary_files.new_name()}"}
+    foreign = {f".swapper-00000000-{'0' * 16}.tmp", ".swapper-1.tmp", f"x{atomic.temporary_file_name()}"}
     for name in foreign:
         (tmp_path / name).touch()
-    directory = temporary_files.new_name()
+    directory = atomic.temporary_file_name()
     (tmp_path / directory).mkdir()
     foreign.add(directory)
     process = isolation._context.Process(target=save_slowly_without_unnamed_files, args=(str(tmp_path),))
@@ -579,7 +578,7 @@ def test_what_a_killed_process_left_goes_at_the_next_save(tmp_path: Path) -> Non
 def test_a_file_that_is_taken_for_a_leftover_before_it_is_locked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, removed: bool
 ) -> None:
-    real, seen = streams.claim, []
+    real, seen = atomic.claim, []
 
     def claim(descriptor: int, name: str | None, directory: int) -> bool:
         if not seen:
@@ -595,7 +594,7 @@ def test_a_file_that_is_taken_for_a_leftover_before_it_is_locked(
             return seen[0]
         return real(descriptor, name, directory)
 
-    monkeypatch.setattr(streams, "claim", claim)
+    monkeypatch.setattr(atomic, "claim", claim)
     swapper.save(1, tmp_path / "x")
     assert seen == [False]
     assert [entry.name for entry in tmp_path.iterdir()] == ["x"] and swapper.load(tmp_path / "x") == 1
@@ -718,14 +717,14 @@ def test_the_directory_is_renamed_while_saving(tmp_path: Path) -> None:
 
 
 @pytest.mark.unsanitized("it is traced opcode by opcode, which takes minutes there")
-@pytest.mark.parametrize("module", ["files/whole_file.py", "files/fastsave.py"])
+@pytest.mark.parametrize("module", ["storage/atomic.py", "files/output_file.py", "files/fastsave.py"])
 def test_ctrl_c_anywhere_in_a_save_leaves_the_old_file_or_the_new(tmp_path: Path, module: str) -> None:
     path = tmp_path / "x"
     new = [torch.arange(100_000), torch.ones(3)]
     torch.save(OLD, path)
     before = descriptors()
     with AsyncIOHandle() as handle:
-        for n in itertools.count(step=5):  # All of them take minutes.
+        for n in places(5, sample=25):  # All of them take minutes.
             cut = interrupted_at(n, lambda: swapper.save(new, path, pool_bytes=1 << 18, handle=handle), module)
             gc.collect()
             found = torch.load(path)
@@ -736,7 +735,7 @@ def test_ctrl_c_anywhere_in_a_save_leaves_the_old_file_or_the_new(tmp_path: Path
             assert left == ["x"], f"interrupted at {n}: {left}"
             if not cut:
                 break
-        assert n > 100
+        assert n > 50
         assert handle.unobserved_failures == 0
     assert descriptors() <= before + 1
 
@@ -747,10 +746,10 @@ def test_ctrl_c_anywhere_in_a_load_is_raised(tmp_path: Path) -> None:
     swapper.save(tensors, tmp_path / "x")
     before = descriptors()
     with AsyncIOHandle() as handle:
-        for n in itertools.count():
+        for n in places(1, sample=8):
             loaded: list[Any] = []
             load = lambda: loaded.append(swapper.load(tmp_path / "x", pool_bytes=1 << 18, handle=handle))  # noqa: B023, E731
-            if not interrupted_at(n, load, "files/whole_file.py"):
+            if not interrupted_at(n, load, "files/input_file.py"):
                 break
             assert not loaded
         assert n > 100
@@ -957,8 +956,8 @@ print(writing, reading)
 """
     output = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout
     writing, reading = map(int, output.split())
-    assert writing <= streams.POOL_BYTES + 100e6
-    assert reading <= 400e6 + streams.POOL_BYTES + 100e6
+    assert writing <= file_buffers.POOL_BYTES + 100e6
+    assert reading <= 400e6 + file_buffers.POOL_BYTES + 100e6
 
 
 def save_for_ever(directory: str) -> None:

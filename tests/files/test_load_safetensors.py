@@ -71,6 +71,7 @@ def swapped(nvme_path: Path, make: MakeModel, how: str) -> nn.Module:
     return offloaded(nvme_path, lambda: ((m := make()), adamw(m)))[0]
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("how", ["plain", "offloaded", "built", "meta"])
 @pytest.mark.parametrize("name", ["mlp", "llama bf16", "resnet channels_last", "gpt2 tied", "odd shapes", "dtypes"])
 def test_it_is_what_load_state_dict_gives(name: str, how: str, nvme_path: Path, tmp_path: Path) -> None:

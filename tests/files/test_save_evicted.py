@@ -17,7 +17,7 @@ from repository import BENCHMARK
 from twins import Run, adamw, bits, close, offloaded, run_twice, swapper_of
 
 import swapper
-from swapper.files.whole_file import POOL_BYTES
+from swapper.files.file_buffers import POOL_BYTES
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.storage.store import TensorStore
 from swapper.tensors.evicted_views import EvictedView
@@ -36,6 +36,7 @@ def saved_bytes(run: Run, state: Any, path: Path) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", CASES)
 def test_the_file_is_that_of_the_plain_model(name: str, nvme_path: Path, tmp_path: Path) -> None:
     case = CASES[name]
@@ -167,6 +168,7 @@ def test_a_parameter_that_was_given_another_shape_is_refused(nvme_path: Path, tm
     close(model, optimizer)
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.unsanitized("its memory counts as the process's")
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])
 def test_saving_a_model_and_its_optimizer_holds_the_pool(nvme_path: Path, tmp_path: Path, background: bool) -> None:

@@ -32,10 +32,11 @@ from training import MasterWeights, same_bits
 
 import swapper
 from swapper.errors import SwapError
-from swapper.gradient.records import gradient_bytes
+from swapper.gradient.records import needs_of
 from swapper.gradient.swapper import GradientSwapper
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.optimizer.swapper import Moves
+from swapper.progress import warn_once
 from swapper.storage.buffers import BufferPool, Lease
 from swapper.storage.cache import RecordCache
 from swapper.storage.store import RecordKey, TensorStore
@@ -56,6 +57,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 # --- Exactness -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["", "clipped"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -865,9 +867,7 @@ def test_gradients_alone_on_disk(nvme_path: Path, state: str) -> None:
 
 
 def test_the_host_is_said_to_be_the_host_once(nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    from swapper import api
-
-    api._said.clear()
+    warn_once.cache_clear()
     for _ in range(2):
         with Twin(nvme_path, offload_gradient={"device": "cpu"}) as twin:
             assert swapper.of(twin.optimizer).gradients is None
@@ -912,7 +912,7 @@ def test_stats_without_gradients_on_disk(nvme_path: Path) -> None:
 def test_gradients_that_are_kept_in_the_pool(nvme_path: Path, micro_batches: int) -> None:
     with Twin(nvme_path, micro_batches, offload_gradient={"device": "none"}) as twin:
         parts = twin.swapper._plan.gradient_parts()
-        total, _ = gradient_bytes(parts)
+        total = needs_of(parts, stored=False).total_bytes
         with BufferPool(total) as pool:
             kept = GradientSwapper(parts, 99, micro_batches, pool, total, None, lambda: None)
             twin.swapper.attach(gradients=kept)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import itertools
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from gradient_twins import (
     wrapped,
 )
 from interrupts import interrupted_at
+from sampling import places
 from torch import nn
 from training import same_bits
 
@@ -300,7 +300,7 @@ def test_ctrl_c_at_every_place_of_a_step_in_backward(nvme_path: Path) -> None:
         torch.stack([(p * factor).sum() for p in parameters]).sum().backward()
 
     with wrapped(optimizer, config):
-        for n in itertools.count():
+        for n in places(1, sample=5):
             with torch.no_grad():
                 for p in parameters:
                     p.fill_(1.0)
@@ -336,7 +336,7 @@ def test_ctrl_c_at_every_place_of_what_is_done_to_a_gradient(nvme_path: Path, na
     if name == "clip":
         allowed = {3.0, 3.0 * (1.0 / (3.0 * 32_768 + 1e-6))}
     with wrapped(optimizer, make_config(nvme_path, bucket_bytes="96KiB")) as handle:
-        for n in itertools.count():
+        for n in places(1, sample=5):
             (p * 3.0).sum().backward()
             interrupted = interrupted_at(n, lambda: operation(p, handle), "gradient/swapper.py")
             if not lost_now(p) and p.grad is not None:
@@ -362,7 +362,7 @@ def test_ctrl_c_at_every_place_leaves_no_wrong_gradient(nvme_path: Path, earlier
     with wrapped(optimizer, make_config(nvme_path, bucket_bytes="96KiB")) as handle:
         assert all(len(known.parts) > 1 for known in gradients_of(optimizer)._gradients.values())
         lost = 0
-        for n in itertools.count():
+        for n in places(1, sample=5):
             if earlier:
                 backward(earlier)
             interrupted = interrupted_at(n, functools.partial(backward, 2.0), "gradient/swapper.py")

@@ -67,6 +67,7 @@ def slow(delay_us: int, seed: int = 1) -> FaultPlan:
     return FaultPlan(seed=seed, delay_us=delay_us)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("length", [0, 1, BLOCK, 2 * BLOCK + 100])
 def test_file_cut_short_while_a_read_is_queued_fails(subject: Subject, tmp_path: Path, length: int) -> None:
     data = random_bytes(16 * BLOCK)
@@ -220,6 +221,7 @@ def test_transfers_beyond_2_and_4_gib(subject: Subject, large_file: Path, offset
             assert not subject.content(head).any()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [(1 << 31) + BLOCK + 13, (1 << 32) + BLOCK + 13], ids=["2gib", "4gib"])
 def test_single_read_of_more_than_2_and_4_gib(
     subject: Subject, sparse_file: Path, address_range: AddressRange, length: int
@@ -245,6 +247,7 @@ def test_single_read_of_more_than_2_and_4_gib(
 
 
 # Four gigabytes in the page cache take seconds and memory: once is enough.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("length", [(1 << 32) + BLOCK + 13], ids=["4gib"])
 @pytest.mark.parametrize(
     "subject", [s for s in SUBJECTS if s.direct or s.backend == "buffered"], ids=str, indirect=True
@@ -282,6 +285,7 @@ def test_single_write_of_more_than_4_gib_through_the_page_cache_is_counted(
         assert plan.writes == -(-length // (1 << 24))
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [(1 << 30) + 13], ids=["1gib"])
 def test_requests_of_the_largest_size(
     subject: Subject, sparse_file: Path, address_range: AddressRange, length: int

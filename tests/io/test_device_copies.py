@@ -28,7 +28,8 @@ from swapper.io.bounce import Bounce
 from swapper.io.devices import Copy, DeviceCopies
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.metrics import Metrics
-from swapper.optimizer.segments import Scratch, Segment
+from swapper.optimizer.operands import Scratch
+from swapper.optimizer.segments import Segment
 from swapper.session import Shared
 from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
@@ -81,6 +82,7 @@ def equal(mine: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
 KINDS = list(itertools.product(["nvme", "cpu"], ["none", "nvme", "cpu"], [1, 2], [False, True]))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("state", "gradients", "micro_batches", "in_backward"), KINDS)
 def test_same_bits_with_copies_that_come_late(
     nvme_path: Path,
@@ -207,6 +209,7 @@ def failure(kind: str, at: int) -> Iterator[None]:
 FAILURES = list(itertools.product(["class", "put", "fetch", "copy", "started"], [1, 2, 5]))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("state", ["nvme", "cpu"])
 @pytest.mark.parametrize(("kind", "at"), FAILURES)
 def test_what_comes_after_a_step_that_failed_is_not_overwritten(
@@ -260,7 +263,7 @@ def test_scratch_is_not_the_pools_while_copies_are_in_flight(
         Fails.calls, Fails.at = 0, 3
         with pytest.raises(KeyboardInterrupt):
             optimizer.step()
-    assert not swapper.of(optimizer)._stepper._scratch_leases
+    assert not swapper.of(optimizer)._stepper._scratches
     assert sum(not extent.is_over() for each in pools_of(pool) for extent in (*each._given_back, *each._busy)) == 1
     leases = []
     capacity_bytes = pool.capacity_bytes

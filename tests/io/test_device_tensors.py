@@ -428,7 +428,7 @@ def test_no_thread_to_be_had_is_an_error_and_leaves_nothing(tmp_path: Path, monk
         raise RuntimeError("can't start new thread")
 
     with make_handle() as handle, handle.open(tmp_path / "file", "rw") as file:
-        handle._ledger.bounce.copies(torch.device("cpu"))  # The host's streams are threads too.
+        handle._bounce.copies(torch.device("cpu"))  # The host's streams are threads too.
         with monkeypatch.context() as patch:
             patch.setattr(threading.Thread, "start", refuse)
             with pytest.raises(SwapIOError, match="can't start new thread"):
@@ -585,7 +585,7 @@ def test_ctrl_c_interrupts_the_wait_and_not_the_transfer(tmp_path: Path) -> None
         assert transfer.wait() == 16 * CHUNK
 
 
-@pytest.mark.parametrize("module", ["io/handle.py", "io/bounce.py"])
+@pytest.mark.parametrize("module", ["io/handle.py", "io/transfer.py", "io/bounce.py"])
 def test_ctrl_c_while_a_transfer_starts_leaves_nothing_in_flight(tmp_path: Path, module: str) -> None:
     source = torch.empty(3 * CHUNK, dtype=torch.uint8)
     with make_handle(faults=FaultPlan(delay_us=1000)) as handle, handle.open(tmp_path / "file", "rw") as file:
@@ -595,13 +595,13 @@ def test_ctrl_c_while_a_transfer_starts_leaves_nothing_in_flight(tmp_path: Path,
             file.truncate(0)
             interrupted = interrupted_at(n, lambda: handle.write(file, source), module)
             if not interrupted:
-                handle._ledger.bounce.settle()
+                handle._bounce.settle()
                 break
             assert handle.in_flight == 0, n
             source.fill_(2)  # What is in flight, known or not, would write this.
             handle.write(file, source[:1], 1 << 20).wait()
             outcomes.add((tmp_path / "file").read_bytes()[: source.nbytes])
-        assert n > 10
+        assert n > 5
         assert outcomes <= {b"\0" * source.nbytes, b"\1" * source.nbytes}
 
 

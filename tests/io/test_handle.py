@@ -300,7 +300,7 @@ def test_ctrl_c_while_a_transfer_starts_leaves_nothing_in_flight(tmp_path: Path)
         for n in itertools.count():
             source.fill_(1)
             file.truncate(0)
-            interrupted = interrupted_at(n, start, "io/handle.py")
+            interrupted = interrupted_at(n, start, "io/host_handle.py", "io/transfer.py")
             if not interrupted:
                 break
             assert handle.in_flight == 0, n
@@ -317,7 +317,7 @@ def test_ctrl_c_while_finished_transfers_are_taken_loses_none(tmp_path: Path) ->
             started = [handle.write(file, random_bytes(10)) for _ in range(2)]
         while not all(transfer.done() for transfer in started):
             time.sleep(0.0005)
-        interrupted = interrupted_at(n, lambda handle=handle: handle.in_flight, "io/handle.py")  # type: ignore[misc]
+        interrupted = interrupted_at(n, lambda handle=handle: handle.in_flight, "io/host_handle.py", "io/transfer.py")  # type: ignore[misc]
         assert (handle.in_flight, handle.unobserved_failures) == (0, 2), n
         with pytest.raises(SwapIOError, match="1 more transfers failed"):
             handle.close()
@@ -344,7 +344,7 @@ def test_ctrl_c_during_close_loses_no_failure(tmp_path: Path, caplog: pytest.Log
             except SwapIOError as error:
                 behind.append(error)  # noqa: B023
 
-        interrupted = interrupted_at(n, close, "io/handle.py")
+        interrupted = interrupted_at(n, close, "io/host_handle.py", "io/transfer.py")
         if any(isinstance(error, SwapIOError) for error in behind):
             told.add("at once")
         elif n % 2:
@@ -388,7 +388,7 @@ def test_named_backend_that_is_not_to_be_had_is_an_error(monkeypatch: pytest.Mon
     refused = tuple(
         p._replace(available=False, reason="forbidden") if p.backend in ("uring+fixed", "uring") else p for p in probe()
     )
-    monkeypatch.setattr("swapper.io.handle.probe", lambda: refused)
+    monkeypatch.setattr("swapper.io.host_handle.probe", lambda: refused)
     with pytest.raises(SwapError, match=r"'uring' is not available here.*forbidden"):
         AsyncIOHandle(backend="uring")
     with AsyncIOHandle() as handle:

@@ -63,6 +63,7 @@ class TestConformanceUnderFaults(Conformance):
         return plan_of(FAULTS[request.param], seed=sum(map(ord, request.node.name)))
 
 
+@pytest.mark.sampled(60)
 @pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("mix", FAULTS)
 def test_every_failure_is_reported_and_every_success_is_true(

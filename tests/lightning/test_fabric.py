@@ -384,6 +384,7 @@ assert optimizer.optimizer.swapper.stats().bytes_written
 """
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
 def test_both_packages_are_served_and_files_go_at_exit(package: str, nvme_path: Path) -> None:
     environment = {**os.environ, "SWAPPER_NVME_PATH": str(nvme_path), "PYTHONWARNINGS": "ignore"}

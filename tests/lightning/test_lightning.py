@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import errno
+import functools
 import gc
 import os
 import pstats
@@ -66,6 +67,7 @@ def batches_of(precision: str) -> Callable[[], Any]:
     return lambda: loader(dtype=dtype)
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_training_ends_in_the_same_bits(optimizer: str, precision: str, nvme_path: Path) -> None:
@@ -203,11 +205,17 @@ PROGRAMS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 
 
+@functools.cache
+def stock_facts(program: str) -> object:
+    """Of the stock strategy; once for all that is swapped."""
+    return facts(fit(**PROGRAMS[program]()))
+
+
+@pytest.mark.sampled(15)
 @pytest.mark.parametrize("what", WHAT)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_a_program_ends_in_the_same_bits(program: str, what: str, nvme_path: Path) -> None:
-    stock = facts(fit(**PROGRAMS[program]()))
-    assert facts(fit(strategy_of(nvme_path, what), **PROGRAMS[program]())) == stock
+    assert facts(fit(strategy_of(nvme_path, what), **PROGRAMS[program]())) == stock_facts(program)
 
 
 @pytest.mark.parametrize("what", WHAT)
@@ -296,6 +304,7 @@ HOOKS = [
 ]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("what", ["state", "state-gradients-parameters"])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_an_exception_in_a_hook_is_the_users_and_leaves_nothing(

@@ -34,6 +34,7 @@ def _one_thread() -> Iterator[None]:
 # --- Several Trainers for one module ----------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("second", ["stock", *WHAT])
 @pytest.mark.parametrize("first", WHAT)
 def test_another_trainer_trains_the_same_module(first: str, second: str, nvme_path: Path) -> None:
@@ -59,6 +60,7 @@ def test_another_trainer_takes_parameters_whose_gradients_are_away(nvme_path: Pa
     model.swapper.close(keep_values=True)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("second", WHAT)
 @pytest.mark.parametrize("first", WHAT)
 def test_an_optimizer_that_the_module_keeps_is_swapped_as_the_next_trainer_says(

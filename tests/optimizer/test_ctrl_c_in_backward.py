@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import sampling
 import torch
 from interrupts import interrupted_at
 from torch import nn
@@ -27,7 +28,7 @@ from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_gra
 WIDTH = 96
 MODES = ["/torch/autograd/grad_mode.py", "/torch/utils/_contextlib.py", "/torch/autograd/graph.py"]
 ALL = bool(os.environ.get("SWAPPER_ALL_INTERRUPTS"))
-SAMPLE = 24
+SAMPLE = 24 if sampling.ALL else 8
 DEVICES = ["nvme none none", "cpu nvme none", "nvme nvme nvme"]
 
 

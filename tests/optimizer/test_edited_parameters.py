@@ -145,6 +145,7 @@ PLACES: dict[str, dict[str, Any]] = {
 DTYPES = [torch.bfloat16, torch.float16]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_masters_follow_the_whole_parameter_at_any_bucket_size(nvme_path: Path, dtype: torch.dtype, place: str) -> None:
@@ -155,6 +156,7 @@ def test_masters_follow_the_whole_parameter_at_any_bucket_size(nvme_path: Path, 
         assert program(twin) == expected, bucket_bytes
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("through", ["checkpoint", "state_dict"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_an_edit_before_a_save_is_one_after_the_load_at_any_bucket_size(

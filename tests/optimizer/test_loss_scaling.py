@@ -119,6 +119,7 @@ def same(first: list[torch.Tensor], second: list[torch.Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", [*LOSSES, *MULTIPLIED])
 @pytest.mark.parametrize("gradients", ["none", "nvme"])
 @pytest.mark.parametrize("parameters", ["none", "nvme"])
@@ -163,6 +164,7 @@ def test_a_scaler_that_comes_later_is_refused_before_its_first_step(nvme_path: P
     swapper.of(optimizer).close()
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("parameters", ["none", "nvme"])
 def test_a_scaler_of_another_loss_is_no_hindrance(parameters: str, name: str, nvme_path: Path) -> None:

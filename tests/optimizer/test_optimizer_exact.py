@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -48,14 +49,18 @@ def assert_same_models(a: nn.Module, b: nn.Module) -> None:
         assert same_bits(p, q), f"{name} differs"
 
 
+@functools.cache
+def plain_run(make: Make, dtype: torch.dtype, masters: bool, steps: int, threads: int) -> tuple[GPT, list[float]]:
+    """The model after so many steps without swapping, and its losses: once for all that must end in the same bits."""
+    model = tiny_gpt(dtype)
+    optimizer = MasterWeights(list(model.parameters()), make) if masters else make(list(model.parameters()))
+    return model, train(model, optimizer.step, model.zero_grad, steps)
+
+
 def compare(nvme_path: Path, make: Make, dtype: torch.dtype, steps: int, **settings: object) -> swapper.Stats:
-    plain, swapped = tiny_gpt(dtype), tiny_gpt(dtype)
-    if settings.get("master_weights") and dtype is not torch.float32:
-        reference = MasterWeights(list(plain.parameters()), make)
-        expected = train(plain, reference.step, reference.zero_grad, steps)
-    else:
-        optimizer = make(list(plain.parameters()))
-        expected = train(plain, optimizer.step, plain.zero_grad, steps)
+    masters = bool(settings.get("master_weights")) and dtype is not torch.float32
+    plain, expected = plain_run(make, dtype, masters, steps, torch.get_num_threads())
+    swapped = tiny_gpt(dtype)
     wrapped = make(list(swapped.parameters()))
     assert swapper.wrap_optimizer(wrapped, make_config(nvme_path, **settings)) is wrapped
     try:
@@ -66,6 +71,7 @@ def compare(nvme_path: Path, make: Make, dtype: torch.dtype, steps: int, **setti
         swapper.of(wrapped).close()
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-masters"])
 def test_twenty_steps_end_in_the_bits_of_plain_pytorch(nvme_path: Path, name: str, precision: str) -> None:
@@ -76,12 +82,14 @@ def test_twenty_steps_end_in_the_bits_of_plain_pytorch(nvme_path: Path, name: st
         assert stats.bytes_read > 0 and stats.bytes_written > stats.bytes_read
 
 
+@pytest.mark.sampled(13)
 @pytest.mark.parametrize("name", MORE)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_other_classes_and_flags(nvme_path: Path, name: str, dtype: torch.dtype) -> None:
     compare(nvme_path, MORE[name], dtype, 4)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-masters", "fp16-masters"])
 def test_any_number_of_threads(nvme_path: Path, threads: int, precision: str) -> None:
     dtype = {"fp32": torch.float32, "fp16-masters": torch.float16}.get(precision, torch.bfloat16)
@@ -101,6 +109,7 @@ def test_resident_records_are_written_and_never_read(nvme_path: Path) -> None:
     assert stats.bytes_read == 0
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("remote_is", ["AdamW", "Muon", "AdamW-fused"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-masters"])
 def test_parameters_elsewhere_are_copied_both_ways(
@@ -255,6 +264,7 @@ def test_special_values_survive_the_master_encoding(nvme_path: Path) -> None:
     assert same_bits(plain.nan_to_num(), swapped.nan_to_num())
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", ["Adam", "Adagrad", "RMSprop", "Adam-amsgrad", "SGD-nesterov"])
 def test_low_precision_respects_the_chunks_of_torchs_threads(nvme_path: Path, threads: int, name: str) -> None:
     """Kernels whose scalar tails round otherwise than their vectors, on sizes whose chunks all have tails."""

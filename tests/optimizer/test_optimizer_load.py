@@ -62,6 +62,7 @@ def wrap(optimizer: Optimizer, nvme_path: Path, **settings: Any) -> Optimizer:
     )
 
 
+@pytest.mark.sampled(36)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize("name", CLASSES)

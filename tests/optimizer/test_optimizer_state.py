@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from twins import bits
 
 import swapper
-from swapper.optimizer.guarded_state import GuardedState
+from swapper.optimizer.conversion import GuardedState
 
 MakeOptimizer = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -104,6 +104,7 @@ def state_of(optimizer: Optimizer) -> Any:
 # --- torch.distributed.checkpoint.state_dict -------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_reading_a_state_dict_changes_no_state(nvme_path: Path, name: str, place: str) -> None:
@@ -127,6 +128,7 @@ def test_reading_a_state_dict_changes_no_state(nvme_path: Path, name: str, place
     close(optimizer)
 
 
+@pytest.mark.sampled(20)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_state_goes_through_dcp_as_in_a_plain_run(nvme_path: Path, name: str, options: str) -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import ALL
 from torch import nn
 from torch.optim import AdamW, Optimizer
 from twins import bits
@@ -26,7 +27,7 @@ import swapper
 from swapper import OffloadConfig
 
 SEED = int(os.environ.get("SWAPPER_SEQUENCES_SEED") or 7)
-SAMPLE = os.environ.get("SWAPPER_SEQUENCES") or "60"
+SAMPLE = os.environ.get("SWAPPER_SEQUENCES") or ("60" if ALL else "12")
 LENGTH = 4
 WIDTH = 64
 """So that a weight is the smallest that is moved."""
@@ -216,6 +217,7 @@ def chosen(placement: str, buckets: str) -> Iterator[tuple[str, ...]]:
     yield from random.Random(f"{SEED} {placement} {buckets}").sample(longer, min(int(SAMPLE), len(longer)))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("buckets", BUCKET_BYTES)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_sequences_of_changes_are_equal_to_plain(nvme_path: Path, tmp_path: Path, placement: str, buckets: str) -> None:
@@ -247,6 +249,7 @@ def twins(make: Callable[[], tuple[nn.Module, Optimizer]], config: OffloadConfig
     return [plain, swapped]
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("placement", ["optimizer", "gradients", "memory", "backward"])
 def test_replaced_parameters_go_with_their_state(nvme_path: Path, placement: str) -> None:
     model = layers(3)
@@ -388,6 +391,7 @@ CHANGES: dict[str, Callable[[nn.Module, Optimizer, list[Any]], None]] = {
 }
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("kind", ["AdamW", "Adagrad", "SGD"])
 @pytest.mark.parametrize(
     "changes",
@@ -448,9 +452,9 @@ def test_what_could_not_be_loaded_is_not_saved(
     right = checkpoint.save_state
 
     def wrong(*args: Any) -> Any:
-        fields, step = right(*args)
-        fields["buckets"][0]["segments"].append(fields["buckets"][0]["segments"][0])
-        return fields, step
+        saved, step = right(*args)
+        saved.buckets[0].segments.append(saved.buckets[0].segments[0])
+        return saved, step
 
     monkeypatch.setattr(checkpoint, "save_state", wrong)
     with pytest.raises(swapper.SwapError, match="not saved, because it could not be loaded"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import re
 import weakref
@@ -159,11 +160,18 @@ def losses_and_bits(
     return losses, [p.detach().clone() for p in model.parameters()], optimizer
 
 
+@functools.cache
+def plain_run(passes: int, dtype: torch.dtype) -> tuple[Any, ...]:
+    """Once for all devices."""
+    return losses_and_bits(Model, tokens_of, passes, dtype, None)
+
+
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("devices", DEVICES)
 def test_bits_are_those_of_plain_pytorch(devices: str, passes: int, dtype: torch.dtype, nvme_path: Path) -> None:
-    plain = losses_and_bits(Model, tokens_of, passes, dtype, None)
+    plain = plain_run(passes, dtype)
     settings = config(nvme_path, devices=devices, passes=passes)
     losses, bits, optimizer = losses_and_bits(Model, tokens_of, passes, dtype, settings)
     assert losses == plain[0]

@@ -51,7 +51,7 @@ def test_bytes_of_an_adamw_step(nvme_path: Path, dtype: torch.dtype, masters: bo
     for count in moved:
         # Biases and norms never move: a little less. Headers, alignment and ties: a little more, at most 1 %.
         assert 0.99 * bytes_per_parameter <= count / STEPS / numel <= 1.01 * bytes_per_parameter
-    store = swapped._store
+    store = swapped.store
     assert store is not None
     direct = all(part.file.direct for record in store._records.values() for part in record.parts)
     swapped.close()

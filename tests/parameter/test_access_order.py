@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from swapper.parameter import access_order as order
-from swapper.parameter.access_order import NEVER, Order, Use
+from swapper.storage import access_order as order
+from swapper.storage.access_order import NEVER, AccessOrder, Use
 
 FORWARD = [Use("forward", i) for i in range(4)]
 BACKWARD = [Use("backward", i) for i in reversed(range(4))]
@@ -21,37 +21,37 @@ EVALUATION = [Use("evaluation", i) for i in range(4)]
 STEP = [Use("step", i) for i in range(4)]
 
 
-def note_all(o: Order, uses: Iterable[Use]) -> None:
+def note_all(o: AccessOrder, uses: Iterable[Use]) -> None:
     for use in uses:
         o.note(use)
 
 
-def upcoming(o: Order, count: int) -> list[int]:
+def upcoming(o: AccessOrder, count: int) -> list[int]:
     return list(islice(o.upcoming(), count))
 
 
 def test_the_guess_is_expected_first() -> None:
-    o = Order([*FORWARD, *BACKWARD])
+    o = AccessOrder([*FORWARD, *BACKWARD])
     assert list(o.upcoming()) == [0, 1, 2, 3, 3, 2, 1, 0]
     assert [o.distance(i) for i in range(4)] == [0, 1, 2, 3]
 
 
 def test_a_use_moves_on_to_what_comes_after_it() -> None:
-    o = Order([*FORWARD, *BACKWARD])
+    o = AccessOrder([*FORWARD, *BACKWARD])
     note_all(o, FORWARD[:2])
     assert upcoming(o, 4) == [2, 3, 3, 2]
     assert [o.distance(i) for i in range(4)] == [5, 4, 0, 1]
 
 
 def test_uses_that_were_passed_over_are_not_expected_before_what_comes_after_them() -> None:
-    o = Order([*FORWARD, *BACKWARD])
+    o = AccessOrder([*FORWARD, *BACKWARD])
     o.note(Use("forward", 3))
     assert upcoming(o, 5) == [3, 2, 1, 0, 3]
     assert o.distance(1) == 2
 
 
 def test_phases_tell_uses_of_one_record_apart() -> None:
-    o = Order([*FORWARD, *BACKWARD, *STEP])
+    o = AccessOrder([*FORWARD, *BACKWARD, *STEP])
     note_all(o, [*FORWARD, *BACKWARD[:2]])
     assert upcoming(o, 3) == [1, 0, 0]
     o.note(Use("step", 0))
@@ -59,7 +59,7 @@ def test_phases_tell_uses_of_one_record_apart() -> None:
 
 
 def test_the_last_use_of_a_round_is_followed_by_the_first() -> None:
-    o = Order(FORWARD)
+    o = AccessOrder(FORWARD)
     note_all(o, FORWARD)
     assert list(o.upcoming()) == [0, 1, 2, 3]
     assert o.distance(3) == 3
@@ -67,7 +67,7 @@ def test_the_last_use_of_a_round_is_followed_by_the_first() -> None:
 
 def test_a_second_use_in_a_round_is_the_next_one_in_it() -> None:
     uses = [Use("forward", 0), Use("forward", 1), Use("forward", 0), Use("forward", 2)]
-    o = Order(uses)
+    o = AccessOrder(uses)
     o.note(uses[0])
     assert upcoming(o, 2) == [1, 0]
     note_all(o, uses[1:3])
@@ -77,13 +77,13 @@ def test_a_second_use_in_a_round_is_the_next_one_in_it() -> None:
 
 
 def test_the_same_use_again_at_once_is_one_use() -> None:
-    o = Order([Use("forward", 0), Use("forward", 1), Use("forward", 0)])
+    o = AccessOrder([Use("forward", 0), Use("forward", 1), Use("forward", 0)])
     note_all(o, [Use("forward", 0)] * 5)
     assert upcoming(o, 2) == [1, 0]
 
 
 def test_after_what_was_never_done_nothing_is_expected_until_something_known_is_done() -> None:
-    o = Order(FORWARD)
+    o = AccessOrder(FORWARD)
     note_all(o, [FORWARD[0], Use("forward", 9)])
     assert upcoming(o, 1) == []
     assert o.distance(1) == NEVER
@@ -92,7 +92,7 @@ def test_after_what_was_never_done_nothing_is_expected_until_something_known_is_
 
 
 def test_an_interlude_is_expected_as_it_was_the_last_time_and_so_is_what_it_cut_off() -> None:
-    o = Order([*EVALUATION, *FORWARD, *BACKWARD, *STEP], start=4)
+    o = AccessOrder([*EVALUATION, *FORWARD, *BACKWARD, *STEP], start=4)
     train = [*FORWARD, *BACKWARD, *STEP]
     note_all(o, [*train, *train, *EVALUATION, *train, *train, *train])
     for use in EVALUATION:
@@ -104,7 +104,7 @@ def test_an_interlude_is_expected_as_it_was_the_last_time_and_so_is_what_it_cut_
 
 @pytest.mark.parametrize("passes", [1, 3])
 def test_passes_of_evaluation_expect_one_another(passes: int) -> None:
-    o = Order([*EVALUATION, *FORWARD, *BACKWARD, *STEP], start=4)
+    o = AccessOrder([*EVALUATION, *FORWARD, *BACKWARD, *STEP], start=4)
     note_all(o, EVALUATION * passes)
     o.note(EVALUATION[0])
     assert upcoming(o, 3) == [1, 2, 3]
@@ -115,7 +115,7 @@ def test_passes_of_evaluation_expect_one_another(passes: int) -> None:
 
 def test_the_log_is_condensed_and_nothing_that_was_ever_done_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(order, "_LONGEST_LOG", 64)
-    o = Order([])
+    o = AccessOrder([])
     note_all(o, EVALUATION)
     for _ in range(1000):
         note_all(o, FORWARD)
@@ -130,7 +130,7 @@ USES = st.lists(st.builds(Use, st.sampled_from(["forward", "backward", "step"]),
 
 @given(guess=USES, noted=USES)
 def test_distances_are_those_of_what_is_upcoming(guess: list[Use], noted: list[Use]) -> None:
-    o = Order(guess)
+    o = AccessOrder(guess)
     note_all(o, noted)
     coming = list(o.upcoming())
     for number in range(7):
@@ -139,7 +139,7 @@ def test_distances_are_those_of_what_is_upcoming(guess: list[Use], noted: list[U
 
 @given(uses=st.lists(st.sampled_from([*FORWARD, *BACKWARD, *STEP]), unique=True, min_size=2))
 def test_a_program_that_repeats_itself_is_foretold(uses: list[Use]) -> None:
-    o = Order([])
+    o = AccessOrder([])
     note_all(o, [*uses, uses[0]])
     for use in (*uses[1:], *uses, *uses):
         assert upcoming(o, 1) == [use.number]
@@ -155,7 +155,7 @@ ACTIONS = st.lists(st.tuples(st.sampled_from(["note", "hold", "drop", "fixed"]),
 
 @given(actions=ACTIONS)
 def test_what_is_known_of_held_records_is_what_a_search_finds(actions: list[tuple[str, int]]) -> None:
-    o = Order([*FORWARD, *BACKWARD])
+    o = AccessOrder([*FORWARD, *BACKWARD])
     held: dict[int, bool] = {}
     for action, value in actions:
         number = value % 4
@@ -175,8 +175,8 @@ def test_what_is_known_of_held_records_is_what_a_search_finds(actions: list[tupl
 
 
 def reads_per_round(uses: list[Use], room: int, rounds: int = 12) -> float:
-    """How often a cache of `room` records reads in a round, on average of the last ones, if it follows `Order`."""
-    o = Order([])
+    """How often a cache of `room` records reads in a round, on average of the last ones, if it follows the order."""
+    o = AccessOrder([])
     held: set[int] = set()
     reads = [0] * rounds
 
@@ -225,7 +225,7 @@ def test_the_work_for_a_use_does_not_grow_with_what_is_held() -> None:
     lines = {}
     for count in (100, 10_000):
         uses = [Use("evaluation", i) for i in range(count)]
-        o = Order([])
+        o = AccessOrder([])
         for number in range(count // 2):
             o.hold(number)
         note_all(o, uses * 2)

@@ -132,6 +132,7 @@ def built(way: str, make: MakeModel, config: swapper.OffloadConfig, state: dict[
     return make()
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("way", ["plain", "init", "materialize"])
 @pytest.mark.parametrize("kind", KINDS)
@@ -235,7 +236,7 @@ def test_forwards_over_one_another_are_removed_in_any_order(order: tuple[int, ..
     assert module(7) == 7 and not noted
 
 
-def test_a_layer_that_stays_with_the_nursery_works_beside_one_that_was_taken_over(nvme_path: Path) -> None:
+def test_a_layer_that_stays_with_the_builder_works_beside_one_that_was_taken_over(nvme_path: Path) -> None:
     make = KINDS["layers in a row"]
     torch.manual_seed(0)
     plain = make()
@@ -257,7 +258,7 @@ def test_a_layer_that_stays_with_the_nursery_works_beside_one_that_was_taken_ove
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 @pytest.mark.parametrize("kind", ["layers in a row", "encoder with padding", "attention"])
-def test_a_hand_over_that_fails_leaves_the_nursery_its_modules(
+def test_a_hand_over_that_fails_leaves_the_builder_its_modules(
     kind: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **kwargs: object) -> None:
@@ -270,7 +271,7 @@ def test_a_hand_over_that_fails_leaves_the_nursery_its_modules(
     with small_records():
         model = built("init", make, config, {})
         with monkeypatch.context() as patch:
-            patch.setattr("swapper.parameter.swapper.finalizer", fail)  # After all modules have their new hooks.
+            patch.setattr("swapper.parameter.owner.finalizer", fail)  # After all modules have their new hooks.
             with pytest.raises(RuntimeError, match="not today"):
                 swapper.offload(model, adamw(model), config)
         assert evaluate(model) == evaluate(plain)

@@ -19,6 +19,7 @@ from interrupts import interrupted_at
 from isolation import alone
 from models import CASES, WIDTH, Gpt2, Mlp, loss_of, tokens, vectors
 from repository import BENCHMARK
+from sampling import places
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.nn.utils import parametrizations
@@ -68,6 +69,7 @@ def away(model: nn.Module) -> list[str]:
 # --- The same bits ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_that_is_never_offloaded_works(name: str, nvme_path: Path, leaves_nothing: None) -> None:
     case = CASES[name]
@@ -84,6 +86,7 @@ def test_a_model_that_is_never_offloaded_works(name: str, nvme_path: Path, leave
         assert noted[0] == noted[1]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", CASES)
 def test_train_after_building_on_the_drive(name: str, nvme_path: Path, leaves_nothing: None) -> None:
     case = CASES[name]
@@ -360,7 +363,7 @@ def test_offload_takes_the_parameters_over(
     assert len(list(nvme_path.iterdir())) == 1
     with small_records():
         swapper.offload(model, optimizer, config if same else other)
-    assert len(list(nvme_path.iterdir())) == 1, "the nursery's files are gone"
+    assert len(list(nvme_path.iterdir())) == 1, "the builder's files are gone"
     assert len(list(next(nvme_path.iterdir()).glob("*-param-*"))) == len(model.swapper._all)  # type: ignore[operator, arg-type, union-attr]
     assert [id(p) for p in model.parameters()] == ids
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
@@ -422,6 +425,7 @@ def test_save_and_load_without_offload(nvme_path: Path) -> None:
 MODEL_BYTES = 60 * 1024 * 1024 * 4
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["blocks", "list", "meta", "converted"])
 def test_a_model_larger_than_memory_is_built(way: str, nvme_path: Path) -> None:
     """The model is 240 MB, the pool 32 MB."""
@@ -507,12 +511,12 @@ def test_ctrl_c_anywhere_leaves_nothing(nvme_path: Path) -> None:
 
     build()
     gc.collect()
-    n = 0
-    while interrupted_at(n, build, "parameter/building.py"):
+    for n in places(4, sample=20):
+        if not interrupted_at(n, build, "parameter/building.py"):
+            break
         assert no_hooks_are_left()
         gc.collect()
         assert not list(nvme_path.iterdir()), n
-        n += 4
     assert n > 60
     build()
 
@@ -536,7 +540,7 @@ def test_a_drive_that_fails_while_parameters_are_put_away(
 
 
 def test_too_little_space_is_said_with_the_sum(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from swapper.storage.runs import FileSystem
+    from swapper.storage.mounts import FileSystem
     from swapper.storage.store import TensorStore
 
     full = lambda self: [FileSystem(tuple(range(len(self.directories))), 20_000)]  # noqa: E731

@@ -33,6 +33,7 @@ def step(run: Run) -> None:
     run.finish_step()
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", CASES)
 def test_it_is_that_of_the_plain_model(name: str, nvme_path: Path) -> None:
     case = CASES[name]
@@ -65,7 +66,7 @@ def test_it_is_bounded_by_the_pool_in_no_way(nvme_path: Path) -> None:
         state = run.model.state_dict()
         if run.swapped:
             assert all(type(tensor) is EvictedView for tensor in state.values())
-            assert swapper_of(run.model)._held_bytes < sum(p.nbytes for p in run.model.parameters()) / 2
+            assert swapper_of(run.model)._cache.records.length_bytes < sum(p.nbytes for p in run.model.parameters()) / 2
         run.note("state", dict(state))
         for tensor in state.values():
             tensor.mul_(1.5)  # As moving averages are written.

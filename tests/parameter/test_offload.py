@@ -21,7 +21,7 @@ from torch import nn
 import swapper
 from swapper import ConfigError, OffloadConfig, ParameterSwapper, SwapError
 from swapper.parameter import records as parameter_records
-from swapper.parameter.cache import State
+from swapper.progress import warn_once
 from swapper.tensors.evicted import EvictedParameter
 
 WIDTH = 256
@@ -196,13 +196,9 @@ def test_a_read_that_ctrl_c_cut_off_from_its_use_is_made_again(nvme_path: Path) 
     expected = make_model()(torch.ones(1, WIDTH))
     used = swapper_of(model)
     model(torch.ones(1, WIDTH))
-    held = next(held for held in used._all if held.state is State.STORED)
-    used._make_room(held)
-    used._read(held)
-    assert held.lease is not None
-    assert held.lease.transfer is not None
-    held.lease.transfer.wait()
-    held.lease.transfer = None  # As between the wait and the opening of the record.
+    held = next(held for held in used._all if used._cache.records.get(held.key) is None)
+    used._cache.require(held.key, held.length_bytes)
+    used._cache.fetch(held.key)  # As between the wait and the opening of the record.
     assert torch.equal(model(torch.ones(1, WIDTH)), expected)
 
 
@@ -379,9 +375,9 @@ def test_a_failed_offload_leaves_model_and_optimizer_as_they_were(
 
 
 def test_parameters_in_host_memory_are_where_they_are_said_once(
-    nvme_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    nvme_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(swapper.api, "_said", set())
+    warn_once.cache_clear()
     config = OffloadConfig(nvme_path=nvme_path, offload_param={"device": "cpu"})
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
@@ -476,6 +472,7 @@ def _peak_bytes(nvme_path: Path, *, blocks: int, swapped: bool, in_backward: boo
     return int(json.loads(output))
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step at the end", "step in backward"])
 def test_memory_does_not_grow_with_the_model(in_backward: bool, nvme_path: Path) -> None:
     """The baseline is the forward and backward of a model that is one block long: what a block takes, and no more.

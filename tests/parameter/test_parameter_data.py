@@ -100,8 +100,8 @@ def test_a_use_that_the_collector_ends_while_another_is_let_go(
 ) -> None:
     """As after Ctrl-C, whose traceback keeps the frame of a use in a cycle."""
     model = offloaded(nvme_path)
-    let_go_of = ParameterSwapper._let_go_of
-    monkeypatch.setattr(ParameterSwapper, "_let_go_of", lambda *args: (gc.collect(), let_go_of(*args))[1])
+    release_part = ParameterSwapper._release_part
+    monkeypatch.setattr(ParameterSwapper, "_release_part", lambda *args: (gc.collect(), release_part(*args))[1])
     gc.disable()
     try:
         gathered = swapper.gathered(model[2])

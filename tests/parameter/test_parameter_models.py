@@ -24,6 +24,7 @@ def each(names: Iterable[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", names, ids=lambda name: name.replace(" ", "-").replace(",", ""))
 
 
+@pytest.mark.sampled(18)
 @each(CASES)
 def test_train_accumulate_and_evaluate(name: str, nvme_path: Path) -> None:
     case = CASES[name]
@@ -64,6 +65,7 @@ class CheckpointedInside(nn.Module):
         return y
 
 
+@pytest.mark.sampled(10)
 @each(WITH_BLOCKS)
 @pytest.mark.parametrize("wrapper", [Checkpointed, CheckpointedInside], ids=["blocks", "forwards"])
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved", "reentrant"])
@@ -92,6 +94,7 @@ def test_activation_checkpointing(
     run_twice(nvme_path, make, program, spare_bytes=case.spare_bytes)
 
 
+@pytest.mark.sampled(4)
 @each(AUTOCAST)
 def test_autocast(name: str, nvme_path: Path) -> None:
     case = CASES[name]
@@ -110,6 +113,7 @@ def test_autocast(name: str, nvme_path: Path) -> None:
     run_twice(nvme_path, case.make, program, spare_bytes=case.spare_bytes)
 
 
+@pytest.mark.sampled(8)
 @each(["mlp", "gpt2 tied", "resnet channels_last", "lstm", "mixtral", "odd shapes", "t5"])
 @pytest.mark.parametrize("kind", ["SGD", "momentum", "Adafactor", "in memory"])
 def test_optimizers(name: str, kind: str, nvme_path: Path) -> None:

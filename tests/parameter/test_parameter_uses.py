@@ -835,7 +835,9 @@ def test_frozen_parameters_are_never_written(nvme_path: Path) -> None:
             swapper.flush()
             times[True] = files()
             trained = {
-                held.number for held in swapper._all if any(place.parameter.requires_grad for place in held.plan.places)
+                held.number
+                for held in swapper._all
+                if any(each.parameter.requires_grad for each in held.plan.locations)
             }
             written = {name for name in times[True] if times[True][name] != times[False][name]}
             assert len(times[True]) == len(swapper._all) > len(trained)

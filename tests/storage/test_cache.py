@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import random
+import signal
 import sys
 import threading
 import time
@@ -100,15 +101,15 @@ def read(cache: RecordCache, number: int, owner: int = 0) -> int:
 
 def check_books(cache: RecordCache) -> None:
     """What `CachedRecords` keeps count of is what a walk over all records finds."""
-    books = cache._held
-    by_state = {place: books.of_state(place) for place in RecordState}
+    books = cache.records
+    by_state = {state: books.of_state(state) for state in RecordState}
     held = [record for records in by_state.values() for record in records]
     assert len(held) == len({record.key for record in held}) == len(books)
-    for place, records in by_state.items():
-        assert all(record.state is place and books.get(record.key) is record for record in records)
-        assert books.bytes_of(place) == sum(record.lease.length_bytes for record in records)
-        assert books.first(place) is (records[0] if records else None)
-        assert books.last(place) is (records[-1] if records else None)
+    for state, records in by_state.items():
+        assert all(record.state is state and books.get(record.key) is record for record in records)
+        assert books.bytes_of(state) == sum(record.lease.length_bytes for record in records)
+        assert books.first(state) is (records[0] if records else None)
+        assert books.last(state) is (records[-1] if records else None)
     assert books.length_bytes == sum(record.lease.length_bytes for record in held)
     writes = list(books.writes())
     assert set(map(id, writes)) == {id(record) for record in held if record.writing}
@@ -168,6 +169,7 @@ def test_a_record_may_be_shorter_than_its_buffer(nvme_path: Path) -> None:
         cache.release(key(0))
 
 
+@pytest.mark.alone
 def test_put_returns_at_once_and_flush_waits(nvme_path: Path) -> None:
     with world(nvme_path, delay_us=SLOW_US) as w:
         cache = w.cache()
@@ -892,7 +894,7 @@ class CacheMachine(RuleBasedStateMachine):
     @precondition(lambda self: hasattr(self, "pool"))
     @invariant()
     def nothing_is_lost(self) -> None:
-        assert not self.cache._held.of_state(RecordState.LIVE)
+        assert not self.cache.records.of_state(RecordState.LIVE)
         check_books(self.cache)
         assert self.pool.used_bytes <= self.pool.capacity_bytes
 
@@ -923,12 +925,8 @@ def test_failures_in_any_order_of_calls(nvme_path: Path) -> None:
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
-class _Interrupt(Exception):
-    """Stands for KeyboardInterrupt, which would end the test run where it is not caught."""
-
-
 def interrupted_at_line(number: int, work: Callable[[], None]) -> bool:
-    """Run `work`, interrupted before the `number`-th line of the cache that it executes. Whether it came so far."""
+    """Run `work`, with SIGINT before the `number`-th line of the cache that it executes. Whether it came so far."""
     left = number
 
     def trace(frame: FrameType, event: str, _: object) -> object:
@@ -938,7 +936,7 @@ def interrupted_at_line(number: int, work: Callable[[], None]) -> bool:
         if event == "line":
             left -= 1
             if left == 0:
-                raise _Interrupt
+                signal.raise_signal(signal.SIGINT)
         return trace
 
     former = sys.gettrace()
@@ -946,7 +944,7 @@ def interrupted_at_line(number: int, work: Callable[[], None]) -> bool:
     try:
         work()
         return False
-    except _Interrupt:
+    except KeyboardInterrupt:
         return True
     finally:
         sys.settrace(former)

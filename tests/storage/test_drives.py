@@ -10,6 +10,7 @@ import itertools
 import logging
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,11 +29,12 @@ import swapper
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.session import close_all
+from swapper.storage import mounts as mounts_module
 from swapper.storage import runs as runs_module
 from swapper.storage import speed as speed_module
 from swapper.storage.buffers import BufferPool
 from swapper.storage.layout import share_out
-from swapper.storage.runs import NvmePathError, check_nvme_paths
+from swapper.storage.mounts import NvmePathError, check_nvme_paths
 from swapper.storage.speed import DriveSpeed, measure_speed
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.storage.transfers import JoinedTransfer, start_all
@@ -198,7 +200,7 @@ def test_two_paths_that_are_not_two_places_are_refused(paths: list[Path], tmp_pa
 def test_directories_beside_each_other_on_one_file_system_are_warned_about_once(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runs_module, "_warned", set())
+    mounts_module._warn_once.cache_clear()
     for _ in range(2):
         check_nvme_paths(paths)
     said = [record.message for record in caplog.records if "one file system" in record.message]
@@ -895,7 +897,7 @@ def test_check_shows_every_drive(
 def test_check_says_how_much_all_drives_can_take_when_one_is_full_first(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("swapper.check.measure_speeds", lambda *_: [DriveSpeed(3, 3), DriveSpeed(1, 1)])
+    monkeypatch.setattr(sys.modules["swapper.check"], "measure_speeds", lambda *_: [DriveSpeed(3, 3), DriveSpeed(1, 1)])
     with mounted(paths[1], "-t", "tmpfs", "-o", "size=256k", "tmpfs"):
         report = swapper.check(make_model(), adamw(make_model()), config_of(paths))
         assert report.disk_free_bytes == 4 * report.drives[1].disk_free_bytes == MiB
@@ -910,6 +912,7 @@ def test_check_says_how_much_all_drives_can_take_when_one_is_full_first(
 # --- A capped handle --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("backend", ["auto", "threads"])
 @pytest.mark.parametrize("threads", [1, 3])
 def test_a_cap_holds_over_all_threads_and_both_directions(tmp_path: Path, backend: str, threads: int) -> None:
@@ -952,6 +955,7 @@ def seconds_of_steps(paths: list[Path], steps: int = 2) -> float:
     return elapsed_s
 
 
+@pytest.mark.alone
 def test_a_second_directory_adds_its_bandwidth(paths: list[Path], plans: Callable[..., list[FaultPlan]]) -> None:
     cap = {"bytes_per_second": 30_000_000}
     plans(cap)
@@ -961,6 +965,7 @@ def test_a_second_directory_adds_its_bandwidth(paths: list[Path], plans: Callabl
     assert one_s / seconds_of_steps(paths) > 1.5, "about twice as fast"
 
 
+@pytest.mark.alone
 def test_shares_follow_measured_speed(
     paths: list[Path], plans: Callable[..., list[FaultPlan]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,11 +16,11 @@ import torch
 from swapper.errors import SwapIOError
 from swapper.io.handle import AsyncIOHandle, Checksums, FaultPlan, File
 from swapper.metrics import Metrics
-from swapper.storage import runs
+from swapper.storage import mounts
 from swapper.storage import store as store_module
 from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
-from swapper.storage.runs import NvmePathError
+from swapper.storage.mounts import NvmePathError
 from swapper.storage.speed import DriveSpeed
 from swapper.storage.store import RecordKey, TensorStore
 
@@ -143,7 +143,7 @@ def test_space_that_could_not_be_reserved_is_not_promised_twice(tmp_path: Path) 
             with pytest.raises(NvmePathError, match="are free"):
                 store.plan({RecordKey(0, "optim", 1): 30 * MIB})
             store.plan({RecordKey(0, "optim", 2): 8 * MIB})
-            (whole,) = runs.file_systems(store.directories)
+            (whole,) = mounts.file_systems(store.directories)
             assert whole.free_bytes > 40 * MIB, "nothing was written yet"
     finally:
         subprocess.run(["umount", "-l", str(mount)], check=True)

@@ -21,13 +21,13 @@ from training import adamw, assert_same_state, make_model, run
 
 import swapper
 from swapper.errors import SwapError, SwapIOError
-from swapper.files.whole_file import OutputFile
+from swapper.files.output_file import OutputFile
 from swapper.io import checksums
 from swapper.io.handle import AsyncIOHandle, FaultPlan, File, exchange
 from swapper.storage import record_files
 from swapper.storage import recycled_files as spares
 from swapper.storage.buffers import BufferPool
-from swapper.storage.runs import NvmePathError
+from swapper.storage.mounts import NvmePathError
 from swapper.storage.speed import DriveSpeed
 from swapper.storage.store import RecordKey, TensorStore
 
@@ -887,7 +887,7 @@ def test_the_published_state_of_a_run_is_one_of_its_steps(nvme_path: Path, tmp_p
             run(model, optimizer, range(step, step + 1))
             if publish_at is not None:
                 swapper.of(optimizer).flush()
-                store = swapper.of(optimizer)._store
+                store = swapper.of(optimizer).store
                 assert store is not None
                 publish_at(store)
         assert swapper.of(optimizer).stats().first_writes > 0
@@ -927,7 +927,7 @@ def test_a_step_without_room_for_fresh_files_fails_and_the_run_recovers(
     optimizer = swapper.wrap_optimizer(adamw(model), config)
     run(model, optimizer, range(2))
     swapper.of(optimizer).flush()
-    store = swapper.of(optimizer)._store
+    store = swapper.of(optimizer).store
     assert store is not None
     assert store.publish_all({key: (tmp_path / key.file_name, store.stored_bytes(key)) for key in store._records})
     before = {path: path.read_bytes() for path in tmp_path.glob("*.safetensors")}

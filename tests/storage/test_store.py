@@ -26,16 +26,11 @@ from isolation import in_forked_child
 
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
+from swapper.storage import mounts as mounts_module
 from swapper.storage import runs as runs_module
 from swapper.storage.buffers import BufferPool
-from swapper.storage.runs import (
-    FileSystem,
-    NvmePathError,
-    check_nvme_path,
-    find_runs,
-    make_run_directory,
-    remove_stale_runs,
-)
+from swapper.storage.mounts import FileSystem, NvmePathError, check_nvme_path
+from swapper.storage.runs import find_runs, make_run_directory, remove_stale_runs
 from swapper.storage.store import RecordKey, TensorStore
 
 pytestmark = pytest.mark.timeout(60)
@@ -541,7 +536,7 @@ def test_a_drive_that_turns_read_only_is_given_up_with_a_word(
 
 def memory_path() -> Path | None:
     path = Path("/dev/shm")
-    return path if path.is_dir() and os.access(path, os.W_OK) and runs_module._file_system(path) == "tmpfs" else None
+    return path if path.is_dir() and os.access(path, os.W_OK) and mounts_module._file_system(path) == "tmpfs" else None
 
 
 @pytest.mark.skipif(memory_path() is None, reason="no tmpfs at /dev/shm")
@@ -579,9 +574,9 @@ MOUNTS = """\
 def test_a_slow_kind_of_path_is_said_once(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, kind: str, words: str | None
 ) -> None:
-    monkeypatch.setattr(runs_module, "_file_system", lambda path: kind)
-    monkeypatch.setattr(runs_module, "_is_rotating", lambda path: False)
-    monkeypatch.setattr(runs_module, "_warned", set())
+    monkeypatch.setattr(mounts_module, "_file_system", lambda path: kind)
+    monkeypatch.setattr(mounts_module, "_is_rotating", lambda path: False)
+    mounts_module._warn_once.cache_clear()
     for _ in range(2):
         check_nvme_path(nvme_path)
     assert len(caplog.records) == (words is not None)
@@ -591,9 +586,9 @@ def test_a_slow_kind_of_path_is_said_once(
 def test_a_rotating_disk_is_said_once(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(runs_module, "_file_system", lambda path: "ext4")
-    monkeypatch.setattr(runs_module, "_is_rotating", lambda path: True)
-    monkeypatch.setattr(runs_module, "_warned", set())
+    monkeypatch.setattr(mounts_module, "_file_system", lambda path: "ext4")
+    monkeypatch.setattr(mounts_module, "_is_rotating", lambda path: True)
+    mounts_module._warn_once.cache_clear()
     for _ in range(2):
         check_nvme_path(nvme_path)
     assert [record.levelname for record in caplog.records] == ["WARNING"]
@@ -609,7 +604,7 @@ def test_the_file_system_is_found_in_the_table_of_mounts(nvme_path: Path, monkey
     monkeypatch.setattr(
         Path, "read_text", lambda path, *args, **kwargs: real(table if "mountinfo" in str(path) else path, **kwargs)
     )
-    assert runs_module._file_system(nvme_path) == "zonefs"
+    assert mounts_module._file_system(nvme_path) == "zonefs"
     # The number of the mount counts for more: subvolumes of btrfs have devices that no line of the table has.
     descriptor = os.open(nvme_path, os.O_PATH)
     lines = Path(f"/proc/self/fdinfo/{descriptor}").read_text().splitlines()
@@ -617,8 +612,8 @@ def test_the_file_system_is_found_in_the_table_of_mounts(nvme_path: Path, monkey
     os.close(descriptor)
     with open(table, "a") as file:
         file.write(f"{number} 1 0:99 /sub /mnt/a\\040b\\134c rw - btrfs /dev/y rw,compress\nhalf a line\n")
-    mount = runs_module.mount_of(nvme_path)
-    assert mount == runs_module.Mount(number, "0:99", "/sub", "/mnt/a b\\c", "btrfs", "/dev/y", "rw,compress")
+    mount = mounts_module.mount_of(nvme_path)
+    assert mount == mounts_module.Mount(number, "0:99", "/sub", "/mnt/a b\\c", "btrfs", "/dev/y", "rw,compress")
 
 
 # --- Space ------------------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from training import MasterWeights, adamw, assert_same, assert_same_state, make_
 import swapper
 from swapper.io.handle import AsyncIOHandle
 from swapper.storage.buffers import BufferPool
+from swapper.storage.speed import DriveSpeed
 from swapper.storage.store import RecordKey, TensorStore
 
 pytestmark = pytest.mark.timeout(120)
@@ -27,8 +28,10 @@ PAGE = 4096
 
 @pytest.fixture(params=[1, 2], ids=["one drive", "two drives"])
 def paths(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Path]]:
-    """Directories to swap to, empty again after the test. Small records are spread over them."""
+    """Directories to swap to, empty again after the test. Small records are spread evenly over them."""
     monkeypatch.setattr("swapper.storage.store.STRIPE_BYTES", PAGE)
+    even = lambda paths, _: [DriveSpeed(1e9, 1e9) for _ in paths]  # noqa: E731
+    monkeypatch.setattr("swapper.storage.store.measure_speeds", even)
     made = [tmp_path / name for name in "ab"[: request.param]]
     for path in made:
         path.mkdir()
@@ -61,8 +64,8 @@ class Training:
         self.swapper = swapper.of(self.optimizer)
         run(self.model, self.optimizer, range(steps))
         self.swapper.flush()
-        assert self.swapper._store is not None
-        self.store = self.swapper._store
+        assert self.swapper.store is not None
+        self.store = self.swapper.store
 
     def __enter__(self) -> Training:
         return self
@@ -199,7 +202,7 @@ def test_a_file_cut_short_is_an_error_of_its_own(paths: list[Path]) -> None:
 def test_what_is_resident_is_not_read_and_checked_once_it_is(paths: list[Path], plain: list[Snapshot]) -> None:
     with Training(paths, resident_bytes="400KiB") as training:
         cache = training.swapper._cache
-        names = {key.file_name for key in cache._resident}
+        names = {key.file_name for key in cache._policy._resident}
         resident = [place for place in training.places() if place.file.name in names]
         assert resident and len(resident) < len(training.places())
         for file, length in resident:

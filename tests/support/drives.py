@@ -15,7 +15,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from repository import ROOT
 
+from swapper.bench.witness import Witness
 from swapper.storage.store import RecordKey
 
 
@@ -138,3 +140,30 @@ def elsewhere(tmp_path: Path) -> Iterator[Path]:
             yield Path(name)
     except OSError:
         pytest.skip("there is no /dev/shm here")
+
+
+@pytest.fixture
+def drive() -> Iterator[Path]:
+    """An empty directory beside the sources: `/tmp` may be memory, which is refused."""
+    parent = ROOT / ".swapper"
+    parent.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=parent) as directory:
+        if Witness([Path(directory)]).describe().startswith("none"):
+            pytest.skip(f"the sources are on no drive: {Witness([Path(directory)]).describe()}")
+        yield Path(directory)
+
+
+@pytest.fixture
+def leaves_nothing_on(drive: Path) -> Iterator[Path]:
+    """`drive`, which must be empty at the end."""
+    yield drive
+    assert not list(drive.iterdir()), "files were left behind"
+
+
+@pytest.fixture
+def memory() -> Iterator[Path]:
+    """A directory that is no drive."""
+    if not os.access("/dev/shm", os.W_OK):
+        pytest.skip("there is no /dev/shm to write to")
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)

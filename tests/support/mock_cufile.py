@@ -61,7 +61,7 @@ def mock(mock_path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
     monkeypatch.setenv(gds.LIBRARY_VARIABLE, mock_path)
     monkeypatch.setitem(bounce.DEVICES, "cpu", HostCopies)
     monkeypatch.setattr(bounce, "CHUNK_BYTES_MIN", CHUNK)
-    monkeypatch.setattr(gds, "_said", set())
+    gds._warn_once.cache_clear()
     monkeypatch.setattr(gds, "_NVIDIA_FS", tmp_path / "no-nvidia-fs")
     HostCopies.reset()
     mock = Mock(mock_path)

@@ -33,12 +33,12 @@ from torch.utils.checkpoint import checkpoint
 from twins import bits, difference
 
 import swapper
-from swapper.checkpoint import saved_state, state_writer
+from swapper.checkpoint import state_writer
 from swapper.errors import ConfigError, SwapError
 from swapper.gradient import records as gradient_records
-from swapper.optimizer import segments
+from swapper.optimizer import records, segments
 from swapper.optimizer.probe import unhooked_step
-from swapper.parameter import building as nursery
+from swapper.parameter import building
 from swapper.parameter import records as parameter_records
 from swapper.parameter.swapper import ParameterSwapper
 
@@ -1145,9 +1145,10 @@ FILES = (
     *(
         "optimizer/swapper.py",
         "optimizer/stepper.py",
-        "storage/pipeline.py",
+        "storage/cache.py",
         "gradient/swapper.py",
         "parameter/swapper.py",
+        "parameter/owner.py",
         "parameter/cache.py",
     ),
     *(
@@ -1163,8 +1164,14 @@ FILES = (
     ),
     *(
         "optimizer/state_dicts.py",
+        "optimizer/records.py",
+        "optimizer/operands.py",
+        "optimizer/class_step.py",
+        "optimizer/conversion.py",
+        "optimizer/failure.py",
+        "optimizer/plan_follower.py",
         "checkpoint/saved_model.py",
-        "checkpoint/saved_state.py",
+        "checkpoint/state_loader.py",
         "checkpoint/checkpoint.py",
         "storage/buffers.py",
     ),
@@ -1189,9 +1196,9 @@ REFUSALS = (
 @contextlib.contextmanager
 def limits(moves_all: bool) -> Iterator[None]:
     """Records of parameters are short; and if `moves_all`, small state and gradients move as well."""
-    changed: list[tuple[Any, str, int]] = [(parameter_records, "GROUP_BYTES", 8192), (nursery, "SMALL_BYTES", 1)]
+    changed: list[tuple[Any, str, int]] = [(parameter_records, "GROUP_BYTES", 8192), (building, "SMALL_BYTES", 1)]
     if moves_all:
-        changed += [(m, "SMALL_BYTES", 256) for m in (segments, gradient_records, saved_state, state_writer)]
+        changed += [(m, "SMALL_BYTES", 256) for m in (segments, records, gradient_records, state_writer)]
     before = [getattr(module, name) for module, name, _ in changed]
     for module, name, value in changed:
         setattr(module, name, value)

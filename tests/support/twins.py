@@ -17,7 +17,7 @@ import swapper
 from swapper.api import init, offload
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
-from swapper.parameter import building as nursery
+from swapper.parameter import building
 from swapper.parameter import records as parameter_records
 from swapper.parameter.swapper import ParameterSwapper
 
@@ -138,12 +138,12 @@ def _watch_facts(model: nn.Module, facts: list[tuple[object, ...]]) -> None:
 @contextmanager
 def small_records() -> Iterator[None]:
     """Within it records are short, and short parameters are not too short for `swapper.init`."""
-    before = parameter_records.GROUP_BYTES, nursery.SMALL_BYTES
-    parameter_records.GROUP_BYTES, nursery.SMALL_BYTES = GROUP_BYTES, 1
+    before = parameter_records.GROUP_BYTES, building.SMALL_BYTES
+    parameter_records.GROUP_BYTES, building.SMALL_BYTES = GROUP_BYTES, 1
     try:
         yield
     finally:
-        parameter_records.GROUP_BYTES, nursery.SMALL_BYTES = before
+        parameter_records.GROUP_BYTES, building.SMALL_BYTES = before
 
 
 def offloaded(

@@ -237,7 +237,9 @@ def test_a_config_in_each_form(nvme_path: Path, form: str, tmp_path: Path) -> No
     swapper.of(optimizer).close()
 
 
-@pytest.mark.parametrize("config", [None, 3, ["nvme"], b"config.yaml", object(), ""], ids=repr)
+@pytest.mark.parametrize(
+    "config", [None, 3, ["nvme"], b"config.yaml", object(), ""], ids=lambda config: type(config).__name__
+)
 def test_a_config_of_the_wrong_type(config: Any) -> None:
     with refused(swapper.ConfigError, "config") as optimizer:
         swapper.wrap_optimizer(optimizer, config)
@@ -310,6 +312,7 @@ STOP = """
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_a_run_that_is_stopped_leaves_nothing_for_long(
     nvme_path: Path, leaves_nothing: None, caplog: pytest.LogCaptureFixture, number: signal.Signals
@@ -332,6 +335,7 @@ def test_a_run_that_is_stopped_leaves_nothing_for_long(
     assert str(left[0]) in message and "freed" in message
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("delay_s", [0.0, 0.02, 0.1])
 def test_sigterm_while_starting(nvme_path: Path, leaves_nothing: None, delay_s: float) -> None:
     program = """
@@ -353,6 +357,7 @@ def test_sigterm_while_starting(nvme_path: Path, leaves_nothing: None, delay_s: 
         assert len(list(nvme_path.iterdir())) == 1
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["", "sys.exit()", "del optimizer"])
 def test_the_interpreter_ends_with_transfers_in_flight(nvme_path: Path, leaves_nothing: None, how: str) -> None:
     program = """
@@ -534,7 +539,7 @@ def test_ctrl_c_in_wrap_and_close(nvme_path: Path, leaves_nothing: None, plain: 
         except KeyboardInterrupt:
             pass
         swapped = getattr(optimizer, "swapper", None)
-        if swapped is not None and not swapped._closed:  # It was complete.
+        if swapped is not None and not swapped.closed:  # It was complete.
             run(model, optimizer, range(2, STEPS))
             assert all(same_bits(p, plain[STEPS].model[name]) for name, p in model.named_parameters())
         elif swapped is None:
@@ -562,6 +567,7 @@ def test_ctrl_c_in_unwrap(nvme_path: Path, leaves_nothing: None, plain: list[Sna
             training.ends_in(plain[STEPS], range(2, STEPS))
 
 
+@pytest.mark.sampled(1)
 @unraisable
 @pytest.mark.parametrize("seed", range(2))
 def test_real_signals_at_random_times(

@@ -184,6 +184,7 @@ def train_all(rank: int, directory: str, micro_batches: int, options: dict[str, 
             raise
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("as_view", [False, True], ids=["copied", "bucket-views"])
 @pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph"])
 def test_same_bits_as_plain_ddp(nvme_path: Path, option: str, as_view: bool, leaves_nothing: None) -> None:
@@ -191,6 +192,7 @@ def test_same_bits_as_plain_ddp(nvme_path: Path, option: str, as_view: bool, lea
     in_processes(train_all, str(nvme_path), 1, options)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("as_view", [False, True], ids=["copied", "bucket-views"])
 @pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph"])
 def test_accumulation_without_sync(nvme_path: Path, option: str, as_view: bool, leaves_nothing: None) -> None:

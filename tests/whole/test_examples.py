@@ -52,6 +52,7 @@ def test_plain_run_lowers_the_loss_and_writes_nothing_to_the_drive(
     assert not any(drive.iterdir())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
     [["--dtype", "float32"], ["--dtype", "bfloat16"], ["--dtype", "bfloat16", "--optimizer", "muon", "--tied"]],
@@ -66,6 +67,7 @@ def test_compare_finds_no_difference(command: list[str], drive: Path, options: l
     assert not any(drive.iterdir())
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("signum", "after_s"),
     [(signal.SIGINT, 0.0), (signal.SIGINT, 1.0), (signal.SIGTERM, 1.0)],
@@ -128,6 +130,7 @@ def cgroup_of(output: str) -> Path | None:
     return Path(how.removeprefix("cgroup ")) if how.startswith("cgroup ") else None
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("by", ["auto", "rlimit"])
 def test_a_model_that_does_not_fit_is_trained(xl: list[str], tmp_path: Path, drive: Path, by: str) -> None:
     limits = ["--memory-limit", "1GB", "--limit-by", by]

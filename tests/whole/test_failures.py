@@ -23,7 +23,7 @@ from training import MasterWeights, adamw, assert_same, assert_same_state, backw
 
 import swapper
 from swapper.io.handle import AsyncIOHandle, FaultPlan
-from swapper.optimizer.guarded_state import GuardedState
+from swapper.optimizer.conversion import GuardedState
 
 Inject = Callable[..., FaultPlan]
 pytestmark = pytest.mark.usefixtures("leaves_nothing")

@@ -214,6 +214,7 @@ def plain_loops(path: str) -> dict[str, dict[str, int]]:
         return {name: growth(make(path), path, 8) for name, make in PLAIN.items()}
 
 
+@pytest.mark.thorough("it shows that the measure of the others is right")
 def test_a_loop_of_plain_pytorch_holds_one_fit(nvme_path: Path) -> None:
     assert_nothing_stays(alone(plain_loops, str(nvme_path)))
 
@@ -456,6 +457,7 @@ def lightning_fits(path: str, names: list[str]) -> dict[str, dict[str, int]]:
         return {name: growth(scenarios[name], path) for name in names}
 
 
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "names",
     [

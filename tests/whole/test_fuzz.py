@@ -3,7 +3,7 @@
 A success is exact to the byte and touches nothing else, in the file or in memory. A failure is a `SwapIOError` that the
 faults asked for explain, comes after the last touch of the memory, and leaves old or new bytes.
 
-Runs for SWAPPER_FUZZ_SECONDS (10; `make test` gives it 60). Every run has another seed, printed when it fails:
+Runs for SWAPPER_FUZZ_SECONDS (10; `make test-all` gives it 60). Every run has another seed, printed when it fails:
 SWAPPER_FUZZ_SEED=n begins with the cases of that seed. Threads and drives keep their own time, so a failure that
 depends on it may need more than one run to come again.
 """
@@ -306,7 +306,7 @@ class World:
         except SwapIOError:
             raised = True
         assert all(pending.transfer.done() for pending in self.pending), "closed with transfers in flight"
-        unseen = [p for p in self.pending if p.transfer._native.failed() and not p.failure_seen]
+        unseen = [p for p in self.pending if p.transfer._moving.failed() and not p.failure_seen]
         assert raised == bool(unseen), "close() raises what nobody has seen, and nothing else"
 
     def give(self, step: Step, data: bytes) -> Transfer:

@@ -1,6 +1,6 @@
 """Random users' programs, each run plain and swapped: the bits of plain PyTorch, and its exceptions.
 
-    SWAPPER_PROGRAMS=2000 .venv/bin/pytest -q tests/test_programs.py      # seeds 0 to 1999
+    SWAPPER_PROGRAMS=2000 .venv/bin/pytest -q tests/whole/test_programs.py  # seeds 0 to 1999
     SWAPPER_PROGRAMS=1 SWAPPER_PROGRAMS_SEED=1234 .venv/bin/pytest ...    # the program of one seed
     SWAPPER_PROGRAMS_WITHOUT=replace,interrupt                           # kinds of actions, models, ... left out
 
@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 from programs import Action, Difference, Placement, Program, generate, minimised, perform
+from sampling import ALL
 
-COUNT = int(os.environ.get("SWAPPER_PROGRAMS") or 100)
+COUNT = int(os.environ.get("SWAPPER_PROGRAMS") or (100 if ALL else 20))
 SEED = int(os.environ.get("SWAPPER_PROGRAMS_SEED") or 0)
 WITHOUT = [name for name in os.environ.get("SWAPPER_PROGRAMS_WITHOUT", "").split(",") if name]
 

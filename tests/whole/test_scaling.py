@@ -19,7 +19,7 @@ import torch
 import swapper
 from swapper.errors import SwapError
 from swapper.storage.buffers import BufferPool
-from swapper.storage.recycled_files import Spares
+from swapper.storage.recycled_files import RecycledFiles
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -221,7 +221,7 @@ def test_spare_files_are_found_without_a_look_at_all(tmp_path: Path) -> None:
     def lines(count: int) -> int:
         directory = tmp_path / f"{count}"
         directory.mkdir()
-        spares = Spares(directory)
+        spares = RecycledFiles(directory)
         lengths = [4096 * (1 + i * 7 % count) for i in range(count)]
 
         def work() -> None:

@@ -81,7 +81,7 @@ def steps_of_an_optimizer_are_the_same(directory: Path) -> str:
                 offload_optimizer={"device": "nvme"},
             )
             swapper.wrap_optimizer(optimizer, config)
-            store = swapper.of(optimizer)._store
+            store = swapper.of(optimizer).store
             assert store is not None
             (drive,) = store._drives
             backend = drive.handle.backend

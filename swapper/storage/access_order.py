@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-__all__ = ["NEVER", "Order", "Use"]
+__all__ = ["NEVER", "AccessOrder", "Use"]
 
 _LONGEST_LOG = 200_000
 """Uses after which the first half of the log is condensed."""
@@ -23,7 +23,7 @@ class Use(NamedTuple):
     number: int
 
 
-class Order:
+class AccessOrder:
     """Predicts uses from a log of all uses, and knows which of the records that are in memory is needed last.
 
     The program is at a place in the log, after the last occurrence of what it does now. What followed there is expected
@@ -59,6 +59,7 @@ class Order:
             return
         self._last = use
         if places := self._places.get(use):
+            use = self._log[places[-1]]  # One object for all that are equal: the log may be long.
             i = bisect_left(places, self._next)
             at = places[i] if i < len(places) else places[-1]
             if at < self._next:

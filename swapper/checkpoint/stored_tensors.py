@@ -1,4 +1,4 @@
-"""Tensors of any element type as the safetensors format has them, to the bit."""
+"""Tensors of any element type as the safetensors files of a checkpoint hold them, to the bit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from swapper.tensors.dtypes import PAIRS, PLAIN_DTYPES, WORDS
 
-__all__ = ["aligned", "from_stored", "is_dense", "stored_as", "to_stored", "with_stride"]
+__all__ = ["aligned", "from_stored", "stored_as", "to_stored", "with_stride"]
 
 
 def stored_as(dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.dtype, tuple[int, ...]]:
@@ -29,7 +29,7 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def to_stored(tensor: torch.Tensor) -> torch.Tensor:
-    """What is stored of a tensor: contiguous, on the CPU; it shares memory where it can."""
+    """The form in which a tensor is stored: contiguous, on the CPU; it shares memory where it can."""
     words = _words(tensor.resolve_conj().resolve_neg()).contiguous().cpu()
     dtype, shape = stored_as(tensor.dtype, tensor.shape)
     return words.reshape(-1).view(dtype).reshape(shape)
@@ -46,18 +46,6 @@ def aligned(tensor: torch.Tensor, alignment_bytes: int) -> torch.Tensor:
     """`tensor`, or a copy if it does not start at such an address, in its storage and in memory."""
     offset_bytes = tensor.storage_offset() * tensor.itemsize
     return tensor.clone() if (offset_bytes | tensor.data_ptr()) % alignment_bytes else tensor
-
-
-def is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Whether the elements of such a tensor are next to one another, each at a place of its own."""
-    if len(shape) != len(stride):
-        return False
-    expected = 1
-    for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
-        if 0 not in shape and step != expected:
-            return False
-        expected *= size
-    return True
 
 
 def with_stride(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:

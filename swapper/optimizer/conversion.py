@@ -1,4 +1,4 @@
-"""`GuardedState`: what `optimizer.state` is between the steps of a swapped optimizer.
+"""`Conversion` of the user's optimizer object in place, and `GuardedState`, which is its `state` between steps.
 
 The state is in records, so the mapping has none of it. It says truly which parameters have state and under which
 names, which is in memory, and refuses to give values, which are not. What it is told to forget or to take it passes on:
@@ -7,42 +7,134 @@ nothing that is done to it goes by in silence.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections import defaultdict
-from collections.abc import ItemsView, Iterable, Iterator, KeysView, Mapping, Sequence, ValuesView
-from typing import Any, NoReturn, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
+from torch.optim import Optimizer
 
 from swapper.errors import SwapError
 
-__all__ = ["GuardedState", "StateOwner", "StoredEntries"]
+if TYPE_CHECKING:
+    from swapper.optimizer.swapper import OptimizerSwapper
+
+__all__ = ["Conversion", "GuardedState", "StoredEntries"]
 
 _ABSENT: Any = object()
 
+_Hook = Callable[..., Any]
 
-class StateOwner(Protocol):
-    """What has the state."""
 
-    def parameters_with_state(self) -> Sequence[torch.nn.Parameter]:
-        """In the order of the records."""
+class Conversion:
+    """Everything that is put on the user's object: `swapper`, `step`, `state`, and state-dict hooks.
 
-    def state_keys(self, parameter: torch.nn.Parameter) -> Sequence[str]:
-        """Names of the parameter's state; none if it has no state, or is not the optimizer's."""
+    The object keeps its class. Nothing is put on it before `install`. Only a weak reference to it is kept.
 
-    def take_state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
-        """Forget the state of a parameter, and return it."""
+    Attributes:
+        own_state: the user's mapping, which is `optimizer.state` again after `uninstall`.
+    """
 
-    def assign_state(self, parameter: torch.nn.Parameter, entries: Mapping[str, Any]) -> None:
-        """Replace the state of a parameter by a copy of `entries`; without any, forget it."""
+    def __init__(self, optimizer: Optimizer, state: GuardedState) -> None:
+        self.own_state: defaultdict[torch.Tensor, Any] = optimizer.state
+        self._optimizer_ref = weakref.ref(optimizer)
+        self._state = state
+        self._replaces_step = False
+        self._former_step: Any = None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
-    def reset(self) -> None:
-        """Forget all state."""
+    def is_in_place(self, optimizer: Optimizer) -> bool:
+        """True unless the user has replaced `optimizer.state`."""
+        return not self._replaces_step or optimizer.state is self._state
+
+    def give_state_back(self, optimizer: Optimizer) -> None:
+        """`optimizer.state` is the guarded one again, after torch or the user has replaced it."""
+        optimizer.state = self._state
+
+    def install_counter(self, optimizer: Optimizer, swapper: object, count: _Hook) -> None:
+        """Have `swapper` on the object, and steps counted; the object is not changed otherwise."""
+        self._hooks.append(optimizer.register_step_post_hook(count))
+        vars(optimizer)["swapper"] = swapper
+
+    def install(
+        self,
+        optimizer: Optimizer,
+        swapper: object,
+        step: Callable[[Optimizer, Callable[[], Any] | None], Any],
+        on_state_dict: _Hook,
+        on_load: _Hook,
+        on_loaded: _Hook,
+    ) -> None:
+        """Have `optimizer.step(closure)` call `step`, within torch's own hooks; and state-dict hooks."""
+        optimizer_ref = self._optimizer_ref
+
+        @Optimizer.profile_hook_step
+        def hooked(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
+            return step(optimizer, closure)
+
+        @functools.wraps(type(optimizer).step)
+        def stepped(*args: Any, **kwargs: Any) -> Any:
+            target = optimizer_ref()
+            assert target is not None
+            # As the wrapper that a scheduler would put here: it looks for both names.
+            target._opt_called = True  # type: ignore[attr-defined]
+            return hooked(target, *args, **kwargs)
+
+        stepped._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+        self._former_step = vars(optimizer).get("step")
+        self._replaces_step = True
+        vars(optimizer).update(step=stepped, swapper=swapper, __getstate__=_refuse_copy, state=self._state)
+        self._hooks.append(optimizer.register_state_dict_post_hook(on_state_dict, prepend=True))
+        self._hooks.append(optimizer.register_load_state_dict_pre_hook(on_load))
+        self._hooks.append(optimizer.register_load_state_dict_post_hook(on_loaded, prepend=True))
+
+    def uninstall(self, optimizer: Optimizer, swapper: object) -> None:
+        """Undo `install`, or as much of it as was done. Idempotent."""
+        for hook in self._hooks:
+            hook.remove()
+        if optimizer.state is self._state:
+            optimizer.state = self.own_state
+        if vars(optimizer).get("swapper") is not swapper:
+            return
+        if self._replaces_step:
+            for name in ("step", "__getstate__"):
+                vars(optimizer).pop(name, None)
+            if self._former_step is not None:
+                optimizer.step = self._former_step  # type: ignore[method-assign]
+            elif any("initial_lr" in group for group in optimizer.param_groups):
+                _install_scheduler_wrapper(optimizer)
+        del vars(optimizer)["swapper"]  # Last: it says that there is something to undo.
+
+
+def _refuse_copy() -> NoReturn:
+    raise SwapError(
+        "an optimizer whose state is swapped cannot be copied or pickled: the copy would be without its state. "
+        "Save optimizer.state_dict() instead, or call swapper.unwrap_optimizer(optimizer) first"
+    )
+
+
+def _install_scheduler_wrapper(optimizer: Optimizer) -> None:
+    """Put on the optimizer what a scheduler puts on it; the scheduler was given ours, and has left it alone."""
+    reference = weakref.ref(optimizer)
+    class_step = type(optimizer).step
+
+    @functools.wraps(class_step)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        target = reference()
+        assert target is not None
+        target._opt_called = True  # type: ignore[attr-defined]
+        return class_step(target, *args, **kwargs)
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = step  # type: ignore[method-assign]
 
 
 class StoredEntries:
     """The value of one parameter in `optimizer.state`: the names of its state, without the values.
 
+    Without state it is like an empty dictionary; with it, whatever would read or change values raises a `SwapError`.
     It is no `Mapping`, so that code which walks the state of mappings leaves it as it is.
     """
 
@@ -53,7 +145,7 @@ class StoredEntries:
         self._parameter = parameter
 
     def belongs_to(self, state: GuardedState, parameter: object) -> bool:
-        """Whether this is the value that `state[parameter]` gives."""
+        """True if this is the value that `state[parameter]` gives."""
         return self._state is state and self._parameter is parameter
 
     def keys(self) -> tuple[str, ...]:
@@ -75,50 +167,30 @@ class StoredEntries:
     def __eq__(self, other: object) -> bool:
         if self is other or (isinstance(other, StoredEntries) and other.belongs_to(self._state, self._parameter)):
             return True
-        if self.keys():
-            self._refuse()
-        return isinstance(other, (Mapping, StoredEntries)) and not len(other)
+        return not self.items() and isinstance(other, (Mapping, StoredEntries)) and not len(other)
 
-    def __getitem__(self, key: str) -> Any:
-        if key not in self.keys():
-            raise KeyError(key)
-        self._refuse()
+    def __getitem__(self, key: str) -> NoReturn:
+        self.get(key)
+        raise KeyError(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        """`default`, if there is no such state.
-
-        Raises:
-            SwapError: there is.
-        """
+        """`default`, as there is no such state."""
         if key in self.keys():
             self._refuse()
         return default
 
     def items(self) -> tuple[tuple[str, Any], ...]:
-        """None, if there is no state.
-
-        Raises:
-            SwapError: there is.
-        """
+        """None, as there is no state."""
         if self.keys():
             self._refuse()
         return ()
 
     def values(self) -> tuple[Any, ...]:
-        """None, if there is no state.
-
-        Raises:
-            SwapError: there is.
-        """
-        self.items()
-        return ()
+        """None, as there is no state."""
+        return self.items()
 
     def copy(self) -> dict[str, Any]:
-        """An empty one, if there is no state.
-
-        Raises:
-            SwapError: there is.
-        """
+        """An empty one, as there is no state."""
         return dict(self.items())
 
     __copy__ = copy
@@ -129,38 +201,20 @@ class StoredEntries:
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         self._refuse()
 
-    def __setitem__(self, key: str, value: Any) -> NoReturn:
-        self._refuse_change()
-
-    def __delitem__(self, key: str) -> NoReturn:
-        self._refuse_change()
-
-    def setdefault(self, key: str, default: Any = None) -> NoReturn:
-        """Refused: see `_refuse_change`."""
-        self._refuse_change()
-
-    def update(self, *args: Any, **kwargs: Any) -> NoReturn:
-        """Refused: see `_refuse_change`."""
-        self._refuse_change()
-
-    def pop(self, *args: Any) -> NoReturn:
-        """Refused: see `_refuse_change`."""
-        self._refuse_change()
-
-    popitem = clear = pop
-
     def _refuse(self) -> NoReturn:
         raise SwapError(
             "the state of a swapped optimizer is on disk, so its values cannot be read from optimizer.state; use "
             "optimizer.swapper.state(parameter) for a copy of one parameter's, or optimizer.state_dict()"
         )
 
-    def _refuse_change(self) -> NoReturn:
+    def _refuse_change(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise SwapError(
             "the state of a swapped optimizer is on disk, so single values of it cannot be changed in optimizer.state; "
             "assign the whole state of the parameter: entries = optimizer.swapper.state(parameter), change them, then "
             "optimizer.state[parameter] = entries"
         )
+
+    __setitem__ = __delitem__ = setdefault = update = pop = popitem = clear = _refuse_change
 
 
 class GuardedState(defaultdict[torch.Tensor, Any]):
@@ -173,7 +227,9 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
         owner: has the state. Only a weak reference is kept; when it is gone there is no state.
     """
 
-    def __init__(self, owner: StateOwner) -> None:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, owner: OptimizerSwapper) -> None:
         super().__init__(dict)
         self._owner_ref = weakref.ref(owner)
 
@@ -183,6 +239,12 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
         if owner is None or not isinstance(parameter, torch.Tensor):
             return ()
         return tuple(owner.state_keys(parameter))  # type: ignore[arg-type]
+
+    # A dictionary's own methods would look into the empty one that this is.
+    keys = MutableMapping.keys  # type: ignore[assignment]
+    values = MutableMapping.values  # type: ignore[assignment]
+    items = MutableMapping.items  # type: ignore[assignment]
+    update = MutableMapping.update
 
     # --- Which parameters have state --------------------------------------------------------------------------------
 
@@ -198,18 +260,6 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
 
     def __contains__(self, key: object) -> bool:
         return bool(self.keys_of(key))
-
-    def keys(self) -> KeysView[torch.Tensor]:  # type: ignore[override]
-        """As that of a dictionary."""
-        return KeysView(self)
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        """As that of a dictionary; of `StoredEntries`."""
-        return ValuesView(self)
-
-    def items(self) -> ItemsView[torch.Tensor, Any]:  # type: ignore[override]
-        """As that of a dictionary; with `StoredEntries`."""
-        return ItemsView(self)
 
     def __getitem__(self, key: torch.Tensor) -> Any:
         return StoredEntries(self, key)
@@ -228,22 +278,19 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
     def __ne__(self, other: object) -> bool:
         return not self == other
 
-    __hash__ = None  # type: ignore[assignment]
-
     def copy(self) -> dict[torch.Tensor, Any]:  # type: ignore[override]
         """A plain dictionary of the same entries."""
         return dict(self.items())
 
     __copy__ = copy  # type: ignore[assignment]
 
-    def __deepcopy__(self, memo: object) -> NoReturn:
-        self._refuse_copy()
+    def __reduce_ex__(self, *_: object) -> NoReturn:
+        raise SwapError(
+            "the state of a swapped optimizer is on disk, so optimizer.state cannot be copied or pickled; use "
+            "optimizer.state_dict()"
+        )
 
-    def __reduce__(self) -> NoReturn:
-        self._refuse_copy()
-
-    def __reduce_ex__(self, protocol: object) -> NoReturn:
-        self._refuse_copy()
+    __deepcopy__ = __reduce__ = __reduce_ex__
 
     def __or__(self, other: Any) -> Any:
         return self.copy() | dict(other)
@@ -294,11 +341,6 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
             self[key] = default
         return self[key]
 
-    def update(self, *args: Any, **kwargs: Any) -> None:
-        """Assign the entries of each parameter."""
-        for key, value in dict(*args, **kwargs).items():
-            self[key] = value
-
     def __ior__(self, other: Mapping[torch.Tensor, Any] | Iterable[tuple[torch.Tensor, Any]]) -> GuardedState:  # type: ignore[override,misc]
         self.update(other)
         return self
@@ -308,14 +350,8 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
         if (owner := self._owner_ref()) is not None and self:
             owner.reset()
 
-    def _owner(self) -> StateOwner:
+    def _owner(self) -> OptimizerSwapper:
         owner = self._owner_ref()
         if owner is None:
             raise SwapError("the optimizer that this state belonged to is gone")
         return owner
-
-    def _refuse_copy(self) -> NoReturn:
-        raise SwapError(
-            "the state of a swapped optimizer is on disk, so optimizer.state cannot be copied or pickled; use "
-            "optimizer.state_dict()"
-        )

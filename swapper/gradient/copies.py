@@ -1,0 +1,73 @@
+"""Copies of gradients between an accelerator and the pool, which go on while backward does."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+from swapper.gradient.clipping import norm_of
+from swapper.gradient.end_of_backward import call_at_the_end
+from swapper.io.devices import Copy, DeviceCopies
+
+__all__ = ["GradientCopies"]
+
+_COPYING_BYTES = 256 << 20
+"""Most bytes of gradients that were let go of while an accelerator still copies them: its memory, until it has."""
+
+
+class GradientCopies:
+    """The copies of all devices. See [Note: gradients of an accelerator] in `swapper`."""
+
+    def __init__(self) -> None:
+        self._of_device: dict[torch.device, DeviceCopies] = {}
+        self._evicted: deque[tuple[Copy, int]] = deque()  # of gradients, the last copy, and their bytes
+        self._joined_after = -1  # number of the backward pass at whose end copies are waited for
+
+    def of(self, device: torch.device) -> DeviceCopies:
+        """Those between `device` and the pool."""
+        if device not in self._of_device:
+            self._of_device[device] = DeviceCopies(device)
+        return self._of_device[device]
+
+    def add(self, evicted: torch.Tensor, fresh: torch.Tensor, *, both: bool) -> Copy | None:
+        """Start adding `fresh` to `evicted`, which is on the host; `fresh` becomes the sum as well if `both`.
+
+        On an accelerator, as autograd does, with a temporary of that size.
+        """
+
+        def work() -> None:
+            if fresh.device == evicted.device:
+                summed = evicted.add_(fresh)
+            else:
+                summed = evicted.to(fresh.device, non_blocking=True).add_(fresh)
+                evicted.copy_(summed, non_blocking=True)
+            if both:
+                fresh.copy_(summed)
+
+        return self.of(fresh.device).run(work, fresh)
+
+    def norm(self, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
+        """Start taking the norm of `gradient`, after the copies so far. The value is there after `join`."""
+        norm = torch.empty((), dtype=gradient.dtype.to_real(), device=gradient.device)
+        self.of(gradient.device).run(lambda: norm.copy_(norm_of(gradient, norm_type, None)), norm)
+        return norm
+
+    def wait_later(self, copy: Copy, gradient: torch.Tensor) -> None:
+        """`gradient` is let go of before `copy`, its last one, is done."""
+        self._evicted.append((copy, gradient.nbytes))
+        while len(self._evicted) > 1 and (
+            self._evicted[0][0].done() or sum(length for _, length in self._evicted) > _COPYING_BYTES
+        ):
+            self._evicted.popleft()[0].settle()
+        task = torch._C._current_graph_task_id()
+        if task < 0:
+            self.of(gradient.device).join()
+        elif task != self._joined_after:
+            self._joined_after = task
+            call_at_the_end(self.join, rounds=1)
+
+    def join(self) -> None:
+        """Let the current stream wait for the copies so far."""
+        for copies in self._of_device.values():
+            copies.join()

@@ -1,0 +1,163 @@
+"""Operands: the tensors that the optimizer's class steps on, made of the segments of one bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from swapper.io.devices import Copy, DeviceCopies
+from swapper.optimizer.records import OpenBucket
+from swapper.optimizer.segments import Segment
+from swapper.sizes import ALIGNMENT_BYTES, round_up
+from swapper.storage.buffers import Lease
+from swapper.tensors.strides import is_dense
+
+__all__ = ["Operand", "Scratch", "fetch", "make_tensors", "write_back"]
+
+
+class Scratch:
+    """Hands out aligned pieces of one buffer, front to back.
+
+    The last copy from or to it is the transfer of its lease, so that the pool gives the memory to nobody else before.
+    """
+
+    def __init__(self, lease: Lease | None) -> None:
+        self._lease = lease
+        self._cursor = 0
+
+    def take(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """The next `numel` elements; undefined content; 1-D; starts at a multiple of 64 bytes."""
+        length = numel * dtype.itemsize
+        if length == 0:
+            return torch.empty(0, dtype=dtype)
+        assert self._lease is not None, "scratch was not planned for"
+        view = self._lease.view(self._cursor, numel, dtype)
+        self._cursor += round_up(length, ALIGNMENT_BYTES)
+        return view
+
+    def note(self, copy: Copy | None) -> None:
+        """`copy`, which is the last that was started, is from or to a piece."""
+        if self._lease is not None and copy is not None:
+            self._lease.transfer = copy
+
+    def wait(self) -> None:
+        """Wait for the copies.
+
+        Raises:
+            SwapIOError: the device failed.
+        """
+        if self._lease is not None and self._lease.transfer is not None:
+            self._lease.transfer.wait()
+            self._lease.transfer = None
+
+    def release(self) -> None:
+        """Give the buffer back. Idempotent."""
+        if self._lease is not None:
+            self._lease.release()
+
+    def reset(self) -> None:
+        """Take everything back. Copies to it that follow come after those from it; before the host writes: `wait`."""
+        self._cursor = 0
+
+
+@dataclass(eq=False, slots=True)
+class Operand:
+    """A segment during a step.
+
+    Attributes:
+        bits: the parameter's elements, 1-D; on the host. A view of the parameter where it is on the CPU.
+        gradient: the same of its gradient; None where the class is given the user's own parameter.
+        master: decoded, fp32, 1-D; None without one.
+        tensor: given to the class.
+        edited: the user has changed the parameter, so the master is made anew from it. Set before `make_tensors` where
+            other segments say so, and by it where the segment's own bits do.
+    """
+
+    segment: Segment
+    bits: torch.Tensor | None = None
+    gradient: torch.Tensor | None = None
+    master: torch.Tensor | None = None
+    tensor: torch.nn.Parameter | None = None
+    edited: bool = False
+
+
+def fetch(
+    active: Sequence[Segment],
+    remote: bool,
+    gradients: Mapping[Segment, torch.Tensor],
+    scratch: Scratch,
+    copies: DeviceCopies,
+) -> list[Operand]:
+    """Get at parameters and gradients; with `remote`, start copying them from the accelerator.
+
+    Args:
+        active: segments of one bucket that have a gradient, and whose parameters are in memory.
+        gradients: slices on the host, 1-D and in memory order, of gradients that are not at their parameters.
+    """
+    operands = []
+    for segment in active:
+        p = segment.parameter
+        operand = Operand(segment)
+        brought = gradients.get(segment)  # The gradient is swapped: this is its slice.
+        gradient = p.grad if brought is None else None
+        assert brought is not None or gradient is not None
+        if remote:
+            # Both before `begin`: of what has other strides they are temporaries, made on the current stream.
+            values = segment.slice_of(p.detach())
+            arrived = None if gradient is None else segment.slice_of(gradient)
+            copies.begin()
+            operand.bits = scratch.take(segment.numel, p.dtype)
+            scratch.note(copies.copy(operand.bits, values))
+            operand.gradient = brought
+            if arrived is not None:
+                operand.gradient = scratch.take(segment.numel, arrived.dtype)
+                scratch.note(copies.copy(operand.gradient, arrived))
+        elif segment.master or not segment.whole:
+            operand.bits = segment.slice_of(p.detach())
+            operand.gradient = segment.slice_of(gradient) if gradient is not None else brought
+        operands.append(operand)
+    return operands
+
+
+def make_tensors(operands: Sequence[Operand], opened: OpenBucket, scratch: Scratch) -> None:
+    """Make the tensors that the class steps on, with their gradients. The copies of `fetch` are done."""
+    for operand in operands:
+        segment = operand.segment
+        if operand.bits is None:
+            operand.tensor = segment.parameter
+            continue
+        assert operand.gradient is not None
+        values, gradient = operand.bits, operand.gradient
+        if segment.master:
+            values = operand.master = _make_master(operand, operand.bits, opened, scratch)
+            gradient = scratch.take(segment.numel, torch.float32).copy_(gradient)
+        operand.tensor = torch.nn.Parameter(segment.shaped(values))
+        operand.tensor.grad = segment.shaped(gradient)
+
+
+def _make_master(operand: Operand, bits: torch.Tensor, opened: OpenBucket, scratch: Scratch) -> torch.Tensor:
+    segment = operand.segment
+    # One that is kept as it is, is stepped where it is kept.
+    master = scratch.take(segment.numel, torch.float32) if segment.is_split else opened.whole_master(segment)
+    if operand.edited:
+        master.copy_(bits)
+    elif not opened.decode_master(segment, bits, master):
+        operand.edited = segment.checksum is not None
+    return master
+
+
+def write_back(operand: Operand, remote: bool, copies: DeviceCopies, scratch: Scratch) -> None:
+    """Bring the stepped values to the parameter, where the class did not step on its own memory."""
+    segment, bits = operand.segment, operand.bits
+    if bits is None or (not remote and segment.parameter.is_contiguous()):
+        return  # The class was given the parameter, or views of it.
+    parameter = segment.parameter.detach()
+    if not is_dense(parameter):
+        whole = parameter.reshape(-1)  # A copy, as it was cut.
+        whole[segment.start : segment.stop].copy_(bits)
+        parameter.copy_(whole.view(parameter.shape))
+    elif remote:
+        flat = parameter.as_strided((parameter.numel(),), (1,))
+        scratch.note(copies.copy(flat[segment.start : segment.stop], bits))

@@ -1,0 +1,282 @@
+"""Records of buckets: brought into memory, read and written as state, and put back to the drive."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Container, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swapper.io.checksums import checksum
+from swapper.metrics import Metrics
+from swapper.optimizer.master_codec import join_master, split_master, ties_bytes_max
+from swapper.optimizer.segments import MASTER, Bucket, Segment
+from swapper.sizes import SMALL_BYTES
+from swapper.storage.buffers import Lease
+from swapper.storage.cache import RecordCache
+
+if TYPE_CHECKING:
+    from swapper.optimizer.stepper import SwappedGradients
+
+__all__ = ["BucketRecords", "Masters", "OpenBucket", "Prefetcher", "Work"]
+
+log = logging.getLogger(__name__)
+
+Masters = dict[Segment, tuple[torch.Tensor, torch.Tensor]]
+"""Of each segment its new master (fp32, 1-D), and the tensor that gets the rounded bits (1-D)."""
+
+Work = tuple[Bucket, list[Segment]]
+"""A bucket, and those of its segments that have a gradient."""
+
+_AHEAD = 64
+"""Buckets that are looked at for what to read next."""
+
+
+class OpenBucket:
+    """A bucket whose record is in memory. The state of its segments is read and written here.
+
+    `lease` is the record's buffer; None if nothing of the bucket moves.
+    """
+
+    def __init__(self, bucket: Bucket, lease: Lease | None, note_unplanned: Callable[[str], None]) -> None:
+        self.bucket = bucket
+        self.lease = lease
+        self._note_unplanned = note_unplanned
+        self._ties_at = self._find_ties()
+
+    def state_of(self, segment: Segment) -> dict[str, Any]:
+        """The state as the class knows it; tensors that move are views of the record."""
+        present = segment.present
+        return {key: self.stored(segment, key) if key in present else segment.small[key] for key in segment.keys}
+
+    def stored(self, segment: Segment, key: str) -> torch.Tensor:
+        """The view of the record that holds one tensor of the state."""
+        assert self.lease is not None
+        return segment.locations[key].view(self.lease)
+
+    def keep(self, segment: Segment, state: Mapping[str, Any]) -> None:
+        """Keep `state` as that of `segment`: what moves in the record, the rest in memory."""
+        segment.keys = list(state)
+        segment.present.clear()
+        segment.small.clear()
+        for key, value in state.items():
+            location = segment.locations.get(key)
+            if isinstance(value, torch.Tensor) and location is not None and location.fits(value):
+                assert self.lease is not None
+                # The class steps most state in place: then it is in the record already.
+                address = self.lease.address + location.offset_bytes
+                if value.data_ptr() != address or value.stride() != location.spec.stride:
+                    location.view(self.lease).copy_(value)
+                segment.present.add(key)
+                continue
+            if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                if value.nbytes >= SMALL_BYTES:
+                    self._note_unplanned(key)
+                if self.lease is not None and self.lease.pool_has(value):
+                    value = value.clone()  # The buffer goes to another record.
+            segment.small[key] = value
+
+    def forget(self, segments: Sequence[Segment]) -> None:
+        """Have `segments` as they were before the first step. The state of the bucket's others stays."""
+        ties = self._copy_ties(segments)
+        for segment in segments:
+            segment.forget()
+        self._encode({}, ties)
+
+    # --- Masters ---------------------------------------------------------------------------------------------------
+
+    def decode_master(self, segment: Segment, bits: torch.Tensor, out: torch.Tensor) -> bool:
+        """Write the master of `segment` to `out` (fp32, 1-D). `bits` are the parameter's.
+
+        Returns:
+            False if there is none, or the parameter is not the one it was encoded with: `out` is `float(bits)` then.
+        """
+        if segment.checksum is None or segment.checksum != checksum(bits):
+            out.copy_(bits)
+            return False
+        if segment.is_split:
+            ties = self._tail(self._ties_at.get(segment, 0), segment.tie_bytes)
+            join_master(bits, self.stored(segment, MASTER), ties, segment.tie_bits, out)
+            return True
+        kept = self.whole_master(segment)
+        if kept.data_ptr() != out.data_ptr():
+            out.copy_(kept)
+        return True
+
+    def whole_master(self, segment: Segment) -> torch.Tensor:
+        """The tensor that keeps the master of `segment` where it is not split: in the record, or in memory."""
+        if segment.master_moves:
+            return self.stored(segment, MASTER)
+        if segment.kept_master is None:
+            segment.kept_master = torch.empty(segment.numel, dtype=torch.float32)
+        return segment.kept_master
+
+    def encode(self, masters: Masters) -> None:
+        """Store masters, and round them to the parameters' dtype, to nearest even.
+
+        Those of one record at once: each call walks the ties of all its segments.
+        """
+        if masters:
+            self._encode(masters, self._copy_ties(masters))
+
+    def _encode(self, masters: Masters, ties: Mapping[Segment, torch.Tensor]) -> None:
+        """Write `masters`, and the ties of the other segments, which may move within the tail of the record."""
+        cursor = self.bucket.layout.tail_offset_bytes
+        for segment in self.bucket.segments:
+            if segment in masters:
+                master, bits = masters[segment]
+                if segment.is_split:
+                    room = self._tail(cursor, ties_bytes_max(segment.numel))
+                    segment.tie_bits = split_master(master, bits, self.stored(segment, MASTER), room)
+                    torch.autograd.graph.increment_version(bits)  # As `copy_` would have done it.
+                else:
+                    bits.copy_(master)
+                    kept = self.whole_master(segment)
+                    if kept.data_ptr() != master.data_ptr():
+                        kept.copy_(master)
+                segment.checksum = checksum(bits)
+            elif segment in ties:
+                self._tail(cursor, segment.tie_bytes).copy_(ties[segment])
+            cursor += segment.tie_bytes
+        self._ties_at = self._find_ties()
+
+    def _find_ties(self) -> dict[Segment, int]:
+        """Offset in the record of the ties of each segment that has any, in bytes."""
+        found: dict[Segment, int] = {}
+        cursor = self.bucket.layout.tail_offset_bytes
+        for segment in self.bucket.segments:
+            if segment.tie_bits:
+                found[segment] = cursor
+                cursor += segment.tie_bytes
+        return found
+
+    def _copy_ties(self, without: Container[Segment]) -> dict[Segment, torch.Tensor]:
+        kept = {segment: offset for segment, offset in self._ties_at.items() if segment not in without}
+        return {segment: self._tail(offset, segment.tie_bytes).clone() for segment, offset in kept.items()}
+
+    def _tail(self, offset_bytes: int, length_bytes: int) -> torch.Tensor:
+        assert self.lease is not None
+        return self.lease.view(offset_bytes, length_bytes, torch.uint8)
+
+
+class BucketRecords:
+    """The records of one optimizer's buckets, in a cache that holds those that are in memory.
+
+    A bucket of which nothing moves has no record: then there is nothing to stage, to write or to forget.
+    """
+
+    def __init__(self, cache: RecordCache, metrics: Metrics) -> None:
+        self.cache = cache
+        self._metrics = metrics
+        self._unplanned: set[str] = set()
+
+    def stage(self, bucket: Bucket) -> bool:
+        """Start reading the record. False if there is no room for it."""
+        return not bucket.length_bytes or self.cache.stage(bucket.key, bucket.length_bytes)
+
+    def take(self, bucket: Bucket) -> OpenBucket:
+        """Bring the record in and wait for it. Its buffer is the caller's until `put` or `release`.
+
+        Raises:
+            SwapIOError: the drive failed.
+        """
+        lease = self.cache.take(bucket.key, bucket.length_bytes)[0] if bucket.length_bytes else None
+        return OpenBucket(bucket, lease, self._note_unplanned)
+
+    def put(self, opened: OpenBucket) -> None:
+        """Start writing the record, and give its buffer back. Returns at once."""
+        bucket, lease = opened.bucket, opened.lease
+        if lease is not None:
+            header = bucket.layout.header(bucket.tie_bytes)
+            lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            self.put_whole(opened, bucket.used_bytes())
+
+    def put_whole(self, opened: OpenBucket, length_bytes: int) -> None:
+        """`put` of a record that has its header already."""
+        self.cache.put(opened.bucket.key, length_bytes)
+
+    def release(self, opened: OpenBucket) -> None:
+        """Give the buffer of a record back that was not changed."""
+        if opened.lease is not None:
+            self.cache.release(opened.bucket.key)
+
+    def discard(self, bucket: Bucket) -> None:
+        """Forget what is stored of the record. Its file stays, for what is written next."""
+        if bucket.length_bytes:
+            self.cache.discard(bucket.key)
+
+    def forget(self, bucket: Bucket) -> None:
+        """`discard`, and delete the file."""
+        if bucket.length_bytes:
+            self.cache.forget(bucket.key)
+
+    def count_reset(self) -> None:
+        """The masters of a parameter are made anew because the user has changed it."""
+        if self._metrics.masters_reset == 0:
+            log.warning(
+                "a parameter was changed outside of the optimizer since its last step, so its master weights are made "
+                "anew from it (said once; counted in stats().masters_reset)"
+            )
+        self._metrics.masters_reset += 1
+
+    def _note_unplanned(self, key: str) -> None:
+        if key not in self._unplanned:
+            self._unplanned.add(key)
+            log.warning(
+                "the optimizer made state %r that a trial step did not show; it stays in memory, beyond pool_bytes", key
+            )
+
+
+class Prefetcher:
+    """Stages the buckets of a scan, in order, as far as there is room.
+
+    Goes on where there was no room the last time, so that a bucket is staged once and not at each of the 64 looks that
+    come by it. If something that was prefetched has been dropped since, it begins anew at the bucket that is next.
+
+    Args:
+        work: of the scan, in order.
+        done: buckets that are not needed any more; grows while the scan goes on.
+    """
+
+    def __init__(
+        self,
+        records: BucketRecords,
+        work: Sequence[Work],
+        done: Container[Bucket] = (),
+        gradients: SwappedGradients | None = None,
+    ) -> None:
+        self._records = records
+        self._work = work
+        self._done = done
+        self._gradients = gradients
+        self._start = 0
+        self._next = 0
+        self._drops = self._count_drops()
+
+    def look(self, start: int = 0) -> None:
+        """Stage up to `_AHEAD` buckets, from the first on that is not done and not before position `start`."""
+        self._start = max(self._start, start)
+        while self._start < len(self._work) and self._work[self._start][0] in self._done:
+            self._start += 1
+        drops = self._count_drops()
+        if drops != self._drops:
+            self._next, self._drops = self._start, drops
+        self._next = max(self._next, self._start)
+        stop = min(len(self._work), self._start + _AHEAD)
+        while self._next < stop:
+            bucket, active = self._work[self._next]
+            if bucket not in self._done and not self._stage(bucket, active):
+                return
+            self._next += 1
+
+    def _stage(self, bucket: Bucket, active: Sequence[Segment]) -> bool:
+        # Gradients first: they are short, are asked for before the record, and would else queue behind it.
+        if self._gradients is not None:
+            for segment in active:
+                if not self._gradients.stage(segment.parameter, segment.start):
+                    return False
+        return self._records.stage(bucket)
+
+    def _count_drops(self) -> int:
+        return self._records.cache.drops + (0 if self._gradients is None else self._gradients.drops)

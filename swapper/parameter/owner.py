@@ -1,0 +1,563 @@
+"""`ParameterOwner`: parameters that are evicted, and attached while they are used.
+
+[Note: three ways to the values] A module's own forward is hooked: its parameters are attached before it and released
+after it. A tensor that autograd saved is packed as a location in a record and looked up in backward. Any other use of
+an evicted parameter goes through `EvictedParameter`. So a use that no hook foresaw is slower, and never wrong.
+
+[Note: releasing] A use is one `_Use`. It adds itself to its records and to the parameters that it attaches, and to
+`_ended` when it is over. To do so again changes nothing, nor does releasing what was never attached. So whatever an
+exception or Ctrl-C cut off is done by the next use.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from swapper.errors import SwapError
+from swapper.finalizers import finalizer
+from swapper.io.checksums import checksum
+from swapper.parameter.cache import Held, ParameterCache, finalize
+from swapper.parameter.forward_hooks import Forward, ForwardHooks
+from swapper.parameter.mapped_copies import MappedCopies
+from swapper.parameter.records import ParameterLocation, modules_with_parameters, used_by
+from swapper.parameter.saved_tensors import in_transform, refuse_in_transform, saves_locations, saving_locations
+from swapper.sizes import format_bytes
+from swapper.storage.access_order import AccessOrder
+from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
+from swapper.storage.store import TensorStore
+from swapper.tensors.evicted import EvictedParameter, evict, refuse_copy, restore, restore_for_good
+from swapper.tensors.grad_modes import modes_kept, set_grad_mode
+from swapper.tensors.homes import Home, TemporaryHome, home_of
+
+__all__ = ["ParameterHome", "ParameterOwner", "parts_of"]
+
+_living: weakref.WeakSet[ParameterOwner] = weakref.WeakSet()
+"""Owners whose parameters a forked child must find evicted."""
+
+Parts = Iterable[tuple[Held, tuple[int, ...]]]
+"""Records, and the slots in them of some of their parameters."""
+
+
+class _Use:
+    """One use of parameters. See [Note: releasing]."""
+
+    __slots__ = ("parts",)
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = tuple(parts)
+
+
+class _Running:
+    """A forward that is running."""
+
+    __slots__ = ("hooks", "module", "use")
+
+    def __init__(self, module: torch.nn.Module, use: _Use) -> None:
+        self.module = module
+        self.use = use
+        self.hooks: torch.autograd.graph.saved_tensors_hooks | None = None
+
+
+class ParameterHome:
+    """Brings the values of one parameter. See `homes.Home`.
+
+    The parameter has this, and its record has the parameter. So this knows the record by its number only, and a
+    parameter that nobody uses any more is freed at once, not when the garbage collector comes.
+    """
+
+    __slots__ = ("number", "reference", "slot", "stride")
+
+    def __init__(self, reference: weakref.ref[Any], held: Held, slot: int) -> None:
+        self.reference = reference
+        self.number, self.slot = held.number, slot
+        self.stride = held.plan.locations[slot].stride
+
+    def of_owner(self) -> ParameterOwner:
+        """The owner, while there is one."""
+        owner: ParameterOwner | None = self.reference()
+        if owner is None:
+            raise SwapError("the values of this parameter are gone: its swapper was closed")
+        return owner
+
+    @property
+    def owner(self) -> object:
+        """The reference, which all homes of one owner share, also when it is dead."""
+        return id(self.reference)
+
+    @property
+    def keeper(self) -> object:
+        """The owner itself."""
+        return self.reference()
+
+    @property
+    def temporary(self) -> TemporaryHome | None:
+        """None: the parameter stays with its owner."""
+        return None
+
+    def mapped_copy(self) -> torch.Tensor:
+        """See `ParameterOwner.mapped_copy`."""
+        return self.of_owner().mapped_copy(self.number, self.slot)
+
+    def present(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
+        """See `ParameterOwner.used`."""
+        return self.of_owner().used(parts_of(homes))
+
+    def gather(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
+        """See `ParameterOwner.gathered`."""
+        return self.of_owner().gathered(parts_of(homes))
+
+    def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+        """Refuse: the copy would need records of its own."""
+        refuse_copy()
+
+
+class ParameterOwner(ParameterCache):
+    """Evicts parameters into records, attaches them while they are used, and hooks the modules that use them.
+
+    Lives as long as a module that it hooked, or an optimizer that was offloaded with it; then its files are deleted.
+
+    Args:
+        records: of the parameters, none in memory.
+        order: in which they are used.
+        budget_bytes: the most of the pool that records may hold.
+        pool, store: give buffers, and keep the records.
+        release: called once, when this is closed or dies.
+    """
+
+    home_type: type[ParameterHome] = ParameterHome
+
+    def __init__(
+        self,
+        records: list[Held],
+        order: AccessOrder,
+        budget_bytes: int,
+        pool: BufferPool,
+        store: TensorStore,
+        release: Callable[[], None],
+    ) -> None:
+        super().__init__(records, order, budget_bytes, pool, store)
+        self._release_pool = release
+        self._reference = weakref.ref(self)
+        self._threads = threading.local()
+        self._ended: deque[_Use] = deque()
+        self._releasing = False
+        self._awaiting: dict[torch.nn.Parameter, _Use] = {}  # attached until their gradient is accumulated
+        self._model: Callable[[], torch.nn.Module | None] = lambda: None
+        self._hooks: list[torch.utils.hooks.RemovableHandle] = []
+        # The modules have these, and these have the owner: it goes with the last of them.
+        self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
+        self._forward_hooks: weakref.WeakSet[ForwardHooks] = weakref.WeakSet()
+        self._home: dict[torch.nn.Parameter, Held] = {}
+        self._former: dict[torch.nn.Parameter, TemporaryHome] = {}  # their homes until all are taken over
+        self._copies = MappedCopies(store)
+        _living.add(self)
+
+    def _begin(self) -> None:
+        """All is taken over: from now on the death of this deletes the files and releases the pool."""
+        self._finalizer = finalizer(self, finalize, self._all, self._cache, self._store, self._release_pool, self._pid)
+
+    def close(self, *, keep_values: bool = False) -> None:
+        """Undo everything: remove the hooks, delete the files, give the memory back. Idempotent.
+
+        Args:
+            keep_values: bring all parameters back into memory of their own, where the optimizer goes on stepping them;
+                else their values are gone, and any use of them raises.
+
+        Raises:
+            SwapIOError: with `keep_values`, a record could not be read; everything is as it was but for the parameters
+                that are in memory already.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        with self._lock:
+            if keep_values:
+                for held in self._all:
+                    self._restore_values(held)
+                self._home.clear()
+            self._closed = True
+            self._remove_hooks()
+            if (model := self._model()) is not None and vars(model).get("swapper") is self:
+                object.__delattr__(model, "swapper")
+            self._finalizer()
+
+    def _restore_values(self, held: Held) -> None:
+        """Give the parameters of a record memory of their own; those that have it are left alone."""
+        evicted = [location.parameter for location in held.plan.locations if home_of(location.parameter) is not None]
+        if not evicted:
+            return
+        with self.present([held]):
+            copies = [p.detach().clone(memory_format=torch.preserve_format) for p in evicted]
+        for parameter, copy in zip(evicted, copies, strict=True):
+            restore_for_good(parameter, copy)
+
+    # --- Taking parameters over ------------------------------------------------------------------------------------
+
+    def _adopt(self, held: Held) -> None:
+        """Write the values of a record, and take them from the parameters."""
+        try:
+            lease = self._fill(held)
+        except PoolExhausted:  # A value that is on disk already needs room too, and the pool may be in pieces.
+            while self._pool.reclaim():
+                pass
+            lease = self._fill(held)
+        # The write starts before the parameters are evicted: until then they have the values should it fail.
+        held.checksums = held.pack(lease)
+        self._cache.put(held.key, held.plan.file_bytes)
+        for slot, location in enumerate(held.plan.locations):
+            former = home_of(location.parameter)
+            if former is not None and (temporary := former.temporary) is not None:
+                self._former[location.parameter] = temporary
+            self._home[location.parameter] = held
+            evict(location.parameter, self.home_type(self._reference, held, slot))
+
+    def _fill(self, held: Held) -> Lease:
+        """Copy the values of a record into a buffer for it. After an exception it has none."""
+        lease, _ = self._cache.take(held.key, held.length_bytes)
+        try:
+            header = held.plan.layout.header(0)
+            lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            held.open(lease, self, arrived=False)
+            for location, values in zip(held.plan.locations, held.values, strict=True):
+                source = location.parameter.detach()
+                with torch._C.DisableTorchFunctionSubclass():  # Of one that nothing has filled yet, nothing is copied.
+                    location.view(values).copy_(source)
+                del source  # It may keep a buffer that the next one needs.
+            return lease
+        except BaseException:
+            self._cache.release(held.key)
+            raise
+
+    def _install(self, model: torch.nn.Module) -> None:
+        """Hook the modules of `model`, and the gradients whose strides depend on those of the parameter."""
+        wanted = dict.fromkeys(module for _, module in modules_with_parameters(model))
+        wanted.setdefault(model, None)
+        encoders = [module for module in model.modules() if isinstance(module, torch.nn.TransformerEncoder)]
+        layers = [module for module in model.modules() if isinstance(module, torch.nn.TransformerEncoderLayer)]
+        wanted.update(dict.fromkeys((*encoders, *layers)))
+        # These take another path, with other bits, if they or a module below them have hooks.
+        without_hooks = {module for layer in layers for module in layer.modules()}
+        for module in wanted:
+            if isinstance(module, torch.jit.ScriptModule):  # Its parameters stay, and it takes no hooks.
+                continue
+            hooks = ForwardHooks(self, parts_of(home_of(p) for p in used_by(module) if p in self._home))
+            self._forward_hooks.add(hooks)
+            if module in without_hooks:
+                self._forwards.add(Forward(module, hooks))
+                continue
+            self._hooks.append(module.register_forward_pre_hook(hooks.before, prepend=True))
+            self._hooks.append(module.register_forward_hook(hooks.after, always_call=True))
+        for held in self._all:
+            for location in held.plan.locations:
+                if location.parameter.requires_grad and not _is_contiguous(location):
+                    self._watch_gradient(held, location.parameter)
+
+    def _remove_hooks(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for forward in list(self._forwards):
+            forward.remove()
+
+    def _watch_gradient(self, held: Held, parameter: torch.nn.Parameter) -> None:
+        """Attach a parameter while its gradient is accumulated, because autograd gives that the same strides."""
+        self_ref, parameter_ref, number = self._reference, weakref.ref(parameter), held.number
+
+        def before(gradient: torch.Tensor) -> None:
+            owner, parameter = self_ref(), parameter_ref()
+            if owner is None or parameter is None:
+                return
+            held = owner._all[number]
+            if owner._home.get(parameter) is held:
+                with owner._lock:
+                    use = owner._awaiting.setdefault(parameter, _Use(parts_of([home_of(parameter)])))
+                    owner._attach(use, "backward")
+
+        def after(parameter: torch.Tensor) -> None:
+            if (owner := self_ref()) is not None:
+                assert isinstance(parameter, torch.nn.Parameter)
+                with owner._lock:
+                    if (use := owner._awaiting.get(parameter)) is not None:
+                        owner._ended.append(use)  # First: else Ctrl-C here would leave it attached.
+                        del owner._awaiting[parameter]
+                        owner._release_ended()
+
+        self._hooks.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+
+    # --- Uses ------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def present(self, records: Iterable[Held], phase: str = "") -> Iterator[None]:
+        """Attach the parameters of `records` within it. Changes are kept.
+
+        Args:
+            records: of this owner.
+            phase: of training, to know the use by in the next round; "" finds it out.
+        """
+        with self._holding([(held, tuple(range(len(held.plan.locations)))) for held in records], phase):
+            yield
+
+    @contextmanager
+    def _holding(self, parts: Parts, phase: str = "") -> Iterator[None]:
+        """As `present`, for the parameters in `parts`. The records stay, whether any is attached or not."""
+        self._check_open()
+        use = _Use(parts)
+        try:
+            self._attach(use, phase or _phase())
+            yield
+        finally:
+            self._ended.append(use)
+            self._release_ended()
+
+    @contextmanager
+    def used(self, parts: Parts) -> Iterator[None]:
+        """As `_holding`, for an operation outside of what is hooked: autograd would save the parameter itself."""
+        parts = tuple(parts)
+        parameters = [held.plan.locations[slot].parameter for held, slots in parts for slot in slots]
+        if in_transform():
+            refuse_in_transform(parameters)
+        with self._holding(parts), saving_locations(parameters) or contextlib.nullcontext():
+            yield
+
+    @contextmanager
+    def gathered(self, parts: Parts) -> Iterator[None]:
+        """As `used`, for as long as the user likes.
+
+        Raises:
+            PoolExhausted: there is no room for all of them beside the records in use.
+        """
+        parts = tuple(parts)
+        together = {*(held for held, _ in parts), *(held for held in self._all if held.holds)}
+        needed_bytes = sum(held.plan.length_bytes for held in together)
+        if needed_bytes > self._budget_bytes:
+            raise PoolExhausted(
+                f"the records of the parameters to be gathered are {format_bytes(needed_bytes)} together, and the pool "
+                f"has {format_bytes(self._budget_bytes)} for parameters; gather fewer at a time, or set pool_bytes to "
+                f"at least {self._pool.capacity_bytes + needed_bytes - self._budget_bytes}"
+            )
+        with self.used(parts):
+            yield
+
+    def mapped_copy(self, number: int, slot: int) -> torch.Tensor:
+        """A copy of one parameter in a mapped file; one for all who want it."""
+        held = self._all[number]
+        location = held.plan.locations[slot]
+
+        def fill(copy: torch.Tensor) -> None:
+            with self.present([held]), modes_kept():
+                set_grad_mode(False)
+                copy.copy_(location.view(held.values[slot]))
+
+        self._check_open()
+        with self._lock:
+            now = checksum(held.values[slot]) if held.values else held.checksums[slot]
+            return self._copies.get(location, now, fill)
+
+    def _attach(self, use: _Use, phase: str) -> None:
+        """Bring the records of `use` and attach its parameters. After an exception it must be released all the same.
+
+        A user may change the values, and change them back later. So no write goes on meanwhile: the file would have
+        some of the values of between, and nothing would show it.
+        """
+        if self._ended:
+            self._release_ended()
+        with self._lock:
+            for held, _ in use.parts:  # All of them before the first is brought, which could evict another.
+                held.holds.add(use)
+            for held, _ in use.parts:
+                self._bring(held, phase)
+            for held, _ in use.parts:
+                self._cache.wait(held.key)
+            for held, slots in use.parts:
+                if slots and not held.attached:
+                    self.metrics.begin_use(held.key)
+                for slot in slots:
+                    if (uses := held.attached.get(slot)) is not None:
+                        uses.add(use)
+                        continue
+                    location = held.plan.locations[slot]
+                    if home_of(location.parameter) is None:  # It is in memory for good, after a `close` that failed.
+                        continue
+                    held.attached[slot] = {use}
+                    restore(location.parameter, location.view(held.values[slot]))
+
+    def _release_ended(self) -> None:
+        """Release the uses that are over. See [Note: releasing].
+
+        Raises:
+            SwapError: a parameter was given data that do not fit it; all was released.
+            SwapIOError: a write of what was changed could not be started; it will be, before the values go.
+        """
+        if self._closed:
+            self._ended.clear()
+            return
+        with self._lock:
+            if self._releasing:
+                return  # The garbage collector ended a use within the loop below, which will come to it.
+            try:
+                self._releasing = True
+                while self._ended:
+                    use = self._ended[0]
+                    try:
+                        with contextlib.ExitStack() as all_of_them:
+                            for held, slots in use.parts:
+                                all_of_them.callback(self._release_part, use, held, slots)
+                    except Exception:
+                        self._ended.popleft()
+                        raise
+                    self._ended.popleft()  # Last: after Ctrl-C in the loop it is released again, which changes nothing.
+            finally:
+                self._releasing = False
+
+    def _release_part(self, use: _Use, held: Held, slots: tuple[int, ...]) -> None:
+        refused = ""
+        for slot in slots:
+            uses = held.attached.get(slot)
+            if uses is None or use not in uses:
+                continue
+            if len(uses) > 1:
+                uses.discard(use)
+                continue
+            parameter = held.plan.locations[slot].parameter
+            if type(parameter) is not EvictedParameter:  # Ctrl-C may have struck before it was attached.
+                refused = self._keep_data(held, slot) or refused
+                if (home := home_of(parameter)) is not None:  # It may not be ours any more.
+                    evict(parameter, home)
+            del held.attached[slot]
+        if slots and not held.attached:
+            self.metrics.end_use(held.key)
+        held.holds.discard(use)
+        if held.changed and not held.holds and held.values:
+            held.write(self._cache)
+        if refused:
+            raise SwapError(refused)
+
+    def _keep_data(self, held: Held, slot: int) -> str:
+        """Copy to the record other values that the user gave an attached parameter. Returns an error's text, or ""."""
+        location, values = held.plan.locations[slot], held.values[slot]
+        p = location.parameter
+        same = p.shape == location.shape and p.dtype == location.dtype and p.device == values.device
+        if same and p.stride() == location.stride and p.data_ptr() == values.data_ptr():
+            return ""
+        if not (same and p.stride() == location.stride) and self._forgets_converted(held):
+            return ""
+        of_record = p.untyped_storage()._cdata == values.untyped_storage()._cdata
+        viewed = torch._C._storage_Use_Count(values.untyped_storage()._cdata) > 2 + of_record
+        given = f"{tuple(p.shape)} x {p.dtype} on {p.device} with strides {p.stride()}"
+        if same and not viewed:
+            data = p.detach().clone() if of_record else p.detach()
+            location.view(values).copy_(data)
+            return ""
+        restore(p, location.view(values))
+        if same:
+            return (
+                f"{location.name} was given other data while views of its former data are kept, which would change "
+                "with it; keep a clone of them, or write with copy_"
+            )
+        return (
+            f"{location.name} was {tuple(location.shape)} x {location.dtype} and was given data of {given}; convert, "
+            "resize or move the model before swapper.offload"
+        )
+
+    def _forgets_converted(self, held: Held) -> bool:
+        """Called when a parameter was given data that do not fit its record. Returns True if that is forgotten."""
+        return False
+
+    # --- Forward ---------------------------------------------------------------------------------------------------
+
+    def enter(self, module: torch.nn.Module, parts: Parts) -> None:
+        """Attach `parts`: `module` begins its forward."""
+        self._check_open()
+        if torch._C._is_tracing():
+            raise SwapError(
+                "torch.jit.trace of a model whose parameters are swapped would record them while they are away; trace "
+                "it before swapper.offload"
+            )
+        running = self._running_here()
+        if module is self._model() and (running or (self._awaiting and torch._C._current_graph_task_id() == -1)):
+            self._unwind(running)  # A forward that Ctrl-C cut off did not leave: torch calls no hooks then.
+        if in_transform():
+            refuse_in_transform(used_by(module))
+            parts = ()  # Called by functional_call, with other values.
+        entered = _Running(module, _Use(parts))
+        running.append(entered)
+        try:
+            self._attach(entered.use, _phase())
+            # After the parameters are attached: bringing them is none of what autograd shall save as locations.
+            entered.hooks = saving_locations(module._parameters.values())
+            if entered.hooks is not None:
+                entered.hooks.__enter__()
+        except BaseException:
+            self.leave(module)
+            raise
+
+    def leave(self, module: torch.nn.Module) -> None:
+        """Release what `enter` attached: `module` ended its forward, well or not. And those that it ran and cut off."""
+        running = self._running_here()
+        if not any(entered.module is module for entered in running):
+            return  # Its `enter` failed.
+        while True:
+            entered = running[-1]
+            if entered.hooks is not None and saves_locations():
+                entered.hooks.__exit__()
+            entered.hooks = None
+            self._ended.append(entered.use)
+            running.pop()
+            self._release_ended()
+            if entered.module is module:
+                return
+
+    def _running_here(self) -> list[_Running]:
+        """The forwards that this thread is in, the innermost last."""
+        if not hasattr(self._threads, "running"):
+            self._threads.running = []
+        running: list[_Running] = self._threads.running
+        return running
+
+    def _unwind(self, running: list[_Running]) -> None:
+        while running:
+            self.leave(running[0].module)
+        with self._lock:
+            self._ended.extend(self._awaiting.values())
+            self._awaiting.clear()
+        self._release_ended()
+
+
+def _evict_in_child() -> None:
+    """The pool does not exist in a forked child: a parameter that was in use there would be a crash."""
+    for owner in _living:
+        for held in owner._all:
+            for slot in held.attached:
+                parameter = held.plan.locations[slot].parameter
+                if (home := home_of(parameter)) is not None:
+                    evict(parameter, home)
+
+
+os.register_at_fork(after_in_child=_evict_in_child)
+
+
+def parts_of(homes: Iterable[Home | None]) -> list[tuple[Held, tuple[int, ...]]]:
+    """The records and slots of our `homes`, all of one owner."""
+    slots: dict[Held, dict[int, None]] = {}
+    for home in homes:
+        if isinstance(home, ParameterHome):
+            slots.setdefault(home.of_owner()._all[home.number], {})[home.slot] = None
+    return [(held, tuple(those)) for held, those in slots.items()]
+
+
+def _is_contiguous(location: ParameterLocation) -> bool:
+    return torch.empty_strided(location.shape, location.stride, device="meta").is_contiguous()
+
+
+def _phase() -> str:
+    if torch._C._current_graph_task_id() != -1:
+        return "backward"
+    return "forward" if torch.is_grad_enabled() else "evaluation"

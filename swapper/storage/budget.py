@@ -1,0 +1,194 @@
+"""`PoolBudget`: what a run needs of its pool. Construction, `swapper.check` and their errors read this one sum.
+
+[Note: the sum]
+
+    pool_bytes >=   kept        of each optimizer: records that stay in the pool, scratch, gradients that stay there
+                  + moving      of each optimizer: 3 of its largest record (arriving, in use, leaving), and the
+                                gradients of 2 buckets (in use, arriving)
+                  + parameters  2 of the largest record (in use, arriving), or all that one module and those it runs in
+                                use at once; 1 more where a step is in backward; records that stay
+
+Optimizers step one after another, so of "moving" only the largest counts, unless parameters are on the drive: those
+take all that no optimizer needs, and keep it between the steps. `PoolBudget.shares` is what is beyond the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from swapper.errors import ConfigError
+from swapper.sizes import format_bytes
+from swapper.storage.schedule import IN_FLIGHT, READ_AHEAD, Schedule
+
+__all__ = ["BUCKETS_AT_ONCE", "GradientNeeds", "OptimizerNeeds", "ParameterNeeds", "PoolBudget", "Shares"]
+
+BUCKETS_AT_ONCE = 2
+"""Buckets whose gradients the pool must hold in a step: one in use, one arriving."""
+
+
+@dataclass(frozen=True)
+class GradientNeeds:
+    """The needs of the gradients of one optimizer.
+
+    Attributes:
+        total_bytes: of all their records.
+        bucket_bytes: of those of one bucket, the most.
+        stored: they go to the drive; else all of them stay in the pool.
+    """
+
+    total_bytes: int
+    bucket_bytes: int
+    stored: bool
+
+    @property
+    def pool_bytes(self) -> int:
+        """The least of the pool that will do."""
+        return BUCKETS_AT_ONCE * self.bucket_bytes if self.stored else self.total_bytes
+
+    def check(self, limit_bytes: int, others_bytes: int) -> None:
+        """Refuse a pool that leaves `limit_bytes` for gradients, if that is too little; others need `others_bytes`.
+
+        Raises:
+            ConfigError: with the sum.
+        """
+        if self.pool_bytes <= limit_bytes:
+            return
+        why = "all of them, which device: cpu keeps in the pool"
+        if self.stored:
+            why = f"{BUCKETS_AT_ONCE} x {format_bytes(self.bucket_bytes)}: those of a bucket, and of the next"
+        raise ConfigError(
+            f"pool_bytes: {format_bytes(max(limit_bytes, 0))} are left for gradients, and "
+            f"{format_bytes(self.pool_bytes)} are needed ({why}); set pool_bytes to at least "
+            f"{self.pool_bytes + others_bytes}"
+        )
+
+
+@dataclass(frozen=True)
+class OptimizerNeeds:
+    """The needs of one optimizer, of a pool that it shares; None for what is in no such pool."""
+
+    state: Schedule | None
+    gradients: GradientNeeds | None
+
+    @property
+    def gradient_bytes(self) -> int:
+        """The least of the pool that its gradients can do with."""
+        return 0 if self.gradients is None else self.gradients.pool_bytes
+
+    @property
+    def kept_bytes(self) -> int:
+        """Bytes that are never free for others."""
+        kept_bytes = 0 if self.state is None else self.state.held_bytes
+        return kept_bytes + (0 if self.gradients is None or self.gradients.stored else self.gradients.pool_bytes)
+
+    @property
+    def needed_bytes(self) -> int:
+        """All of it; beyond what is kept, only in a step."""
+        return (0 if self.state is None else self.state.pool_bytes) + self.gradient_bytes
+
+
+@dataclass(frozen=True)
+class ParameterNeeds:
+    """The needs of the parameters of one model.
+
+    Attributes:
+        least_bytes, why: the least of the pool that will do, and the sum in words.
+        total_bytes: of all their records.
+    """
+
+    least_bytes: int
+    why: str
+    total_bytes: int
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The most of the pool that each may take, beside what is kept. Bytes.
+
+    Attributes:
+        parameters: all records of parameters.
+        state: records of each optimizer that are prefetched beside the one in use.
+        spare: for the gradients of each optimizer, beside the least that they need.
+    """
+
+    parameters: int
+    state: int
+    spare: int
+
+
+@dataclass(frozen=True)
+class PoolBudget:
+    """The sum, for optimizers and parameters that are set up together. See [Note: the sum].
+
+    Attributes:
+        pool_bytes: the pool.
+        optimizers: the needs of each, in order.
+        parameters: on the drive; None if they stay in memory.
+        others_bytes: kept by optimizers that shared the pool before.
+        lost_bytes: memory that views of the user keep from the pool for good; parameters have to do without it.
+    """
+
+    pool_bytes: int
+    optimizers: Sequence[OptimizerNeeds]
+    parameters: ParameterNeeds | None = None
+    others_bytes: int = 0
+    lost_bytes: int = 0
+
+    @property
+    def needed_bytes(self) -> int:
+        """The least pool that would do for all of it."""
+        kept_bytes = self.others_bytes + sum(needs.kept_bytes for needs in self.optimizers)
+        moving = [needs.needed_bytes - needs.kept_bytes for needs in self.optimizers]
+        if self.parameters is None:
+            return kept_bytes + max(moving, default=0)
+        return kept_bytes + sum(moving) + self.lost_bytes + self.parameters.least_bytes
+
+    def check(self, *, as_a_whole: bool = False) -> None:
+        """Refuse a pool that is too small.
+
+        Args:
+            as_a_whole: say of parameters that have no room what all need together, and not what is left for them.
+
+        Raises:
+            ConfigError: with the first part that has no room, and the `pool_bytes` that would do for all.
+        """
+        needed_bytes = self.needed_bytes
+        free_bytes = self.pool_bytes - self.others_bytes
+        for needs in self.optimizers:
+            state_bytes = 0 if needs.state is None else needs.state.pool_bytes
+            if needs.state is not None:
+                needs.state.checked(free_bytes, needed_bytes - state_bytes)
+            if needs.gradients is not None:
+                needs.gradients.check(free_bytes - state_bytes, needed_bytes - needs.gradient_bytes)
+            free_bytes -= needs.kept_bytes
+        if self.parameters is None or self.parameters.least_bytes <= self._left_bytes:
+            return
+        if as_a_whole:
+            raise ConfigError(
+                f"pool_bytes: {format_bytes(self.pool_bytes)} are too few; optimizer state, gradients and parameters "
+                f"together need {format_bytes(needed_bytes)}. Set pool_bytes to at least {needed_bytes}"
+            )
+        raise ConfigError(
+            f"pool_bytes: {format_bytes(self._left_bytes)} are left for parameters, and {self.parameters.why} are "
+            f"needed; set pool_bytes to at least {needed_bytes}"
+        )
+
+    @property
+    def _left_bytes(self) -> int:
+        """What optimizers leave for parameters. Those of before do not count: these are for new ones."""
+        return self.pool_bytes - self.lost_bytes - sum(needs.needed_bytes for needs in self.optimizers)
+
+    def shares(self) -> Shares:
+        """Share out the room beyond the sum."""
+        left_bytes = self._left_bytes
+        record_bytes = max((each.state.largest_bytes for each in self.optimizers if each.state is not None), default=0)
+        parameter_bytes = 0
+        if self.parameters is not None:
+            # Parameters leave what makes a step fast, reading ahead, as far as they can do without.
+            gradient_bytes = max((each.gradient_bytes // IN_FLIGHT for each in self.optimizers), default=0)
+            leave_bytes = min(left_bytes // 2, READ_AHEAD * (record_bytes + gradient_bytes))
+            parameter_bytes = max(self.parameters.least_bytes, left_bytes - leave_bytes)
+            left_bytes -= min(parameter_bytes, self.parameters.total_bytes)
+        # State and gradients each get half of the rest. Of the records in flight one is in use, and not prefetched.
+        return Shares(parameter_bytes, (IN_FLIGHT - 1) * record_bytes + left_bytes // 2, left_bytes // 2)

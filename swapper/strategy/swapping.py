@@ -1,0 +1,139 @@
+"""`SwappingStrategy`: the settings, checkpoint formats and devices that all strategies of Lightning and Fabric share.
+
+[Note: two Lightnings] `lightning` and `pytorch_lightning` (for Fabric `lightning_fabric`) are packages of the same
+content, and a Trainer of one refuses a strategy of the other. So only the modules `in_*` of `swapper.lightning` and
+`swapper.fabric`, one for each package, have classes with a base of Lightning's. In all others the base is missing; type
+checkers see that of `lightning`.
+
+[Note: the device of a named strategy] Lightning constructs a strategy that is given by name without arguments, and
+would train on the CPU whatever the accelerator. It sets `parallel_devices` of a strategy that has this attribute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.config import OffloadConfig
+from swapper.errors import ConfigError, show
+from swapper.optimizer.swapper import OptimizerSwapper
+
+if TYPE_CHECKING:
+    from lightning.fabric.plugins import CheckpointIO
+
+__all__ = ["OneDevice", "SwappingStrategy", "swapper_of", "temporary_attribute"]
+
+
+class SwappingStrategy:
+    """Trains with optimizer state, gradients and parameters where a config says.
+
+    `SwapStrategy` trains on one device; `SwapDDPStrategy` is `DDPStrategy`, in which each process swaps its own.
+
+    Args:
+        config: an `OffloadConfig`, a mapping, or the path of a YAML or JSON file; also DeepSpeed's JSON or what it
+            holds, read by `OffloadConfig.from_deepspeed`. With neither this nor arguments of `DeepSpeedStrategy` the
+            optimizer's state goes to NVMe.
+        checkpoint_format: "directory" (the default, unless `checkpoint_io` is given) publishes what is on the drive by
+            hard links; "full" writes the files of the stock strategy. Both are read.
+        offload_optimizer, offload_optimizer_device: keep the optimizer's state on "cpu" (the default) or "nvme".
+        offload_parameters, offload_params_device: the same for parameters. With both on "nvme" gradients go there too.
+        nvme_path: a directory on the drive. Default: those in $SWAPPER_NVME_PATH, else `./.swapper`, which is made.
+        block_size, queue_depth, single_submit, overlap_events, thread_count: as `aio` of a config.
+        accelerator, checkpoint_io, precision_plugin: as for the stock strategy.
+        deepspeed: other arguments of `DeepSpeedStrategy` have no meaning here, and are named in one warning.
+
+    Raises:
+        ConfigError: config and arguments are both given, or cannot work.
+
+    Attributes:
+        files: class of the `CheckpointIO` that is used if the user gives none.
+        wrapping: class of those that wrap another `CheckpointIO`, if the host has such.
+    """
+
+    offload_config: OffloadConfig
+    files: ClassVar[type[Any]]
+    wrapping: ClassVar[type[Any] | tuple[()]] = ()
+    _checkpoint_io: CheckpointIO | None
+
+    def _configure(self, config: OffloadConfig, checkpoint_format: str | None) -> None:
+        if checkpoint_format not in (None, "directory", "full"):
+            raise ConfigError(f"checkpoint_format: {show(checkpoint_format)} is not one of directory, full")
+        self.offload_config = config
+        self._wanted_format = checkpoint_format
+        self._own_io: CheckpointIO = self.files()
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """Writes and reads files: ours, or the user's, which wraps ours if it wraps another and was given none."""
+        if self._checkpoint_io is None:
+            return self._own_io
+        if isinstance(self._checkpoint_io, self.wrapping):
+            self._checkpoint_io.checkpoint_io = self._own_io  # Without effect if it has one.
+        return self._checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
+    def checkpoint_format(self) -> str:
+        """ "directory" or "full". The default is "full" with a `CheckpointIO` of the user's, which writes files."""
+        return self._wanted_format or ("directory" if self._checkpoint_io is None else "full")
+
+
+class OneDevice:
+    """Trains on the device that the host sets, or that its constructor is given.
+
+    Attributes:
+        host: the object that chooses the devices, for messages.
+    """
+
+    host: ClassVar[str]
+    _parallel_devices: list[torch.device] | None
+
+    @property
+    def parallel_devices(self) -> list[torch.device] | None:
+        """The device, once the host has chosen it. See [Note: the device of a named strategy]."""
+        return self._parallel_devices
+
+    @parallel_devices.setter
+    def parallel_devices(self, devices: list[torch.device] | None) -> None:
+        if devices is not None and len(devices) > 1:
+            raise ConfigError(
+                f"{type(self).__name__} trains on one device, and {self.host} has {len(devices)}; set devices=1, or "
+                "use SwapDDPStrategy"
+            )
+        self._parallel_devices = devices
+
+    @property
+    def root_device(self) -> torch.device:
+        """The device of the model."""
+        if self._parallel_devices:
+            return self._parallel_devices[0]
+        device: torch.device = super().root_device  # type: ignore[misc]  # Of `SingleDeviceStrategy`.
+        return device
+
+
+def swapper_of(optimizer: Optimizer) -> OptimizerSwapper | None:
+    """The swapper of an optimizer, or None if it is not swapped."""
+    swapper = getattr(optimizer, "swapper", None)
+    return swapper if isinstance(swapper, OptimizerSwapper) else None
+
+
+@contextmanager
+def temporary_attribute(owner: object, name: str, value: object) -> Generator[None, None, None]:
+    """Give `owner` an attribute for a while, in place of the one that it has."""
+    missing = object()
+    former = vars(owner).get(name, missing)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        if former is missing:
+            delattr(owner, name)
+        else:
+            setattr(owner, name, former)

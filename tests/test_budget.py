@@ -1,0 +1,77 @@
+"""The sum that a refusal shows is enough, for everything that shares the pool, and `swapper.check` agrees with it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import swapper
+from swapper.errors import ConfigError
+
+KINDS: dict[str, dict[str, Any]] = {
+    "state that stays in part": {"offload_optimizer": {"device": "nvme", "resident_bytes": "3MiB"}},
+    "gradients": {"offload_optimizer": {"device": "nvme"}, "offload_gradient": {"device": "nvme"}},
+    "parameters": {
+        "offload_optimizer": {"device": "none"},
+        "offload_param": {"device": "nvme", "resident_bytes": "1MiB"},
+    },
+    "everything": {
+        "offload_optimizer": {"device": "nvme", "resident_bytes": "3MiB"},
+        "offload_gradient": {"device": "nvme"},
+        "offload_param": {"device": "nvme"},
+    },
+}
+
+
+def make(optimizers: int) -> tuple[nn.Sequential, list[torch.optim.Optimizer]]:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(6)))
+    return model, [torch.optim.AdamW(model[i::optimizers].parameters(), lr=0.1) for i in range(optimizers)]
+
+
+def config_for(nvme_path: Path, pool_bytes: int, kind: str) -> swapper.OffloadConfig:
+    settings = {"nvme_path": nvme_path, "pool_bytes": pool_bytes, "bucket_bytes": 1 << 18, **KINDS[kind]}
+    return swapper.OffloadConfig.model_validate(settings)
+
+
+@pytest.mark.parametrize(
+    ("kind", "optimizers"),
+    [
+        *(("state that stays in part", count) for count in (2, 3)),
+        *(("gradients", count) for count in (1, 2)),
+        ("parameters", 0),
+        *(("everything", count) for count in (1, 2, 3)),
+    ],
+)
+def test_what_a_refusal_asks_for_is_enough(kind: str, optimizers: int, nvme_path: Path) -> None:
+    model, each = make(optimizers)
+    needed_bytes = swapper.check(model, each, config_for(nvme_path, 1 << 30, kind)).pool_needed_bytes
+    too_small = config_for(nvme_path, needed_bytes - 1, kind)
+    refused = []
+    for action in (swapper.check, swapper.offload):
+        with pytest.raises(ConfigError, match=r"pool_bytes: .*et pool_bytes to at least \d+") as caught:
+            action(model, each, too_small)
+        found = re.search(r"at least (\d+)", str(caught.value))
+        assert found
+        refused.append(int(found[1]))
+    assert refused == [needed_bytes, needed_bytes]
+    assert not any(hasattr(optimizer, "swapper") for optimizer in each)
+    assert not list(nvme_path.iterdir()), "nothing is made before the sum is right"
+    enough = config_for(nvme_path, refused[0], kind)
+    assert swapper.check(model, each, enough).pool_needed_bytes == refused[0]
+    swapper.offload(model, each, enough)
+    for _ in range(2):
+        model(torch.ones(4, 512)).sum().backward()
+        for optimizer in each:
+            optimizer.step()
+        for optimizer in each:
+            optimizer.zero_grad()
+    for optimizer in each:
+        swapper.of(optimizer).close()
+    if "swapper" in vars(model):
+        model.swapper.close()  # type: ignore[operator, union-attr]
