@@ -418,17 +418,17 @@ class OffloadConfig(Section, frozen=True):
     ) -> OffloadConfig:
         """The config that does what a DeepSpeed config asks for.
 
-        Read are `zero_optimization.offload_optimizer` and, at stage 3, `offload_param` (device, nvme_path), `aio`,
-        `gradient_accumulation_steps`, and from `bf16.enabled` or `fp16.enabled` that `master_weights` is true, because
-        DeepSpeed then keeps fp32 masters (unless `bf16_master_weights_and_grads` says that it does not). The value
-        "auto" (Hugging Face's) counts as not given; for `enabled` it counts as true, since masters are made for bf16
-        and fp16 parameters only and an fp32 model is left as it is. `offload_param.max_in_cpu`, a number of elements,
-        is `offload_param.resident_bytes` at 2 bytes an element, or 4 without bf16 and fp16, and `pool_bytes` is its
-        default and that. Otherwise `pool_bytes` and `bucket_bytes` keep their defaults: DeepSpeed's buffers are counted
-        in elements of its largest sub-group (16 GB by default) and say nothing about what is needed here. Switches and
-        numbers may be strings, as DeepSpeed's tuner prints them, and `aio` may be inside `zero_optimization`.
+        It reads `zero_optimization.offload_optimizer` and, at stage 3, `offload_param` (device, nvme_path), `aio`, also
+        inside `zero_optimization`, and `gradient_accumulation_steps`. `bf16.enabled` or `fp16.enabled` means
+        `master_weights`, because DeepSpeed then keeps fp32 masters (unless `bf16_master_weights_and_grads` says that it
+        does not). The value "auto" (Hugging Face's) counts as not given; for `enabled` it counts as true, since masters
+        are made for bf16 and fp16 parameters only. Switches and numbers may be strings, as DeepSpeed's tuner prints
+        them. `offload_param.max_in_cpu`, a number of elements, is `offload_param.resident_bytes` at 2 bytes an element,
+        or 4 without bf16 and fp16, and `pool_bytes` is its default and that. Otherwise `pool_bytes` and `bucket_bytes`
+        keep their defaults: DeepSpeed counts its buffers in elements of its largest sub-group (16 GB by default), which
+        says nothing about the needs here.
 
-        Where DeepSpeed takes an offload device and offloads nothing (nvme below stage 3, anything at stage 0), swapper
+        If DeepSpeed takes an offload device and offloads nothing (nvme below stage 3, anything at stage 0), swapper
         offloads the state, and says so. With state and parameters on nvme gradients go there too.
 
         Args:

@@ -220,9 +220,9 @@ class GradientSwapper:
 
     def has(self, parameter: torch.nn.Parameter) -> bool:
         """Whether there is a gradient, in memory or away."""
-        return self.is_away(parameter) or raw_gradient(parameter) is not None
+        return self.is_evicted(parameter) or raw_gradient(parameter) is not None
 
-    def is_away(self, parameter: torch.nn.Parameter) -> bool:
+    def is_evicted(self, parameter: torch.nn.Parameter) -> bool:
         """Whether the gradient is not in memory."""
         gradient = self._of(parameter)
         return gradient is not None and gradient.state is not GradientState.IN_MEMORY
@@ -271,7 +271,7 @@ class GradientSwapper:
             norm_type = float(norm_type)
             self._norm_type, self._clipped = norm_type, True
             present = [p for p in parameters if self.has(p)]
-            if not any(self.is_away(p) for p in present):
+            if not any(self.is_evicted(p) for p in present):
                 return torch.nn.utils.clip_grad_norm_(present, max_norm, norm_type, error_if_nonfinite, foreach)
             self._copies.join()  # Norms were taken after them.
             norms = [self._norm_of(p, norm_type, foreach) for p in in_order_of_clipping(present)]

@@ -215,7 +215,6 @@ class HostHandle:
             raise ValueError(f"offset_bytes: {offset_bytes} is out of range")
         if tensor.untyped_storage().nbytes() < tensor.storage_offset() * tensor.element_size() + tensor.nbytes:
             raise ValueError("a transfer needs a tensor with memory; the storage of this one was made smaller than it")
-        self._ledger.sweep()
         return self._start_checked(operation, file, tensor, offset_bytes, checksums)
 
     def _takes(self, device: torch.device) -> bool:

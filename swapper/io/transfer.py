@@ -76,6 +76,7 @@ class Ledger:
         transfer: Transfer | None = None
         try:
             with interrupts_deferred():
+                self._sweep()
                 self.in_flight[key] = tensor.untyped_storage()  # First: it may be over when `begin` returns.
                 transfer = Transfer(self, begin(), operation, path, offset_bytes, tensor.nbytes)
         except BaseException:
@@ -89,7 +90,11 @@ class Ledger:
     def sweep(self) -> None:
         """Let go of the memory of finished transfers and note those that failed."""
         # Transfers that were taken from the engine are nowhere else: Ctrl-C comes when they are in the tables.
-        with interrupts_deferred(), self._lock:
+        with interrupts_deferred():
+            self._sweep()
+
+    def _sweep(self) -> None:
+        with self._lock:
             while finished := self.engine.take_finished():
                 for transfer in finished:
                     self.over(transfer, failed=transfer.failed())

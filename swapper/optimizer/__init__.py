@@ -46,7 +46,7 @@ file into the buffer, the class's own `step` runs on it there, and the buffer go
 
 The package adds what makes this work for any class and any size, on time. `probe` learns the layout of a class's state,
 and whether the class can be stepped in slices; `cuts` says where, so that the bits stay; `segments` and `plan` lay the
-slices out in records. `records` and `operands` open one for a step, `class_step` shows it to the class, and `stepper`
-does so for all, while others are read and written. `swapper` puts it on the user's object, and `state_dicts` takes
-state in and out.
+slices out in records. `records` and `operands` open one for a step, and `stepper` has the class step one after another,
+while others are read and written. `conversion` puts that on the user's object, `state_dicts` takes state in and out,
+and `swapper` is what users call.
 '''

@@ -1,6 +1,6 @@
 """`OptimizerPlan`: the parameters of an optimizer, the cuts of their state, and the memory that it needs.
 
-It knows everything before anything is allocated.
+It knows everything before anything is allocated. `PlanFollower` then gives it room, and has it follow `param_groups`.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class SwappedGradients(Protocol):
     def has(self, parameter: torch.nn.Parameter) -> bool:
         """True if `parameter` has a gradient, in memory or not."""
 
-    def is_away(self, parameter: torch.nn.Parameter) -> bool:
+    def is_evicted(self, parameter: torch.nn.Parameter) -> bool:
         """True if it is not in memory."""
 
     def stage(self, parameter: torch.nn.Parameter, start: int) -> bool:
@@ -113,6 +113,7 @@ class Stepper:
     """Steps the buckets of one optimizer, with scratch from its pool.
 
     Attributes:
+        plan: the buckets.
         parameters, gradients: swappers of those that are on disk too; None where they are in memory.
         entered: the buckets that the step that is being made, or was cut off, has touched.
         done: the number of them that are finished.
@@ -127,13 +128,13 @@ class Stepper:
         pool_bytes: int,
         records: BucketRecords,
     ) -> None:
+        self.plan = plan
         self.parameters: SwappedParameters | None = None
         self.gradients: SwappedGradients | None = None
         self.entered: list[Bucket] = []
         self.done = 0
         self.stepping = False
         self._class_step = ClassStep(class_step, plan.remote)
-        self.plan = plan
         self._pool = pool
         self._pool_bytes = pool_bytes
         self._records = records
@@ -292,7 +293,7 @@ class Stepper:
     def _take_gradients(self, gradients: SwappedGradients, active: Sequence[Segment], stack: ExitStack) -> None:
         for of, mine in grouped(active).items():
             p, start = of.parameter, mine[0].start
-            if not gradients.is_away(p):
+            if not gradients.is_evicted(p):
                 continue
             part = stack.enter_context(gradients.taken(p, start))
             if mine[0].whole and not mine[0].master and not self.plan.remote:  # The class is given it itself.

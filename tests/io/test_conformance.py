@@ -29,6 +29,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
     return subject
 
 
+@pytest.mark.sampled(8)
 class TestConformance(Conformance):
     def test_many_handles_at_once(self, subject: Subject, tmp_path: Path) -> None:
         with contextlib.ExitStack() as stack:

@@ -428,7 +428,7 @@ def test_gradients_are_copied_when_they_are_computed(nvme_path: Path, where: str
 
 @pytest.mark.parametrize("where", ["nvme", "cpu"])
 def test_memory_of_gradients_in_flight_is_bounded(nvme_path: Path, monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    monkeypatch.setattr("swapper.gradient.swapper._COPYING_BYTES", 2 * 128 * 128 * 4)
+    monkeypatch.setattr("swapper.gradient.copies._COPYING_BYTES", 2 * 128 * 128 * 4)
     model = make_model(layers=8)
     optimizer = swapper.wrap_optimizer(
         torch.optim.AdamW(model.parameters()), make_config(nvme_path, offload_gradient={"device": where})

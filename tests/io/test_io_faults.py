@@ -55,6 +55,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 once = pytest.mark.parametrize("subject", SUBJECTS[:1], ids=str, indirect=True)
 
 
+@pytest.mark.sampled(4)
 class TestConformanceUnderFaults(Conformance):
     """Each test with a seed of its own."""
 

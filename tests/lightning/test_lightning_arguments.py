@@ -340,7 +340,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_both_packages_are_served(program: str, nvme_path: Path) -> None:
     imports, rest = PROGRAMS[program]

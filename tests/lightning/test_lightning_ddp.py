@@ -17,7 +17,7 @@ from swapper.checkpoint.checkpoint import is_checkpoint
 pytestmark = [pytest.mark.filterwarnings(text) for text in IGNORED_WARNINGS]
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", lightning_ddp.CASES)
 def test_two_processes_end_in_the_bits_of_stock_ddp(name: str, nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(lightning_ddp.train, name, nvme_path)

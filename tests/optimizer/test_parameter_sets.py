@@ -217,7 +217,7 @@ def chosen(placement: str, buckets: str) -> Iterator[tuple[str, ...]]:
     yield from random.Random(f"{SEED} {placement} {buckets}").sample(longer, min(int(SAMPLE), len(longer)))
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("buckets", BUCKET_BYTES)
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_sequences_of_changes_are_equal_to_plain(nvme_path: Path, tmp_path: Path, placement: str, buckets: str) -> None:

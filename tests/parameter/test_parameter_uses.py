@@ -955,6 +955,7 @@ def test_modules_that_use_more_at_once_than_the_pool_has_are_refused_by_name(nvm
     optimizer.step()
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are no leaves.
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("what", ["model", "model in place", "block"])

@@ -50,7 +50,7 @@ class Away(Net):
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         gradients = getattr(getattr(optimizer, "swapper", None), "gradients", None)
-        assert gradients is None or gradients.is_away(self.second.weight)
+        assert gradients is None or gradients.is_evicted(self.second.weight)
 
 
 class Manual(Net):

@@ -12,7 +12,7 @@ import pytest
 from sampling import ALL
 
 PROGRAM = Path(__file__).resolve().parents[1] / "support" / "crash.py"
-KILLS = int(os.environ.get("SWAPPER_KILLS") or (200 if ALL else 40))
+KILLS = int(os.environ.get("SWAPPER_KILLS") or (200 if ALL else 24))
 
 
 @pytest.mark.parametrize("mode", ["names", "replace"])

@@ -158,6 +158,7 @@ def test_training_that_wants_more_than_it_may_is_ended_and_leaves_nothing(xl: li
         assert not group.exists()
 
 
+@pytest.mark.thorough("by default: a signal ends a run, and a run is limited")
 def test_a_signal_ends_the_limited_run_too(xl: list[str], drive: Path) -> None:
     with subprocess.Popen([*xl, "--steps", "1000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         try:

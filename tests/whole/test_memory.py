@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from repository import BENCHMARK
 from torch import nn
@@ -15,6 +16,7 @@ from training import make_config
 import swapper
 
 
+@pytest.mark.thorough("by default: the peak with everything on disk")
 def test_the_peak_stays_within_the_formula(nvme_path: Path) -> None:
     """60M parameters: masters and moments are 10 bytes each, 600 MB, of which the pool holds 32."""
     arguments = ["--layers", "6", "--vocab-size", "12000", "--steps", "4", "--context", "64"]
