@@ -124,17 +124,16 @@ class _StateLoader:
 
     def _plain_state(self, slot: int, p: torch.nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for key, value in self.reader.state(slot).items():
-            if isinstance(value, TensorStream):
-                tensor = _whole(value)
-                if tensor.shape == p.shape and is_dense(p) and tensor.stride() != p.stride():
-                    tensor = torch.empty_strided(p.shape, p.stride(), dtype=tensor.dtype).copy_(tensor)
-                state[key] = as_plain_state(key, tensor, p, False)
-            elif isinstance(value, torch.Tensor):
-                plain = as_plain_state(key, value, p, False)
-                state[key] = plain.clone() if plain is value else plain
-            else:
+        for key, given in self.reader.state(slot).items():
+            value = _whole(given) if isinstance(given, TensorStream) else given
+            if not isinstance(value, torch.Tensor):
                 state[key] = copy.deepcopy(value)
+                continue
+            if value.shape == p.shape and is_dense(p) and value.stride() != p.stride():
+                # Fused kernels walk through memory: they take it that state lies as its parameter does.
+                value = torch.empty_strided(p.shape, p.stride(), dtype=value.dtype).copy_(value)
+            plain = as_plain_state(key, value, p, False)
+            state[key] = plain.clone() if plain is given else plain
         return state
 
     def _fill(self, records: StateRecords, optimizer: Optimizer) -> None:
