@@ -55,14 +55,7 @@ PURE_MODULES = {
 
 MOST_LINES = 600
 
-STILL_LONGER = {
-    "checkpoint.values",
-    "config.settings",
-    "gradient.swapper",
-    "optimizer.segments",
-    "optimizer.swapper",
-    "parameter.swapper",
-}
+STILL_LONGER = {"gradient.swapper"}
 """To be emptied."""
 
 RETIRED = {
@@ -77,6 +70,9 @@ RETIRED = {
     "lose": "discard",
     "nursery": "building",
     "part_with": "release",
+    "pipeline": "cache",
+    "references": "tensor_refs",
+    "replicas": "ddp_sync",
     "saved_places": "saved_tensors",
     "settle": "wait, flush or close",
     "shed": "evict or drop",
