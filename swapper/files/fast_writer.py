@@ -32,8 +32,8 @@ class FastWriter:
 
     An object that is dropped before is discarded, with a `ResourceWarning` and an error in the log. Not thread-safe.
 
-    A write that fails is remembered, not raised: it may be called by C++ code that cannot bear it. `flush()`, which
-    `torch.save` ends with, and `close()` raise it.
+    A failure of `write` is raised later, because C++ code that calls it cannot handle exceptions: by `flush()`, which
+    `torch.save` ends with, and by `close()`.
 
     Args:
         path: of the file. One that exists is replaced and keeps its mode; a symbolic link is followed.
@@ -79,7 +79,7 @@ class FastWriter:
         return self._opened().tell()
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write bytes behind those before. What fails is raised by `flush` and `close`.
+        """Write bytes behind those before. `flush` and `close` raise its failure.
 
         Returns:
             The length of `data`.
@@ -133,7 +133,7 @@ class FastWriter:
             self._commit()
 
     def discard(self) -> None:
-        """Forget what was written: nothing is left of it. Idempotent."""
+        """Remove the unfinished file. Idempotent."""
         output, self._output = self._output, None
         self._handled = None
         if output is not None:

@@ -308,15 +308,15 @@ def load(
     handle: AsyncIOHandle | None = None,
     **pickle_load_args: Any,
 ) -> Any:
-    """Load what `torch.save` or `save` wrote, as `torch.load` does, as fast as the drive reads.
+    """Load a file of `torch.save` or `save`, as `torch.load` does, as fast as the drive reads.
 
-    It is `torch.load`, reading through the engine: what it refuses is refused, and `weights_only` is as safe. Beyond
-    it, each record is compared with its checksum where the file has one, and the pickle before it is looked at. Holds
+    This calls `torch.load`, which reads through the engine: it refuses the same files, and `weights_only` is as safe.
+    Besides, each record is compared with its checksum where the file has one, the pickle before it is used. Holds
     `pool_bytes` beyond the result. Tensors for a GPU are read into it directly; where `map_location` is a function, or
     `weights_only` is False, each passes through host memory first.
 
     Args:
-        path: of the file. What is no ZIP file (older formats, safetensors) is given to `torch.load` as it is.
+        path: of the file. One that is no ZIP file (older formats, safetensors) is given to `torch.load` as it is.
         map_location: as for `torch.load`.
         weights_only: as for `torch.load`.
         pickle_module: as for `torch.load`.

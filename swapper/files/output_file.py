@@ -95,11 +95,11 @@ class OutputFile:
         """Write bytes behind those before. Returns when they are in buffers, or with the drive.
 
         Args:
-            data: a storage, or a tensor of bytes (uint8, one-dimensional, contiguous), may be on any device.
-            crc: the CRC-32 of what came before, to go on with; not if this is `summed`.
+            data: bytes; or a storage, or a contiguous 1-D tensor of uint8, on any device.
+            crc: CRC-32 of the bytes before, to continue; 0 if this is `summed`.
 
         Returns:
-            The CRC-32 of `data`, behind what `crc` is of; its CRC-32C if this is `summed`.
+            The CRC-32 of those bytes and `data`; the CRC-32C of `data` if this is `summed`.
 
         Raises:
             SwapIOError: the drive has failed, maybe in a write before. All that is left then is `discard`.
@@ -120,18 +120,18 @@ class OutputFile:
         return self._append(len(source), fill, crc)
 
     def append_file(self, handle: AsyncIOHandle, file: File, offset_bytes: int, length_bytes: int) -> int:
-        """Write what another file holds behind what was written before: read into the buffers, without a second copy.
+        """Write a part of another file behind the bytes before. It is read into the buffers, without a second copy.
 
-        Fastest if what was written before is a multiple of 4096 bytes, as `offset_bytes` is.
+        Fastest if `tell()` and `offset_bytes` are multiples of 4096.
 
         Args:
             handle: reads it.
             file: open for reading.
-            offset_bytes: where to start.
-            length_bytes: how much.
+            offset_bytes: of the part.
+            length_bytes: of the part.
 
         Returns:
-            The CRC-32C of what was read.
+            The CRC-32C of the part.
 
         Raises:
             SwapIOError: a drive has failed, or the file is shorter. All that is left then is `discard`.
@@ -150,12 +150,12 @@ class OutputFile:
         return self._append(length_bytes, fill, 0)
 
     def _append(self, length_bytes: int, fill: Callable[[torch.Tensor, int, int], int], crc: int) -> int:
-        """Write so many bytes.
+        """Have `fill` write `length_bytes` into the buffers, part after part.
 
         Args:
-            length_bytes: in all.
-            fill: fills a part of a buffer, given that, the bytes before it and their checksum; returns that of both.
-            crc: to start with.
+            length_bytes: of all parts.
+            fill: takes a part of a buffer, the number of bytes before it and their checksum; returns that of all.
+            crc: checksum to start with.
         """
         self._check()
         done = 0
@@ -191,7 +191,7 @@ class OutputFile:
         self._close()
 
     def discard(self) -> None:
-        """Forget what was written: nothing is left of it. Idempotent; never raises for what failed before."""
+        """Remove the unfinished file. Idempotent; never raises an earlier failure."""
         if os.getpid() != self._pid or self._over:
             return
         for _, transfer in self._in_flight:

@@ -404,10 +404,15 @@ def _needs(
 def _longest_together(model: torch.nn.Module, records: Iterable[ParameterRecord]) -> tuple[int, str]:
     """The most bytes of records that are held while a module runs inside others, and the name of that module."""
     record_of = {location.parameter: record for record in records for location in record.locations}
+    return _walk("", model, frozenset(), record_of)
 
-    def walk(name: str, module: torch.nn.Module, outer: frozenset[ParameterRecord]) -> tuple[int, str]:
-        used = outer | {record_of[p] for p in used_by(module) if p in record_of}
-        below = [walk(f"{name}.{key}".lstrip("."), child, used) for key, child in module.named_children()]
-        return max([(sum(record.length_bytes for record in used), name), *below], key=lambda item: item[0])
 
-    return walk("", model, frozenset())
+def _walk(  # Not a function within the one above: that would be a cycle, which keeps the parameters.
+    name: str,
+    module: torch.nn.Module,
+    outer: frozenset[ParameterRecord],
+    record_of: Mapping[torch.nn.Parameter, ParameterRecord],
+) -> tuple[int, str]:
+    used = outer | {record_of[p] for p in used_by(module) if p in record_of}
+    below = [_walk(f"{name}.{key}".lstrip("."), child, used, record_of) for key, child in module.named_children()]
+    return max([(sum(record.length_bytes for record in used), name), *below], key=lambda item: item[0])

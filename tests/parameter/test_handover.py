@@ -16,6 +16,7 @@ from torch import nn
 from twins import config_for, evaluate, on_meta, small_records, swapper_of, train, values_of
 
 import swapper
+from swapper.tensors.homes import home_of
 
 MakeModel = Callable[[], nn.Module]
 
@@ -274,6 +275,8 @@ def test_a_hand_over_that_fails_leaves_the_builder_its_modules(
             patch.setattr("swapper.parameter.owner.finalizer", fail)  # After all modules have their new hooks.
             with pytest.raises(RuntimeError, match="not today"):
                 swapper.offload(model, adamw(model), config)
+        homes = [home for p in model.parameters() if (home := home_of(p)) is not None]
+        assert homes and all(home.temporary is not None for home in homes)
         assert evaluate(model) == evaluate(plain)
         optimizer, reference = adamw(model), adamw(plain)
         swapper.offload(model, optimizer, config)
