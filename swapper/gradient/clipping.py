@@ -1,4 +1,4 @@
-"""What clipping does to gradients: norms as torch takes them, and changes that wait until a gradient is used."""
+"""Clipping of gradients: norms as torch takes them, and changes that wait until a gradient is used."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class TakenNorm:
     threads: int
 
     def is_as_asked(self, norm_type: float, foreach: bool | None) -> bool:
-        """Whether taking the norm now would give the same bits."""
+        """Return True if taking the norm now would give the same bits."""
         if (self.norm_type, self.threads) != (norm_type, torch.get_num_threads()):
             return False
         return foreach is None or self.value.device.type == "cpu"

@@ -25,7 +25,7 @@ class GradientCopies:
         self._joined_after = -1  # number of the backward pass at whose end copies are waited for
 
     def of(self, device: torch.device) -> DeviceCopies:
-        """Those between `device` and the pool."""
+        """Return the copies between `device` and the pool."""
         if device not in self._of_device:
             self._of_device[device] = DeviceCopies(device)
         return self._of_device[device]

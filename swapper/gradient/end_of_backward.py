@@ -1,4 +1,4 @@
-"""When a backward pass is over, also for those who do something when it is over."""
+"""The end of a backward pass, after the callbacks that others have queued for it."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ queues the last of its own in a callback."""
 
 
 def is_distributed() -> bool:
-    """Whether `torch.distributed` is initialized, so that gradients may be local until a backward is over."""
+    """Return True if `torch.distributed` is initialized, so that gradients may be local until a backward is over."""
     return torch.distributed.is_available() and torch.distributed.is_initialized()
 
 
 def is_nested() -> bool:
-    """Whether the backward that is going on was started, on this thread, by that of a `torch.autograd.Function`.
+    """Return True if the backward that is going on was started, on this thread, by that of a `torch.autograd.Function`.
 
     So does reentrant activation checkpointing. It is over before the one around it.
     """

@@ -1,4 +1,4 @@
-"""What is known of each gradient that is swapped: its records, where it is, and what is still to be done to it."""
+"""A gradient that is swapped: its records, its state, and the changes that are still to be made to it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 GradientPart = tuple[int, torch.nn.Parameter, int, int]
-"""What one bucket steps on: the bucket's number, a parameter, and from where to where, in elements in memory order."""
+"""A slice that one bucket steps on: number of the bucket, parameter, start and stop in elements in memory order."""
 
 
 class GradientState(enum.Enum):
@@ -70,7 +70,7 @@ class Part:
 
 @dataclass(eq=False, slots=True)
 class Gradient:
-    """What is known of the gradient of one parameter.
+    """The gradient of one parameter.
 
     Attributes:
         number: of this one, to know it by in the order of arrival.
@@ -108,7 +108,7 @@ class Gradient:
         """It is LOST until that is over: Ctrl-C may strike before."""
         self.state, self.why = GradientState.LOST, "KeyboardInterrupt"
 
-    def lose(self, error: BaseException) -> None:
+    def mark_lost(self, error: BaseException) -> None:
         """`error` cut off what was being done to it."""
         self.state, self.why = GradientState.LOST, f"{type(error).__name__}: {error}"
         # A copy has no traceback, whose frames would keep much alive.
@@ -138,7 +138,7 @@ class Gradient:
         return handed if isinstance(handed, EvictedGradient) else None
 
     def can_take(self, fresh: torch.Tensor) -> bool:
-        """Whether the records can hold `fresh`, so that it comes back as it was."""
+        """Return True if the records can hold `fresh`, so that it comes back as it was."""
         return (
             type(fresh) is torch.Tensor
             and fresh.layout is torch.strided
@@ -161,7 +161,7 @@ def needs_of(parts: Iterable[GradientPart], stored: bool) -> GradientNeeds:
 
 
 def fitting(parts: Sequence[GradientPart], known: Container[int], stored: bool, limit_bytes: int) -> list[GradientPart]:
-    """Those of `parts` whose gradients are taken. If all are too many, the last not `known` by `id` are not."""
+    """Return those of `parts` whose gradients are taken. If all are too many, the last not `known` by `id` are not."""
     chosen = [part for part in parts if can_leave(part[1])]
     while chosen and needs_of(chosen, stored).pool_bytes > limit_bytes:
         dropped = next((p for _, p, _, _ in reversed(chosen) if id(p) not in known), chosen[-1][1])
@@ -171,7 +171,7 @@ def fitting(parts: Sequence[GradientPart], known: Container[int], stored: bool, 
 
 
 def can_leave(p: torch.nn.Parameter) -> bool:
-    """Whether the gradient of `p` is taken; else it stays in memory."""
+    """Return True if the gradient of `p` is taken; else it stays in memory."""
     return p.numel() * p.dtype.itemsize >= SMALL_BYTES and is_dense(p) and can_evict_gradient(p)
 
 

@@ -5,15 +5,15 @@ When autograd has accumulated a gradient, its parts are added to what arrived in
 without a store, kept in the pool), and its own memory is freed. What is smaller than 16 KiB stays where it is.
 
 [Note: gradients that stay] What was in memory when a backward came to it stays there: autograd adds to it in place, as
-ever, and whoever holds it sees that. It was assigned, or it was away and its values were used. It is taken again when
-it has been None since.
+ever, and whoever holds it sees that. It was assigned, or it was evicted and its values were used. It is taken again
+when it has been None since.
 
 [Note: gradients of an accelerator] They are copied, and added up, on a stream of their own, while the backward goes on:
 nothing waits but the drive, which writes a part when it was copied. What follows the backward on the current stream
 comes after the copies, so that who still has the tensor of a gradient may change it.
 
 [Note: distributed] Where `torch.distributed` is initialized, a gradient may still be local when autograd has
-accumulated it: `DistributedDataParallel` reduces it later. So gradients that are away come back before the first one
+accumulated it: `DistributedDataParallel` reduces it later. So evicted gradients come back before the first one
 arrives, and all are taken after the last callback of a backward, when they are reduced.
 """
 
@@ -22,28 +22,17 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import ClassVar, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from swapper.errors import SwapError
-from swapper.gradient.clipping import (
-    Change,
-    TakenNorm,
-    clamped_to,
-    in_order_of_clipping,
-    norm_of,
-    scaled_by,
-    total_norm,
-)
-from swapper.gradient.copies import GradientCopies
+from swapper.gradient.clipping import TakenNorm
 from swapper.gradient.end_of_backward import call_at_the_end, is_distributed, is_nested
+from swapper.gradient.evicted import EvictedGradients
 from swapper.gradient.records import (
     Gradient,
     GradientPart,
@@ -52,22 +41,18 @@ from swapper.gradient.records import (
     fitting,
     record_bytes,
 )
-from swapper.metrics import Metrics
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
-from swapper.storage.cache import RecordCache
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted_gradients import (
     bring_back_gradients,
     clear_gradient_home,
-    evicted_gradient,
-    fill_gradient,
     raw_gradient,
     set_gradient_home,
     set_raw_gradient,
 )
-from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_grad_mode
+from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 
 __all__ = ["GradientSwapper", "Window"]
 
@@ -81,7 +66,7 @@ _AHEAD = 32
 
 
 class Window(Protocol):
-    """What steps buckets in backward, and wants to know of gradients."""
+    """Steps buckets in backward, and is told of gradients."""
 
     def count(self, p: torch.nn.Parameter, first: bool) -> bool:
         """A gradient of `p` has arrived; `first` if none is there already. Returns whether it is the window's last."""
@@ -90,7 +75,7 @@ class Window(Protocol):
         """The whole gradient of `p` is final, and in memory."""
 
 
-class GradientSwapper:
+class GradientSwapper(EvictedGradients):
     """Keeps the gradients of an optimizer's parameters out of memory from their arrival to the step.
 
     Args:
@@ -118,37 +103,22 @@ class GradientSwapper:
         store: TensorStore | None,
         release: Callable[[], None],
     ) -> None:
-        self.metrics = Metrics()
-        self._store = store
-        self._cache = RecordCache(pool, store, self.metrics)
+        super().__init__(pool, store)
         self.share_pool(limit_bytes)
         self._owner = owner
         self._accumulation_steps = accumulation_steps
         self._release = release
-        self._pid = os.getpid()
-        self._lock = threading.RLock()
-        self._gradients: dict[int, Gradient] = {}  # by `id` of the parameter; `_of` compares the object
         self._by_number: dict[int, Gradient] = {}
         self._hooks: MutableMapping[torch.Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
         self._numbers = itertools.count()  # of records and of gradients
         self._order = AccessOrder()  # of arrival
         self._arrived: set[int] = set()  # numbers of the gradients that came in the backward that is going on
-        self._norm_type: float | None = 2.0  # of the norms that are taken in passing
         self._freed_bytes = 0
-        self._clipped = False
-        self._stepping = False
         self._collecting = False  # [Note: distributed]
         self._tasks: set[int] = set()
-        self._copies = GradientCopies()
         self._window_ref: weakref.ref[Window] | None = None  # Weak, as it has what has this.
-        self._closed = False
         self.plan(parts)
         GradientSwapper._open.add(self)
-
-    @property
-    def drops(self) -> int:
-        """How often a part that was read ahead was given up."""
-        return self._cache.drops
 
     @property
     def _window(self) -> Window | None:
@@ -159,7 +129,7 @@ class GradientSwapper:
     def plan(self, parts: Iterable[GradientPart]) -> None:
         """Follow the optimizer's buckets: cut gradients as they are cut, take those of new parameters, leave others.
 
-        Gradients that are away are cut anew, one at a time in memory; those of parameters that are no longer there
+        Evicted gradients are cut anew, one at a time in memory; those of parameters that are no longer there
         come back. New parameters whose gradients the pool has no room for keep them in memory, said in a log line.
         """
         self._check_process()
@@ -197,118 +167,8 @@ class GradientSwapper:
         self._window_ref = weakref.ref(window)
 
     def watches(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the gradients of `parameter` are looked at when they arrive."""
+        """Return True if the gradients of `parameter` are looked at when they arrive."""
         return self._of(parameter) is not None
-
-    def _of(self, parameter: torch.Tensor) -> Gradient | None:
-        """What is known of the gradient of `parameter`, and not of a former one that had its `id`."""
-        gradient = self._gradients.get(id(parameter))
-        return gradient if gradient is not None and gradient.parameter() is parameter else None
-
-    def check(self) -> None:
-        """Raise what is known to be wrong with any gradient.
-
-        Raises:
-            SwapError: one was lost.
-            SwapIOError: a write had failed.
-        """
-        for gradient in self._gradients.values():
-            if gradient.state is GradientState.LOST:
-                gradient.raise_lost()
-            self._settle(gradient)
-        self._cache.check()
-
-    def has(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether there is a gradient, in memory or away."""
-        return self.is_evicted(parameter) or raw_gradient(parameter) is not None
-
-    def is_evicted(self, parameter: torch.nn.Parameter) -> bool:
-        """Whether the gradient is not in memory."""
-        gradient = self._of(parameter)
-        return gradient is not None and gradient.state is not GradientState.IN_MEMORY
-
-    def stage(self, parameter: torch.nn.Parameter, start: int) -> bool:
-        """Start reading the part that starts at `start`, if there is room. False if there is none."""
-        gradient = self._of(parameter)
-        if gradient is None or gradient.state is not GradientState.EVICTED:
-            return True
-        part = gradient.part_at(start)
-        return self._cache.stage(part.key, part.length_bytes)
-
-    @contextmanager
-    def taken(self, parameter: torch.nn.Parameter, start: int) -> Iterator[torch.Tensor]:
-        """Within it the part of an away gradient that starts at `start` is there for a step: 1-D, in memory order.
-
-        Raises:
-            SwapError: the gradient was lost.
-            SwapIOError: it could not be read, or a write had failed.
-        """
-        gradient = self._of(parameter)
-        assert gradient is not None
-        if not self._clipped:
-            self._norm_type = None  # Nobody wants norms.
-        self._stepping = True
-        with self._opened(gradient, gradient.part_at(start)) as view:
-            yield view
-
-    def clip_grad_norm_(
-        self,
-        parameters: Iterable[torch.nn.Parameter],
-        max_norm: float,
-        norm_type: float,
-        error_if_nonfinite: bool,
-        foreach: bool | None,
-    ) -> torch.Tensor:
-        """As `torch.nn.utils.clip_grad_norm_`, bit for bit, without having all gradients in memory at once.
-
-        Norms that were not taken when the last micro-batch arrived are taken now, one gradient at a time: in a run that
-        clips every step, those of the first step if `norm_type` is not 2. What is away is scaled when it is used.
-        """
-        self._check_process()
-        self.check()
-        with self._lock, modes_kept():
-            set_grad_mode(False)
-            norm_type = float(norm_type)
-            self._norm_type, self._clipped = norm_type, True
-            present = [p for p in parameters if self.has(p)]
-            if not any(self.is_evicted(p) for p in present):
-                return torch.nn.utils.clip_grad_norm_(present, max_norm, norm_type, error_if_nonfinite, foreach)
-            self._copies.join()  # Norms were taken after them.
-            norms = [self._norm_of(p, norm_type, foreach) for p in in_order_of_clipping(present)]
-            total = total_norm(norms, present[0].device, norm_type, error_if_nonfinite)
-            self._change(present, scaled_by(torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)))
-            return total
-
-    def clip_grad_value_(self, parameters: Iterable[torch.nn.Parameter], clip_value: float) -> None:
-        """As `torch.nn.utils.clip_grad_value_`, bit for bit. What is away is clamped when it is used."""
-        self._check_process()
-        self.check()
-        change = clamped_to(float(clip_value))
-        with self._lock, modes_kept():
-            set_grad_mode(False)
-            present = [p for p in parameters if self.has(p)]
-            for dtype in {p.dtype for p in present}:
-                change(torch.empty(0, dtype=dtype))  # What has no order raises now.
-            self._change(present, change)
-
-    def bring_back_all(self) -> None:
-        """Have all gradients in memory.
-
-        Raises:
-            SwapError: one was lost.
-            SwapIOError: one could not be read. Those before it are in memory.
-        """
-        for gradient in self._gradients.values():
-            if (p := gradient.parameter()) is not None:
-                self.bring_back(p)
-
-    def flush(self) -> None:
-        """Wait until all gradients that are away are on disk.
-
-        Raises:
-            SwapIOError: a write failed.
-        """
-        self._cache.flush()
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
         """Notice too when the gradients of `parameters`, which are not this optimizer's, arrive.
@@ -320,7 +180,7 @@ class GradientSwapper:
                 self._hooks[p] = self._hook(p, taken=False)
 
     def leave(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Take no gradients of `parameters` any more, when they arrive. What is away stays so."""
+        """Take no gradients of `parameters` any more, when they arrive. Evicted ones stay so."""
         with self._lock:
             for p in parameters:
                 if (gradient := self._of(p)) is not None:
@@ -332,7 +192,7 @@ class GradientSwapper:
             hook.remove()
 
     def close(self) -> None:
-        """Delete the records. Gradients that are away are gone, and using one raises. Idempotent."""
+        """Delete the records. Evicted gradients are gone, and using one raises. Idempotent."""
         if self._closed:
             return
         GradientSwapper._open.discard(self)
@@ -351,67 +211,6 @@ class GradientSwapper:
                     self._cache.forget(part.key)
         finally:
             self._release()
-
-    # --- What `p.grad` calls ---------------------------------------------------------------------------------------
-
-    def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """What reading `p.grad` gives: a tensor that is brought back when its values are used."""
-        with self._lock:
-            gradient = self._of(parameter)
-            if gradient is not None and os.getpid() == self._pid and not self._closed:
-                self._settle(gradient)
-            if gradient is None or gradient.state is GradientState.IN_MEMORY:
-                return raw_gradient(parameter)
-            if gradient.device.type != "cpu" and not self._closed:
-                return self.bring_back(parameter)  # Some of torch's functions choose other kernels by the exact class.
-            handed = gradient.somebody_has_it()
-            if handed is None:
-                handed = evicted_gradient(parameter, None if self._closed else self, gradient.stride)
-                gradient.handed = weakref.ref(handed)
-            return handed
-
-    def bring_back(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """Have a gradient that is away in memory again, for good.
-
-        Raises:
-            SwapError: it was lost, or this is a forked child.
-            SwapIOError: it could not be read.
-        """
-        if self._closed:
-            return None
-        self._check_process()
-        with self._lock, outside_of_inference():
-            set_grad_mode(False)
-            gradient = self._of(parameter)
-            if gradient is None or gradient.state is GradientState.IN_MEMORY:
-                return raw_gradient(parameter)
-            values = self._whole(gradient)
-            if (handed := gradient.somebody_has_it()) is not None:
-                values = fill_gradient(handed, values)
-            gradient.begin_to_change()
-            set_raw_gradient(parameter, values)
-            self._forget(gradient)
-            return values
-
-    def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
-        """Forget gradients that are away; nothing is read, unless somebody holds the tensor that stands for one.
-
-        Args:
-            parameters: None means all.
-        """
-        with self._lock:
-            known = self._gradients.values() if parameters is None else map(self._of, parameters)
-            for gradient in known:
-                if gradient is not None and gradient.state is not GradientState.IN_MEMORY:
-                    self._fill_handed(gradient)
-                    self._forget(gradient)
-
-    def set_zero(self, parameter: torch.nn.Parameter) -> None:
-        """Let an away gradient be zeros; nothing is read or written."""
-        with self._lock:
-            gradient = self._of(parameter)
-            assert gradient is not None
-            self._forget(gradient, to=GradientState.ZERO)
 
     # --- Arrival ---------------------------------------------------------------------------------------------------
 
@@ -442,7 +241,7 @@ class GradientSwapper:
         gradient = None if p is None else self._of(p)
         if gradient is not None:
             assert isinstance(p, torch.nn.Parameter)
-            self._settle(gradient)
+            self._join_left(gradient)
             bring_back_gradients([p], (self, self._window))
             gradient.stays = raw_gradient(p) is not None
 
@@ -459,7 +258,7 @@ class GradientSwapper:
             assert self._window is not None
             self._window.complete(p)
 
-    def _settle(self, gradient: Gradient) -> None:
+    def _join_left(self, gradient: Gradient) -> None:
         """Join what an arrival that was cut off before it began has left in memory."""
         p = gradient.parameter()
         if (
@@ -471,7 +270,7 @@ class GradientSwapper:
                 self._arrive(gradient, p, take=True)
 
     def _arrive(self, gradient: Gradient, p: torch.nn.Parameter, *, take: bool) -> None:
-        """A gradient is in memory. Join it with what is away: there if `take`, else in memory."""
+        """A gradient is in memory. Join it with what is evicted: there if `take`, else in memory."""
         if gradient.state is GradientState.LOST:
             gradient.raise_lost()
         self._prefetch(gradient)
@@ -491,7 +290,7 @@ class GradientSwapper:
             self._add_in_memory(gradient, p, fresh)
 
     def _take(self, gradient: Gradient, p: torch.nn.Parameter, fresh: torch.Tensor) -> None:
-        """Add `fresh` to what is away, if anything is, and let go of it."""
+        """Add `fresh` to what is evicted, if anything is, and evict it."""
         before = gradient.state
         gradient.arrived += 1
         if self._freed_bytes >= _FREED_BYTES:
@@ -542,7 +341,7 @@ class GradientSwapper:
                 raise
 
     def _add_in_memory(self, gradient: Gradient, p: torch.nn.Parameter, fresh: torch.Tensor) -> None:
-        """Add what is away to `fresh`."""
+        """Add what is evicted to `fresh`."""
         flat = fresh.as_strided((fresh.numel(),), (1,))
         try:
             for part in gradient.parts:
@@ -561,7 +360,7 @@ class GradientSwapper:
             if raw_gradient(p) is not None:  # It is still whole in memory.
                 self._forget(gradient)
             return
-        gradient.lose(error)
+        gradient.mark_lost(error)
         set_gradient_home(p, self)
         set_raw_gradient(p, None)
 
@@ -611,106 +410,6 @@ class GradientSwapper:
                 if fresh is not None and gradient.can_take(fresh):
                     self._take(gradient, p, fresh)
 
-    # --- Whole gradients -------------------------------------------------------------------------------------------
-
-    @contextmanager
-    def _opened(self, gradient: Gradient, part: Part) -> Iterator[torch.Tensor]:
-        """Within it a part of an away gradient is there, complete; 1-D, in memory order. It is not changed."""
-        if gradient.state is GradientState.LOST:
-            gradient.raise_lost()
-        try:
-            lease, there = self._cache.take(part.key, part.length_bytes)
-            assert there or gradient.state is GradientState.ZERO, part.key
-            view = lease.view(0, part.numel, gradient.dtype)
-            with modes_kept():
-                set_grad_mode(False)
-                self._complete(gradient, view)
-            yield view
-        finally:
-            self._cache.release(part.key)
-
-    def _complete(self, gradient: Gradient, view: torch.Tensor) -> None:
-        """Do what was put off."""
-        if gradient.state is GradientState.ZERO:
-            view.zero_()
-        for change in gradient.changes:
-            change(view)
-
-    def _change(self, parameters: Iterable[torch.nn.Parameter], change: Change) -> None:
-        """Change gradients, in memory at once; what is away is changed when it is used, if it is on disk."""
-        for p in parameters:
-            gradient = self._of(p)
-            if gradient is not None and gradient.state is not GradientState.IN_MEMORY:
-                self._change_away(gradient, change)
-            else:
-                in_memory = raw_gradient(p)
-                assert in_memory is not None
-                change(in_memory)
-
-    def _change_away(self, gradient: Gradient, change: Change) -> None:
-        gradient.norm = None
-        if self._store is not None or gradient.state is not GradientState.EVICTED:
-            gradient.changes.append(change)
-            return
-        try:
-            for part in gradient.parts:
-                lease, _ = self._cache.take(part.key, part.length_bytes)
-                change(lease.view(0, part.numel, gradient.dtype))
-                self._cache.put(part.key, part.length_bytes)
-        except BaseException as error:
-            self._cache.recover()
-            gradient.lose(error)
-            raise
-
-    def _norm_of(self, p: torch.nn.Parameter, norm_type: float, foreach: bool | None) -> torch.Tensor:
-        gradient = self._of(p)
-        if gradient is None or gradient.state is GradientState.IN_MEMORY:
-            in_memory = raw_gradient(p)
-            assert in_memory is not None
-            return norm_of(in_memory, norm_type, foreach)
-        if gradient.norm is not None and gradient.norm.is_as_asked(norm_type, foreach):
-            return gradient.norm.value
-        return norm_of(self._whole(gradient), norm_type, foreach)
-
-    def _whole(self, gradient: Gradient) -> torch.Tensor:
-        """A copy in memory of a gradient that is away."""
-        whole = torch.empty_strided(gradient.shape, gradient.stride, dtype=gradient.dtype, device=gradient.device)
-        flat = whole.as_strided((whole.numel(),), (1,))
-        for i, part in enumerate(gradient.parts):
-            if gradient.state is GradientState.EVICTED:
-                for following in gradient.parts[i : i + 2]:
-                    self._cache.stage(following.key, following.length_bytes)
-            with self._opened(gradient, part) as view:
-                flat[part.start : part.stop].copy_(view)
-        return whole
-
-    def _fill_handed(self, gradient: Gradient) -> None:
-        """Who has the tensor of a gradient that is forgotten now gets its values."""
-        if (handed := gradient.somebody_has_it()) is None:
-            return
-        try:
-            self._check_process()
-            if self._closed:
-                raise SwapError("closed")
-            with outside_of_inference():
-                set_grad_mode(False)
-                fill_gradient(handed, self._whole(gradient))
-        except SwapError:
-            handed.home = None  # Using it raises.
-
-    def _forget(self, gradient: Gradient, *, to: GradientState = GradientState.IN_MEMORY) -> None:
-        """It is in memory now, or not wanted."""
-        gradient.begin_to_change()
-        if os.getpid() == self._pid and not self._closed:
-            for part in gradient.parts:
-                self._cache.discard(part.key)
-        gradient.arrived, gradient.norm, gradient.changes, gradient.cause = 0, None, [], None
-        gradient.state = to
-        if to is GradientState.IN_MEMORY:
-            gradient.handed = None
-            if (parameter := gradient.parameter()) is not None:
-                clear_gradient_home(parameter)
-
     # --- Planning --------------------------------------------------------------------------------------------------
 
     def _new_part(self, p: torch.nn.Parameter, start: int, stop: int) -> Part:
@@ -726,15 +425,7 @@ class GradientSwapper:
         if known.state is GradientState.EVICTED:
             whole = self._whole(known).as_strided((known.shape.numel(),), (1,))
             known.changes = []
-            try:
-                for part in parts:
-                    lease, _ = self._cache.take(part.key, part.length_bytes)
-                    lease.view(0, part.numel, known.dtype).copy_(whole[part.start : part.stop])
-                    self._cache.put(part.key, part.length_bytes)
-            except BaseException as error:
-                self._cache.recover()
-                known.lose(error)
-                raise
+            self._rewrite(known, parts, lambda part, view: view.copy_(whole[part.start : part.stop]))
         known.parts = parts
         for part in former:
             self._cache.forget(part.key)
@@ -754,9 +445,3 @@ class GradientSwapper:
         del self._gradients[number]
         del self._by_number[gradient.number]
         self._arrived.discard(gradient.number)
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise SwapError(
-                "a gradient that is swapped was used in a forked process; its files and buffers belong to the parent"
-            )

@@ -1,4 +1,4 @@
-"""What is in memory of the records of parameters: the views of what is in the pool, and which uses of it are not over.
+"""Records of parameters in memory: the views of the values in the pool, and the uses that are not over.
 
 [Note: when a buffer may go] A record's buffer is given up only when no tensor but ours shares its memory: each
 parameter's values have a storage of their own while they are in the pool, and its use count says whether a view of
@@ -30,7 +30,7 @@ from swapper.tensors.grad_modes import outside_of_inference
 __all__ = ["BY_ADDRESS", "Held", "ParameterCache", "finalize"]
 
 BY_ADDRESS: dict[int, tuple[weakref.ref[ParameterCache], Held, int]] = {}
-"""Where values in buffers begin: whose they are, in which record, and which of its parameters.
+"""By the address at which values in a buffer begin: whose they are, in which record, and the slot of the parameter.
 
 Of all swappers, because of several that are in use at once only the hooks of one decide what autograd saves.
 """
@@ -69,11 +69,11 @@ class Held:
 
     @property
     def pinned(self) -> bool:
-        """Whether a use of it is not over."""
+        """True while a use of it is not over."""
         return bool(self.holds or self.attached)
 
     def viewed(self) -> bool:
-        """Whether tensors that we do not know of share the memory. See [Note: when a buffer may go]."""
+        """Return True if tensors that we do not know of share the memory. See [Note: when a buffer may go]."""
         # Ours are `values`, the Python object of the storage, and the parameter if it is attached.
         return any(
             torch._C._storage_Use_Count(values.untyped_storage()._cdata) > 2 + (index in self.attached)
@@ -93,7 +93,7 @@ class Held:
         self.values = opened  # Until here nobody has seen the values, and all of it can be done again.
 
     def is_newer(self) -> bool:
-        """Whether the values in memory differ from what is stored. See [Note: when a buffer may go]."""
+        """Return True if the values in memory differ from what is stored. See [Note: when a buffer may go]."""
         return self.changed or [checksum(values) for values in self.values] != self.checksums
 
     def pack(self, lease: Lease) -> list[int]:

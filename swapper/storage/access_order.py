@@ -85,7 +85,7 @@ class AccessOrder:
             yield self._log[at].number
 
     def distance(self, number: int) -> int:
-        """How many uses come before the next one of record `number`; `NEVER` if none is expected."""
+        """Return the number of uses that come before the next one of record `number`; `NEVER` if none is expected."""
         due = self._due_of(number)
         return NEVER if due == NEVER else due - self._next
 

@@ -42,11 +42,11 @@ class _Extent(weakref.ref["Lease"]):
     start: int = 0
     stop: int = 0
     taken: bool = False
-    """Whether `start` to `stop` is missing in the pool's free pieces."""
+    """True while `start` to `stop` is missing in the pool's free pieces."""
     transfer: AnyTransfer | None = None
 
     def is_over(self) -> bool:
-        """Whether nothing is in flight in it."""
+        """Return True if nothing is in flight in it."""
         return self.transfer is None or self.transfer.done()
 
 
@@ -95,7 +95,7 @@ class _FreePieces:
         self.total_bytes += extent.stop - extent.start
 
     def last_taken(self, length_bytes: int) -> int:
-        """Where the last part that is taken stops, of a range that is `length_bytes` long."""
+        """Return the stop of the last part that is taken, of a range that is `length_bytes` long."""
         return self._pieces[-1][0] if self._pieces and self._pieces[-1][1] == length_bytes else length_bytes
 
     def largest_bytes(self) -> int:
@@ -131,17 +131,17 @@ class Lease:
 
     @property
     def offset_bytes(self) -> int:
-        """Where in the pool it begins."""
+        """Offset of its first byte in the pool."""
         return self._extent.start
 
     @property
     def released(self) -> bool:
-        """Whether it was given back."""
+        """True once it was given back."""
         return self._pool is None
 
     @property
     def transfer(self) -> AnyTransfer | None:
-        """What is in flight in this buffer, set by its owner; None if nothing is.
+        """The transfer in flight in this buffer, set by its owner; None if nothing is.
 
         When the lease is given back the memory goes to nobody else before this is over.
         """
@@ -192,7 +192,7 @@ class Lease:
         return typed.as_strided(shape, stride, (self._extent.start + offset_bytes) // itemsize)
 
     def pool_has(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor`, which is strided, may be in the memory of the lease's pool. An empty one may."""
+        """Return True if `tensor`, which is strided, may be in the memory of the lease's pool. An empty one may."""
         pool = self._pool
         if pool is None:
             raise SwapError("this lease was given back: its memory may have another owner")
@@ -290,7 +290,7 @@ class BufferPool:
 
     @property
     def locked(self) -> bool:
-        """Whether the memory cannot be swapped out by the system (mlock)."""
+        """True if the system cannot swap the memory out (mlock)."""
         return self._slab.locked
 
     @property
@@ -317,7 +317,7 @@ class BufferPool:
 
     @property
     def ready_bytes(self) -> int:
-        """How much of the memory is there now. See [Note: ready memory]."""
+        """Length of the first part of the pool that is in memory now. See [Note: ready memory]."""
         return self._slab.ready_bytes
 
     def make_ready(self, ready_bytes: int) -> None:

@@ -1,4 +1,4 @@
-"""What differs between kinds of records in the cache: what stays in the pool, and what goes first when it is short.
+"""Policies of the cache, one for each kind of records: they say what stays in the pool, and what goes first.
 
 [Note: pools in pieces] A record that is in use cannot be moved, and one in the middle of a short pool may leave no
 piece that is long enough for the next, though their sum is what the pool must hold. So in pools of a few records
@@ -37,7 +37,7 @@ class Policy:
     evicts_own = False
 
     def keeps(self, key: RecordKey) -> bool:
-        """Whether the record stays in the pool when nobody uses it any more."""
+        """Return True if the record stays in the pool when nobody uses it any more."""
         raise NotImplementedError
 
     def victim(self, cache: RecordCache, *, idle_only: bool) -> CachedRecord | None:
@@ -49,11 +49,11 @@ class Policy:
         return None
 
     def prefers_high(self, cache: RecordCache, key: RecordKey) -> bool:
-        """Whether the record is to lie at the high end of the pool."""
+        """Return True if the record is to lie at the high end of the pool."""
         return False
 
     def splits_pool(self, cache: RecordCache, key: RecordKey, lease: Lease) -> bool:
-        """Whether a record that is used in `lease` leaves no piece for the next. See [Note: pools in pieces]."""
+        """Return True if a record that is used in `lease` leaves no piece for the next. See [Note: pools in pieces]."""
         return False
 
     def refuse(self, cache: RecordCache, length_bytes: int) -> None:
@@ -72,7 +72,7 @@ class Policy:
         """With `rewrites`: what is stored of the record is not what is in memory."""
 
     def is_viewed(self, key: RecordKey) -> bool:
-        """Whether tensors that are not the owner's share the memory of a KEPT record."""
+        """Return True if tensors that are not the owner's share the memory of a KEPT record."""
         return False
 
 
@@ -91,7 +91,7 @@ class ScanPolicy(Policy):
         return key in self._resident
 
     def victim(self, cache: RecordCache, *, idle_only: bool) -> CachedRecord | None:
-        """What was staged last is needed last. Resident records come after all else has gone.
+        """The record staged last, which is needed last. Resident records come after all else has gone.
 
         They go too if they must: buffers that stay can leave no piece of the pool that is long enough.
         """
@@ -112,7 +112,7 @@ class KeptPolicy(Policy):
 
 
 class Contents(Protocol):
-    """What the owner of a record knows of it, for `CyclicPolicy`."""
+    """The owner's side of a record, for `CyclicPolicy`."""
 
     @property
     def key(self) -> RecordKey:
@@ -124,20 +124,20 @@ class Contents(Protocol):
 
     @property
     def resident(self) -> bool:
-        """Whether it is never evicted."""
+        """True if it is never evicted."""
 
     @property
     def pinned(self) -> bool:
-        """Whether a use of it is not over, so that it stays where it is."""
+        """True while a use of it is not over, so that it stays where it is."""
 
     def viewed(self) -> bool:
-        """Whether tensors that are not the owner's share the memory of its buffer."""
+        """Return True if tensors that are not the owner's share the memory of its buffer."""
 
     def write_newer(self, cache: RecordCache) -> None:
         """Start writing the record, which is KEPT, if it is newer than what is stored."""
 
     def write_failed(self) -> None:
-        """What is stored is older than what is in memory."""
+        """Note that the stored copy is older than the one in memory."""
 
     def evicted(self) -> None:
         """The buffer is given up."""
@@ -194,7 +194,7 @@ class CyclicPolicy(Policy):
         self._order.hold(key.number, fixed=self._contents[key.number].resident)
 
     def before_eviction(self, cache: RecordCache, record: CachedRecord) -> None:
-        """As the owner does it."""
+        """Let the owner write it."""
         self._contents[record.key.number].write_newer(cache)
 
     def released(self, key: RecordKey) -> None:
@@ -207,19 +207,19 @@ class CyclicPolicy(Policy):
         self._contents[key.number].write_failed()
 
     def is_viewed(self, key: RecordKey) -> bool:
-        """As the owner says."""
+        """Ask the owner."""
         return self._contents[key.number].viewed()
 
     # --- [Note: pools in pieces] -----------------------------------------------------------------------------------
 
     def prefers_high(self, cache: RecordCache, key: RecordKey) -> bool:
-        """Whether most of what is in use is in the lower half of the pool."""
+        """Return True if most of what is in use is in the lower half of the pool."""
         middle = cache.pool.capacity_bytes // 2
         used = self._in_use(cache, key)
         return sum(stop - start if stop <= middle else start - stop for start, stop in used) > 0
 
     def splits_pool(self, cache: RecordCache, key: RecordKey, lease: Lease) -> bool:
-        """Whether the largest record that is not pinned has no piece left, now or when all others have gone."""
+        """Return True if the largest record that is not pinned has no piece left, now or when all others have gone."""
         if self._is_roomy(cache):
             return False
         capacity_bytes = cache.pool.capacity_bytes
@@ -241,7 +241,7 @@ class CyclicPolicy(Policy):
         return cache.pool.capacity_bytes >= _ROOMY * self._longest_bytes
 
     def _in_use(self, cache: RecordCache, key: RecordKey) -> list[tuple[int, int]]:
-        """Where in the pool the records lie that are in use, beside `key`, if the pool is so short that it matters."""
+        """The spans of the pool that records in use take, beside `key`, if the pool is so short that it matters."""
         if self._is_roomy(cache):
             return []
         spans = []

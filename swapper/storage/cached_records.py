@@ -104,7 +104,7 @@ class CachedRecords:
         return next(reversed(self._shelves[state].records.values()), None)
 
     def of_state(self, state: RecordState) -> list[CachedRecord]:
-        """Those of `state`, in the order in which they came to it."""
+        """Return the records of `state`, in the order in which they came to it."""
         return list(self._shelves[state].records.values())
 
     def bytes_of(self, state: RecordState) -> int:
@@ -112,7 +112,7 @@ class CachedRecords:
         return self._shelves[state].length_bytes
 
     def writes(self) -> Iterator[CachedRecord]:
-        """Those whose write is in flight, or over and not yet seen. No record may be changed while this is iterated."""
+        """Iterate over those with a write in flight, or over and not yet seen. No record may be changed meanwhile."""
         return iter(self._writing.values())
 
     def add(self, record: CachedRecord) -> None:

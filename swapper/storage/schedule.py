@@ -1,4 +1,4 @@
-"""What to stage, keep and evict, and when: decided from the order of use, the sizes and the budget alone.
+"""The records to stage, keep and evict, and when: decided from the order of use, the sizes and the budget alone.
 
 An optimizer uses its records in one order, once a step, round and round. For such a scan the best set to keep is any
 fixed one (the record used last is needed latest, so least-recently-used would always evict the wrong one), and the

@@ -1,4 +1,4 @@
-"""Several transfers that are one for whoever waits: the parts of a record that lies on several drives."""
+"""Joins the transfers of one record's shares, which lie on several drives."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ __all__ = ["AnyTransfer", "JoinedTransfer", "RecordTransfer", "start_all"]
 
 
 class AnyTransfer(Protocol):
-    """What uses the memory of a lease: a transfer, or a `devices.Copy`. See `Transfer` for the contracts."""
+    """Uses the memory of a lease: a transfer, or a `devices.Copy`. See `Transfer` for the contracts."""
 
     def done(self) -> bool:
-        """Whether it is over, well or not."""
+        """Return True if it is over, well or not."""
         ...
 
     def wait(self, timeout: float | None = None) -> int:
@@ -29,10 +29,10 @@ class AnyTransfer(Protocol):
 
 
 class RecordTransfer(AnyTransfer, Protocol):
-    """What reads or writes a record: a `Transfer` or a `JoinedTransfer`."""
+    """Reads or writes a record: a `Transfer` or a `JoinedTransfer`."""
 
     def times_s(self) -> tuple[float, float]:
-        """When it began to move and when it was over."""
+        """Return the times at which it began to move and was over."""
         ...
 
 
@@ -54,7 +54,7 @@ class JoinedTransfer:
         return f"JoinedTransfer({', '.join(map(repr, self.parts))})"
 
     def done(self) -> bool:
-        """Whether all parts are over, well or not. Never blocks or raises."""
+        """Return True if all parts are over, well or not. Never blocks or raises."""
         return all(part.done() for part in self.parts)
 
     def wait(self, timeout: float | None = None) -> int:
@@ -101,7 +101,7 @@ class JoinedTransfer:
             part.settle()
 
     def times_s(self) -> tuple[float, float]:
-        """When the first part began to move and when the last was over. See `Transfer.times_s`."""
+        """Return the times at which the first part began to move and the last was over. See `Transfer.times_s`."""
         times_s = [part.times_s() for part in self.parts]
         return min(begun_s for begun_s, _ in times_s), max(ended_s for _, ended_s in times_s)
 

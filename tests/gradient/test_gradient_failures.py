@@ -46,6 +46,10 @@ def faults(monkeypatch: pytest.MonkeyPatch) -> FaultPlan:
     return plan
 
 
+FILES = ("gradient/swapper.py", "gradient/evicted.py", "gradient/copies.py")
+"""Ctrl-C strikes in these."""
+
+
 def recover(twin: Twin) -> None:
     """After zero_grad all is well."""
     twin.optimizer.zero_grad()
@@ -306,7 +310,7 @@ def test_ctrl_c_at_every_place_of_a_step_in_backward(nvme_path: Path) -> None:
                     p.fill_(1.0)
             optimizer.load_state_dict(optimizer.state_dict())
             backward(3.0)
-            interrupted = interrupted_at(n, functools.partial(backward, 2.0), "gradient/swapper.py")
+            interrupted = interrupted_at(n, functools.partial(backward, 2.0), *FILES)
             with contextlib.suppress(SwapError):
                 optimizer.step()
             # Stepped on was the whole sum, or that of the first backward where the second did not arrive, or nothing.
@@ -338,7 +342,7 @@ def test_ctrl_c_at_every_place_of_what_is_done_to_a_gradient(nvme_path: Path, na
     with wrapped(optimizer, make_config(nvme_path, bucket_bytes="96KiB")) as handle:
         for n in places(1, sample=5):
             (p * 3.0).sum().backward()
-            interrupted = interrupted_at(n, lambda: operation(p, handle), "gradient/swapper.py")
+            interrupted = interrupted_at(n, lambda: operation(p, handle), *FILES)
             if not lost_now(p) and p.grad is not None:
                 found = set(p.grad.tolist())
                 assert len(found) == 1 and any(abs(found.copy().pop() - value) < 1e-9 for value in allowed), n
@@ -365,7 +369,7 @@ def test_ctrl_c_at_every_place_leaves_no_wrong_gradient(nvme_path: Path, earlier
         for n in places(1, sample=5):
             if earlier:
                 backward(earlier)
-            interrupted = interrupted_at(n, functools.partial(backward, 2.0), "gradient/swapper.py")
+            interrupted = interrupted_at(n, functools.partial(backward, 2.0), *FILES)
             for p in parameters:
                 try:
                     values = set() if p.grad is None else set(p.grad.clone().tolist())

@@ -1147,6 +1147,7 @@ FILES = (
         "optimizer/stepper.py",
         "storage/cache.py",
         "gradient/swapper.py",
+        "gradient/evicted.py",
         "parameter/swapper.py",
         "parameter/owner.py",
         "parameter/cache.py",

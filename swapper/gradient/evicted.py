@@ -1,0 +1,344 @@
+"""`EvictedGradients`: gradients in their records. They are read, changed, clipped and brought back from there."""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from swapper.errors import SwapError
+from swapper.gradient.clipping import Change, clamped_to, in_order_of_clipping, norm_of, scaled_by, total_norm
+from swapper.gradient.copies import GradientCopies
+from swapper.gradient.records import Gradient, GradientState, Part
+from swapper.metrics import Metrics
+from swapper.storage.buffers import BufferPool
+from swapper.storage.cache import RecordCache
+from swapper.storage.store import TensorStore
+from swapper.tensors.evicted_gradients import (
+    clear_gradient_home,
+    evicted_gradient,
+    fill_gradient,
+    raw_gradient,
+    set_raw_gradient,
+)
+from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_grad_mode
+
+__all__ = ["EvictedGradients"]
+
+
+class EvictedGradients:
+    """The gradients of an optimizer's parameters, as far as they are in records. The `GradientHome` of those.
+
+    Args:
+        pool: where buffers come from.
+        store: where records go; None keeps them all in the pool.
+    """
+
+    def __init__(self, pool: BufferPool, store: TensorStore | None) -> None:
+        self.metrics = Metrics()
+        self._store = store
+        self._cache = RecordCache(pool, store, self.metrics)
+        self._copies = GradientCopies()
+        self._pid = os.getpid()
+        self._lock = threading.RLock()
+        self._gradients: dict[int, Gradient] = {}  # by `id` of the parameter; `_of` compares the object
+        self._norm_type: float | None = 2.0  # of the norms that are taken in passing
+        self._clipped = False
+        self._stepping = False
+        self._closed = False
+
+    def _join_left(self, gradient: Gradient) -> None:
+        """Join what an arrival that was cut off before it began has left in memory."""
+        raise NotImplementedError
+
+    @property
+    def drops(self) -> int:
+        """Counts the parts that were prefetched and dropped before they were used."""
+        return self._cache.drops
+
+    def _of(self, parameter: torch.Tensor) -> Gradient | None:
+        """Return the record of the gradient of `parameter`, and not of a former one that had its `id`."""
+        gradient = self._gradients.get(id(parameter))
+        return gradient if gradient is not None and gradient.parameter() is parameter else None
+
+    def check(self) -> None:
+        """Raise what is known to be wrong with any gradient.
+
+        Raises:
+            SwapError: one was lost.
+            SwapIOError: a write had failed.
+        """
+        for gradient in self._gradients.values():
+            if gradient.state is GradientState.LOST:
+                gradient.raise_lost()
+            self._join_left(gradient)
+        self._cache.check()
+
+    def has(self, parameter: torch.nn.Parameter) -> bool:
+        """Return True if there is a gradient, in memory or evicted."""
+        return self.is_evicted(parameter) or raw_gradient(parameter) is not None
+
+    def is_evicted(self, parameter: torch.nn.Parameter) -> bool:
+        """Return True if the gradient is not in memory."""
+        gradient = self._of(parameter)
+        return gradient is not None and gradient.state is not GradientState.IN_MEMORY
+
+    def stage(self, parameter: torch.nn.Parameter, start: int) -> bool:
+        """Start reading the part that starts at `start`, if there is room. False if there is none."""
+        gradient = self._of(parameter)
+        if gradient is None or gradient.state is not GradientState.EVICTED:
+            return True
+        part = gradient.part_at(start)
+        return self._cache.stage(part.key, part.length_bytes)
+
+    @contextmanager
+    def taken(self, parameter: torch.nn.Parameter, start: int) -> Iterator[torch.Tensor]:
+        """Within it the part of an evicted gradient that starts at `start` is there for a step: 1-D, in memory order.
+
+        Raises:
+            SwapError: the gradient was lost.
+            SwapIOError: it could not be read, or a write had failed.
+        """
+        gradient = self._of(parameter)
+        assert gradient is not None
+        if not self._clipped:
+            self._norm_type = None  # Nobody wants norms.
+        self._stepping = True
+        with self._opened(gradient, gradient.part_at(start)) as view:
+            yield view
+
+    def bring_back_all(self) -> None:
+        """Have all gradients in memory.
+
+        Raises:
+            SwapError: one was lost.
+            SwapIOError: one could not be read. Those before it are in memory.
+        """
+        for gradient in self._gradients.values():
+            if (p := gradient.parameter()) is not None:
+                self.bring_back(p)
+
+    def flush(self) -> None:
+        """Wait until all evicted gradients are on disk.
+
+        Raises:
+            SwapIOError: a write failed.
+        """
+        self._cache.flush()
+
+    # --- Clipping --------------------------------------------------------------------------------------------------
+
+    def clip_grad_norm_(
+        self,
+        parameters: Iterable[torch.nn.Parameter],
+        max_norm: float,
+        norm_type: float,
+        error_if_nonfinite: bool,
+        foreach: bool | None,
+    ) -> torch.Tensor:
+        """As `torch.nn.utils.clip_grad_norm_`, bit for bit, without having all gradients in memory at once.
+
+        Norms that were not taken when the last micro-batch arrived are taken now, one gradient at a time: in a run that
+        clips every step, those of the first step if `norm_type` is not 2. Evicted gradients are scaled when used.
+        """
+        self._check_process()
+        self.check()
+        with self._lock, modes_kept():
+            set_grad_mode(False)
+            norm_type = float(norm_type)
+            self._norm_type, self._clipped = norm_type, True
+            present = [p for p in parameters if self.has(p)]
+            if not any(self.is_evicted(p) for p in present):
+                return torch.nn.utils.clip_grad_norm_(present, max_norm, norm_type, error_if_nonfinite, foreach)
+            self._copies.join()  # Norms were taken after them.
+            norms = [self._norm_of(p, norm_type, foreach) for p in in_order_of_clipping(present)]
+            total = total_norm(norms, present[0].device, norm_type, error_if_nonfinite)
+            self._change(present, scaled_by(torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)))
+            return total
+
+    def clip_grad_value_(self, parameters: Iterable[torch.nn.Parameter], clip_value: float) -> None:
+        """As `torch.nn.utils.clip_grad_value_`, bit for bit. Evicted gradients are clamped when they are used."""
+        self._check_process()
+        self.check()
+        change = clamped_to(float(clip_value))
+        with self._lock, modes_kept():
+            set_grad_mode(False)
+            present = [p for p in parameters if self.has(p)]
+            for dtype in {p.dtype for p in present}:
+                change(torch.empty(0, dtype=dtype))  # What has no order raises now.
+            self._change(present, change)
+
+    def _change(self, parameters: Iterable[torch.nn.Parameter], change: Change) -> None:
+        """Change gradients, in memory at once; evicted ones when they are used, if they are on disk."""
+        for p in parameters:
+            gradient = self._of(p)
+            if gradient is not None and gradient.state is not GradientState.IN_MEMORY:
+                self._change_evicted(gradient, change)
+            else:
+                in_memory = raw_gradient(p)
+                assert in_memory is not None
+                change(in_memory)
+
+    def _change_evicted(self, gradient: Gradient, change: Change) -> None:
+        gradient.norm = None
+        if self._store is not None or gradient.state is not GradientState.EVICTED:
+            gradient.changes.append(change)
+            return
+        self._rewrite(gradient, gradient.parts, lambda _, view: change(view))
+
+    def _rewrite(self, gradient: Gradient, parts: list[Part], change: Callable[[Part, torch.Tensor], object]) -> None:
+        """Call `change` with each of `parts` and its buffer, 1-D. If that is cut off, the gradient is LOST."""
+        try:
+            for part in parts:
+                lease, _ = self._cache.take(part.key, part.length_bytes)
+                change(part, lease.view(0, part.numel, gradient.dtype))
+                self._cache.put(part.key, part.length_bytes)
+        except BaseException as error:
+            self._cache.recover()
+            gradient.mark_lost(error)
+            raise
+
+    def _norm_of(self, p: torch.nn.Parameter, norm_type: float, foreach: bool | None) -> torch.Tensor:
+        gradient = self._of(p)
+        if gradient is None or gradient.state is GradientState.IN_MEMORY:
+            in_memory = raw_gradient(p)
+            assert in_memory is not None
+            return norm_of(in_memory, norm_type, foreach)
+        if gradient.norm is not None and gradient.norm.is_as_asked(norm_type, foreach):
+            return gradient.norm.value
+        return norm_of(self._whole(gradient), norm_type, foreach)
+
+    # --- `GradientHome` --------------------------------------------------------------------------------------------
+
+    def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Return what reading `p.grad` gives: a tensor that is brought back when its values are used."""
+        with self._lock:
+            gradient = self._of(parameter)
+            if gradient is not None and os.getpid() == self._pid and not self._closed:
+                self._join_left(gradient)
+            if gradient is None or gradient.state is GradientState.IN_MEMORY:
+                return raw_gradient(parameter)
+            if gradient.device.type != "cpu" and not self._closed:
+                return self.bring_back(parameter)  # Some of torch's functions choose other kernels by the exact class.
+            handed = gradient.somebody_has_it()
+            if handed is None:
+                handed = evicted_gradient(parameter, None if self._closed else self, gradient.stride)
+                gradient.handed = weakref.ref(handed)
+            return handed
+
+    def bring_back(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Have an evicted gradient in memory again, for good.
+
+        Raises:
+            SwapError: it was lost, or this is a forked child.
+            SwapIOError: it could not be read.
+        """
+        if self._closed:
+            return None
+        self._check_process()
+        with self._lock, outside_of_inference():
+            set_grad_mode(False)
+            gradient = self._of(parameter)
+            if gradient is None or gradient.state is GradientState.IN_MEMORY:
+                return raw_gradient(parameter)
+            values = self._whole(gradient)
+            if (handed := gradient.somebody_has_it()) is not None:
+                values = fill_gradient(handed, values)
+            gradient.begin_to_change()
+            set_raw_gradient(parameter, values)
+            self._forget(gradient)
+            return values
+
+    def clear(self, parameters: Iterable[torch.nn.Parameter] | None = None) -> None:
+        """Forget evicted gradients; nothing is read, unless somebody holds the tensor that stands for one.
+
+        Args:
+            parameters: None means all.
+        """
+        with self._lock:
+            known = self._gradients.values() if parameters is None else map(self._of, parameters)
+            for gradient in known:
+                if gradient is not None and gradient.state is not GradientState.IN_MEMORY:
+                    self._fill_handed(gradient)
+                    self._forget(gradient)
+
+    def set_zero(self, parameter: torch.nn.Parameter) -> None:
+        """Let an evicted gradient be zeros; nothing is read or written."""
+        with self._lock:
+            gradient = self._of(parameter)
+            assert gradient is not None
+            self._forget(gradient, to=GradientState.ZERO)
+
+    # --- Whole gradients -------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _opened(self, gradient: Gradient, part: Part) -> Iterator[torch.Tensor]:
+        """Within it a part of an evicted gradient is there, complete; 1-D, in memory order. It is not changed."""
+        if gradient.state is GradientState.LOST:
+            gradient.raise_lost()
+        try:
+            lease, there = self._cache.take(part.key, part.length_bytes)
+            assert there or gradient.state is GradientState.ZERO, part.key
+            view = lease.view(0, part.numel, gradient.dtype)
+            with modes_kept():
+                set_grad_mode(False)
+                self._complete(gradient, view)
+            yield view
+        finally:
+            self._cache.release(part.key)
+
+    def _complete(self, gradient: Gradient, view: torch.Tensor) -> None:
+        """Do what was put off."""
+        if gradient.state is GradientState.ZERO:
+            view.zero_()
+        for change in gradient.changes:
+            change(view)
+
+    def _whole(self, gradient: Gradient) -> torch.Tensor:
+        """Copy an evicted gradient into memory."""
+        whole = torch.empty_strided(gradient.shape, gradient.stride, dtype=gradient.dtype, device=gradient.device)
+        flat = whole.as_strided((whole.numel(),), (1,))
+        for i, part in enumerate(gradient.parts):
+            if gradient.state is GradientState.EVICTED:
+                for following in gradient.parts[i : i + 2]:
+                    self._cache.stage(following.key, following.length_bytes)
+            with self._opened(gradient, part) as view:
+                flat[part.start : part.stop].copy_(view)
+        return whole
+
+    def _fill_handed(self, gradient: Gradient) -> None:
+        """Give the tensor that stands for a gradient its values, if somebody has it: the gradient is forgotten next."""
+        if (handed := gradient.somebody_has_it()) is None:
+            return
+        try:
+            self._check_process()
+            if self._closed:
+                raise SwapError("closed")
+            with outside_of_inference():
+                set_grad_mode(False)
+                fill_gradient(handed, self._whole(gradient))
+        except SwapError:
+            handed.home = None  # Using it raises.
+
+    def _forget(self, gradient: Gradient, *, to: GradientState = GradientState.IN_MEMORY) -> None:
+        """It is in memory now, or not wanted."""
+        gradient.begin_to_change()
+        if os.getpid() == self._pid and not self._closed:
+            for part in gradient.parts:
+                self._cache.discard(part.key)
+        gradient.arrived, gradient.norm, gradient.changes, gradient.cause = 0, None, [], None
+        gradient.state = to
+        if to is GradientState.IN_MEMORY:
+            gradient.handed = None
+            if (parameter := gradient.parameter()) is not None:
+                clear_gradient_home(parameter)
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise SwapError(
+                "a gradient that is swapped was used in a forked process; its files and buffers belong to the parent"
+            )
