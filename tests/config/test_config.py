@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from repository import ROOT
 
+import swapper
 from swapper.config import (
     AioConfig,
     OffloadConfig,
@@ -700,3 +701,13 @@ def test_schema_is_printed_and_written(tmp_path: Path) -> None:
     assert json.loads(printed) == json_schema()
     subprocess.run([*command, str(tmp_path / "s.json")], cwd=ROOT, check=True, capture_output=True)
     assert (tmp_path / "s.json").read_text() == printed
+
+
+def test_files_know_the_classes_by_their_public_names() -> None:
+    """A config that was pickled, as hyperparameters are, is found by these names, also by `weights_only`."""
+    sections = [value for value in vars(swapper.config).values() if hasattr(value, "model_fields")]
+    assert swapper.OffloadConfig in sections
+    assert {each.__module__ for each in sections} == {"swapper.config"}
+    config = swapper.OffloadConfig(nvme_path="/drive")
+    assert b"swapper.config\n" in pickle.dumps(config, protocol=0)
+    assert pickle.loads(pickle.dumps(config)) == config
