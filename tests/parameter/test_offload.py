@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import gc
 import json
 import logging
@@ -20,8 +22,10 @@ from torch import nn
 
 import swapper
 from swapper import ConfigError, OffloadConfig, ParameterSwapper, SwapError
+from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.parameter import records as parameter_records
 from swapper.progress import warn_once
+from swapper.storage.store import TensorStore
 from swapper.tensors.evicted import EvictedParameter
 
 WIDTH = 256
@@ -372,6 +376,51 @@ def test_a_failed_offload_leaves_model_and_optimizer_as_they_were(
     gc.collect()
     assert list(nvme_path.iterdir()) == []
     assert train(model, optimizer) == plain_losses()
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, KeyboardInterrupt])
+def test_a_failed_offload_of_a_model_larger_than_the_pool_loses_no_value(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch, error: int | type[KeyboardInterrupt]
+) -> None:
+    """At most four of the eight records fit the pool. The drive fails in each of the writes, at its start or later."""
+    plan = FaultPlan(fail_errno=error if isinstance(error, int) else errno.EIO, delay_us=1000)
+    monkeypatch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+    config = OffloadConfig(
+        nvme_path=nvme_path,
+        pool_bytes=f"{4 * RECORD_BYTES}B",
+        bucket_bytes="300KiB",
+        offload_optimizer={"device": "none"},
+        offload_param={"device": "nvme"},
+    )
+    expected = [p.detach().clone() for p in make_model().parameters()]
+    write, failed = TensorStore.write, 0
+    for n in range(1, 9):
+        left = n
+
+        def cut_off(store: TensorStore, *args: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            return write(store, *args)
+
+        if isinstance(error, int):
+            plan.fail_write_at = n
+        else:
+            monkeypatch.setattr(TensorStore, "write", cut_off)
+        model = make_model()
+        try:
+            swapper.offload(model, config=config)
+        except (swapper.SwapIOError, KeyboardInterrupt) as raised:
+            failed += 1
+            assert raised.errno == error if isinstance(raised, swapper.SwapIOError) else raised
+            assert not hasattr(model, "swapper")
+            assert all(type(p) is nn.Parameter for p in model.parameters())
+            assert all(map(torch.equal, model.parameters(), expected))
+        del model
+        gc.collect()
+        assert list(nvme_path.iterdir()) == []
+    assert failed >= 4
 
 
 def test_parameters_in_host_memory_are_where_they_are_said_once(
