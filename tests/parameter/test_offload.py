@@ -150,6 +150,14 @@ def test_offload_in_inference_mode_is_for_training_too(nvme_path: Path) -> None:
     assert train(model, optimizer) == plain_losses()
 
 
+def test_after_init_in_inference_mode_the_pool_is_for_training_too(nvme_path: Path) -> None:
+    config = make_config(nvme_path)
+    with torch.inference_mode(), swapper.init(config):
+        evaluated = make_model()
+    assert train(*offloaded(config)) == plain_losses()
+    del evaluated
+
+
 def test_addresses_of_parameters_that_are_away_differ_and_last(nvme_path: Path) -> None:
     model, _ = offloaded(make_config(nvme_path, pool_bytes=f"{least_pool_bytes(nvme_path, 0)}B"))
     addresses = [p.data_ptr() for p in model.parameters()]
