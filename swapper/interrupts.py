@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
+import weakref
 
 # The module beneath `signal`, whose functions spend ten times as long on turning numbers into enums and back.
 from _signal import getsignal, signal  # type: ignore[import-not-found]
+from collections.abc import Callable
 from signal import SIGINT
 from threading import get_ident
 from types import FrameType, TracebackType
+from typing import Any
 
 __all__ = ["interrupts_deferred"]
 
@@ -29,31 +32,54 @@ class interrupts_deferred:  # Reads as a statement, like `contextlib.suppress`.
     raises, a noted interrupt is raised in its place, with the other exception as its context.
     """
 
-    __slots__ = ("_frame", "_handler", "_noted")
+    __slots__ = ("__weakref__", "_frame", "_handler", "_noted")
+    _frame: FrameType | None
 
     def __enter__(self) -> None:
-        # An interrupt before `signal` has replaced the handler is raised here, when nothing has changed; after
-        # that it is noted. There is nothing in between: `signal` runs pending handlers before it replaces one.
+        # An interrupt before `signal` has replaced the handler is raised here, when nothing has changed; after that it
+        # is noted. There is nothing in between: `signal` runs pending handlers before it replaces one.
         self._handler = None
-        self._noted = False
         if get_ident() == _MAIN_THREAD.ident:
             handler = getsignal(_SIGINT)
-            if callable(handler) and not isinstance(getattr(handler, "__self__", None), interrupts_deferred):
+            if type(handler) is _Note:
+                if handler.section() is not None:
+                    return
+                handler = handler.handler
+            if callable(handler):
+                self._noted = False
                 self._handler = handler
-                signal(_SIGINT, self._note)
+                signal(_SIGINT, _Note(self, handler))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._handler is None:
-            return
         handler = self._handler
-        signal(_SIGINT, handler)
-        if self._noted:
-            handler(_SIGINT, self._frame)
+        if handler is not None:
+            signal(_SIGINT, handler)
+            if self._noted:
+                handler(_SIGINT, self._frame)
 
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._noted, self._frame = True, frame
+
+class _Note:
+    """The handler within a section.
+
+    It knows the section weakly: if the handler of another signal raises in `__enter__` or `__exit__`, the section is
+    gone and nobody restores SIGINT's handler. Then this does.
+    """
+
+    __slots__ = ("handler", "section")
+
+    def __init__(self, section: interrupts_deferred, handler: Callable[[int, FrameType | None], Any]) -> None:
+        self.section = weakref.ref(section)
+        self.handler = handler
+
+    def __call__(self, signum: int, frame: FrameType | None) -> None:
+        section = self.section()
+        if section is None:
+            signal(_SIGINT, self.handler)
+            self.handler(signum, frame)
+        else:
+            section._noted, section._frame = True, frame
 
 
 _SIGINT = int(SIGINT)

@@ -120,3 +120,35 @@ def test_no_place_leaves_the_handler_replaced_or_loses_a_hand_over() -> None:
             break
         struck += 1
     assert struck > 8
+
+
+def test_a_handler_of_another_signal_that_raises_anywhere_leaves_ctrl_c_working() -> None:
+    """A timeout by SIGALRM, say: if it strikes within `__enter__` or `__exit__`, nobody restores SIGINT's handler."""
+
+    class Timeout(Exception):
+        pass
+
+    def time_out(signum: int, frame: object) -> None:
+        raise Timeout
+
+    def section() -> None:
+        with interrupts_deferred():
+            pass
+
+    before = signal.signal(signal.SIGUSR1, time_out)
+    struck = 0
+    try:
+        for n in range(100):
+            try:
+                interrupted_at(n, section, "interrupts.py", "/test_interrupts.py", number=signal.SIGUSR1)
+                break
+            except Timeout:
+                struck += 1
+            with pytest.raises(KeyboardInterrupt):
+                strike()
+            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+            with pytest.raises(KeyboardInterrupt), interrupts_deferred():
+                strike()
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert struck > 8

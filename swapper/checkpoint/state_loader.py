@@ -96,14 +96,30 @@ def ready_to_load_state(optimizer: Optimizer, checkpoint: Checkpoint, number: in
     return functools.partial(loader.load, loader.reader.groups(range(len(loader.reader.saved.parameters))))
 
 
+def _bits_now(
+    parameters: Sequence[torch.nn.Parameter],
+    saved: Sequence[SavedParameter],
+    slot: int,
+    ranges: Sequence[tuple[int, int]],
+) -> Iterator[torch.Tensor]:
+    """The values that a parameter has now. See `Bits`."""
+    values, stride = parameters[slot].detach().cpu(), saved[slot].stride
+    if not same_order(values.shape, stride, memory_stride(values)) or not is_dense(values):
+        values = torch.empty_strided(values.shape, tuple(stride), dtype=values.dtype).copy_(values)
+    flat = values.as_strided((values.numel(),), (1,))
+    return (flat[start:stop] for start, stop in ranges)
+
+
 class _StateLoader:
     """Loads the state of one optimizer."""
 
     def __init__(self, optimizer: Optimizer, checkpoint: Checkpoint, number: int) -> None:
-        self.reader = StateReader(checkpoint, number, self._bits)
+        self._parameters = list(parameters_of(optimizer))
+        # Not a method of this: the reader would be a cycle with it, which keeps optimizer and parameters.
+        bits = functools.partial(_bits_now, self._parameters, checkpoint.index.optimizers[number].parameters)
+        self.reader = StateReader(checkpoint, number, bits)
         self._optimizer = optimizer
         self._checkpoint = checkpoint
-        self._parameters = list(parameters_of(optimizer))
         self._saved = self.reader.saved.parameters
         self._slot_of = {id(p): slot for slot, p in enumerate(self._parameters)}
         self._bucket_at = {
@@ -124,17 +140,16 @@ class _StateLoader:
 
     def _plain_state(self, slot: int, p: torch.nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for key, value in self.reader.state(slot).items():
-            if isinstance(value, TensorStream):
-                tensor = _whole(value)
-                if tensor.shape == p.shape and is_dense(p) and tensor.stride() != p.stride():
-                    tensor = torch.empty_strided(p.shape, p.stride(), dtype=tensor.dtype).copy_(tensor)
-                state[key] = as_plain_state(key, tensor, p, False)
-            elif isinstance(value, torch.Tensor):
-                plain = as_plain_state(key, value, p, False)
-                state[key] = plain.clone() if plain is value else plain
-            else:
+        for key, given in self.reader.state(slot).items():
+            value = _whole(given) if isinstance(given, TensorStream) else given
+            if not isinstance(value, torch.Tensor):
                 state[key] = copy.deepcopy(value)
+                continue
+            if value.shape == p.shape and is_dense(p) and value.stride() != p.stride():
+                # Fused kernels walk through memory: they take it that state lies as its parameter does.
+                value = torch.empty_strided(p.shape, p.stride(), dtype=value.dtype).copy_(value)
+            plain = as_plain_state(key, value, p, False)
+            state[key] = plain.clone() if plain is given else plain
         return state
 
     def _fill(self, records: StateRecords, optimizer: Optimizer) -> None:
@@ -163,14 +178,6 @@ class _StateLoader:
                 else:
                     state[key] = _whole(value)
         return state
-
-    def _bits(self, slot: int, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
-        """The values that the parameter has now. See `Bits`."""
-        values, stride = self._parameters[slot].detach().cpu(), self._saved[slot].stride
-        if not same_order(values.shape, stride, memory_stride(values)) or not is_dense(values):
-            values = torch.empty_strided(values.shape, tuple(stride), dtype=values.dtype).copy_(values)
-        flat = values.as_strided((values.numel(),), (1,))
-        return (flat[start:stop] for start, stop in ranges)
 
     def _slot(self, segment: Segment) -> int:
         return self._slot_of.get(id(segment.parameter), -1) if not segment.is_hole else -1

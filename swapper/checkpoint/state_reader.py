@@ -83,7 +83,7 @@ class StateReader:
         self.with_master: set[int] = set()
         self._checkpoint = checkpoint
         self._what = f"optimizer {number}"
-        self._bits = bits or self._stored_bits
+        self._given_bits = bits
         self._slices: dict[int, list[_SavedSlice]] = {}
         self._small: tuple[int, dict[str, Any]] | None = None
         self._master: tuple[_SavedSlice, int, torch.Tensor] | None = None
@@ -351,8 +351,10 @@ class StateReader:
         whole[: bits.numel()] = bits
         return (whole.view(-1, 8) << shifts).sum(1, dtype=torch.uint8)
 
-    def _stored_bits(self, slot: int, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
-        """The values that the checkpoint has of a parameter. See `Bits`."""
+    def _bits(self, slot: int, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
+        """The values of a parameter: those that were given, or those of the checkpoint. See `Bits`."""
+        if self._given_bits is not None:
+            return self._given_bits(slot, ranges)
         if self._reader_of_bits is None or self._reader_of_bits[0] != slot:
             self._reader_of_bits = slot, self._parameter_reader(slot)
         read = self._reader_of_bits[1]

@@ -160,6 +160,33 @@ def test_another_order_of_elements_in_memory(after: str, tmp_path: Path) -> None
         assert torch.equal(second.model.state_dict()[name], value), name
 
 
+@pytest.mark.parametrize("channels", [4, 60])
+def test_plain_state_lies_in_memory_as_its_parameter_does(channels: int, tmp_path: Path) -> None:
+    """Also state that is too small for a file: fused kernels walk through memory, whatever the strides are."""
+
+    def made(memory_format: torch.memory_format) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Conv2d(3, channels, 5).to(memory_format=memory_format)
+        return model, torch.optim.AdamW(model.parameters(), fused=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(1)
+        for p in model.parameters():
+            p.grad = torch.randn(p.shape, generator=generator).contiguous(memory_format=torch.contiguous_format)
+            p.grad = torch.empty_like(p).copy_(p.grad)
+        optimizer.step()
+        return next(model.parameters()).detach().clone(memory_format=torch.contiguous_format)
+
+    first = made(torch.channels_last)
+    step(*first)
+    swapper.save_checkpoint(tmp_path / "saved", *first).wait()
+    second = made(torch.contiguous_format)
+    swapper.load_checkpoint(tmp_path / "saved", *second)
+    weight = next(second[0].parameters())
+    assert second[1].state[weight]["exp_avg"].stride() == weight.stride()
+    torch.testing.assert_close(step(*second), step(*first))
+
+
 def test_options_that_were_changed_come_back(tmp_path: Path) -> None:
     first = Training("nvme", tmp_path, OPTIMIZERS["AdamW"]).steps(1)
     first.optimizer.param_groups[0].update(lr=torch.tensor(0.5), betas=(0.5, 0.75), note="mine")

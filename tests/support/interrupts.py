@@ -16,13 +16,14 @@ def _names(code: CodeType) -> dict[int, str]:
     return {instruction.offset: instruction.opname for instruction in dis.get_instructions(code)}
 
 
-def interrupted_at(n: int, function: Callable[[], object], *files: str) -> bool:
+def interrupted_at(n: int, function: Callable[[], object], *files: str, number: int = signal.SIGINT) -> bool:
     """Call `function` and send SIGINT to the process at the n-th place, from 0, in the code of `files`.
 
     A place is where the interpreter runs handlers of signals: on entry to a function, after a call, and where a loop
     goes back. The handler is that of the moment, so that what defers interrupts does so here.
 
     Args:
+        number: send this signal instead.
         files: each the name of a file in `swapper`, or a part of the path of files anywhere that begins with "/".
 
     Returns:
@@ -50,7 +51,7 @@ def interrupted_at(n: int, function: Callable[[], object], *files: str) -> bool:
         if last.startswith(("RESUME", "CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE")) and not elsewhere:
             left -= 1
             if left == -1:
-                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(number)
         return trace
 
     former = sys.gettrace()

@@ -267,10 +267,16 @@ def with_locked_memory_for_one_thread(directory: Path) -> None:
         everything_works(one, directory)
 
 
+def let_anybody_in(path: Path) -> None:
+    """Through all directories that pytest has made on the way to it."""
+    depth = next(n for n, directory in enumerate(path.parents) if directory.name.startswith("pytest-of-"))
+    for directory in (path, *path.parents[: depth + 1]):
+        directory.chmod(0o755)
+
+
 @needs_registration
 def test_registration_that_a_later_thread_cannot_have_is_undone(tmp_path: Path) -> None:
-    for directory in (tmp_path, *tmp_path.parents[:2]):
-        directory.chmod(0o755)
+    let_anybody_in(tmp_path)
     alone(with_locked_memory_for_one_thread, tmp_path)
 
 
@@ -380,8 +386,7 @@ def with_few_threads(backend: str, directory: Path) -> None:
 @pytest.mark.root  # A user of its own: others of this user would be counted.
 @pytest.mark.parametrize("backend", [backend for backend in AVAILABLE if backend != "uring+fixed"])
 def test_too_many_threads_is_an_error_that_leaves_none(tmp_path: Path, backend: str) -> None:
-    for directory in (tmp_path, *tmp_path.parents[:2]):
-        directory.chmod(0o755)
+    let_anybody_in(tmp_path)
     alone(with_few_threads, backend, tmp_path)
 
 
