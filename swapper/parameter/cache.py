@@ -192,6 +192,8 @@ class ParameterCache:
                 self._order.hold(number, fixed=held.gone or held.resident)
             elif not self._cache.stage(held.key, held.length_bytes):
                 return
+            elif self._cache.records.get(held.key) is None:  # Nothing is stored of it: it is still being taken over.
+                return
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:

@@ -214,6 +214,17 @@ def test_a_read_that_ctrl_c_cut_off_from_its_use_is_made_again(nvme_path: Path) 
     assert torch.equal(model(torch.ones(1, WIDTH)), expected)
 
 
+@pytest.mark.timeout(30)
+def test_reading_ahead_stops_at_a_record_of_which_nothing_is_stored(nvme_path: Path) -> None:
+    """As after an exception while a model is taken over."""
+    model, _ = offloaded(make_config(nvme_path))
+    used = swapper_of(model)
+    while used._cache.pool.reclaim():
+        pass
+    used._cache.discard(used._all[1].key)
+    assert torch.equal(model[0](torch.ones(1, WIDTH)), make_model()[0](torch.ones(1, WIDTH)))
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch uses it for some of them.
 def test_forward_derivatives_have_the_bits_of_the_plain_model(nvme_path: Path) -> None:
     tangents = []
