@@ -190,10 +190,8 @@ class ParameterCache:
             held = self._all[number]
             if held.gone or self._cache.records.get(held.key) is not None:
                 self._order.hold(number, fixed=held.gone or held.resident)
-            elif not self._cache.stage(held.key, held.length_bytes):
-                return
-            elif self._cache.records.get(held.key) is None:  # Nothing is stored of it: it is still being taken over.
-                return
+            elif not self._cache.stage(held.key, held.length_bytes) or self._cache.records.get(held.key) is None:
+                return  # There is no room; or nothing is stored of it, as it is still being taken over.
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:
