@@ -24,7 +24,9 @@ import swapper
 from swapper import ConfigError, OffloadConfig, ParameterSwapper, SwapError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.parameter import records as parameter_records
+from swapper.parameter.cache import BY_ADDRESS
 from swapper.progress import warn_once
+from swapper.storage.buffers import Lease
 from swapper.storage.store import TensorStore
 from swapper.tensors.evicted import EvictedParameter
 
@@ -212,6 +214,26 @@ def test_a_read_that_ctrl_c_cut_off_from_its_use_is_made_again(nvme_path: Path) 
     used._cache.require(held.key, held.length_bytes)
     used._cache.fetch(held.key)  # As between the wait and the opening of the record.
     assert torch.equal(model(torch.ones(1, WIDTH)), expected)
+
+
+def test_an_opening_that_ctrl_c_cut_off_leaves_no_address(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = offloaded(make_config(nvme_path))
+    used = swapper_of(model)
+    while used._cache.pool.reclaim():
+        pass
+    before, own_view, calls = len(BY_ADDRESS), Lease.own_view, iter(range(9))
+
+    def cut_off(self: Lease, *args: Any) -> torch.Tensor:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return own_view(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Lease, "own_view", cut_off)
+        model[0](torch.ones(1, WIDTH))
+    while used._cache.pool.reclaim():
+        pass
+    assert len(BY_ADDRESS) == before
 
 
 @pytest.mark.timeout(30)
