@@ -465,15 +465,13 @@ def _builder(settings: OffloadConfig) -> ModelBuilder:
             f"offload_param.device: {settings.offload_param.device} leaves parameters in memory; set it to nvme, or "
             "build the model without swapper"
         )
-    shared = Shared.of(settings, None)
-    release = shared.hold(0, 0)
-    try:
-        return ModelBuilder(
-            next(_owners), settings.bucket_bytes, settings.pool_bytes, shared.pool, shared.store, release
+    with outside_of_inference():  # What is made here is used outside of that mode too.
+        shared = Shared.of(settings, None)
+        release = shared.hold(0, 0)
+        number, pool, store = next(_owners), shared.pool, shared.store
+        return _made(
+            lambda: ModelBuilder(number, settings.bucket_bytes, settings.pool_bytes, pool, store, release), release
         )
-    except BaseException:
-        release()
-        raise
 
 
 def unwrap_optimizer(optimizer: _OptimizerT, *, drop_masters: bool = False) -> _OptimizerT:

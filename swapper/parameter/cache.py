@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swapper.errors import SwapError
+from swapper.interrupts import interrupts_deferred
 from swapper.io.checksums import checksum
 from swapper.metrics import Metrics
 from swapper.parameter.records import ParameterLocation, ParameterRecord
@@ -83,14 +84,17 @@ class Held:
     def open(self, lease: Lease, cache: ParameterCache, *, arrived: bool) -> None:
         """Make the views of the buffer; if the record has `arrived`, copy the values that the file has elsewhere."""
         opened = []
-        for index, location in enumerate(self.plan.locations):
+        for location in self.plan.locations:
             with outside_of_inference():  # They outlive that mode.
                 values = lease.own_view(location.offset_bytes, location.numel, location.dtype)
             if arrived and location.offset_bytes != location.file_offset_bytes:
                 location.view(values).copy_(_in_file(lease, location).view(location.shape))
             opened.append(values)
-            BY_ADDRESS[values.data_ptr()] = (weakref.ref(cache), self, index)
-        self.values = opened  # Until here nobody has seen the values, and all of it can be done again.
+        # Until here nobody has seen the values, and all of it can be done again.
+        with interrupts_deferred():  # `evicted` takes back the addresses of `values`, and no others.
+            self.values = opened
+            for index, values in enumerate(opened):
+                BY_ADDRESS[values.data_ptr()] = (weakref.ref(cache), self, index)
 
     def is_newer(self) -> bool:
         """Return True if the values in memory differ from what is stored. See [Note: when a buffer may go]."""
@@ -190,8 +194,8 @@ class ParameterCache:
             held = self._all[number]
             if held.gone or self._cache.records.get(held.key) is not None:
                 self._order.hold(number, fixed=held.gone or held.resident)
-            elif not self._cache.stage(held.key, held.length_bytes):
-                return
+            elif not self._cache.stage(held.key, held.length_bytes) or self._cache.records.get(held.key) is None:
+                return  # There is no room; or nothing is stored of it, as it is still being taken over.
 
     def _check_open(self) -> None:
         if os.getpid() != self._pid:

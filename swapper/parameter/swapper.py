@@ -82,23 +82,37 @@ class ParameterSwapper(ParameterOwner):
         del keepers
 
     def _give_everything_back(self) -> None:
-        """After a failed construction: the values of what was taken over are in the pool or on the drive."""
+        """After a failed construction: the values of what was taken over are in the pool or on the drive.
+
+        Records in the pool come first, and leave it: so there is room for the others, and nothing has to be written by
+        a drive that may be what has failed.
+        """
         for parameter, former in self._former.items():
             evict(parameter, former)
-        for held in self._all:
-            parameters = [location.parameter for location in held.plan.locations]
-            if not any(p in self._home and p not in self._former for p in parameters):
-                continue
-            with self._lock:
-                held.holds.add(self)
-                self._bring(held, "forward")
-                for location, values in zip(held.plan.locations, held.values, strict=True):
-                    p = location.parameter
-                    if p in self._home and p not in self._former:
-                        restore_for_good(p, location.view(values).clone(memory_format=torch.preserve_format))
+        with self._lock:
+            self._cache.recover()
+            in_pool = [held for held in self._all if self._cache.records.get(held.key) is not None]
+            for held in dict.fromkeys([*in_pool, *self._all]):
+                if any(self._is_taken(location.parameter) for location in held.plan.locations):
+                    self._restore_taken(held)
+                self._cache.forget(held.key)
         self._closed = True
         self._remove_hooks()
         finalize(self._all, self._cache, self._store, lambda: None, self._pid)
+
+    def _is_taken(self, parameter: torch.nn.Parameter) -> bool:
+        """True if nobody else has the values of `parameter`."""
+        return parameter in self._home and parameter not in self._former
+
+    def _restore_taken(self, held: Held) -> None:
+        self._cache.require(held.key, held.length_bytes)
+        lease = self._cache.fetch(held.key)
+        if not held.values:
+            held.open(lease, self, arrived=True)
+        for location, values in zip(held.plan.locations, held.values, strict=True):
+            if self._is_taken(location.parameter):
+                copy = location.view(values).clone(memory_format=torch.preserve_format)
+                restore_for_good(location.parameter, copy)
 
     @property
     def stays(self) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import functools
 import gc
 import json
 import logging
@@ -20,8 +22,12 @@ from torch import nn
 
 import swapper
 from swapper import ConfigError, OffloadConfig, ParameterSwapper, SwapError
+from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.parameter import records as parameter_records
+from swapper.parameter.cache import BY_ADDRESS
 from swapper.progress import warn_once
+from swapper.storage.buffers import Lease
+from swapper.storage.store import TensorStore
 from swapper.tensors.evicted import EvictedParameter
 
 WIDTH = 256
@@ -146,6 +152,14 @@ def test_offload_in_inference_mode_is_for_training_too(nvme_path: Path) -> None:
     assert train(model, optimizer) == plain_losses()
 
 
+def test_after_init_in_inference_mode_the_pool_is_for_training_too(nvme_path: Path) -> None:
+    config = make_config(nvme_path)
+    with torch.inference_mode(), swapper.init(config):
+        evaluated = make_model()
+    assert train(*offloaded(config)) == plain_losses()
+    del evaluated
+
+
 def test_addresses_of_parameters_that_are_away_differ_and_last(nvme_path: Path) -> None:
     model, _ = offloaded(make_config(nvme_path, pool_bytes=f"{least_pool_bytes(nvme_path, 0)}B"))
     addresses = [p.data_ptr() for p in model.parameters()]
@@ -200,6 +214,37 @@ def test_a_read_that_ctrl_c_cut_off_from_its_use_is_made_again(nvme_path: Path) 
     used._cache.require(held.key, held.length_bytes)
     used._cache.fetch(held.key)  # As between the wait and the opening of the record.
     assert torch.equal(model(torch.ones(1, WIDTH)), expected)
+
+
+def test_an_opening_that_ctrl_c_cut_off_leaves_no_address(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, _ = offloaded(make_config(nvme_path))
+    used = swapper_of(model)
+    while used._cache.pool.reclaim():
+        pass
+    before, own_view, calls = len(BY_ADDRESS), Lease.own_view, iter(range(9))
+
+    def cut_off(self: Lease, *args: Any) -> torch.Tensor:
+        if next(calls) == 1:
+            raise KeyboardInterrupt
+        return own_view(self, *args)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Lease, "own_view", cut_off)
+        model[0](torch.ones(1, WIDTH))
+    while used._cache.pool.reclaim():
+        pass
+    assert len(BY_ADDRESS) == before
+
+
+@pytest.mark.timeout(30)
+def test_reading_ahead_stops_at_a_record_of_which_nothing_is_stored(nvme_path: Path) -> None:
+    """As after an exception while a model is taken over."""
+    model, _ = offloaded(make_config(nvme_path))
+    used = swapper_of(model)
+    while used._cache.pool.reclaim():
+        pass
+    used._cache.discard(used._all[1].key)
+    assert torch.equal(model[0](torch.ones(1, WIDTH)), make_model()[0](torch.ones(1, WIDTH)))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch uses it for some of them.
@@ -372,6 +417,51 @@ def test_a_failed_offload_leaves_model_and_optimizer_as_they_were(
     gc.collect()
     assert list(nvme_path.iterdir()) == []
     assert train(model, optimizer) == plain_losses()
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOSPC, KeyboardInterrupt])
+def test_a_failed_offload_of_a_model_larger_than_the_pool_loses_no_value(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch, error: int | type[KeyboardInterrupt]
+) -> None:
+    """At most four of the eight records fit the pool. The drive fails in each of the writes, at its start or later."""
+    plan = FaultPlan(fail_errno=error if isinstance(error, int) else errno.EIO, delay_us=1000)
+    monkeypatch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+    config = OffloadConfig(
+        nvme_path=nvme_path,
+        pool_bytes=f"{4 * RECORD_BYTES}B",
+        bucket_bytes="300KiB",
+        offload_optimizer={"device": "none"},
+        offload_param={"device": "nvme"},
+    )
+    expected = [p.detach().clone() for p in make_model().parameters()]
+    write, failed = TensorStore.write, 0
+    for n in range(1, 9):
+        left = n
+
+        def cut_off(store: TensorStore, *args: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+            return write(store, *args)
+
+        if isinstance(error, int):
+            plan.fail_write_at = n
+        else:
+            monkeypatch.setattr(TensorStore, "write", cut_off)
+        model = make_model()
+        try:
+            swapper.offload(model, config=config)
+        except (swapper.SwapIOError, KeyboardInterrupt) as raised:
+            failed += 1
+            assert raised.errno == error if isinstance(raised, swapper.SwapIOError) else raised
+            assert not hasattr(model, "swapper")
+            assert all(type(p) is nn.Parameter for p in model.parameters())
+            assert all(map(torch.equal, model.parameters(), expected))
+        del model
+        gc.collect()
+        assert list(nvme_path.iterdir()) == []
+    assert failed >= 4
 
 
 def test_parameters_in_host_memory_are_where_they_are_said_once(
