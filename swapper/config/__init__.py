@@ -24,13 +24,3 @@ __all__ = [
     "parse_size",
     "read_mapping",
 ]
-
-for _section in (
-    AioConfig,
-    CheckpointConfig,
-    OffloadConfig,
-    OffloadGradientConfig,
-    OffloadOptimizerConfig,
-    OffloadParamConfig,
-):
-    _section.__module__ = __name__  # Pickles and `torch.serialization.add_safe_globals` know them by their public name.

@@ -486,3 +486,10 @@ def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(inner) for inner in value]
     return re.sub(r"(?<!\n)\n(?!\n)", " ", value) if isinstance(value, str) else value
+
+
+for _section in (
+    *(AioConfig, CheckpointConfig, OffloadConfig),
+    *(OffloadGradientConfig, OffloadOptimizerConfig, OffloadParamConfig),
+):
+    _section.__module__ = "swapper.config"  # Pickles, and the safe globals of torch, know them by their public name.
