@@ -74,6 +74,6 @@ def remove_replaced(path: Path, adopt: Callable[[Path], bool] = lambda _: False)
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
         else:
-            remove_tree(path, lambda file: _RECORD.fullmatch(file.name) is not None and adopt(file))
+            remove_tree(path, lambda file: _RECORD.fullmatch(file.name) is not None and adopt(file), last=INDEX)
     except OSError as error:
         log.warning("could not remove all of the checkpoint %s: %s", path, error)

@@ -382,18 +382,19 @@ def sweep_directories(parent: Path, is_whole: Callable[[Path], bool]) -> None:
             log.warning("could not remove %s: %s", path, error)
 
 
-def remove_tree(path: Path, adopt: Callable[[Path], bool] = lambda _: False) -> None:
+def remove_tree(path: Path, adopt: Callable[[Path], bool] = lambda _: False, *, last: str = MARK) -> None:
     """Remove a directory that has a temporary path. If that ends in the middle, the next sweep removes the rest.
 
     Args:
         adopt: moves a file elsewhere if it is of use, and says whether it did.
+        last: name of the file by which a directory is recognised that could not be marked, as on a full drive.
 
     Raises:
         OSError: something cannot be removed.
     """
     with contextlib.suppress(OSError):  # As when the drive is full.
         (path / MARK).touch()
-    for name in sorted(os.listdir(path), key=lambda name: name == MARK):
+    for name in sorted(os.listdir(path), key=lambda name: name in (last, MARK)):
         inside = path / name
         if inside.is_dir() and not inside.is_symlink():
             shutil.rmtree(inside)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -22,7 +23,7 @@ from training import OPTIMIZERS
 from twins import bits
 
 import swapper
-from swapper.checkpoint.directories import remove_leftovers
+from swapper.checkpoint.directories import remove_checkpoint, remove_leftovers
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.files.file_buffers import POOL_BYTES
 
@@ -356,3 +357,32 @@ def test_saving_and_loading_hold_at_most_the_pool_and_100_mb(before: str, after:
         assert done.returncode == 0, done.stderr
         allowed_mb = (POOL_BYTES + 100e6) / 1e6
         assert float(done.stdout) <= allowed_mb, f"{action} with {way}"
+
+
+def test_a_removal_that_is_cut_off_on_a_full_drive_leaves_what_a_sweep_recognises(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoint = tmp_path / "old"
+    checkpoint.mkdir()
+    for name in ("index.json", "model-00001.safetensors", "values.safetensors", "a.safetensors"):
+        (checkpoint / name).write_text("{}")
+    removed: list[str] = []
+    unlink = Path.unlink
+
+    def cut_off(path: Path, missing_ok: bool = False) -> None:
+        if len(removed) == 3:
+            raise KeyboardInterrupt
+        removed.append(path.name)
+        unlink(path, missing_ok)
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "no space")
+
+    listdir = os.listdir
+    monkeypatch.setattr(os, "listdir", lambda path: sorted(listdir(path), key=lambda name: name != "index.json"))
+    monkeypatch.setattr(Path, "touch", full)
+    monkeypatch.setattr(Path, "unlink", cut_off)
+    with pytest.raises(KeyboardInterrupt):
+        remove_checkpoint(checkpoint, lambda _: False)
+    (left,) = (file for directory in tmp_path.iterdir() for file in directory.iterdir())
+    assert left.name == "index.json"
