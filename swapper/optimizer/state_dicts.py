@@ -58,6 +58,7 @@ class StateRecords:
         reached = {bucket for of in states for bucket in of.buckets}
         buckets = [bucket for bucket in self.plan.buckets if bucket in reached]
         show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
+        self.bucket_records.cache.release_live()
         try:
             with modes_kept():
                 set_grad_mode(False)

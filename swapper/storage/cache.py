@@ -62,8 +62,7 @@ class RecordCache:
         lock: held by every call; for owners that change what their policy reads.
         records: those that hold a buffer. Only the cache changes them.
         limit_bytes: the most of the pool to hold at once, unless what is in use alone is more; None for no limit.
-        read_ahead_bytes: the most that `stage` keeps of the pool, beside what is in use; None where nobody else needs
-            the rest.
+        read_ahead_bytes: the most that `stage` keeps of the pool, beside what is in use; None for no limit.
         drops: how often a record that was prefetched was dropped before anybody took it.
 
     Thread safety: `stage` may be called by an autograd thread while the owner's thread waits in backward.
@@ -168,8 +167,7 @@ class RecordCache:
         """Bring `key` in and wait for it.
 
         Returns:
-            The buffer, the caller's until `put` or `release`; and whether it holds a record (False: it is a new
-            buffer of undefined content, because nothing is stored yet).
+            The buffer, the caller's until `put` or `release`; and False if its content is undefined, as of new records.
 
         Raises:
             SwapIOError: reading failed, or a write that was in flight did.
@@ -330,8 +328,13 @@ class RecordCache:
 
         Without a store there is no other copy: then what was put before stays, as it is.
         """
-        with self.lock:
+        with interrupts_deferred(), self.lock:  # Nothing here waits for the drive.
             self.drop_prefetched()
+            self.release_live()
+
+    def release_live(self) -> None:
+        """Give back what was taken and not put, as by a call that Ctrl-C cut off in `recover`, too."""
+        with self.lock:
             for record in self.records.of_state(RecordState.LIVE):
                 self._metrics.end_use(record.key)
                 self._let_rest(record, keeps=self._store is None)
