@@ -201,7 +201,7 @@ class OtherTensors:
             return False
         if self._counts is None:
             self._counts = _tensors_by_storage()
-        if self._counts.get(storage._cdata, 0) > 1:  # Some are gone since, as those of a thread that was at work.
+        if self._counts.get(storage._cdata, 0) > 1:  # Under DDP one was seen that was gone at a second look.
             self._counts = _tensors_by_storage()
         return self._counts.get(storage._cdata, 0) > 1
 
