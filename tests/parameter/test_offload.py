@@ -562,6 +562,7 @@ def _peak_bytes(nvme_path: Path, *, blocks: int, swapped: bool, in_backward: boo
     return int(json.loads(output))
 
 
+@pytest.mark.unsanitized("its memory counts as the process's")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step at the end", "step in backward"])
 def test_memory_does_not_grow_with_the_model(in_backward: bool, nvme_path: Path) -> None:
