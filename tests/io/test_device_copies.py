@@ -23,7 +23,7 @@ from training import OPTIMIZERS, same_bits
 import swapper
 from swapper.errors import SwapError, SwapIOError
 from swapper.gradient.swapper import GradientSwapper
-from swapper.io import bounce, devices
+from swapper.io import devices, handle
 from swapper.io.bounce import Bounce
 from swapper.io.devices import Copy, DeviceCopies
 from swapper.io.handle import AsyncIOHandle, FaultPlan
@@ -46,7 +46,7 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU is an accelerator, but not for files: the buffers of a pool are still memory of the host."""
-    monkeypatch.setattr(bounce, "DEVICES", {})
+    monkeypatch.setattr(handle, "is_accelerator", lambda device: False)
     monkeypatch.setitem(devices.DEVICES, "cpu", LateCopies)
     LateCopies.reset()
     yield
