@@ -150,3 +150,24 @@ def test_a_process_group_that_has_not_let_go_of_what_it_sent(nvme_path: Path) ->
             swapper_of(model).close()
     finally:
         torch.distributed.destroy_process_group()
+
+
+def test_a_storage_that_the_user_keeps_follows_the_parameter(nvme_path: Path) -> None:
+    """Its memory is in the pool, where no other parameter may come meanwhile."""
+    model = Mlp(24)
+    expected = bits(dict(model.named_parameters()))
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path, pool_bytes="96KiB"))
+    x = torch.ones(2, WIDTH)
+    with torch.no_grad():
+        model(x)
+        storage = model.get_parameter("blocks.12.0.weight").untyped_storage()
+        for _ in range(3):
+            model(x)
+            assert {name: bits(p.detach()) for name, p in model.named_parameters()} == expected
+        storage.fill_(0)
+        model(x)
+    expected["blocks.12.0.weight"] = bits(torch.zeros(WIDTH, WIDTH))
+    assert {name: bits(p.detach()) for name, p in model.named_parameters()} == expected
+    del storage
+    swapper_of(model).close()
