@@ -14,6 +14,7 @@ import torch
 from swapper.bench.measure import Contestant, drop_from_cache
 from swapper.bench.site import Lane
 from swapper.bench.witness import Operation
+from swapper.io.devices import synchronize
 from swapper.io.handle import AsyncIOHandle, File
 
 __all__ = ["Load", "NewFile", "Save", "Transfers", "ordinary_memory", "torch_load", "torch_save"]
@@ -53,8 +54,8 @@ class Transfers(Contestant):
         transfers = [lane.start(self.operation, piece, offset) for lane, piece, offset in self._pieces]
         for transfer in transfers:
             transfer.wait()
-        if any(lane.tensor.is_cuda for lane in self._lanes):
-            torch.cuda.synchronize()
+        for device in {lane.tensor.device for lane in self._lanes}:
+            synchronize(device)
         cached = [lane.file for lane in self._lanes if not lane.file.direct]
         if self.operation == "write":
             for file in cached:
@@ -188,8 +189,8 @@ class Load(Contestant):
     def move(self) -> bool:
         """Load it."""
         loaded = self._load(self.files[0])
-        if isinstance(loaded, torch.Tensor) and loaded.is_cuda:
-            torch.cuda.synchronize()
+        if isinstance(loaded, torch.Tensor):
+            synchronize(loaded.device)
         assert _total_bytes(loaded) == self.length_bytes
         return False
 

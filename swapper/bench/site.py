@@ -61,7 +61,7 @@ class Site:
     Args:
         directory: empty.
         length_bytes: of the file and the tensor; a multiple of 4096.
-        device: "cpu", where the memory is a slab like those of a pool, or "cuda".
+        device: "cpu", where the memory is a slab like those of a pool, or an accelerator.
 
     Raises:
         SwapIOError: there is not so much memory, or the file cannot be written.

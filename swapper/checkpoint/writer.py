@@ -141,9 +141,8 @@ class NewCheckpoint:
                 crcs[key] = crc32c_of(whole[start:])
             self.write_small(name, bytes(whole))
             return crcs
-        cuda = any(tensor.is_cuda for tensor in tensors.values())
         with (
-            OutputFile(self._path / name, length_bytes=length_bytes, cuda=cuda, summed=True) as output,
+            OutputFile(self._path / name, length_bytes=length_bytes, summed=True) as output,
             progress_bar("saving", length_bytes) as done,
         ):
             output.append(header)

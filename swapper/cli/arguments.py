@@ -13,6 +13,7 @@ import typer
 from swapper.bench.witness import Operation
 from swapper.config import parse_size
 from swapper.errors import ConfigError, SwapError
+from swapper.io.devices import current_accelerator
 
 __all__ = ["AsJson", "Read", "Write", "asked_operations", "check_device", "directories_or_default", "size_option"]
 
@@ -65,10 +66,14 @@ def check_device(device: str, *, gds: bool) -> None:
     """Refuse a device that is not there.
 
     Raises:
-        BadParameter: GPUDirect Storage was asked for without a GPU.
+        BadParameter: torch knows no such type of device, or GPUDirect Storage was asked for without a GPU.
         SwapError: in words that say what to change.
     """
-    if gds and device != "cuda":
+    try:
+        kind = torch.device(device).type
+    except RuntimeError:
+        raise typer.BadParameter(f"--device: {device!r} is neither cpu nor an accelerator that torch knows") from None
+    if gds and kind != "cuda":
         raise typer.BadParameter("--gds moves tensors on a GPU: it needs `bench --device cuda` or `tune --gpu`")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise SwapError("torch finds no CUDA device here: measure with tensors on the CPU")
+    if kind != "cpu" and not (kind == current_accelerator() and torch.accelerator.is_available()):
+        raise SwapError(f"torch finds no {kind} device here: measure with tensors on the CPU")

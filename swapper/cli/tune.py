@@ -24,6 +24,7 @@ from swapper.cli.config_file import aio_yaml, check_config_file, write_aio
 from swapper.cli.output import complain, make_console, print_table, printable
 from swapper.config import AioConfig, format_size
 from swapper.errors import SwapError, SwapIOError
+from swapper.io.devices import current_accelerator
 
 __all__ = ["NOISE", "Score", "choose", "tune"]
 
@@ -153,7 +154,8 @@ def tune(
     operations = asked_operations(read=read, write=write)
     if io_size < 4096 or io_size % 4096:
         raise typer.BadParameter("--io-size: it must be a multiple of 4096")
-    check_device("cuda" if gpu else "cpu", gds=gds)
+    device = (current_accelerator() or "cuda") if gpu else "cpu"
+    check_device(device, gds=gds)
     directories = directories_or_default(nvme_dir)
     settings = default_sweep() if sweep_config is None else load_sweep(sweep_config)
     if write_config is not None:
@@ -168,7 +170,7 @@ def tune(
     with workspace(directories, needed_bytes=io_size + (16 << 20)) as rooms:
         if not gpu:
             check_memory(io_size * len(rooms))
-        sites = [Site(room, io_size, "cuda" if gpu else "cpu") for room in rooms]
+        sites = [Site(room, io_size, device) for room in rooms]
         tried = [
             _Tried(setting, operation, sites, gds=gds, flush=flush) for setting in settings for operation in operations
         ]

@@ -23,6 +23,7 @@ from swapper.deepnvme.byte_tensors import cast_to_byte_tensor
 from swapper.errors import SwapIOError, renewed
 from swapper.finalizers import finalizer
 from swapper.interrupts import interrupts_deferred
+from swapper.io.devices import is_accelerator
 from swapper.io.handle import AsyncIOHandle, File, Transfer
 
 __all__ = ["Operation", "OperationQueue", "Path"]
@@ -45,7 +46,7 @@ class Operation:
         """Check `buffer`, before a file is made for it."""
         if not isinstance(buffer, torch.Tensor):
             raise TypeError(f"buffer: a tensor is needed, not {type(buffer).__name__}")
-        if buffer.device.type not in ("cpu", "cuda"):
+        if buffer.device.type != "cpu" and not is_accelerator(buffer.device):
             raise ValueError(f"buffer: a tensor in the memory of the CPU or of a GPU is needed, not on {buffer.device}")
         self.path = path
         self.data: torch.Tensor | None = cast_to_byte_tensor(buffer)

@@ -7,7 +7,6 @@ through page-locked buffers (`file_buffers`), with their checksums computed on t
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import os
@@ -29,14 +28,13 @@ from swapper.files.input_file import InputFile
 from swapper.files.lazy_storages import EvictedStorage, EvictedStorages, StoragePart
 from swapper.files.output_file import OutputFile
 from swapper.files.saving import SaveHandle
+from swapper.io.devices import current_streams, is_accelerator, on_streams
 from swapper.io.handle import AsyncIOHandle
 
 __all__ = ["Prepared", "load", "save"]
 
 _ARCHIVE = "archive"
 _DEFERRED_BYTES_MIN = 1 << 20
-_DEVICES = ("cuda",)
-"""Types of devices whose storages are read without passing through host memory in whole."""
 
 AnyStorage = torch.UntypedStorage | EvictedStorage
 
@@ -111,10 +109,7 @@ def save(
         Exception: what pickling raises.
     """
     prepared = Prepared(obj, pickle_module, pickle_protocol, stage_later=not background)
-    devices = prepared.cuda_devices
-    output = OutputFile(
-        path, length_bytes=prepared.length_bytes, pool_bytes=pool_bytes, handle=handle, cuda=bool(devices)
-    )
+    output = OutputFile(path, length_bytes=prepared.length_bytes, pool_bytes=pool_bytes, handle=handle)
 
     def write() -> None:
         with output:
@@ -125,19 +120,16 @@ def save(
         write()
         return None
     try:
-        # The caller's streams may still have to compute what is saved.
-        streams = [torch.cuda.current_stream(device) for device in devices]
-        return SaveHandle(output.path, lambda: _on_streams(streams, write))
+        streams = current_streams(prepared.devices)
+
+        def write_after_streams() -> None:
+            with on_streams(streams):  # They may still have to compute what is saved.
+                write()
+
+        return SaveHandle(output.path, write_after_streams)
     except BaseException:
         output.discard()
         raise
-
-
-def _on_streams(streams: list[torch.cuda.Stream], write: Callable[[], None]) -> None:
-    with contextlib.ExitStack() as stack:
-        for stream in streams:
-            stack.enter_context(torch.cuda.stream(stream))
-        write()
 
 
 class _StorageTable:
@@ -247,10 +239,10 @@ class Prepared:
         self.length_bytes = offset + len(archive.directory([record for record, *_ in self._records], offset))
 
     @property
-    def cuda_devices(self) -> set[torch.device]:
-        """The devices of its CUDA tensors."""
+    def devices(self) -> set[torch.device]:
+        """The accelerators that its tensors are on."""
         storages = [storage for storage in self._storages if isinstance(storage, torch.UntypedStorage)]
-        return {storage.device for storage in storages if storage.device.type == "cuda"}
+        return {storage.device for storage in storages if is_accelerator(storage.device)}
 
     def write(self, output: OutputFile) -> None:
         """Write all of it, at the end of what `output` has.
@@ -333,9 +325,8 @@ def load(
     def load_from(file: Any, location: Any) -> Any:
         return torch.load(file, location, pickle_module, weights_only=weights_only, mmap=False, **pickle_load_args)
 
-    direct = weights_only and torch.cuda.is_available() and not callable(map_location)
-    cuda = direct and (torch.cuda.is_initialized() or str(map_location).startswith("cuda"))  # type: ignore[no-untyped-call]
-    with InputFile(path, pool_bytes=pool_bytes, handle=handle, cuda=cuda) as file:
+    direct = weights_only and torch.accelerator.is_available() and not callable(map_location)
+    with InputFile(path, pool_bytes=pool_bytes, handle=handle) as file:
         if file.read_at(0, 4) == b"PK\3\4":
             file.check()
             if direct:
@@ -386,7 +377,7 @@ class _ToDevices:
                 # Asked of torch, with a storage that costs nothing, so that its errors are its own.
                 self._devices[location] = _restored(_storage(0, torch.device("cpu")), location).device
             device = self._devices[location]
-            if device.type in _DEVICES:
+            if is_accelerator(device):
                 storage = _storage(length_bytes, device)
                 self._file.fill(storage, offset_bytes)
                 return storage

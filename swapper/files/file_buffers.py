@@ -38,7 +38,6 @@ class FileBuffers:
         pool_bytes: at least 256 KiB; all buffers together.
         length_bytes: of the file, or None if it is not known: a short file needs less.
         handle: the engine; its owner closes it. None for one of our own.
-        cuda: lock the buffers for CUDA, too.
     """
 
     def __init__(
@@ -47,7 +46,6 @@ class FileBuffers:
         pool_bytes: int,
         length_bytes: int | None,
         handle: AsyncIOHandle | None,
-        cuda: bool,
     ) -> None:
         if pool_bytes < _POOL_BYTES_MIN:
             raise ValueError(f"pool_bytes: {pool_bytes} is less than {_POOL_BYTES_MIN}")
@@ -58,10 +56,19 @@ class FileBuffers:
             count = min(count, max(1, -(-length_bytes // self.buffer_bytes)))
         self.free: deque[Lease] = deque()
         self.handle = handle or stack.enter_context(AsyncIOHandle(block_bytes=min(4 << 20, self.buffer_bytes)))
-        device = torch.device("cuda") if cuda else None
-        pool = stack.enter_context(BufferPool(count * self.buffer_bytes, self.handle, device=device))
+        self._pool = stack.enter_context(BufferPool(count * self.buffer_bytes, self.handle))
         stack.callback(self.free.clear)
-        self.free.extend(pool.acquire(self.buffer_bytes) for _ in range(count))
+        self.free.extend(self._pool.acquire(self.buffer_bytes) for _ in range(count))
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between a buffer and memory of a device, which the buffers are page-locked for from then on.
+
+        Raises:
+            SwapError: the device refused to lock them.
+        """
+        for tensor in (destination, source):
+            self._pool.lock_for(tensor.device)
+        destination.copy_(source)
 
 
 def memory_of(storage: torch.UntypedStorage) -> torch.Tensor:

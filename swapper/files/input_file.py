@@ -82,7 +82,6 @@ class InputFile(io.RawIOBase):
         path: of the file.
         pool_bytes: page-locked memory to read into.
         handle: engine to read with; None for one of its own.
-        cuda: lock the buffers for CUDA, too.
 
     Attributes:
         length_bytes: of the file, or of its part: see `restrict`.
@@ -102,7 +101,6 @@ class InputFile(io.RawIOBase):
         *,
         pool_bytes: int = POOL_BYTES,
         handle: AsyncIOHandle | None = None,
-        cuda: bool = False,
     ) -> None:
         super().__init__()
         self.path = os.fsdecode(path)
@@ -126,7 +124,7 @@ class InputFile(io.RawIOBase):
         try:
             with system_errors("open", self.path):
                 length_bytes = os.stat(self.path).st_size
-            self._buffers = FileBuffers(self._stack, pool_bytes, length_bytes, handle, cuda)
+            self._buffers = FileBuffers(self._stack, pool_bytes, length_bytes, handle)
             self._file: File = self._buffers.handle.open(self.path, "r")
             self._stack.callback(self._file.close)
             self.length_bytes = self._file_bytes = self._file.size_bytes()
@@ -285,7 +283,7 @@ class InputFile(io.RawIOBase):
                 crc = copy_crc32(target, source, crc)
             else:
                 assert isinstance(target, torch.Tensor)
-                target.copy_(source)
+                self._buffers.copy(target, source)
                 crc = crc32(source, crc)
             at = end
         if at == self._pieces[0].stop:

@@ -33,7 +33,6 @@ class OutputFile:
         length_bytes: of the whole file if that is known: the space is reserved at once.
         pool_bytes: page-locked memory to write from.
         handle: engine to write with; None for one of its own.
-        cuda: lock the buffers for CUDA, too.
         summed: compute CRC-32C, as `checksums.checksum` does, instead of the CRC-32 that ZIP files have.
 
     Attributes:
@@ -52,7 +51,6 @@ class OutputFile:
         length_bytes: int | None = None,
         pool_bytes: int = POOL_BYTES,
         handle: AsyncIOHandle | None = None,
-        cuda: bool = False,
         summed: bool = False,
     ) -> None:
         self.path = os.path.realpath(os.fsdecode(path))
@@ -69,7 +67,7 @@ class OutputFile:
         try:
             self._new = NewFile(path)
             self._stack.callback(self._new.close)
-            self._buffers = FileBuffers(self._stack, pool_bytes, length_bytes, handle, cuda)
+            self._buffers = FileBuffers(self._stack, pool_bytes, length_bytes, handle)
             with self._named():
                 self._file = self._buffers.handle.open(f"/proc/self/fd/{self._new.descriptor}", "rw", create=False)
                 self._stack.callback(self._file.close)
@@ -114,7 +112,7 @@ class OutputFile:
                 copied = copy_crc32(room, part, crc)
                 return checksum(room, crc) if self._summed else copied
             assert isinstance(part, torch.Tensor)
-            room.copy_(part)
+            self._buffers.copy(room, part)
             return checksum(room, crc) if self._summed else crc32(room, crc)
 
         return self._append(len(source), fill, crc)

@@ -36,16 +36,18 @@ class GradientCopies:
         On an accelerator, as autograd does, with a temporary of that size.
         """
 
+        copies = self.of(fresh.device)
+
         def work() -> None:
             if fresh.device == evicted.device:
                 summed = evicted.add_(fresh)
             else:
-                summed = evicted.to(fresh.device, non_blocking=True).add_(fresh)
-                evicted.copy_(summed, non_blocking=True)
+                summed = evicted.to(fresh.device, non_blocking=copies.non_blocking).add_(fresh)
+                evicted.copy_(summed, non_blocking=copies.non_blocking)
             if both:
                 fresh.copy_(summed)
 
-        return self.of(fresh.device).run(work, fresh)
+        return copies.run(work, fresh)
 
     def norm(self, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
         """Start taking the norm of `gradient`, after the copies so far. The value is there after `join`."""

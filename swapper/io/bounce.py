@@ -32,11 +32,11 @@ from dataclasses import dataclass, field
 import torch
 
 from swapper.errors import SwapError, SwapIOError
-from swapper.io.devices import DEVICES, Copies, Event
+from swapper.io.devices import Copies, Event, copies_of
 from swapper.io.transfer import Moving
 from swapper.sizes import round_up
 
-__all__ = ["DEVICES", "Bounce", "Direct", "Job"]
+__all__ = ["Bounce", "Direct", "Job"]
 
 RING_CHUNKS = 4
 """Chunks of full length that the ring holds: three at the drive while one is copied."""
@@ -246,13 +246,14 @@ class Bounce:
         self._flight: list[_Chunk] = []
         self._ring: _Ring | None = None
         self._unlock: Callable[[], None] | None = None
+        self._locked_for: type[Copies] | None = None  # type of devices that the ring is page-locked for
 
     def copies(self, device: torch.device) -> Copies:
         """The copies from and to `device`, made at the first use."""
         with self._lock:
             found = self._copies.get(device)
             if found is None:
-                found = self._copies[device] = DEVICES[device.type](device)
+                found = self._copies[device] = copies_of(device)
             return found
 
     def start(self, job: Job) -> Job:
@@ -535,7 +536,10 @@ class Bounce:
             try:
                 copies.page_lock(address, memory.numel())
                 self._unlock = functools.partial(copies.page_unlock, address)
+                self._locked_for = type(copies)
             except Exception as error:
                 log.warning("copies from and to the device will be slow: %s", error)
             self._ring = _Ring(memory)
+        if type(copies) is not self._locked_for:
+            copies.non_blocking = False  # See [Note: page-locking].
         return self._ring

@@ -1,4 +1,6 @@
-"""Accelerators: copies between their memory and the host's, on a stream of their own. All that is known of CUDA there.
+"""Accelerators: copies between their memory and the host's, on streams of their own, and the streams themselves.
+
+All that is known of a type of device is here; what has no counterpart elsewhere (cuFile) is in `gds`.
 
 [Note: late copies] A copy that was started may run much later. Until then its tensors belong to it:
 
@@ -8,6 +10,14 @@
 
 `begin` is the other direction: copies that follow see what the current stream has to compute first. So a tensor that is
 to be copied is made before `begin`, and `begin` comes before the copy.
+
+[Note: device modules] Streams and events are those of the device's own module (`torch.cuda`, `torch.xpu`), not
+`torch.Stream` and `torch.Event`: an event of CUDA that lets the host sleep exists only there, and up to torch 2.9 such
+an event takes any stream for one of its own module and reads beyond the end of another.
+
+[Note: page-locking] The pool is memory of our own, because the kernel's rings have it registered too. A driver copies
+from and to it side by side with other work only if it is told of it (`page_lock`). Where torch knows no way to tell it,
+copies block: what an asynchronous copy of other memory does differs from driver to driver.
 """
 
 from __future__ import annotations
@@ -15,14 +25,29 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-from collections.abc import Callable
-from typing import Protocol
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Protocol
 
 import torch
 
 from swapper.errors import SwapError, SwapIOError
 
-__all__ = ["DEVICES", "Copies", "Copy", "DeviceCopies", "Event", "is_accelerator"]
+__all__ = [
+    "DEVICES",
+    "Copies",
+    "Copy",
+    "DeviceCopies",
+    "Event",
+    "copies_of",
+    "current_accelerator",
+    "current_streams",
+    "is_accelerator",
+    "on_streams",
+    "synchronize",
+]
+
+log = logging.getLogger(__name__)
 
 
 class Event(Protocol):
@@ -36,46 +61,55 @@ class Event(Protocol):
 
 
 class Copies:
-    """Copies between one CUDA device and the host, in order, on a stream of their own.
+    """Copies between one accelerator and the host, in order, on a stream of their own.
 
-    Another kind of device needs a class with these methods, in `DEVICES`.
+    For any type of device whose module has streams. A type whose driver can be told of memory that is not torch's has a
+    subclass in `DEVICES`. See [Note: device modules] and [Note: page-locking].
+
+    Attributes:
+        non_blocking: copies go on while the host does other work. It may be set to False where memory is not locked.
     """
+
+    non_blocking = False
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._module: Any = torch.get_device_module(device)
 
     @functools.cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+    def _stream(self) -> Any:
+        return self._module.Stream(self._device)
+
+    def _event(self) -> Any:
+        return self._module.Event()
+
+    def _mark(self, stream: Any) -> Event:
+        event = self._event()
+        event.record(stream)
+        return event  # type: ignore[no-any-return]
 
     def reached(self) -> Event:
         """An event after all that the caller's current stream has to do by now."""
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+        return self._mark(self._module.current_stream(self._device))
 
     def follow(self, event: Event) -> None:
         """Let the copies that come wait for `event`."""
-        assert isinstance(event, torch.cuda.Event)
         self._stream.wait_event(event)
 
     def join(self, event: Event) -> None:
         """Let what the caller's current stream has to do from now on wait for `event`."""
-        assert isinstance(event, torch.cuda.Event)
-        torch.cuda.current_stream(self._device).wait_event(event)
+        self._module.current_stream(self._device).wait_event(event)
 
     def start(self, destination: torch.Tensor, source: torch.Tensor) -> Event:
         """Start a copy; the event says when it is done. Neither tensor may be freed before."""
         # The host memory is not torch's, so it takes no part in its tracking of streams.
-        return self.run(lambda: destination.copy_(source, non_blocking=True))
+        return self.run(lambda: destination.copy_(source, non_blocking=self.non_blocking))
 
     def run(self, work: Callable[[], object]) -> Event:
         """Call `work`, which starts several operations on tensors; the event says when they are done."""
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             work()
-        event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
+        return self._mark(self._stream)
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Let nobody else have the memory of a device tensor before the copies so far are done."""
@@ -87,12 +121,36 @@ class Copies:
 
     def settle_all(self) -> None:
         """Wait for all that devices of this type have to do, copies from and to the host among it."""
+        for number in range(self._module.device_count()):
+            self._module.synchronize(number)
+
+    def page_lock(self, address: int, length_bytes: int) -> None:
+        """Let all devices of this type copy from and to this memory of the host without help.
+
+        Here nothing is done, and copies block.
+
+        Raises:
+            SwapError: the driver refused.
+        """
+
+    def page_unlock(self, address: int) -> None:
+        """Undo `page_lock`."""
+
+
+class _CudaCopies(Copies):
+    """`Copies` of NVIDIA's devices, and of AMD's, which torch calls CUDA devices as well."""
+
+    non_blocking = True
+
+    def _event(self) -> Any:
+        return torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # Others spin while the host waits.
+
+    def settle_all(self) -> None:
         for number in range(torch.cuda.device_count()):
-            if torch._C._cuda_hasPrimaryContext(number):  # type: ignore[attr-defined]
+            if torch._C._cuda_hasPrimaryContext(number):  # type: ignore[attr-defined]  # Else it would be made.
                 torch.cuda.synchronize(number)
 
     def page_lock(self, address: int, length_bytes: int) -> None:
-        """Let the device copy from and to this memory of the host without help."""
         portable = 1  # For all devices.
         with torch.cuda.device(self._device):  # Not the default one, which would make a context there.
             cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
@@ -101,32 +159,74 @@ class Copies:
             raise SwapError(f"cudaHostRegister of {length_bytes} bytes failed: CUDA error {status}")
 
     def page_unlock(self, address: int) -> None:
-        """Undo `page_lock`."""
         with torch.cuda.device(self._device):
             torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
-DEVICES: dict[str, Callable[[torch.device], Copies]] = {"cuda": Copies}
-"""Types of devices that are accelerators, and what copies for them."""
+DEVICES: dict[str, Callable[[torch.device], Copies]] = {"cuda": _CudaCopies}
+"""Types of devices whose drivers lock memory that is not torch's, and what copies for them."""
+
+
+def current_accelerator() -> str | None:
+    """Return the type of accelerator that torch was built for or extended with, or None; there may be no device."""
+    try:
+        found = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6 says so in this way if there is none.
+        return None
+    return None if found is None else found.type
 
 
 def is_accelerator(device: torch.device) -> bool:
     """Tell if memory of the device is reached by copies only."""
-    return device.type in DEVICES
+    return device.type in DEVICES or (device.type != "cpu" and device.type == current_accelerator())
+
+
+def copies_of(device: torch.device) -> Copies:
+    """Make copies for an accelerator. If they block, the log says so once."""
+    make = DEVICES.get(device.type)
+    if make is None:
+        _warn_that_copies_block(device.type)
+        return Copies(device)
+    return make(device)
+
+
+@functools.cache
+def _warn_that_copies_block(device_type: str) -> None:
+    log.warning("copies from and to %s devices block: torch cannot page-lock memory of others for them", device_type)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for all that an accelerator has to do. Nothing happens for another device."""
+    if is_accelerator(device):
+        torch.get_device_module(device).synchronize(device)
+
+
+def current_streams(devices: Iterable[torch.device]) -> list[Any]:
+    """Return the caller's current stream of each of `devices`, which are accelerators."""
+    return [torch.get_device_module(device).current_stream(device) for device in devices]
+
+
+@contextlib.contextmanager
+def on_streams(streams: Iterable[Any]) -> Iterator[None]:
+    """Within it `streams`, each of another device, are those that this thread's work goes to."""
+    with contextlib.ExitStack() as stack:
+        for stream in streams:
+            stack.enter_context(torch.get_device_module(stream.device).stream(stream))
+        yield
 
 
 class Copy:
     """Work of a `DeviceCopies` that was started: what a lease has in flight while it is copied from or to."""
 
-    __slots__ = ("_event",)
+    __slots__ = ("event",)
 
     def __init__(self, event: Event) -> None:
-        self._event = event
+        self.event = event
 
     def done(self) -> bool:
         """Tell if it is over, well or not."""
         try:
-            return self._event.query()
+            return self.event.query()
         except Exception:  # The device has failed: `wait` says how.
             return True
 
@@ -141,7 +241,7 @@ class Copy:
         """
         assert timeout is None
         try:
-            self._event.synchronize()
+            self.event.synchronize()
         except Exception as error:
             raise SwapIOError(errno.EIO, "copy", detail=f"between the device and the host: {error}") from error
         return 0
@@ -155,22 +255,38 @@ class Copy:
 class DeviceCopies:
     """Copies between an accelerator and the pool on a stream of their own, so that they overlap its other work.
 
+    Copies of one object are made one after another. For copies in both directions at once there are two of them.
+
     On a device that is no accelerator every call does its work at once, and returns None. See [Note: late copies].
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._copies = DEVICES[device.type](device) if is_accelerator(device) else None
+        self._copies = copies_of(device) if is_accelerator(device) else None
         self._last: Event | None = None
+
+    @property
+    def non_blocking(self) -> bool:
+        """What work that is given to `run` passes on to torch's copies. See [Note: page-locking]."""
+        return self._copies is not None and self._copies.non_blocking
 
     def begin(self) -> None:
         """Let the copies that follow see what the current stream has computed so far."""
         if self._copies is not None:
             self._copies.follow(self._copies.reached())
 
+    def reached(self) -> Copy | None:
+        """Return what is over when the current stream has done all that it has to do by now."""
+        return None if self._copies is None else Copy(self._copies.reached())
+
+    def follow(self, copy: Copy | None) -> None:
+        """Let the copies that follow wait for `copy`, which others of this device have started, or `reached`."""
+        if self._copies is not None and copy is not None:
+            self._copies.follow(copy.event)
+
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> Copy | None:
         """Start copying. Until it is done neither tensor may be changed, nor the one on the host freed."""
-        return self.run(lambda: destination.copy_(source, non_blocking=True), destination, source)
+        return self.run(lambda: destination.copy_(source, non_blocking=self.non_blocking), destination, source)
 
     def run(self, work: Callable[[], object], *tensors: torch.Tensor) -> Copy | None:
         """Start `work` on `tensors`, where it comes after the copies before it. See `copy`."""
@@ -187,10 +303,11 @@ class DeviceCopies:
                 self._copies.keep(tensor)
         return Copy(self._last)
 
-    def join(self) -> None:
-        """Let the current stream wait for the copies so far."""
-        if self._copies is not None and self._last is not None:
-            self._copies.join(self._last)
+    def join(self, copy: Copy | None = None) -> None:
+        """Let the current stream wait for `copy`, and so for those before it; None: for all so far."""
+        event = self._last if copy is None else copy.event
+        if self._copies is not None and event is not None:
+            self._copies.join(event)
 
     def settle(self) -> None:
         """Wait for the copies so far."""

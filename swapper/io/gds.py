@@ -25,6 +25,7 @@ import torch
 
 from swapper.errors import SwapError, SwapIOError
 from swapper.io import _native, bounce
+from swapper.io.devices import is_accelerator
 from swapper.io.handle import AsyncIOHandle, File
 
 __all__ = ["CuFileProbe", "GDSHandle", "probe_cufile"]
@@ -260,7 +261,7 @@ class GDSHandle(AsyncIOHandle):
         self._check_process()
         if self.closed:
             raise SwapError("the I/O handle is closed")
-        if tensor.device.type not in bounce.DEVICES or tensor.layout != torch.strided or not tensor.is_contiguous():
+        if not is_accelerator(tensor.device) or tensor.layout != torch.strided or not tensor.is_contiguous():
             raise ValueError(f"pinning needs a contiguous tensor on a CUDA device, not one on {tensor.device}")
         return tensor.data_ptr(), tensor.nbytes, _ordinal(tensor)
 

@@ -9,6 +9,7 @@ import torch
 from swapper.io import _native, bounce
 from swapper.io._native import Checksums, FaultPlan, Slab
 from swapper.io.backends import BACKENDS, Probe, Refusal, probe
+from swapper.io.devices import is_accelerator
 from swapper.io.file import File, exchange
 from swapper.io.host_handle import HostHandle
 from swapper.io.transfer import Transfer
@@ -61,7 +62,7 @@ class AsyncIOHandle(HostHandle):
         self._ledger.drain = self._bounce.close
 
     def _takes(self, device: torch.device) -> bool:
-        return device.type in bounce.DEVICES
+        return is_accelerator(device)
 
     def _start_checked(
         self, operation: str, file: File, tensor: torch.Tensor, offset_bytes: int, checksums: Checksums | None

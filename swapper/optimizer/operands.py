@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.autograd.graph import increment_version
 
 from swapper.io.devices import Copy, DeviceCopies
 from swapper.optimizer.records import OpenBucket
@@ -71,6 +72,8 @@ class Operand:
         gradient: the same of its gradient; None where the class is given the user's own parameter.
         master: decoded, fp32, 1-D; None without one.
         tensor: given to the class.
+        on_host: all of the parameter's values, of which `bits` is a view, where those are on the host though the
+            parameter is on an accelerator; else None.
         edited: the user has changed the parameter, so the master is made anew from it. Set before `make_tensors` where
             other segments say so, and by it where the segment's own bits do.
     """
@@ -81,12 +84,14 @@ class Operand:
     master: torch.Tensor | None = None
     tensor: torch.nn.Parameter | None = None
     edited: bool = False
+    on_host: torch.Tensor | None = None
 
 
 def fetch(
     active: Sequence[Segment],
     remote: bool,
     gradients: Mapping[Segment, torch.Tensor],
+    on_host: Mapping[torch.nn.Parameter, torch.Tensor],
     scratch: Scratch,
     copies: DeviceCopies,
 ) -> list[Operand]:
@@ -95,21 +100,24 @@ def fetch(
     Args:
         active: segments of one bucket that have a gradient, and whose parameters are in memory.
         gradients: slices on the host, 1-D and in memory order, of gradients that are not at their parameters.
+        on_host: values of parameters on an accelerator that are stepped where they are, on the host.
     """
     operands = []
     for segment in active:
         p = segment.parameter
-        operand = Operand(segment)
+        operand = Operand(segment, on_host=on_host.get(p))
         brought = gradients.get(segment)  # The gradient is swapped: this is its slice.
         gradient = p.grad if brought is None else None
         assert brought is not None or gradient is not None
         if remote:
             # Both before `begin`: of what has other strides they are temporaries, made on the current stream.
-            values = segment.slice_of(p.detach())
+            values = segment.slice_of(p.detach() if operand.on_host is None else operand.on_host)
             arrived = None if gradient is None else segment.slice_of(gradient)
             copies.begin()
-            operand.bits = scratch.take(segment.numel, p.dtype)
-            scratch.note(copies.copy(operand.bits, values))
+            operand.bits = values
+            if operand.on_host is None:
+                operand.bits = scratch.take(segment.numel, p.dtype)
+                scratch.note(copies.copy(operand.bits, values))
             operand.gradient = brought
             if arrived is not None:
                 operand.gradient = scratch.take(segment.numel, arrived.dtype)
@@ -153,6 +161,9 @@ def write_back(operand: Operand, remote: bool, copies: DeviceCopies, scratch: Sc
     segment, bits = operand.segment, operand.bits
     if bits is None or (not remote and segment.parameter.is_contiguous()):
         return  # The class was given the parameter, or views of it.
+    if operand.on_host is not None:  # As above; but of this memory the parameter's version counter knows nothing.
+        increment_version(segment.parameter)
+        return
     parameter = segment.parameter.detach()
     if not is_dense(parameter):
         whole = parameter.reshape(-1)  # A copy, as it was cut.

@@ -545,5 +545,5 @@ def _device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
         raise ConfigError(f"the parameters are on several devices ({names}); give each device an optimizer of its own")
     device = devices.pop()
     if not is_accelerator(device) and device.type not in ("cpu", "meta"):
-        raise ConfigError(f"the parameters are on {device}; swapper knows parameters on cpu and cuda")
+        raise ConfigError(f"the parameters are on {device}; swapper knows the CPU and torch's accelerators")
     return device

@@ -273,11 +273,12 @@ def as_shaped(flat: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
     return flat.as_strided(p.shape, p.stride()) if p.is_contiguous() or is_dense(p) else flat.view(p.shape)
 
 
-def is_edited(segments: Sequence[Segment]) -> bool:
+def is_edited(segments: Sequence[Segment], values: torch.Tensor) -> bool:
     """True if a parameter was changed since its masters were encoded. See [Note: edited parameters].
 
     Args:
         segments: all of the parameter's.
+        values: of the parameter, in its shape and strides, on any device.
 
     Returns:
         False if there are no masters yet.
@@ -286,8 +287,7 @@ def is_edited(segments: Sequence[Segment]) -> bool:
     if all(each is None for each in known):
         return False
     return None in known or any(
-        checksum(segment.slice_of(segment.parameter.detach()).cpu().contiguous()) != segment.checksum
-        for segment in segments
+        checksum(segment.slice_of(values).cpu().contiguous()) != segment.checksum for segment in segments
     )
 
 

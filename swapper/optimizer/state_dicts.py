@@ -187,7 +187,7 @@ class _Gathered:
         """Copy the state of `segment` into `entries`."""
         if not self._is_begun:
             self._is_begun = True
-            self.edited = bool(segment.master) and is_edited(segment.of.segments)
+            self.edited = bool(segment.master) and is_edited(segment.of.segments, segment.parameter.detach())
         p = segment.parameter
         for key, value in opened.state_of(segment).items():
             if not segment.whole and isinstance(value, torch.Tensor) and value.shape == (segment.numel,):

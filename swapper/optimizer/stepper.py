@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol, TypeVar
 
@@ -35,6 +35,7 @@ __all__ = ["Stepper", "SwappedGradients", "SwappedParameters", "progress"]
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+_HOST = torch.device("cpu")
 _NO_OPTIONS = ("params", "param_names")
 _Groups = dict[int, dict[str, Any]]
 
@@ -42,8 +43,20 @@ _Groups = dict[int, dict[str, Any]]
 class SwappedParameters(Protocol):
     """Parameters that are on disk too, as a step uses them."""
 
-    def stepping(self, parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
-        """Within it `parameters` have their values and may be changed."""
+    def stepping(
+        self, parameters: Iterable[torch.nn.Parameter], device: torch.device
+    ) -> AbstractContextManager[Mapping[torch.nn.Parameter, torch.Tensor]]:
+        """Within it the values of `parameters` are in memory on `device`, and may be changed.
+
+        Args:
+            parameters: those that are not swapped are passed over.
+            device: where they are stepped: their own, or the CPU.
+
+        Returns:
+            Of parameters that are stepped on another device than their own: their values on `device`, tensors of the
+            parameter's shape and strides. All others have their values themselves. Who changes such a tensor increments
+            the parameter's version.
+        """
 
     def staying(
         self, parameters: Iterable[torch.nn.Parameter], following: Iterable[torch.nn.Parameter]
@@ -141,6 +154,7 @@ class Stepper:
         self._copies = DeviceCopies(plan.device)
         self._scratches: list[Scratch] = []
         self._gradient_slices: dict[Segment, torch.Tensor] = {}
+        self._on_host: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # of a bucket: see `SwappedParameters.stepping`
         self._present = ExitStack()
         self._following = ExitStack()  # with an accelerator: of the bucket that is being copied
         self._edited: dict[OptimizerParameter, bool] = {}  # of this step
@@ -276,13 +290,14 @@ class Stepper:
     def _bring(self, work: Sequence[Work], i: int) -> ExitStack:
         """Have swapped parameters and gradients of bucket `i` in memory until the result is closed."""
         stack = ExitStack()
-        self._gradient_slices = {}
+        self._gradient_slices, self._on_host = {}, {}
         if i >= len(work):
             return stack
         active = work[i][1]
         try:
             if self.parameters is not None:
-                stack.enter_context(self.parameters.stepping([segment.parameter for segment in active]))
+                stepped = [segment.parameter for segment in active]
+                self._on_host = stack.enter_context(self.parameters.stepping(stepped, _HOST))
             if self.gradients is not None:
                 self._take_gradients(self.gradients, active, stack)
         except BaseException:
@@ -310,7 +325,8 @@ class Stepper:
         scratch.reset()
         for segment in active:
             self._check_gradient(segment)
-        return fetch(active, self.plan.remote, self._gradient_slices, scratch, self._copies), scratch
+        remote, slices = self.plan.remote, self._gradient_slices
+        return fetch(active, remote, slices, self._on_host, scratch, self._copies), scratch
 
     def _check_gradient(self, segment: Segment) -> None:
         p, gradient = segment.parameter, raw_gradient(segment.parameter)
@@ -339,7 +355,7 @@ class Stepper:
     def _step_bucket(self, optimizer: Optimizer, bucket: Bucket, operands: list[Operand], scratch: Scratch) -> None:
         scratch.wait()
         for operand in operands:
-            operand.edited = self._is_edited(operand.segment)
+            operand.edited = self._is_edited(operand)
         opened = self._records.take(bucket)
         make_tensors(operands, opened, scratch)
         for operand in operands:
@@ -364,17 +380,18 @@ class Stepper:
             return_free_memory()
         self.done += 1
 
-    def _is_edited(self, segment: Segment) -> bool:
+    def _is_edited(self, operand: Operand) -> bool:
         """True if another segment, of this step or before it, shows that the user has changed the parameter.
 
         All are compared before the first is stepped. A parameter that is not cut is compared when it is opened.
         """
-        of = segment.of
+        segment, of = operand.segment, operand.segment.of
         if not segment.master or len(of.segments) < 2:
             return False
         if of not in self._edited:
             self._edited[of] = False
-            if is_edited(of.segments):
+            values = of.parameter.detach() if operand.on_host is None else operand.on_host
+            if is_edited(of.segments, values):
                 self._note_edited(segment)
         return self._edited[of]
 

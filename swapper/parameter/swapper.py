@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -159,17 +159,27 @@ class ParameterSwapper(ParameterOwner):
         return list(dict.fromkeys(self._home[p] for p in parameters if p in self._home))
 
     @contextmanager
-    def stepping(self, parameters: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-        """Within it `parameters` have their values and are changed; afterwards they are written behind."""
+    def stepping(
+        self, parameters: Iterable[torch.nn.Parameter], device: torch.device
+    ) -> Iterator[Mapping[torch.nn.Parameter, torch.Tensor]]:
+        """Within it `parameters` have their values and are changed; afterwards they are written behind.
+
+        Args:
+            parameters: those that are not swapped are passed over.
+            device: where they are stepped: their own.
+
+        Returns:
+            Nothing: all have their values themselves.
+        """
         parts = parts_of(home_of(p) for p in parameters if p in self._home)
         if not parts:  # All of them are in memory, as after `close(keep_values=True)`.
-            yield
+            yield {}
             return
         with self._holding(parts, "step"):
             with self._lock:
                 for held, _ in parts:
                     held.changed = True
-            yield
+            yield {}
 
     def staying(
         self, parameters: Iterable[torch.nn.Parameter], following: Iterable[torch.nn.Parameter]

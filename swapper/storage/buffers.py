@@ -15,7 +15,7 @@ import torch
 
 from swapper.errors import SwapError
 from swapper.finalizers import finalizer
-from swapper.io.devices import DEVICES, Copies, is_accelerator
+from swapper.io.devices import Copies, copies_of, is_accelerator
 from swapper.io.handle import AsyncIOHandle, Slab
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.transfers import AnyTransfer
@@ -309,7 +309,7 @@ class BufferPool:
         self._check_process()
         with self._lock:
             if is_accelerator(device) and device.type not in self._devices:
-                copies = DEVICES[device.type](device)
+                copies = copies_of(device)
                 if self._slab.ready_bytes:
                     copies.page_lock(self._slab.address, self._slab.ready_bytes)
                     self._locks[device.type] = copies

@@ -218,7 +218,7 @@ def test_too_little_memory_is_refused(leaves_nothing_on: Path, monkeypatch: pyte
         (["--size", "many"], 2, "many"),
         (["--block-size", "5000"], 2, "multiple of 4096"),
         (["--backend", "magic"], 2, "none of auto"),
-        (["--device", "tpu"], 2, "neither cpu nor cuda"),
+        (["--device", "tpu"], 2, "neither cpu nor an accelerator"),
         (["--no-read", "--no-write"], 2, "nothing to measure"),
         (["--loops", "0"], 2, "--loops"),
         (["--gds"], 2, "it needs `bench --device cuda`"),
@@ -235,7 +235,7 @@ def test_bad_arguments_of_bench_are_named(
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 @pytest.mark.parametrize("command", [["bench", "--device", "cuda", "--dir"], ["tune", "--gpu", "--nvme-dir"]])
 def test_a_device_that_is_not_there_is_refused_in_a_sentence(leaves_nothing_on: Path, command: list[str]) -> None:
-    assert "torch finds no CUDA device here" in swapper(*command, leaves_nothing_on, code=1).stderr
+    assert "torch finds no cuda device here" in swapper(*command, leaves_nothing_on, code=1).stderr
 
 
 @pytest.mark.cuda

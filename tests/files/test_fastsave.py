@@ -399,8 +399,8 @@ def test_map_location(tmp_path: Path) -> None:
 def host_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of the host is taken for that of a GPU: it is only reached by `copy_`."""
     monkeypatch.setattr(file_buffers, "_HOSTS", ())
-    monkeypatch.setattr(fastsave, "_DEVICES", ("cpu",))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(fastsave, "is_accelerator", lambda device: device.type == "cpu")
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
 
 
 DEVICE_OBJECTS = ["large", "dtypes", "views", "empty", "sparse"]
@@ -453,7 +453,7 @@ def test_tensor_subclasses_that_ask_for_the_location_are_loaded(tmp_path: Path) 
 def test_large_storages_wait_for_their_device_and_come_to_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     swapper.save(OBJECTS["large"], tmp_path / "x")
     assert_same(swapper.load(tmp_path / "x"), OBJECTS["large"])
     with pytest.raises(RuntimeError, match="CUDA"):

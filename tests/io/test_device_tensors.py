@@ -24,7 +24,7 @@ from host_device import HostCopies
 from interrupts import interrupted_at
 
 from swapper.errors import SwapError, SwapIOError
-from swapper.io import bounce
+from swapper.io import bounce, devices
 from swapper.io.handle import AsyncIOHandle, Checksums, FaultPlan, Slab, Transfer, probe
 
 BLOCK = 64 << 10
@@ -37,7 +37,7 @@ pytestmark = pytest.mark.timeout(60)
 
 @pytest.fixture(autouse=True)
 def _host_is_a_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setitem(bounce.DEVICES, "cpu", HostCopies)
+    monkeypatch.setitem(devices.DEVICES, "cpu", HostCopies)
     monkeypatch.setattr(bounce, "CHUNK_BYTES_MIN", CHUNK)
     HostCopies.reset()
     yield
@@ -404,6 +404,7 @@ def test_memory_that_cannot_be_page_locked_is_used_and_said(tmp_path: Path, capl
     source, target = random_bytes(3 * CHUNK), torch.zeros(3 * CHUNK, dtype=torch.uint8)
     with make_handle() as handle, handle.open(tmp_path / "file", "rw") as file:
         handle.write(file, source).wait()
+        assert not handle._bounce.copies(source.device).non_blocking
         handle.read(file, target).wait()
     assert torch.equal(source, target)
     assert [record.levelno for record in caplog.records] == [logging.WARNING]
@@ -547,7 +548,7 @@ def test_handle_collected_on_its_own_helper_thread_is_closed_after_the_work(tmp_
             box.clear()
             return super().start(destination, source)
 
-    bounce.DEVICES["cpu"] = Dropping
+    devices.DEVICES["cpu"] = Dropping
     transfer = box[0].write(box[0].open(tmp_path / "file", "w"), random_bytes(8 * CHUNK))
     assert transfer.wait() == 8 * CHUNK
     for thread in helper_threads():
@@ -564,9 +565,9 @@ sys.path.insert(0, {str(Path(host_device.__file__).parent)!r})
 import torch
 from conformance import Conformance, Subject
 from host_device import HostCopies
-from swapper.io import bounce
+from swapper.io import devices
 from swapper.io.handle import AsyncIOHandle, FaultPlan
-bounce.DEVICES["cpu"] = HostCopies
+devices.DEVICES["cpu"] = HostCopies
 handle = AsyncIOHandle(faults=FaultPlan(delay_us=50000))
 handle.write(handle.open({str(tmp_path / "file")!r}, "w"), torch.ones({40 << 20}, dtype=torch.uint8))
 """

@@ -24,7 +24,7 @@ from host_device import HostCopies
 from mock_cufile import COMPILER, Mock, settled
 
 from swapper.errors import SwapError, SwapIOError
-from swapper.io import bounce, gds
+from swapper.io import devices, gds
 from swapper.io.gds import GDSHandle, probe_cufile
 from swapper.io.handle import AsyncIOHandle, Checksums, FaultPlan, Transfer
 
@@ -415,7 +415,7 @@ def test_file_without_direct_io_goes_through_the_host(
 
 
 def test_host_memory_goes_the_ordinary_way(mock: Mock, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(bounce.DEVICES, "cpu")
+    monkeypatch.delitem(devices.DEVICES, "cpu")
     with make_handle() as handle:
         round_trip(handle, tmp_path / "file")
         with pytest.raises(ValueError, match="CUDA"):
@@ -525,9 +525,9 @@ sys.path.insert(0, {str(Path(host_device.__file__).parent)!r})
 import torch
 from conformance import AVAILABLE, Conformance, Subject
 from host_device import HostCopies
-from swapper.io import bounce
+from swapper.io import devices
 from swapper.io.gds import GDSHandle
-bounce.DEVICES["cpu"] = HostCopies
+devices.DEVICES["cpu"] = HostCopies
 mock = ctypes.CDLL({mock_path!r})
 mock.mock_reset()
 mock.mock_set(b"delay_us", 20000)

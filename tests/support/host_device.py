@@ -53,7 +53,7 @@ class HostStream:
 
 
 class HostCopies:
-    """`swapper.io.bounce.Copies` of a device whose memory is the host's."""
+    """`swapper.io.devices.Copies` of a device whose memory is the host's."""
 
     current: ClassVar[HostStream]
     """What the tests take for the caller's stream."""
@@ -66,6 +66,7 @@ class HostCopies:
     copied_bytes: ClassVar[int] = 0
     locked: ClassVar[dict[int, int]] = {}
     refuse_lock: ClassVar[bool] = False
+    non_blocking = True
 
     @classmethod
     def reset(cls) -> None:
@@ -166,7 +167,7 @@ class LateEvent:
 
 
 class LateCopies:
-    """`swapper.devices.Copies` of a device whose memory is the host's. A wait that is missing is a wrong result.
+    """`swapper.io.devices.Copies` of a device whose memory is the host's. A wait that is missing is a wrong result.
 
     Its current stream does at once what torch does on the CPU, and `late` what a test pushes.
     """
@@ -187,6 +188,7 @@ class LateCopies:
     locked: ClassVar[dict[int, int]] = {}
     refuse_lock: ClassVar[bool] = False
     when_unlocked: ClassVar[Callable[[int], object] | None] = None
+    non_blocking = True
 
     @classmethod
     def reset(cls) -> None:

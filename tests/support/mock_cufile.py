@@ -15,7 +15,7 @@ import host_device
 import pytest
 from host_device import HostCopies
 
-from swapper.io import bounce, gds
+from swapper.io import bounce, devices, gds
 from swapper.io.handle import AsyncIOHandle
 
 CHUNK = 64 << 10
@@ -59,7 +59,7 @@ def mock(mock_path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
         if not file.direct:
             pytest.skip(f"needs a file system with O_DIRECT: {file.direct_reason}")
     monkeypatch.setenv(gds.LIBRARY_VARIABLE, mock_path)
-    monkeypatch.setitem(bounce.DEVICES, "cpu", HostCopies)
+    monkeypatch.setitem(devices.DEVICES, "cpu", HostCopies)
     monkeypatch.setattr(bounce, "CHUNK_BYTES_MIN", CHUNK)
     gds._warn_once.cache_clear()
     monkeypatch.setattr(gds, "_NVIDIA_FS", tmp_path / "no-nvidia-fs")
