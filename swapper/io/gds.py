@@ -17,6 +17,7 @@ import importlib.util
 import logging
 import os
 import threading
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -145,13 +146,17 @@ def _refused(error: SwapIOError) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Pin:
-    """Device memory that cuFile has mapped. It must not be freed before, so its storage is kept."""
+    """Device memory that cuFile has mapped, of all handles. It must not be freed before, so its storage is kept."""
 
     length_bytes: int
     registration: _native.RegisteredMemory
     storage: torch.UntypedStorage
+
+
+_pinned: weakref.WeakValueDictionary[tuple[int, int], _Pin] = weakref.WeakValueDictionary()
+"""By address and length."""
 
 
 class GDSHandle(AsyncIOHandle):
@@ -217,12 +222,15 @@ class GDSHandle(AsyncIOHandle):
             pin = self._pins.get(address)
             if pin is not None and pin.length_bytes == length_bytes:
                 return True
-            try:
-                registration = self._library.register_memory(address, length_bytes, device)
-            except SwapIOError as error:
-                _warn_once(f"memory cannot be pinned: {error.detail}")
-                return False
-            self._pins[address] = _Pin(length_bytes, registration, tensor.untyped_storage())
+            pin = _pinned.get((address, length_bytes))  # By another handle: cuFile maps memory once for all.
+            if pin is None:
+                try:
+                    registration = self._library.register_memory(address, length_bytes, device)
+                except SwapIOError as error:
+                    _warn_once(f"memory cannot be pinned: {error.detail}")
+                    return False
+                pin = _pinned[address, length_bytes] = _Pin(length_bytes, registration, tensor.untyped_storage())
+            self._pins[address] = pin
         return True
 
     def unpin(self, tensor: torch.Tensor) -> bool:

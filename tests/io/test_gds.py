@@ -303,6 +303,21 @@ def test_read_past_the_end_fails(handle: GDSHandle, tmp_path: Path, size: int, o
         assert target.eq(ord("x")).all()
 
 
+def test_memory_that_two_handles_pin_is_mapped_once(mock: Mock, tmp_path: Path) -> None:
+    memory = random_bytes(4 * BLOCK)
+    with make_handle() as other:
+        with make_handle() as handle:
+            assert handle.pin(memory) and other.pin(memory) and mock["open_buffers"] == 1
+        assert mock["open_buffers"] == 1
+        with other.open(tmp_path / "file", "rw") as file:
+            other.write(file, memory).wait()
+        assert mock["in_registered_memory"] == 4
+        assert other.unpin(memory)
+        settled(mock)
+        assert mock["open_buffers"] == 0
+        assert other.pin(memory) and mock["open_buffers"] == 1
+
+
 # --- Where there is no GPUDirect Storage ----------------------------------------------------------------------------
 
 
