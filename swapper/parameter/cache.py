@@ -1,9 +1,10 @@
 """Records of parameters in memory: the views of the values in the pool, and the uses that are not over.
 
 [Note: when a buffer may go] A record's buffer is given up only when no tensor but ours shares its memory: each
-parameter's values have a storage of their own while they are in the pool, and its use count says whether a view of
-them is left anywhere. And its bytes are compared, by checksum, with what is stored: what user code changed in place,
-even behind autograd's back, is written first.
+parameter's values have a storage of their own while they are in the pool. Its use count says whether a view of them is
+left anywhere, and the reference count of its Python object whether somebody has the storage itself. And its bytes are
+compared, by checksum, with what is stored: what user code changed in place, even behind autograd's back, is written
+first.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from swapper.storage.cache import RecordCache
 from swapper.storage.cache_policies import CyclicPolicy
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.grad_modes import outside_of_inference
+from swapper.tensors.other_tensors import is_shared
 
 if TYPE_CHECKING:
     from swapper.parameter.device_tier import DeviceTier
@@ -88,11 +90,8 @@ class Held:
 
     def viewed(self) -> bool:
         """Return True if tensors that we do not know of share the memory. See [Note: when a buffer may go]."""
-        # Ours are `values`, the Python object of the storage, and the parameter if it is attached.
-        return any(
-            torch._C._storage_Use_Count(values.untyped_storage()._cdata) > 2 + (index in self.attached)
-            for index, values in enumerate(self.values)
-        )
+        # Ours are `values`, and the parameter if it is attached.
+        return any(is_shared(values, ours=1 + (index in self.attached)) for index, values in enumerate(self.values))
 
     def open(self, lease: Lease, cache: ParameterCache, *, arrived: bool) -> None:
         """Make the views of the buffer; if the record has `arrived`, copy the values that the file has elsewhere."""

@@ -38,6 +38,7 @@ from swapper.storage.store import TensorStore
 from swapper.tensors.evicted import EvictedParameter, evict, refuse_copy, restore, restore_for_good
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 from swapper.tensors.homes import Home, TemporaryHome, home_of
+from swapper.tensors.other_tensors import is_shared
 
 __all__ = ["ParameterHome", "ParameterOwner", "parts_of"]
 
@@ -476,7 +477,7 @@ class ParameterOwner(ParameterCache):
         if not (same and p.stride() == location.stride) and self._forgets_converted(held):
             return ""
         of_record = p.untyped_storage()._cdata == values.untyped_storage()._cdata
-        viewed = torch._C._storage_Use_Count(values.untyped_storage()._cdata) > 2 + of_record
+        viewed = is_shared(values, ours=1 + of_record)
         given = f"{tuple(p.shape)} x {p.dtype} on {p.device} with strides {p.stride()}"
         if same and not viewed:
             data = p.detach().clone() if of_record else p.detach()

@@ -10,7 +10,6 @@ than that of their indices (channels_last), because the format has them in that 
 from __future__ import annotations
 
 import contextlib
-import gc
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,12 +26,12 @@ from swapper.storage.layout import Entry, RecordLayout, plan_whole_tensors
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.evicted import is_ordinary
 from swapper.tensors.homes import home_of
+from swapper.tensors.other_tensors import PATIENCE_S, OtherTensors, Patience
 from swapper.tensors.strides import is_dense, is_plain
 
 __all__ = [
     "GROUP_BYTES",
     "DeviceNeeds",
-    "OtherTensors",
     "ParameterLocation",
     "ParameterPlan",
     "ParameterRecord",
@@ -227,44 +226,6 @@ def why_not(parameter: torch.nn.Parameter) -> str:
     return ""
 
 
-class OtherTensors:
-    """Tensors of Python code that share memory with parameters, and are no parameters of the model.
-
-    Tensors that autograd saved of one are in C++ and do not count: they have the values of their time, as they should,
-    and the version counter says when they must not be used any more. Memory that torch does not own may have users
-    besides, such as the NumPy array that a parameter was made of: those cannot be known.
-    """
-
-    def __init__(self) -> None:
-        self._counts: dict[int, int] | None = None
-
-    def view(self, parameter: torch.nn.Parameter) -> bool:
-        """True if such a tensor shares the memory of `parameter`, which is in memory."""
-        storage = parameter.untyped_storage()
-        if torch._C._storage_Use_Count(storage._cdata) <= 2:  # the parameter's, and that of this Python object
-            return False
-        if self._counts is None:
-            self._counts = _tensors_by_storage()
-        if self._counts.get(storage._cdata, 0) > 1:  # Under DDP one was seen that was gone at a second look.
-            self._counts = _tensors_by_storage()
-        return self._counts.get(storage._cdata, 0) > 1
-
-
-def _tensors_by_storage() -> dict[int, int]:
-    """Count the tensors of Python code by their storage."""
-    counts: dict[int, int] = {}
-    with torch._C.DisableTorchFunctionSubclass():
-        for item in gc.get_objects():
-            kind = type(item)
-            # Those that dispatch to Python have no storage of their own.
-            if not issubclass(kind, torch.Tensor) or kind.__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-                continue
-            with contextlib.suppress(NotImplementedError, RuntimeError):  # As have some others.
-                number = item.untyped_storage()._cdata
-                counts[number] = counts.get(number, 0) + 1
-    return counts
-
-
 def modules_with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the modules that own parameters, with the prefix of their names, in order of registration, each once."""
     for name, module in model.named_modules():
@@ -287,7 +248,7 @@ def _group(model: torch.nn.Module, bucket_bytes: int) -> tuple[list[ParameterRec
     stays: dict[str, str] = {}
     seen: set[torch.nn.Parameter] = set()
     sharing = _names_by_storage(model)
-    others_of_it = OtherTensors()
+    others_of_it = OtherTensors(Patience(PATIENCE_S))
     groups: list[list[tuple[str, torch.nn.Parameter]]] = []
     total_bytes = 0
     for prefix, module in modules_with_parameters(model):

@@ -165,8 +165,11 @@ class RecordCache:
                 self._metrics.hits += 1
             return record.lease
 
-    def take(self, key: RecordKey, length_bytes: int) -> tuple[Lease, bool]:
+    def take(self, key: RecordKey, length_bytes: int, *, follows: bool = False) -> tuple[Lease, bool]:
         """Bring `key` in and wait for it.
+
+        With `follows` a copy that a device still makes into the buffer is not waited for. It is then the transfer of
+        the lease, what the caller copies comes after it, and the caller puts the record, or it is lost.
 
         Returns:
             The buffer, the caller's until `put` or `release`; and False if its content is undefined, as of new records.
@@ -186,6 +189,12 @@ class RecordCache:
                     return lease, False
                 record = self._read(key, lease)
             assert record.state is not RecordState.LIVE, f"{key} is in use already"
+            if follows and (record.copied_bytes or (self._store is None and record.writing)):
+                record.copied_bytes = 0  # It is written after the next `put`.
+                self.records.move(record, RecordState.LIVE, writing=False)
+                self._metrics.hits += 1
+                self._metrics.begin_use(key)
+                return record.lease, True
             self._start_write(record)
             self._wait_for_content(record)
             self._rest(record, RecordState.LIVE)
@@ -267,11 +276,7 @@ class RecordCache:
                 self._let_rest(record, keeps=self._policy.keeps(key))
 
     def evict(self, key: RecordKey) -> None:
-        """Give up the buffer of a record that is ARRIVING or KEPT; what is newer in it is written first.
-
-        Raises:
-            SwapIOError: the write failed.
-        """
+        """Give up the buffer of a record that is ARRIVING or KEPT. Writes what is newer first, which may fail."""
         with self.lock:
             record = self.records.get(key)
             if record is not None:
@@ -290,9 +295,7 @@ class RecordCache:
     def flush(self) -> None:
         """Wait until everything is written.
 
-        Raises:
-            SwapIOError: the first write that failed; the others were waited for all the same. Raised again until that
-                record is discarded.
+        Raises SwapIOError for the first write that failed, until that record is discarded. The others were waited for.
         """
         with self.lock, self._metrics.span("swapper.drain", "wait_write_s"):
             self.drop_prefetched()
@@ -313,11 +316,7 @@ class RecordCache:
                 self._store.check_written()
 
     def check(self) -> None:
-        """Raise what is known of writes that failed; waits for none.
-
-        Raises:
-            SwapIOError: the first of them.
-        """
+        """Raise SwapIOError for the first write that is known to have failed. Waits for none."""
         with self.lock:
             self._collect()
 

@@ -290,7 +290,9 @@ def run_twice(
     reads = swapper.metrics.reads
     try:
         _perform(swapped, program)
-        assert swapper.metrics.reads > reads or _device, "nothing was swapped"  # The pool may hold what a device does not.
+        assert swapper.metrics.reads > reads or _device, (
+            "nothing was swapped"
+        )  # The pool may hold what a device does not.
     finally:
         close(model, optimizer)
     swapped.note_model("closed")
