@@ -118,10 +118,11 @@ def offload(
     of the plain model. `model.swapper` is the `ParameterSwapper`, `optimizer.swapper` the `OptimizerSwapper`.
 
     Args:
-        model: with its parameters on the CPU. Parameters of integer dtype, of tensor subclasses such as quantised
-            ones, of ScriptModules, and those that share memory with others stay in memory, and so do buffers. One log
-            line says how many bytes stay and why; `model.swapper.stays` has the names. A model that is offloaded
-            already, with the same `OffloadConfig` object, stays so: that is for new optimizers.
+        model: with its parameters on the CPU, or on one accelerator: they are then copied up as they are needed, and
+            take `offload_param.device_bytes` of its memory. Parameters of integer dtype, of tensor subclasses such as
+            quantised ones, of ScriptModules, and those that share memory with others stay in memory, and so do buffers.
+            One log line says how many bytes stay and why; `model.swapper.stays` has the names. A model that is
+            offloaded already, with the same `OffloadConfig` object, stays so: that is for new optimizers.
         optimizer: of parameters of the model: one that `wrap_optimizer` takes, or several in any iterable. None, or an
             empty list: only the parameters are offloaded, as for evaluation.
         config: see `wrap_optimizer`.

@@ -47,7 +47,7 @@ from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import Lease, PoolExhausted
 from swapper.storage.cache import RecordCache
 from swapper.storage.cached_records import RecordState
-from swapper.storage.transfers import AnyTransfer
+from swapper.storage.transfers import BothTransfers
 from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_grad_mode
 
 if TYPE_CHECKING:
@@ -133,31 +133,6 @@ class HeldOnDevice(Held):
         self.on_device = []
 
 
-class _Both:
-    """Two transfers that use one buffer: a write, and a copy up."""
-
-    __slots__ = ("_first", "_second")
-
-    def __init__(self, first: AnyTransfer, second: AnyTransfer) -> None:
-        self._first, self._second = first, second
-
-    def done(self) -> bool:
-        """Tell if both are over, well or not."""
-        return self._first.done() and self._second.done()
-
-    def wait(self, timeout: float | None = None) -> int:
-        """Wait for both. Raises what failed, the first before the second."""
-        self._second.settle()
-        moved_bytes = self._first.wait(timeout)
-        self._second.wait(timeout)
-        return moved_bytes
-
-    def settle(self) -> None:
-        """Wait until both are over, and leave a failure unobserved."""
-        self._first.settle()
-        self._second.settle()
-
-
 class DeviceTier:
     """Brings records from the pool to the device, ahead where it can, and lets them go.
 
@@ -234,7 +209,7 @@ class DeviceTier:
         self._look_ahead()
         self._move(None)
 
-    def let_go(self, held: Held) -> None:
+    def release(self, held: Held) -> None:
         """A use of `held` is over. What is known to have changed goes down."""
         assert isinstance(held, HeldOnDevice)
         if held.changed_on_device and held.on_device and not held.holds:
@@ -315,7 +290,7 @@ class DeviceTier:
             copy = self._up.run(work)
         held.summed = True
         if copy is not None:
-            lease.transfer = copy if lease.transfer is None else _Both(lease.transfer, copy)
+            lease.transfer = copy if lease.transfer is None else BothTransfers(lease.transfer, copy)
         return copy
 
     def _look_ahead(self) -> None:
@@ -496,7 +471,7 @@ class DeviceTier:
         if held.leaving:
             self._free(held)
 
-    def settle(self, held: Held) -> None:
+    def bring_down(self, held: Held) -> None:
         """Have the newest values of `held` in the pool or in its file. Waits for the device, not for the drive.
 
         Raises:
@@ -528,7 +503,7 @@ class DeviceTier:
     def _bring_to_host(self, held: HeldOnDevice, phase: str, *, changing: bool) -> None:
         self._pool_order.note(Use(phase, held.number))
         self.poll()
-        self.settle(held)
+        self.bring_down(held)
         if changing and held.on_device and not held.in_use:
             self._free(held)
         lease = self._fetch(held)

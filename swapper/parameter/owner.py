@@ -461,7 +461,7 @@ class ParameterOwner(ParameterCache):
             self.metrics.end_use(held.key)
         held.holds.discard(use)
         if self._tier is not None:
-            self._tier.let_go(held)
+            self._tier.release(held)
         elif held.changed and not held.holds and held.values:
             held.write(self._cache)
         if refused:

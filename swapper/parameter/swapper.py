@@ -141,7 +141,7 @@ class ParameterSwapper(ParameterOwner):
         with self._lock:
             for held in self._all:
                 if self._tier is not None:
-                    self._tier.settle(held)
+                    self._tier.bring_down(held)
                 held.write_newer(self._cache)
             for held in self._all:
                 self._cache.wait(held.key)
