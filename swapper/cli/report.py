@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.text import Text
 
@@ -27,7 +28,8 @@ from swapper.bench.machine import (
 )
 from swapper.cli.arguments import AsJson, directories_or_default
 from swapper.cli.output import fail_if, make_console, print_json, printable
-from swapper.io.gds import CuFileProbe, probe_cufile
+from swapper.errors import SwapIOError
+from swapper.io.gds import CuFileProbe, GDSHandle, probe_cufile
 from swapper.io.handle import Probe, probe
 from swapper.sizes import format_bytes
 from swapper.storage.mounts import MEMORY_FILE_SYSTEMS, is_network_file_system
@@ -37,6 +39,7 @@ __all__ = ["Finding", "Mark", "Report", "findings", "make_report", "report"]
 _REQUEST_BYTES = 1 << 20
 """The default of `block_size`: what one request to the kernel moves."""
 _FEW_AIO_REQUESTS = 1024
+_GPU = torch.device("cuda")
 _ANOTHER_DIRECTORY = "name a directory on a local solid-state drive with --nvme-path"
 
 
@@ -67,6 +70,8 @@ class Report:
 def make_report(directories: list[Path]) -> Report:
     """Look at this machine and at `directories`. Takes 64 MiB of memory for a moment."""
     cuda, cuda_reason = cuda_devices()
+    cufile = probe_cufile()
+    looked_at = [look_at_directory(path) for path in directories]
     return Report(
         version=swapper_version(),
         machine=machine(),
@@ -76,9 +81,21 @@ def make_report(directories: list[Path]) -> Report:
         cuda=cuda,
         cuda_reason=cuda_reason,
         nvidia_driver=has_nvidia_driver(),
-        cufile=probe_cufile(),
-        directories=[look_at_directory(path) for path in directories],
+        cufile=cufile,
+        directories=[_try_gds(directory) for directory in looked_at] if cuda and cufile.available else looked_at,
     )
+
+
+def _try_gds(directory: Directory) -> Directory:
+    """Try to move bytes between a GPU and a file in `directory`, and note what became of it."""
+    if directory.error:
+        return directory
+    with GDSHandle() as handle:
+        try:
+            reason = handle.why_not_direct(Path(directory.path), _GPU)
+        except SwapIOError as error:
+            reason = str(error)
+    return replace(directory, gds=not reason, gds_reason=reason)
 
 
 # --- Its lines ---------------------------------------------------------------------------------------------------
@@ -307,6 +324,10 @@ def _of_directory(directory: Directory) -> Iterator[Finding]:
         yield _judge("O_DIRECT", value)
     elif directory.direct is not None:
         yield _judge("O_DIRECT", f"no: {directory.direct_reason}", _direct_change(directory, path))
+    if directory.gds:
+        yield _judge("GPUDirect", "cuFile writes and reads files here")
+    elif directory.gds is not None:
+        yield _judge("GPUDirect", f"no: {directory.gds_reason}", "see gdscheck -p: it names file systems and drives")
     if directory.preallocated:
         yield _judge("preallocation", "works")
     elif directory.preallocated is not None or directory.preallocate_reason:

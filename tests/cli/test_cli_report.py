@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from mock_cufile import COMPILER, Mock
 from typer.testing import CliRunner, Result
 
 from swapper.bench import drive, machine
@@ -62,7 +63,7 @@ KEYS = {
 }
 DIRECTORY_KEYS = (
     "path error change file_system mount_point source direct direct_reason alignment_bytes memory_alignment_bytes "
-    "preallocated preallocate_reason free_bytes total_bytes stale_bytes drives"
+    "preallocated preallocate_reason free_bytes total_bytes stale_bytes drives gds gds_reason"
 )
 DRIVE_KEYS = "name kind model rotating scheduler schedulers max_request_bytes max_hardware_request_bytes members"
 
@@ -785,6 +786,24 @@ def test_the_summary_says_each_change_once(monkeypatch: pytest.MonkeyPatch) -> N
     ]
     assert "/c\\x1b[31m" in text
     assert [change["name"] for change in as_json()["changes"]] == ["uring+fixed", "uring", "left over"]
+
+
+@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the mock library")
+@pytest.mark.parametrize("works", [True, False])
+def test_gpudirect_storage_is_tried_in_each_directory(
+    mock: Mock, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool
+) -> None:
+    monkeypatch.setattr(report_module, "cuda_devices", lambda: (GPU, ""))
+    monkeypatch.setattr(report_module, "_GPU", torch.device("cpu"))
+    if not works:
+        mock["register_error"] = 5008
+    found = report_module.make_report([nvme_path, nvme_path / "nowhere"])
+    assert [directory.gds for directory in found.directories] == [works, None]
+    line = lines_of(found)[f"{nvme_path}: GPUDirect"]
+    assert (line.change == "") == works
+    assert works or "not supported on this file" in line.value
+    assert f"{nvme_path / 'nowhere'}: GPUDirect" not in lines_of(found)
+    assert not list(nvme_path.iterdir())
 
 
 @pytest.mark.cuda
