@@ -13,10 +13,9 @@ Every later call raises the error again, until `discard` or `forget`: the record
 one. (Where the policy rewrites, the record stays KEPT instead, and the error is raised once, by who waits.)
 
 [Note: one cache for each owner] An optimizer, its gradients and a model's parameters each have a `RecordCache`, on one
-pool and one store. A cache waits for transfers under its lock, and its owner may die at any moment, in any thread: with
-one lock for all, models in two threads would wait for each other's drives, and an owner that the garbage collector ends
-within another's call would change records there. Caches ask each other for buffers through the pool's reclaimers, which
-never wait for a lock.
+pool and store. A cache waits for transfers under its lock, and its owner may die at any moment, in any thread: with one
+lock models in two threads would wait for each other's drives, and an owner that the garbage collector ends would change
+records of another within its call. For buffers caches ask each other by the pool's reclaimers, which wait for no lock.
 """
 
 from __future__ import annotations
@@ -140,8 +139,10 @@ class RecordCache:
             self._read(key, lease)
             return True
 
-    def require(self, key: RecordKey, length_bytes: int) -> None:
+    def require(self, key: RecordKey, length_bytes: int, *, anew: bool = False) -> None:
         """As `stage`, for a stored record that `fetch` will wait for: waits for a buffer if there is none.
+
+        With `anew` all of it will be overwritten. Then nothing is read: a new buffer is KEPT, of undefined content.
 
         Raises:
             SwapIOError: a write failed that a buffer is waited for.
@@ -149,7 +150,8 @@ class RecordCache:
         """
         with self.lock:
             if self.records.get(key) is None:
-                self._read(key, self._acquire(key, length_bytes))
+                lease = self._acquire(key, length_bytes)
+                self._add(CachedRecord(key, lease, RecordState.KEPT)) if anew else self._read(key, lease)
 
     def fetch(self, key: RecordKey) -> Lease:
         """Wait until a record that was required has arrived. It is then KEPT. Raises SwapIOError if reading failed."""
@@ -251,11 +253,7 @@ class RecordCache:
             self._collect()
 
     def write(self, key: RecordKey, length_bytes: int) -> None:
-        """Start writing the first `length_bytes` of a record that is KEPT, and stays so. No write of it is in flight.
-
-        Raises:
-            SwapIOError: there is no room for a fresh file beside one that must stay.
-        """
+        """As `put`, of a record that is KEPT, and stays so. No transfer of it is in flight."""
         with self.lock:
             record = self.records.get(key)
             assert record is not None and record.state is RecordState.KEPT and not record.writing, key
