@@ -13,10 +13,9 @@ Every later call raises the error again, until `discard` or `forget`: the record
 one. (Where the policy rewrites, the record stays KEPT instead, and the error is raised once, by who waits.)
 
 [Note: one cache for each owner] An optimizer, its gradients and a model's parameters each have a `RecordCache`, on one
-pool and one store. A cache waits for transfers under its lock, and its owner may die at any moment, in any thread: with
-one lock for all, models in two threads would wait for each other's drives, and an owner that the garbage collector ends
-within another's call would change records there. Caches ask each other for buffers through the pool's reclaimers, which
-never wait for a lock.
+pool and store. A cache waits for transfers under its lock, and its owner may die at any moment, in any thread: with one
+lock models in two threads would wait for each other's drives, and an owner that the garbage collector ends would change
+records of another within its call. For buffers caches ask each other by the pool's reclaimers, which wait for no lock.
 """
 
 from __future__ import annotations
@@ -140,8 +139,10 @@ class RecordCache:
             self._read(key, lease)
             return True
 
-    def require(self, key: RecordKey, length_bytes: int) -> None:
+    def require(self, key: RecordKey, length_bytes: int, *, anew: bool = False) -> None:
         """As `stage`, for a stored record that `fetch` will wait for: waits for a buffer if there is none.
+
+        With `anew` all of it will be overwritten. Then nothing is read: a new buffer is KEPT, of undefined content.
 
         Raises:
             SwapIOError: a write failed that a buffer is waited for.
@@ -149,7 +150,8 @@ class RecordCache:
         """
         with self.lock:
             if self.records.get(key) is None:
-                self._read(key, self._acquire(key, length_bytes))
+                lease = self._acquire(key, length_bytes)
+                self._add(CachedRecord(key, lease, RecordState.KEPT)) if anew else self._read(key, lease)
 
     def fetch(self, key: RecordKey) -> Lease:
         """Wait until a record that was required has arrived. It is then KEPT. Raises SwapIOError if reading failed."""
@@ -163,8 +165,11 @@ class RecordCache:
                 self._metrics.hits += 1
             return record.lease
 
-    def take(self, key: RecordKey, length_bytes: int) -> tuple[Lease, bool]:
+    def take(self, key: RecordKey, length_bytes: int, *, follows: bool = False) -> tuple[Lease, bool]:
         """Bring `key` in and wait for it.
+
+        With `follows` a copy that a device still makes into the buffer is not waited for. It is then the transfer of
+        the lease, what the caller copies comes after it, and the caller puts the record, or it is lost.
 
         Returns:
             The buffer, the caller's until `put` or `release`; and False if its content is undefined, as of new records.
@@ -185,6 +190,12 @@ class RecordCache:
                     return lease, False
                 record = self._read(key, lease)
             assert record.state is not RecordState.LIVE, f"{key} is in use already"
+            if follows and (record.copied_bytes or (self._store is None and record.writing)):
+                record.copied_bytes = 0  # It is written after the next `put`.
+                self.records.move(record, RecordState.LIVE, writing=False)
+                self._metrics.hits += 1
+                self._metrics.begin_use(key)
+                return record.lease, True
             self._start_write(record)
             self._wait_for_content(record)
             self._rest(record, RecordState.LIVE)
@@ -247,11 +258,7 @@ class RecordCache:
             self._collect()
 
     def write(self, key: RecordKey, length_bytes: int) -> None:
-        """Start writing the first `length_bytes` of a record that is KEPT, and stays so. No write of it is in flight.
-
-        Raises:
-            SwapIOError: there is no room for a fresh file beside one that must stay.
-        """
+        """As `put`, of a record that is KEPT, and stays so. No transfer of it is in flight."""
         with self.lock:
             record = self.records.get(key)
             assert record is not None and record.state is RecordState.KEPT and not record.writing, key
@@ -272,11 +279,7 @@ class RecordCache:
                 self._let_rest(record, keeps=self._policy.keeps(key))
 
     def evict(self, key: RecordKey) -> None:
-        """Give up the buffer of a record that is ARRIVING or KEPT; what is newer in it is written first.
-
-        Raises:
-            SwapIOError: the write failed.
-        """
+        """Give up the buffer of a record that is ARRIVING or KEPT. Writes what is newer first, which may fail."""
         with self.lock:
             if (record := self.records.get(key)) is not None:
                 self._evict(record)
@@ -294,9 +297,7 @@ class RecordCache:
     def flush(self) -> None:
         """Wait until everything is written.
 
-        Raises:
-            SwapIOError: the first write that failed; the others were waited for all the same. Raised again until that
-                record is discarded.
+        Raises SwapIOError for the first write that failed, until that record is discarded. The others were waited for.
         """
         with self.lock, self._metrics.span("swapper.drain", "wait_write_s"):
             self.drop_prefetched()
@@ -317,11 +318,7 @@ class RecordCache:
                 self._store.check_written()
 
     def check(self) -> None:
-        """Raise what is known of writes that failed; waits for none.
-
-        Raises:
-            SwapIOError: the first of them.
-        """
+        """Raise SwapIOError for the first write that is known to have failed. Waits for none."""
         with self.lock:
             self._collect()
 
