@@ -98,7 +98,7 @@ class RecordCache:
                 if self._policy.keeps(record.key):
                     continue
                 if record.writing:
-                    self.records.move(record, RecordState.LEAVING, writing=True)
+                    self._move(record, RecordState.LEAVING, writing=True)
                 else:
                     self._give_up(record)
 
@@ -121,7 +121,7 @@ class RecordCache:
             record = self.records.get(key)
             if record is not None:
                 if record.state is RecordState.LEAVING:  # Still in memory: no need to read what is just being written.
-                    self.records.move(record, RecordState.ARRIVING, writing=True)
+                    self._move(record, RecordState.ARRIVING, writing=True)
                 return True
             if self._store.stored_bytes(key) == 0:
                 return True
@@ -184,7 +184,8 @@ class RecordCache:
             if record is None:
                 lease = self._acquire(key, length_bytes)
                 if self._store is None or self._store.stored_bytes(key) == 0:
-                    self._add(CachedRecord(key, lease, RecordState.LIVE, empty=True))
+                    with interrupts_deferred():
+                        self._add(CachedRecord(key, lease, RecordState.LIVE, empty=True))
                     self._metrics.begin_use(key)
                     return lease, False
                 record = self._read(key, lease)
@@ -203,8 +204,7 @@ class RecordCache:
 
     def _wait_for_content(self, record: CachedRecord) -> None:
         """Wait for the transfer of `record`, a read or a write, so that its buffer may be looked at and changed."""
-        transfer = record.lease.transfer
-        if transfer is None or transfer.done():
+        if (transfer := record.lease.transfer) is None or transfer.done():
             self._metrics.hits += 1
         if transfer is None:
             return
@@ -215,7 +215,7 @@ class RecordCache:
                 self._store.check_written(record.key)  # While it was read it may have been lost.
         except SwapIOError:
             if record.writing:
-                self.records.move(record, RecordState.FAILED, writing=False)
+                self._move(record, RecordState.FAILED, writing=False)
             else:  # The next call reads it again.
                 self._give_up(record)
             raise
@@ -225,6 +225,11 @@ class RecordCache:
         with interrupts_deferred():
             self.records.move(record, state, writing=False)
             record.lease.transfer = None
+
+    def _move(self, record: CachedRecord, state: RecordState, *, writing: bool) -> None:
+        """Change the state of `record`, and nothing besides."""
+        with interrupts_deferred():
+            self.records.move(record, state, writing=writing)
 
     # --- Records that go -------------------------------------------------------------------------------------------
 
@@ -242,12 +247,12 @@ class RecordCache:
             record.empty = False
             self._metrics.end_use(key)
             if self._store is None:
-                self.records.move(record, RecordState.KEPT, writing=record.lease.transfer is not None)
+                self._move(record, RecordState.KEPT, writing=record.lease.transfer is not None)
                 return
             state = RecordState.KEPT if self._policy.keeps(key) else RecordState.LEAVING
             if record.lease.transfer is not None:  # See [Note: copies from a device].
                 record.copied_bytes = length_bytes
-                self.records.move(record, state, writing=True)
+                self._move(record, state, writing=True)
             else:
                 self._write(record, length_bytes, state)
             self._collect()
@@ -262,24 +267,21 @@ class RecordCache:
     def wait(self, key: RecordKey) -> None:
         """Wait for the write of a record, if one is in flight. Raises SwapIOError if it failed."""
         with self.lock:
-            record = self.records.get(key)
-            if record is not None and record.writing:
+            if (record := self.records.get(key)) is not None and record.writing:
                 with self._metrics.span("swapper.wait_write", "wait_write_s"):
                     self._see_written(record)
 
     def release(self, key: RecordKey) -> None:
         """Give back the buffer taken for `key` unchanged. Does nothing if it is not LIVE, as after a failed `take`."""
         with self.lock:
-            record = self.records.get(key)
-            if record is not None and record.state is RecordState.LIVE:
+            if (record := self.records.get(key)) is not None and record.state is RecordState.LIVE:
                 self._metrics.end_use(key)
                 self._let_rest(record, keeps=self._policy.keeps(key))
 
     def evict(self, key: RecordKey) -> None:
         """Give up the buffer of a record that is ARRIVING or KEPT. Writes what is newer first, which may fail."""
         with self.lock:
-            record = self.records.get(key)
-            if record is not None:
+            if (record := self.records.get(key)) is not None:
                 self._evict(record)
 
     def drop_prefetched(self) -> bool:
@@ -339,8 +341,7 @@ class RecordCache:
     def discard(self, key: RecordKey) -> None:
         """Give back the record's buffer, if it has one, and forget what is stored of it, failed writes included."""
         with self.lock:
-            record = self.records.get(key)
-            if record is not None:
+            if (record := self.records.get(key)) is not None:
                 with contextlib.suppress(SwapIOError):  # The data that it failed to move are not wanted any more.
                     if record.lease.transfer is not None:
                         record.lease.transfer.wait()
@@ -459,7 +460,7 @@ class RecordCache:
     def _let_rest(self, record: CachedRecord, *, keeps: bool) -> None:
         """Nobody uses a LIVE record any more, and it was not changed."""
         if keeps and not record.empty:
-            self.records.move(record, RecordState.KEPT, writing=False)
+            self._move(record, RecordState.KEPT, writing=False)
         else:
             self._give_up(record)
 
@@ -467,7 +468,7 @@ class RecordCache:
         """Drop a record that was only prefetched. False if it leaves later, as it is still being written."""
         self.drops += 1
         if record.writing:
-            self.records.move(record, RecordState.LEAVING, writing=True)
+            self._move(record, RecordState.LEAVING, writing=True)
             return False
         with interrupts_deferred():
             if record.lease.transfer is not None:
@@ -476,19 +477,17 @@ class RecordCache:
         return True
 
     def _add(self, record: CachedRecord) -> None:
-        with interrupts_deferred():
-            self.records.add(record)
-            self._policy.acquired(record.key)
+        """To be called with interrupts deferred."""
+        self.records.add(record)
+        self._policy.acquired(record.key)
 
     def _give_up(self, record: CachedRecord, *, abandon: bool = False) -> None:
         """Give the buffer back. The memory goes to nobody else before the transfer in it is over."""
         with interrupts_deferred():
             self._policy.released(record.key)
             self.records.remove(record)
-            if abandon:
-                record.lease.abandon()
-            else:
-                record.lease.release()
+            give_back = record.lease.abandon if abandon else record.lease.release
+            give_back()
 
     # --- Transfers -------------------------------------------------------------------------------------------------
 
@@ -522,7 +521,7 @@ class RecordCache:
             record.lease.transfer.wait()
         except SwapIOError:
             record.copied_bytes = 0
-            self.records.move(record, RecordState.FAILED, writing=False)
+            self._move(record, RecordState.FAILED, writing=False)
             raise
         self._write(record, record.copied_bytes, record.state)
 
@@ -545,7 +544,7 @@ class RecordCache:
                 self._rest(record, record.state)
                 raise
             if record.writing and not record.copied_bytes:
-                self.records.move(record, RecordState.FAILED, writing=False)
+                self._move(record, RecordState.FAILED, writing=False)
             return False
         if record.state is RecordState.LEAVING:
             self._give_up(record)
