@@ -19,7 +19,8 @@ import torch
 from swapper.io import _native
 
 # Support modules that define fixtures and hooks, and those whose asserts shall say what differs.
-pytest_plugins = ["drives", "measuring", "mock_cufile", "sampling", "snapshots", "turns", "accelerators"]
+# `accelerators` imports `sampling`, so it comes after it.
+pytest_plugins = ["drives", "frozen", "measuring", "mock_cufile", "sampling", "snapshots", "turns", "accelerators"]
 pytest.register_assert_rewrite(
     "checkpoints", "command", "configs", "deepnvme_programs", "gradient_twins", "isolation", "training", "twins"
 )
@@ -41,14 +42,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs root"))
         if (mark := item.get_closest_marker("unsanitized")) and SANITIZED:
             item.add_marker(pytest.mark.skip(reason=f"not under AddressSanitizer: {mark.args[0]}"))
-
-
-def pytest_collection_finish() -> None:
-    """Look for garbage only in what tests make: hundreds of tests do, some of them at every step of a long loop."""
-    import torch._dynamo  # noqa: F401  # The first optimizer does it.
-
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.hookimpl(trylast=True)

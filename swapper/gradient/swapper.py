@@ -311,12 +311,14 @@ class GradientSwapper(EvictedGradients):
                 copy = None
                 for part in gradient.parts:
                     piece = flat[part.start : part.stop]
-                    lease, there = self._cache.take(part.key, part.length_bytes)
+                    lease, there = self._cache.take(part.key, part.length_bytes, follows=True)
                     assert there or before is not GradientState.EVICTED, part.key
                     view = lease.view(0, part.numel, gradient.dtype)
                     if before is GradientState.IN_MEMORY:
                         copy = lease.transfer = copies.copy(view, piece)
                     else:
+                        if gradient.changes and lease.transfer is not None:  # A copy of the pass before.
+                            lease.transfer.wait()
                         self._complete(gradient, view)
                         copy = lease.transfer = self._copies.add(view, piece, both=norm_type is not None)
                     self._cache.put(part.key, part.length_bytes)

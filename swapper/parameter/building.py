@@ -30,7 +30,7 @@ from torch.nn.modules.module import (
 from swapper.errors import ConfigError, SwapError
 from swapper.parameter.cache import BY_ADDRESS, Held
 from swapper.parameter.owner import ParameterHome, ParameterOwner
-from swapper.parameter.records import OtherTensors, plan_record_of, why_not
+from swapper.parameter.records import plan_record_of, why_not
 from swapper.sizes import SMALL_BYTES, format_bytes
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
@@ -38,6 +38,7 @@ from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import make_ordinary, refuse_copy, restore_for_good
 from swapper.tensors.homes import HOME, TemporaryHome, home_of
+from swapper.tensors.other_tensors import PATIENCE_S, OtherTensors, Patience
 from swapper.tensors.unfilled import fill_with_nothing, has_nothing, mark_unfilled
 
 __all__ = ["ModelBuilder", "initialisers_of"]
@@ -149,9 +150,11 @@ class ModelBuilder(ParameterOwner):
             self._offload_waiting()
             self._wait(item, f"{type(module).__name__}.{name}")
 
-    def _offload_module(self, module: torch.nn.Module, scripted: Collection[torch.nn.Parameter] = ()) -> None:
+    def _offload_module(
+        self, module: torch.nn.Module, scripted: Collection[torch.nn.Parameter] = (), patience: Patience | None = None
+    ) -> None:
         """Put the parameters of `module` and of those below it on disk, except those that code besides Python has."""
-        others = OtherTensors()
+        others = OtherTensors(patience)
         scripted = {*scripted, *_scripted(module)}
         for name, parameter in module.named_parameters():
             if parameter not in scripted:
@@ -191,12 +194,12 @@ class ModelBuilder(ParameterOwner):
         if home_of(parameter) is None and parameter.device.type == "cpu":
             self._waiting[id(parameter)] = weakref.ref(parameter), name
 
-    def _offload_waiting(self, *, all_of_them: bool = False) -> None:
-        """Put on disk those that wait, if they are too many."""
+    def _offload_waiting(self, *, patience: Patience | None = None) -> None:
+        """Put on disk those that wait, if they are too many; with `patience` all of them."""
         waiting = [(p, name) for reference, name in self._waiting.values() if (p := reference()) is not None]
-        if all_of_them or sum(p.nbytes for p, _ in waiting) > self._waiting_bytes:
+        if patience or sum(p.nbytes for p, _ in waiting) > self._waiting_bytes:
             self._waiting.clear()
-            others = OtherTensors()
+            others = OtherTensors(patience)
             for parameter, name in waiting:
                 self._offload(parameter, name, others)
         elif len(waiting) < len(self._waiting):
@@ -209,7 +212,7 @@ class ModelBuilder(ParameterOwner):
         if parameter.nbytes < SMALL_BYTES:
             return
         # One made of an evicted parameter that nobody has any more is in the buffer of that one's record.
-        owner, former, _ = BY_ADDRESS.get(parameter.data_ptr(), (None, None, 0))
+        owner, former, _ = BY_ADDRESS.get((parameter.device, parameter.data_ptr()), (None, None, 0))
         if former is not None and owner is not None and owner() is self and self._is_orphan(former):
             self._offload_now(parameter, name)
             if former.plan.locations[0].parameter in self._home:
@@ -274,9 +277,10 @@ class ModelBuilder(ParameterOwner):
         scripted = {parameter for root in roots for parameter in _scripted(root)}
         for parameter in scripted:
             self._waiting.pop(id(parameter), None)
+        patience = Patience(PATIENCE_S)
         for root in roots:
-            self._offload_module(root, scripted)
-        self._offload_waiting(all_of_them=True)
+            self._offload_module(root, scripted, patience)
+        self._offload_waiting(patience=patience)
         self._forget_orphans()
         count = len(self._all)
         self._order.expect(

@@ -8,6 +8,7 @@ values are in memory and then run on them as they would have done.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
@@ -18,6 +19,7 @@ from swapper.errors import SwapError
 from swapper.tensors.evicted_gradients import GradientEvictedParameter, has_evicted_gradient, hollow
 from swapper.tensors.evicted_views import MAKES_PARAMETERS, MAKES_STATE_DICTS, EvictedView, ViewOfParameter, run
 from swapper.tensors.homes import ADDRESS, HOME, LAYOUT, METADATA, UNFILLED, Call, Home, StandIn, home_of, present
+from swapper.tensors.other_tensors import PATIENCE_S, Patience
 
 __all__ = [
     "EvictedParameter",
@@ -38,12 +40,12 @@ _TensorT = TypeVar("_TensorT", bound=torch.Tensor)
 class EvictedParameter(StandIn, GradientEvictedParameter):
     """The class of a parameter while it is evicted."""
 
+    PLAIN = METADATA
+
     @classmethod
     def use(cls, call: Call) -> Any:
-        """Run `call`, with the values in memory unless it only asks for metadata."""
+        """Run `call`, with the values in memory unless it only asks for the layout."""
         name, args, func = call.name, call.args, call.func
-        if name in METADATA:
-            return call.plainly()
         home = home_of(call.first)
         if name in LAYOUT and home is not None:
             return call.on_layout(home.stride)
@@ -158,10 +160,11 @@ def can_evict_gradient(parameter: torch.Tensor) -> bool:
 
 def let_viewed_stay(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Leave in memory those whose home is temporary, and whose memory tensors of the user share."""
+    patience = Patience(PATIENCE_S)
     for parameter in parameters:
         home = home_of(parameter)
         temporary = None if home is None else home.temporary
-        if temporary is not None and temporary.viewed:
+        if temporary is not None and patience.outlasted_by(partial(getattr, temporary, "viewed")):
             temporary.stay(parameter)
 
 

@@ -347,7 +347,7 @@ def test_a_parameter_that_is_read_after_backward_is_whole(nvme_path: Path, fails
 @pytest.mark.parametrize("where", ["nvme", "cpu"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
 def test_gradients_leave_the_device_without_a_wait(nvme_path: Path, where: str, micro_batches: int) -> None:
-    """A backward is not held up by copies; what is read back for the next micro-batch is the only thing to wait for."""
+    """A backward is not held up by copies, nor is the next one, which adds to them."""
     model = make_model(layers=8)
     optimizer = swapper.wrap_optimizer(
         torch.optim.AdamW(model.parameters()),
@@ -361,12 +361,10 @@ def test_gradients_leave_the_device_without_a_wait(nvme_path: Path, where: str, 
     assert all(raw_gradient(p) is None for p in model.parameters() if p.nbytes >= 16 << 10)
     gradients = swapper.of(optimizer).gradients
     assert gradients is not None and gradients.metrics.writes == 0, "written before it was copied"
-    LateCopies.synchronize()
     if micro_batches > 1:
-        LateCopies.waits = 0
         backward(model, 1)
-        assert LateCopies.waits == 0
-        LateCopies.synchronize()
+        assert LateCopies.waits == 0 and gradients.metrics.writes == 0
+    LateCopies.synchronize()
     gradients.check()  # Whoever comes next has the drive write them.
     assert (gradients.metrics.writes > 0) == (where == "nvme")
     LateCopies.joins_late = False
@@ -420,6 +418,31 @@ def test_gradients_are_copied_when_they_are_computed(nvme_path: Path, where: str
                 assert {swapper_norm(optimizer, p).data_ptr() for p in model.parameters()} <= set(LateCopies.kept)
             optimizer.step()
             optimizer.zero_grad()
+        results.append(values(model))
+        if swap:
+            swapper.of(optimizer).close()
+    assert equal(*results)
+
+
+@pytest.mark.parametrize("where", ["nvme", "cpu"])
+def test_what_was_put_off_is_done_to_gradients_that_were_copied(nvme_path: Path, where: str) -> None:
+    """Clipping between two passes, when the copies of the first are still to be made."""
+    results = []
+    for swap in (False, True):
+        model = make_model()
+        optimizer = torch.optim.AdamW(model.parameters())
+        if swap:
+            settings = make_config(nvme_path, gradient_accumulation_steps=2, offload_gradient={"device": where})
+            swapper.wrap_optimizer(optimizer, settings)
+        LateCopies.joins_late = True
+        backward(model)
+        if swap:
+            swapper.of(optimizer).clip_grad_value_(1e-3)
+        else:
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        backward(model, 1)
+        LateCopies.joins_late = False
+        optimizer.step()
         results.append(values(model))
         if swap:
             swapper.of(optimizer).close()
