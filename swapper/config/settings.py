@@ -188,12 +188,17 @@ class OffloadParamConfig(Section, frozen=True):
         def __init__(self, /, **data: Any) -> None: ...  # [Note: what a type checker sees]
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """Where parameters are while unused. "nvme": on the drive, for a model on the CPU. "cpu": in host memory, where
-    those of a model on the CPU are anyway. Default and off: "none", in the model."""
+    """Where parameters are while unused. "nvme": on the drive. "cpu": in host memory, where those of a model on the CPU
+    are anyway; not there yet for a model on an accelerator. Default and off: "none", in the model."""
 
     resident_bytes: Size = 0
     """Bytes of parameters kept in the pool whatever is used next, so that they are not read again. Part of
     `pool_bytes`; needs device "nvme". What the pool has room for is kept anyway. Default and off: 0."""
+
+    device_bytes: Size | None = None
+    """For a model on an accelerator: most bytes of its memory that parameters take at once, with those that are copied
+    ahead, and what it takes to see that they were changed. Default: None, what one module uses and the two records that
+    come next. What it is must hold at least one module's; an error says how much that is."""
 
 
 def _add_thread_count(schema: dict[str, Any]) -> None:
