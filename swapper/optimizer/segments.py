@@ -179,6 +179,9 @@ class Segment:
         checksum: of the parameter's bits when its master was encoded; None when it has no master yet. A tensor if they
             were summed on an accelerator: see `device_records`.
         tie_bits: ties of the encoded master.
+        numel: elements in the slice.
+        master_moves: the master is part of the record.
+        is_split: the low halves of its master, and their ties, are part of the record.
     """
 
     of: OptimizerParameter
@@ -195,6 +198,15 @@ class Segment:
     kept_master: torch.Tensor | None = None
     checksum: int | torch.Tensor | None = None
     tie_bits: int = 0
+    numel: int = field(init=False)
+    master_moves: bool = field(init=False)
+    is_split: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Each step asks for these some ten times, and they never change.
+        self.numel = self.stop - self.start
+        self.master_moves = bool(self.master) and self.of.numel * 4 >= SMALL_BYTES
+        self.is_split = self.master == "split" and self.master_moves
 
     @property
     def parameter(self) -> torch.nn.Parameter:
@@ -205,21 +217,6 @@ class Segment:
     def is_hole(self) -> bool:
         """True if its parameter is gone: nobody can ask for the state."""
         return self.of.is_gone
-
-    @property
-    def numel(self) -> int:
-        """Elements in the slice."""
-        return self.stop - self.start
-
-    @property
-    def master_moves(self) -> bool:
-        """True if the master is part of the record."""
-        return bool(self.master) and self.of.numel * 4 >= SMALL_BYTES
-
-    @property
-    def is_split(self) -> bool:
-        """True if the low halves of its master, and their ties, are part of the record."""
-        return self.master == "split" and self.master_moves
 
     @property
     def has_state(self) -> bool:
