@@ -118,10 +118,11 @@ def offload(
     of the plain model. `model.swapper` is the `ParameterSwapper`, `optimizer.swapper` the `OptimizerSwapper`.
 
     Args:
-        model: with its parameters on the CPU. Parameters of integer dtype, of tensor subclasses such as quantised
-            ones, of ScriptModules, and those that share memory with others stay in memory, and so do buffers. One log
-            line says how many bytes stay and why; `model.swapper.stays` has the names. A model that is offloaded
-            already, with the same `OffloadConfig` object, stays so: that is for new optimizers.
+        model: with its parameters on the CPU, or on one accelerator: they are then copied up as they are needed, and
+            take `offload_param.device_bytes` of its memory. Parameters of integer dtype, of tensor subclasses such as
+            quantised ones, of ScriptModules, and those that share memory with others stay in memory, and so do buffers.
+            One log line says how many bytes stay and why; `model.swapper.stays` has the names. A model that is
+            offloaded already, with the same `OffloadConfig` object, stays so: that is for new optimizers.
         optimizer: of parameters of the model: one that `wrap_optimizer` takes, or several in any iterable. None, or an
             empty list: only the parameters are offloaded, as for evaluation.
         config: see `wrap_optimizer`.
@@ -159,6 +160,9 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
     plans = _plan(optimizers, settings, {} if parameters is None else parameters.where())
     budget = _budget(plans, settings, parameters, Shared.existing(settings))
     budget.check()
+    device, device_bytes = None, 0
+    if parameters is not None and (on_device := parameters.device_needs) is not None:
+        device, device_bytes = on_device.device, on_device.record_bytes(settings.offload_param.device_bytes)
     try:
         # State and gradients leave memory before parameters do: an optimizer that sets itself up then finds parameters
         # in memory, and does not read each of them from the drive.
@@ -172,12 +176,14 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
             if swapper is not None:
                 swapper.share_pool(shares.parameters)
             else:
-                shared = Shared.of(settings, None)
+                shared = Shared.of(settings, device)
                 release = shared.hold(0, 0)  # Parameters make memory of the pool ready as they come.
                 number, pool, store = next(_owners), shared.pool, shared.store
                 # The last step that can fail. It then gives all values back itself.
                 swapper = _made(
-                    lambda: ParameterSwapper(model, number, parameters, shares.parameters, pool, store, release),
+                    lambda: ParameterSwapper(
+                        model, number, parameters, shares.parameters, pool, store, release, device_bytes
+                    ),
                     release,
                 )
                 object.__setattr__(model, "swapper", swapper)
@@ -342,11 +348,17 @@ def _check_can_be_offloaded(model: torch.nn.Module) -> None:
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ConfigError(f"parameter {name} is on the meta device and has no values; give the model memory first")
-        if parameter.device.type != "cpu":
+        if parameter.device.type != "cpu" and not is_accelerator(parameter.device):
             raise ConfigError(
-                f"offload_param.device: nvme cannot work for parameter {name} on {parameter.device} in this version of "
-                "swapper; keep the model on the CPU, or use offload_param.device: none"
+                f"offload_param.device: nvme cannot work for parameter {name} on {parameter.device}; move the model to "
+                "the CPU or to an accelerator, or use offload_param.device: none"
             )
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise ConfigError(
+            f"offload_param.device: nvme cannot work for a model on several devices ({', '.join(devices)}) in this "
+            "version of swapper; move it to one of them, or use offload_param.device: none"
+        )
 
 
 def _check_is_model(model: object) -> None:

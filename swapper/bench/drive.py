@@ -77,6 +77,7 @@ class Directory:
         preallocated: whether space can be reserved; `preallocate_reason` says why not.
         stale_bytes: what runs that were killed left here.
         drives: what holds it.
+        gds: whether cuFile moves bytes between files here and a GPU; `gds_reason` says why not. None: not tried.
     """
 
     path: str
@@ -95,6 +96,8 @@ class Directory:
     total_bytes: int | None = None
     stale_bytes: int | None = None
     drives: list[Drive] = field(default_factory=list)
+    gds: bool | None = None
+    gds_reason: str = ""
 
 
 def look_at_directory(path: Path) -> Directory:

@@ -145,7 +145,7 @@ def _record_file(held: Held, tensors: dict[str, SavedTensor]) -> RecordFile:
     parts = [(crc32c_of(header), len(header))]
     for location, crc in zip(held.plan.locations, held.checksums, strict=True):
         if not location.parameter.is_contiguous():  # The file has its elements in another order than memory.
-            crc = checksum(location.parameter.detach().contiguous())
+            crc = checksum(location.parameter.detach().contiguous().cpu())
         tensors[location.name] = _described(name, location.parameter, crc)
         parts.append((crc, location.length_bytes))
     return RecordFile(name, layout.exact_bytes(), join_checksums(parts))

@@ -9,16 +9,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 from rich.text import Text
 
 from swapper.bench.drive import Directory, Drive, look_at_directory
 from swapper.bench.machine import (
-    CudaDevice,
+    Accelerator,
     Limits,
     Machine,
     SlabProbe,
-    cuda_devices,
+    accelerators,
     has_nvidia_driver,
     limits,
     machine,
@@ -27,7 +28,8 @@ from swapper.bench.machine import (
 )
 from swapper.cli.arguments import AsJson, directories_or_default
 from swapper.cli.output import fail_if, make_console, print_json, printable
-from swapper.io.gds import CuFileProbe, probe_cufile
+from swapper.errors import SwapIOError
+from swapper.io.gds import CuFileProbe, GDSHandle, probe_cufile
 from swapper.io.handle import Probe, probe
 from swapper.sizes import format_bytes
 from swapper.storage.mounts import MEMORY_FILE_SYSTEMS, is_network_file_system
@@ -37,6 +39,7 @@ __all__ = ["Finding", "Mark", "Report", "findings", "make_report", "report"]
 _REQUEST_BYTES = 1 << 20
 """The default of `block_size`: what one request to the kernel moves."""
 _FEW_AIO_REQUESTS = 1024
+_GPU = torch.device("cuda")
 _ANOTHER_DIRECTORY = "name a directory on a local solid-state drive with --nvme-path"
 
 
@@ -52,8 +55,8 @@ class Report:
     backends: tuple[Probe, ...]
     limits: Limits
     slab: SlabProbe
-    cuda: list[CudaDevice]
-    cuda_reason: str
+    accelerators: list[Accelerator]
+    accelerators_reason: str
     nvidia_driver: bool
     cufile: CuFileProbe
     directories: list[Directory]
@@ -66,19 +69,33 @@ class Report:
 
 def make_report(directories: list[Path]) -> Report:
     """Look at this machine and at `directories`. Takes 64 MiB of memory for a moment."""
-    cuda, cuda_reason = cuda_devices()
+    devices, reason = accelerators()
+    cufile = probe_cufile()
+    looked_at = [look_at_directory(path) for path in directories]
     return Report(
         version=swapper_version(),
         machine=machine(),
         backends=probe(),
         limits=limits(),
         slab=probe_slab(),
-        cuda=cuda,
-        cuda_reason=cuda_reason,
+        accelerators=devices,
+        accelerators_reason=reason,
         nvidia_driver=has_nvidia_driver(),
-        cufile=probe_cufile(),
-        directories=[look_at_directory(path) for path in directories],
+        cufile=cufile,
+        directories=[_try_gds(directory) for directory in looked_at] if devices and cufile.available else looked_at,
     )
+
+
+def _try_gds(directory: Directory) -> Directory:
+    """Try to move bytes between a GPU and a file in `directory`, and note what became of it."""
+    if directory.error:
+        return directory
+    with GDSHandle() as handle:
+        try:
+            reason = handle.why_not_direct(Path(directory.path), _GPU)
+        except SwapIOError as error:
+            reason = str(error)
+    return replace(directory, gds=not reason, gds_reason=reason)
 
 
 # --- Its lines ---------------------------------------------------------------------------------------------------
@@ -155,7 +172,7 @@ def _of_machine(found: Report) -> Iterator[Finding]:
         change = f"export OMP_NUM_THREADS={about.cpus_usable} before Python starts: more threads than cores"
     yield _judge("torch", f"{about.torch}, {about.torch_threads} threads", change)
     change = ""
-    if (about.omp_wait_policy or "").upper() != "PASSIVE" and not found.cuda:
+    if (about.omp_wait_policy or "").upper() != "PASSIVE" and not found.accelerators:
         change = "export OMP_WAIT_POLICY=PASSIVE before Python starts: idle threads else take the I/O threads' cores"
     yield _judge("OMP_WAIT_POLICY", about.omp_wait_policy or "not set", change)
 
@@ -261,13 +278,14 @@ def _of_limits(found: Report) -> Iterator[Finding]:
 
 
 def _of_gpus(found: Report) -> Iterator[Finding]:
-    for i, device in enumerate(found.cuda):
-        yield _judge(f"cuda:{i}", f"{device.name}, {format_bytes(device.memory_bytes)}")
+    for i, device in enumerate(found.accelerators):
+        yield _judge(f"{device.type}:{i}", f"{device.name}, {format_bytes(device.memory_bytes)}")
     cufile = found.cufile
-    if not found.cuda:
-        value = f"none: {found.cuda_reason}"
+    if not found.accelerators:
+        value = f"none: {found.accelerators_reason}"
         change = "install a torch with CUDA, of a version that the GPU's driver supports"
-        yield _judge("CUDA", value, change) if found.nvidia_driver else _neutral("CUDA", value)
+        yield _judge("devices", value, change) if found.nvidia_driver else _neutral("devices", value)
+    if not any(device.type == "cuda" for device in found.accelerators):
         yield _neutral("cuFile", "not needed without a CUDA device")
         return
     if cufile.available:
@@ -307,6 +325,10 @@ def _of_directory(directory: Directory) -> Iterator[Finding]:
         yield _judge("O_DIRECT", value)
     elif directory.direct is not None:
         yield _judge("O_DIRECT", f"no: {directory.direct_reason}", _direct_change(directory, path))
+    if directory.gds:
+        yield _judge("GPUDirect", "cuFile writes and reads files here")
+    elif directory.gds is not None:
+        yield _judge("GPUDirect", f"no: {directory.gds_reason}", "see gdscheck -p: it names file systems and drives")
     if directory.preallocated:
         yield _judge("preallocation", "works")
     elif directory.preallocated is not None or directory.preallocate_reason:

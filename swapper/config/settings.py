@@ -62,6 +62,7 @@ BUCKETS_IN_POOL = 3
 _NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
     # A version that brings one of these deletes its row here, and "Not there yet" in the field's docstring.
     "offload_optimizer.encoding": (("bf16", "int8"), "use encoding: exact"),
+    "aio.gds": (("on",), "use gds: auto, with which records go through the pool"),
 }
 """Settings of the design that this version cannot honour: the values that it refuses, and the advice."""
 
@@ -108,6 +109,11 @@ def _parse_directory(value: object) -> Path:
         return Path(text).expanduser()
     except RuntimeError:
         raise ConfigError(f"{show(text)}: there is no such user's home here; write the path in full") from None
+
+
+def _parse_switch(value: object) -> object:
+    """YAML takes a plain `on` for true, and `off` for false."""
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else value
 
 
 NvmePath = Annotated[
@@ -177,12 +183,17 @@ class OffloadParamConfig(Section, frozen=True):
         def __init__(self, /, **data: Any) -> None: ...  # [Note: what a type checker sees]
 
     device: Literal["none", "cpu", "nvme"] = "none"
-    """Where parameters are while unused. "nvme": on the drive, for a model on the CPU. "cpu": in host memory, where
-    those of a model on the CPU are anyway. Default and off: "none", in the model."""
+    """Where parameters are while unused. "nvme": on the drive. "cpu": in host memory, where those of a model on the CPU
+    are anyway; not there yet for a model on an accelerator. Default and off: "none", in the model."""
 
     resident_bytes: Size = 0
     """Bytes of parameters kept in the pool whatever is used next, so that they are not read again. Part of
     `pool_bytes`; needs device "nvme". What the pool has room for is kept anyway. Default and off: 0."""
+
+    device_bytes: Size | None = None
+    """For a model on an accelerator: most bytes of its memory that parameters take at once, with those that are copied
+    ahead, and what it takes to see that they were changed. Default: None, what one module uses and the two records that
+    come next. What it is must hold at least one module's; an error says how much that is."""
 
 
 def _add_thread_count(schema: dict[str, Any]) -> None:
@@ -226,6 +237,11 @@ class AioConfig(Section, frozen=True):
     )
     """Threads that work on one transfer, 1 to 64. Also accepted as `thread_count`, DeepNVMe's older name. Default and
     off: 1."""
+
+    gds: Annotated[Literal["auto", "on", "off"], BeforeValidator(_parse_switch)] = "auto"
+    """Whether records of a model on a GPU go between the drive and its memory by GPUDirect Storage (cuFile), without
+    the pool. "auto": where that works. "on": an error where it does not. Default: "auto"; off: "off". Not there yet:
+    "on", and with "auto" all records go through the pool."""
 
     @field_validator("block_size", mode="after")
     @classmethod

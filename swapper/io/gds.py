@@ -16,7 +16,9 @@ import functools
 import importlib.util
 import logging
 import os
+import secrets
 import threading
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -40,6 +42,7 @@ _NVIDIA_FS = Path("/proc/driver/nvidia-fs")
 _FORCE_COMPATIBILITY_MODE = 2
 _USE_PCI_P2PDMA = 7
 _FIRST_VERSION_WITH_P2PDMA = 1130
+_PROBED_BYTES = 64 << 10
 
 log = logging.getLogger(__name__)
 _lock = threading.RLock()
@@ -145,13 +148,17 @@ def _refused(error: SwapIOError) -> bool:
     return True
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Pin:
-    """Device memory that cuFile has mapped. It must not be freed before, so its storage is kept."""
+    """Device memory that cuFile has mapped, of all handles. It must not be freed before, so its storage is kept."""
 
     length_bytes: int
     registration: _native.RegisteredMemory
     storage: torch.UntypedStorage
+
+
+_pinned: weakref.WeakValueDictionary[tuple[int, int], _Pin] = weakref.WeakValueDictionary()
+"""By address and length."""
 
 
 class GDSHandle(AsyncIOHandle):
@@ -194,6 +201,36 @@ class GDSHandle(AsyncIOHandle):
         """Why `gds_available` is False; "" where it is True."""
         return self._reason
 
+    def why_not_direct(self, directory: Path, device: torch.device) -> str:
+        """Say why files in `directory` and memory of `device` cannot do without memory of the host; "" if they can.
+
+        Found out by writing and reading a file there, which is removed. A later transfer may be refused all the same.
+
+        Raises:
+            SwapIOError: the drive failed.
+            SwapError: the handle is closed, or this is a forked child.
+        """
+        if self._gds is None:
+            return self._reason
+        written, read = (torch.full((_PROBED_BYTES,), value, dtype=torch.uint8, device=device) for value in (0xA5, 0))
+        path = directory / f"gds-{secrets.token_hex(4)}.tmp"
+        with self.open(path, "rw", exclusive=True) as file:
+            os.unlink(path)
+            registered = self._try_to_register(file, _ordinal(written))
+            if isinstance(registered, str):
+                return registered
+            for operation, memory in (("write", written), ("read", read)):
+                self._bounce.copies(device).reached().synchronize()
+                direct = self._direct(operation, file, memory, 0)
+                assert direct is not None
+                try:
+                    direct.start().wait()
+                except SwapIOError as error:
+                    if error.errno != errno.EOPNOTSUPP:
+                        raise
+                    return error.detail.partition(";")[0]
+        return "" if torch.equal(written, read) else "what cuFile wrote to a file was not what it read from it"
+
     def pin(self, tensor: torch.Tensor) -> bool:
         """Have cuFile map the memory of a device tensor, so that transfers in it need no copy on the device either.
 
@@ -217,12 +254,15 @@ class GDSHandle(AsyncIOHandle):
             pin = self._pins.get(address)
             if pin is not None and pin.length_bytes == length_bytes:
                 return True
-            try:
-                registration = self._library.register_memory(address, length_bytes, device)
-            except SwapIOError as error:
-                _warn_once(f"memory cannot be pinned: {error.detail}")
-                return False
-            self._pins[address] = _Pin(length_bytes, registration, tensor.untyped_storage())
+            pin = _pinned.get((address, length_bytes))  # By another handle: cuFile maps memory once for all.
+            if pin is None:
+                try:
+                    registration = self._library.register_memory(address, length_bytes, device)
+                except SwapIOError as error:
+                    _warn_once(f"memory cannot be pinned: {error.detail}")
+                    return False
+                pin = _pinned[address, length_bytes] = _Pin(length_bytes, registration, tensor.untyped_storage())
+            self._pins[address] = pin
         return True
 
     def unpin(self, tensor: torch.Tensor) -> bool:
@@ -287,6 +327,14 @@ class GDSHandle(AsyncIOHandle):
         return None, 0
 
     def _register_file(self, file: File, device: int) -> _native.RegisteredFile | None:
+        registered = self._try_to_register(file, device)
+        if isinstance(registered, str):
+            _warn_once(registered)
+            return None
+        return registered
+
+    def _try_to_register(self, file: File, device: int) -> _native.RegisteredFile | str:
+        """Register `file` with cuFile, or say why it cannot be done."""
         assert self._library is not None
         with _lock:
             registered = file.registration
@@ -298,9 +346,6 @@ class GDSHandle(AsyncIOHandle):
                 except SwapIOError as error:
                     registered = error.detail
                 file.registration = registered
-        if isinstance(registered, str):
-            _warn_once(registered)
-            return None
         return registered
 
 

@@ -91,8 +91,8 @@ class Swapping(SwappingStrategy, Strategy):
         super().setup(trainer)
 
     def model_to_device(self) -> None:
-        """As in the stock strategy, but a model that is on the CPU and stays there is not moved: that would read it."""
-        if self.root_device.type != "cpu" or not _is_on_the_cpu(self.model):
+        """As in the stock strategy, but a model that stays on its device is not moved: that would read it."""
+        if self.model is None or not _stays(self.model, self.root_device):
             super().model_to_device()  # type: ignore[safe-super]
 
     # --- The optimizers --------------------------------------------------------------------------------------------
@@ -307,7 +307,7 @@ class Swapping(SwappingStrategy, Strategy):
 
     def _teardown_stock(self) -> None:
         module = self.lightning_module
-        if module is not None and _is_on_the_cpu(module):
+        if module is not None and (_parameter_swappers(module) or _stays(module, torch.device("cpu"))):
             # The stock strategy calls `cpu`, which would read all parameters: see `model_to_device`.
             with temporary_attribute(module, "cpu", lambda: module):
                 super().teardown()
@@ -321,10 +321,10 @@ class Swapping(SwappingStrategy, Strategy):
                 shared.rest()
 
 
-def _is_on_the_cpu(module: torch.nn.Module | None) -> bool:
-    return module is not None and all(
-        tensor.device.type == "cpu" for tensor in (*module.parameters(), *module.buffers())
-    )
+def _stays(module: torch.nn.Module, device: torch.device) -> bool:
+    """True if nothing is gained by moving `module` to `device`."""
+    is_there = all(tensor.device == device for tensor in (*module.parameters(), *module.buffers()))
+    return is_there and (device.type == "cpu" or bool(_parameter_swappers(module)))
 
 
 def _parameter_swappers(module: torch.nn.Module) -> list[ParameterSwapper]:

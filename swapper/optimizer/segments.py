@@ -155,6 +155,9 @@ class Segment:
         kept_master: the master of a small parameter, fp32, 1-D.
         checksum: of the parameter's bits when its master was encoded; None when it has no master yet.
         tie_bits: ties of the encoded master.
+        numel: elements in the slice.
+        master_moves: the master is part of the record.
+        is_split: the low halves of its master, and their ties, are part of the record.
     """
 
     of: OptimizerParameter
@@ -171,6 +174,15 @@ class Segment:
     kept_master: torch.Tensor | None = None
     checksum: int | None = None
     tie_bits: int = 0
+    numel: int = field(init=False)
+    master_moves: bool = field(init=False)
+    is_split: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        # Each step asks for these some ten times, and they never change.
+        self.numel = self.stop - self.start
+        self.master_moves = bool(self.master) and self.of.numel * 4 >= SMALL_BYTES
+        self.is_split = self.master == "split" and self.master_moves
 
     @property
     def parameter(self) -> torch.nn.Parameter:
@@ -181,21 +193,6 @@ class Segment:
     def is_hole(self) -> bool:
         """True if its parameter is gone: nobody can ask for the state."""
         return self.of.is_gone
-
-    @property
-    def numel(self) -> int:
-        """Elements in the slice."""
-        return self.stop - self.start
-
-    @property
-    def master_moves(self) -> bool:
-        """True if the master is part of the record."""
-        return bool(self.master) and self.of.numel * 4 >= SMALL_BYTES
-
-    @property
-    def is_split(self) -> bool:
-        """True if the low halves of its master, and their ties, are part of the record."""
-        return self.master == "split" and self.master_moves
 
     @property
     def has_state(self) -> bool:

@@ -212,7 +212,7 @@ class ModelBuilder(ParameterOwner):
         if parameter.nbytes < SMALL_BYTES:
             return
         # One made of an evicted parameter that nobody has any more is in the buffer of that one's record.
-        owner, former, _ = BY_ADDRESS.get(parameter.data_ptr(), (None, None, 0))
+        owner, former, _ = BY_ADDRESS.get((parameter.device, parameter.data_ptr()), (None, None, 0))
         if former is not None and owner is not None and owner() is self and self._is_orphan(former):
             self._offload_now(parameter, name)
             if former.plan.locations[0].parameter in self._home:

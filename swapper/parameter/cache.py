@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,13 +31,20 @@ from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.grad_modes import outside_of_inference
 from swapper.tensors.other_tensors import is_shared
 
-__all__ = ["BY_ADDRESS", "Held", "ParameterCache", "finalize"]
+if TYPE_CHECKING:
+    from swapper.parameter.device_tier import DeviceTier
 
-BY_ADDRESS: dict[int, tuple[weakref.ref[ParameterCache], Held, int]] = {}
-"""By the address at which values in a buffer begin: whose they are, in which record, and the slot of the parameter.
+__all__ = ["BY_ADDRESS", "DEVICE_TYPES", "Held", "ParameterCache", "finalize"]
+
+BY_ADDRESS: dict[tuple[torch.device, int], tuple[weakref.ref[ParameterCache], Held, int]] = {}
+"""By the address at which values in memory begin: whose they are, in which record, and the slot of the parameter.
 
 Of all swappers, because of several that are in use at once only the hooks of one decide what autograd saves.
 """
+
+
+DEVICE_TYPES = {"cpu"}
+"""Types of devices that values in `BY_ADDRESS` are on."""
 
 
 @dataclass(eq=False, slots=True)
@@ -45,8 +53,8 @@ class Held:
 
     plan: ParameterRecord
     key: RecordKey
-    values: list[torch.Tensor] = field(default_factory=list)
-    """The values of each parameter, 1-D, in storages of their own. Empty while the record is not open."""
+    opened: list[torch.Tensor] = field(default_factory=list)
+    """The values of each parameter in the pool, 1-D, in storages of their own. Empty while the record is not open."""
     checksums: list[int] = field(default_factory=list)
     """Of each parameter as last written."""
     holds: set[object] = field(default_factory=set)
@@ -59,6 +67,11 @@ class Held:
     """Stays in the pool once it is there. What changes is written all the same."""
     gone: bool = False
     """Its values are nowhere: it was given up."""
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """The values that parameters and saved tensors are views of, 1-D, each in a storage of its own; or empty."""
+        return self.opened
 
     @property
     def number(self) -> int:
@@ -90,21 +103,35 @@ class Held:
                 location.view(values).copy_(_in_file(lease, location).view(location.shape))
             opened.append(values)
         # Until here nobody has seen the values, and all of it can be done again.
-        with interrupts_deferred():  # `evicted` takes back the addresses of `values`, and no others.
-            self.values = opened
-            for index, values in enumerate(opened):
-                BY_ADDRESS[values.data_ptr()] = (weakref.ref(cache), self, index)
+        with interrupts_deferred():  # `evicted` takes back the addresses of `opened`, and no others.
+            self.opened = opened
+            if self.values is opened:
+                self.register(cache)
+
+    def register(self, cache: ParameterCache) -> None:
+        """Let the hooks of saved tensors find `values`."""
+        for index, values in enumerate(self.values):
+            BY_ADDRESS[values.device, values.data_ptr()] = (weakref.ref(cache), self, index)
+
+    def unregister(self) -> None:
+        """Undo `register`. Idempotent."""
+        for values in self.values:
+            BY_ADDRESS.pop((values.device, values.data_ptr()), None)
+
+    def note_change(self) -> None:
+        """The values are about to be changed."""
+        self.changed = True
 
     def is_newer(self) -> bool:
         """Return True if the values in memory differ from what is stored. See [Note: when a buffer may go]."""
-        return self.changed or [checksum(values) for values in self.values] != self.checksums
+        return self.changed or [checksum(values) for values in self.opened] != self.checksums
 
     def pack(self, lease: Lease) -> list[int]:
         """Copy the values that the file has elsewhere to there. Returns the checksum of each parameter's."""
-        for location, values in zip(self.plan.locations, self.values, strict=True):
+        for location, values in zip(self.plan.locations, self.opened, strict=True):
             if location.offset_bytes != location.file_offset_bytes:
                 _in_file(lease, location).view(location.shape).copy_(location.view(values))
-        return [checksum(values) for values in self.values]
+        return [checksum(values) for values in self.opened]
 
     def write(self, cache: RecordCache) -> None:
         """Start writing the record, which is open. Waits for an earlier write.
@@ -121,7 +148,7 @@ class Held:
 
     def write_newer(self, cache: RecordCache) -> None:
         """Start writing the record, which is KEPT, if it is newer than what is stored."""
-        if self.values and self.is_newer():
+        if self.opened and self.is_newer():
             self.write(cache)
 
     def write_failed(self) -> None:
@@ -130,9 +157,11 @@ class Held:
 
     def evicted(self) -> None:
         """The buffer is given up."""
-        for values in self.values:
-            BY_ADDRESS.pop(values.data_ptr(), None)
-        self.values = []
+        self.unregister()
+        self.opened = []
+
+    def forget(self) -> None:
+        """Let go of what is in memory beside the pool's buffer."""
 
 
 class _Policy(CyclicPolicy):
@@ -172,9 +201,13 @@ class ParameterCache:
         self._all = records
         self._closed = False
         self._order = order
+        self._tier: DeviceTier | None = None  # of a model on an accelerator
 
     def _bring(self, held: Held, phase: str) -> None:
         """Have `held`, of which there is a hold, in memory and open. Starts to read what will be used after it."""
+        if self._tier is not None:
+            self._tier.bring(held, phase)
+            return
         self._order.note(Use(phase, held.number))
         record = self._cache.records.get(held.key)
         if record is not None and self._policy.splits_pool(self._cache, held.key, record.lease):
@@ -182,17 +215,18 @@ class ParameterCache:
             if not others and not held.resident:  # See [Note: pools in pieces].
                 self._cache.evict(held.key)
         self._cache.require(held.key, held.length_bytes)
-        self._prefetch()
+        self.read_ahead()
         lease = self._cache.fetch(held.key)
-        if not held.values:
+        if not held.opened:
             held.open(lease, self, arrived=True)
 
-    def _prefetch(self) -> None:
+    def read_ahead(self) -> None:
         """Start reading what will be used next, as far as the budget goes."""
         while (number := self._order.missing()) is not None:
             held = self._all[number]
-            if held.gone or self._cache.records.get(held.key) is not None:
-                self._order.hold(number, fixed=held.gone or held.resident)
+            in_pool = self._cache.records.get(held.key) is not None
+            if held.gone or held.values or in_pool:  # Values that are not in the pool are on the device.
+                self._order.hold(number, fixed=held.gone or held.resident or not in_pool)
             elif not self._cache.stage(held.key, held.length_bytes) or self._cache.records.get(held.key) is None:
                 return  # There is no room; or nothing is stored of it, as it is still being taken over.
 
@@ -240,6 +274,7 @@ def finalize(
         return
     cache.close()
     for held in records:
+        held.forget()
         store.forget(held.key)
     release()
 

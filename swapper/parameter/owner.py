@@ -26,6 +26,7 @@ from swapper.errors import SwapError
 from swapper.finalizers import finalizer
 from swapper.io.checksums import checksum
 from swapper.parameter.cache import Held, ParameterCache, finalize
+from swapper.parameter.device_tier import DeviceTier
 from swapper.parameter.forward_hooks import Forward, ForwardHooks
 from swapper.parameter.mapped_copies import MappedCopies
 from swapper.parameter.records import ParameterLocation, modules_with_parameters, used_by
@@ -49,12 +50,13 @@ Parts = Iterable[tuple[Held, tuple[int, ...]]]
 
 
 class _Use:
-    """One use of parameters. See [Note: releasing]."""
+    """One use of parameters; with `on_host` of what the pool has of those of an accelerator. See [Note: releasing]."""
 
-    __slots__ = ("parts",)
+    __slots__ = ("on_host", "parts")
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: Parts, *, on_host: bool = False) -> None:
         self.parts = tuple(parts)
+        self.on_host = on_host
 
 
 class _Running:
@@ -132,6 +134,8 @@ class ParameterOwner(ParameterCache):
         budget_bytes: the most of the pool that records may hold.
         pool, store: give buffers, and keep the records.
         release: called once, when this is closed or dies.
+        device: of the parameters, if that is an accelerator; else None.
+        device_bytes: the most of its memory that records may take at once, beside what `DeviceSums` takes.
     """
 
     home_type: type[ParameterHome] = ParameterHome
@@ -144,8 +148,12 @@ class ParameterOwner(ParameterCache):
         pool: BufferPool,
         store: TensorStore,
         release: Callable[[], None],
+        device: torch.device | None = None,
+        device_bytes: int = 0,
     ) -> None:
         super().__init__(records, order, budget_bytes, pool, store)
+        if device is not None:
+            self._tier = DeviceTier(self, self._cache, records, order, device, device_bytes)
         self._release_pool = release
         self._reference = weakref.ref(self)
         self._threads = threading.local()
@@ -227,7 +235,7 @@ class ParameterOwner(ParameterCache):
             header = held.plan.layout.header(0)
             lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
             held.open(lease, self, arrived=False)
-            for location, values in zip(held.plan.locations, held.values, strict=True):
+            for location, values in zip(held.plan.locations, held.opened, strict=True):
                 source = location.parameter.detach()
                 with torch._C.DisableTorchFunctionSubclass():  # Of one that nothing has filled yet, nothing is copied.
                     location.view(values).copy_(source)
@@ -307,10 +315,13 @@ class ParameterOwner(ParameterCache):
             yield
 
     @contextmanager
-    def _holding(self, parts: Parts, phase: str = "") -> Iterator[None]:
-        """As `present`, for the parameters in `parts`. The records stay, whether any is attached or not."""
+    def _holding(self, parts: Parts, phase: str = "", *, on_host: bool = False) -> Iterator[None]:
+        """As `present`, for the parameters in `parts`. The records stay, whether any is attached or not.
+
+        With `on_host` none is attached: the values of an accelerator's parameters are in the pool, to be changed.
+        """
         self._check_open()
-        use = _Use(parts)
+        use = _Use(parts, on_host=on_host)
         try:
             self._attach(use, phase or _phase())
             yield
@@ -337,8 +348,10 @@ class ParameterOwner(ParameterCache):
         """
         parts = tuple(parts)
         together = {*(held for held, _ in parts), *(held for held in self._all if held.holds)}
+        if self._tier is not None:
+            self._tier.check_room_for(together)
         needed_bytes = sum(held.plan.length_bytes for held in together)
-        if needed_bytes > self._budget_bytes:
+        if self._tier is None and needed_bytes > self._budget_bytes:
             raise PoolExhausted(
                 f"the records of the parameters to be gathered are {format_bytes(needed_bytes)} together, and the pool "
                 f"has {format_bytes(self._budget_bytes)} for parameters; gather fewer at a time, or set pool_bytes to "
@@ -353,11 +366,14 @@ class ParameterOwner(ParameterCache):
         location = held.plan.locations[slot]
 
         def fill(copy: torch.Tensor) -> None:
-            with self.present([held]), modes_kept():
-                set_grad_mode(False)
-                copy.copy_(location.view(held.values[slot]))
+            with self.present([held]):
+                _copy(copy, location.view(held.values[slot]))
 
         self._check_open()
+        if self._tier is not None:
+            with self._lock, self._tier.reading(held):
+                values = location.view(held.opened[slot])
+                return self._copies.get(location, checksum(held.opened[slot]), lambda copy: _copy(copy, values))
         with self._lock:
             now = checksum(held.values[slot]) if held.values else held.checksums[slot]
             return self._copies.get(location, now, fill)
@@ -371,11 +387,15 @@ class ParameterOwner(ParameterCache):
         if self._ended:
             self._release_ended()
         with self._lock:
+            if use.on_host:
+                assert self._tier is not None
+                self._tier.use_on_host([held for held, _ in use.parts], use, phase)
+                return
             for held, _ in use.parts:  # All of them before the first is brought, which could evict another.
                 held.holds.add(use)
             for held, _ in use.parts:
                 self._bring(held, phase)
-            for held, _ in use.parts:
+            for held, _ in use.parts if self._tier is None else ():
                 self._cache.wait(held.key)
             for held, slots in use.parts:
                 if slots and not held.attached:
@@ -419,6 +439,10 @@ class ParameterOwner(ParameterCache):
                 self._releasing = False
 
     def _release_part(self, use: _Use, held: Held, slots: tuple[int, ...]) -> None:
+        if use.on_host:
+            assert self._tier is not None
+            self._tier.release_on_host(held, use)
+            return
         refused = ""
         for slot in slots:
             uses = held.attached.get(slot)
@@ -436,7 +460,9 @@ class ParameterOwner(ParameterCache):
         if slots and not held.attached:
             self.metrics.end_use(held.key)
         held.holds.discard(use)
-        if held.changed and not held.holds and held.values:
+        if self._tier is not None:
+            self._tier.release(held)
+        elif held.changed and not held.holds and held.values:
             held.write(self._cache)
         if refused:
             raise SwapError(refused)
@@ -556,6 +582,12 @@ def parts_of(homes: Iterable[Home | None]) -> list[tuple[Held, tuple[int, ...]]]
 
 def _is_contiguous(location: ParameterLocation) -> bool:
     return torch.empty_strided(location.shape, location.stride, device="meta").is_contiguous()
+
+
+def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
+    with modes_kept():
+        set_grad_mode(False)
+        destination.copy_(source)
 
 
 def _phase() -> str:

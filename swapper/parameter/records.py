@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from swapper.errors import ConfigError
+from swapper.io.devices import is_accelerator
+from swapper.parameter.device_sums import DeviceSums
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
 from swapper.storage.budget import ParameterNeeds
 from swapper.storage.layout import Entry, RecordLayout, plan_whole_tensors
@@ -29,12 +31,15 @@ from swapper.tensors.strides import is_dense, is_plain
 
 __all__ = [
     "GROUP_BYTES",
+    "DeviceNeeds",
     "ParameterLocation",
     "ParameterPlan",
     "ParameterRecord",
+    "device_bytes_of",
     "modules_with_parameters",
     "plan_parameters",
     "plan_record_of",
+    "sums_bytes_of",
     "used_by",
     "why_not",
 ]
@@ -54,6 +59,9 @@ _ADVICE = {
     "it is not contiguous": "make it contiguous: p.data = p.data.contiguous()",
 }
 """Advice about a parameter that stays, by the beginning of the reason."""
+
+_DEVICE_BLOCK_BYTES = 512
+"""What allocators of accelerators round up to."""
 
 GROUP_BYTES = 16 << 20
 """Small modules that follow one another share a record of about this size: one long transfer instead of many short."""
@@ -119,6 +127,7 @@ class ParameterPlan:
         resident: records that stay in the pool.
         needs: of the pool.
         summary: which parameters stay in memory, why, and what to do; "" if there is nothing to say.
+        device_needs: of the accelerator that the parameters are on; None of those on the CPU.
     """
 
     records: list[ParameterRecord]
@@ -126,6 +135,7 @@ class ParameterPlan:
     resident: set[ParameterRecord]
     needs: ParameterNeeds
     summary: str
+    device_needs: DeviceNeeds | None
 
     def where(self) -> Mapping[torch.Tensor, tuple[int, int]]:
         """The number of the record of each parameter, and its length in bytes; of those that still exist."""
@@ -137,6 +147,38 @@ class ParameterPlan:
             }
         )
         return found
+
+
+@dataclass(frozen=True)
+class DeviceNeeds:
+    """The needs of the parameters of one model of an accelerator's memory.
+
+    Attributes:
+        device: the accelerator.
+        least_bytes: what will do.
+        wanted_bytes: what lets the next two records come while one module runs.
+        beside_bytes: the part of either that sums take, and not records.
+        why: `least_bytes` in words.
+    """
+
+    device: torch.device
+    least_bytes: int
+    wanted_bytes: int
+    beside_bytes: int
+    why: str
+
+    def record_bytes(self, device_bytes: int | None) -> int:
+        """Bytes for records, of the `device_bytes` that the user gives, or does not.
+
+        Raises:
+            ConfigError: they are too few.
+        """
+        if device_bytes is not None and device_bytes < self.least_bytes:
+            raise ConfigError(
+                f"offload_param.device_bytes: {format_bytes(device_bytes)} are too few for the parameters on "
+                f"{self.device}: {self.why} are needed; set it to at least {self.least_bytes}"
+            )
+        return (self.wanted_bytes if device_bytes is None else device_bytes) - self.beside_bytes
 
 
 def plan_parameters(
@@ -156,7 +198,9 @@ def plan_parameters(
     records, stays = _group(model, bucket_bytes)
     summary = _summary_of_what_stays(model, records, stays)
     resident = _first_of(records, resident_bytes)
-    return ParameterPlan(records, stays, resident, _needs(model, records, resident, step_in_backward), summary)
+    device_needs = _device_needs(model, records)
+    needs = _needs(model, records, resident, step_in_backward, on_host=device_needs is None)
+    return ParameterPlan(records, stays, resident, needs, summary, device_needs)
 
 
 def why_not(parameter: torch.nn.Parameter) -> str:
@@ -324,6 +368,16 @@ def plan_record_of(number: int, group: Sequence[tuple[str, torch.nn.Parameter]])
     return ParameterRecord(number, tuple(locations), layout, layout.length_bytes, length)
 
 
+def device_bytes_of(record: ParameterRecord) -> int:
+    """Bytes of the parameters of `record` on an accelerator, each in an allocation of its own."""
+    return sum(round_up(location.length_bytes, _DEVICE_BLOCK_BYTES) for location in record.locations)
+
+
+def sums_bytes_of(record: ParameterRecord) -> int:
+    """Bytes of what `DeviceSums` and `Check` keep of `record` on an accelerator: three numbers for each parameter."""
+    return 3 * round_up(8 * len(record.locations), _DEVICE_BLOCK_BYTES)
+
+
 def used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     """Yield the parameters that the forward of `module` itself uses, as far as can be known before it runs."""
     whole = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
@@ -344,14 +398,22 @@ def _first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[Pa
 
 
 def _needs(
-    model: torch.nn.Module, records: Sequence[ParameterRecord], resident: set[ParameterRecord], step_in_backward: bool
+    model: torch.nn.Module,
+    records: Sequence[ParameterRecord],
+    resident: set[ParameterRecord],
+    step_in_backward: bool,
+    *,
+    on_host: bool,
 ) -> ParameterNeeds:
     moving = [record for record in records if record not in resident]
     largest = max((record.length_bytes for record in moving), default=0)
     needed = 2 * largest
     why = f"2 x {format_bytes(largest)} (the largest record: one in use, one arriving)"
-    together, name = _longest_together(model, moving)
-    if together > needed:
+    together, name = _longest_together(model, moving, lambda record: record.length_bytes)
+    if not on_host:  # Modules use them on the device. A step uses those of two buckets here.
+        needed = 3 * largest
+        why = f"3 x {format_bytes(largest)} (the largest record: two in use, one arriving)"
+    elif together > needed:
         needed = together
         why = f"{format_bytes(together)} (what {name or 'the model'} uses itself, and the modules it runs in,)"
     if step_in_backward:
@@ -364,10 +426,32 @@ def _needs(
     return ParameterNeeds(needed, why, sum(record.length_bytes for record in records))
 
 
-def _longest_together(model: torch.nn.Module, records: Iterable[ParameterRecord]) -> tuple[int, str]:
+def _device_needs(model: torch.nn.Module, records: Sequence[ParameterRecord]) -> DeviceNeeds | None:
+    locations = [location for record in records for location in record.locations]
+    device = next((each.parameter.device for each in locations), torch.device("cpu"))
+    if not is_accelerator(device):
+        return None
+    beside = DeviceSums.bytes_for(max(each.length_bytes for each in locations))
+    beside += sum(sums_bytes_of(record) for record in records)
+    total = sum(map(device_bytes_of, records))
+    largest = max(map(device_bytes_of, records))
+    together, name = _longest_together(model, records, device_bytes_of)
+    least = min(max(2 * largest, together), total)
+    if together > 2 * largest:
+        why = f"{format_bytes(together)} (what {name or 'the model'} uses itself, and the modules it runs in,)"
+    else:
+        why = f"{format_bytes(least)} (the largest record twice: one in use, one arriving)"
+    why += f" + {format_bytes(beside)} (sums of the values)"
+    wanted = min(max(together, largest) + 2 * largest, total)
+    return DeviceNeeds(device, least + beside, max(least, wanted) + beside, beside, why)
+
+
+def _longest_together(
+    model: torch.nn.Module, records: Iterable[ParameterRecord], length_of: Callable[[ParameterRecord], int]
+) -> tuple[int, str]:
     """The most bytes of records that are held while a module runs inside others, and the name of that module."""
     record_of = {location.parameter: record for record in records for location in record.locations}
-    return _walk("", model, frozenset(), record_of)
+    return _walk("", model, frozenset(), record_of, length_of)
 
 
 def _walk(  # Not a function within the one above: that would be a cycle, which keeps the parameters.
@@ -375,7 +459,9 @@ def _walk(  # Not a function within the one above: that would be a cycle, which 
     module: torch.nn.Module,
     outer: frozenset[ParameterRecord],
     record_of: Mapping[torch.nn.Parameter, ParameterRecord],
+    length_of: Callable[[ParameterRecord], int],
 ) -> tuple[int, str]:
     used = outer | {record_of[p] for p in used_by(module) if p in record_of}
-    below = [_walk(f"{name}.{key}".lstrip("."), child, used, record_of) for key, child in module.named_children()]
-    return max([(sum(record.length_bytes for record in used), name), *below], key=lambda item: item[0])
+    children = [(f"{name}.{key}".lstrip("."), child) for key, child in module.named_children()]
+    below = [_walk(child_name, child, used, record_of, length_of) for child_name, child in children]
+    return max([(sum(map(length_of, used)), name), *below], key=lambda item: item[0])

@@ -11,7 +11,8 @@ from torch._compile import _disable_dynamo
 from torch.utils._pytree import tree_map_only
 
 from swapper.errors import SwapError
-from swapper.parameter.cache import BY_ADDRESS, Held, ParameterCache
+from swapper.parameter.cache import BY_ADDRESS, DEVICE_TYPES, Held, ParameterCache
+from swapper.tensors.evicted_gradients import hollow
 from swapper.tensors.homes import home_of
 
 __all__ = ["in_transform", "refuse_in_transform", "saves_locations", "saving_locations"]
@@ -92,9 +93,9 @@ def _with_checkpoint(
         packed = _pack(tensor) if recomputes else tensor
         if not isinstance(packed, _Packed):
             return pack(tensor)
-        hollow = torch.full((), float("nan"), dtype=tensor.dtype).expand(tensor.shape).as_subclass(_Hollow)
-        hollow.packed = packed
-        return pack(hollow)
+        located = hollow(tensor).as_subclass(_Hollow)
+        located.packed = packed
+        return pack(located)
 
     @_disable_dynamo
     def unpack_locations(saved: Any) -> torch.Tensor:
@@ -135,9 +136,10 @@ def _pack(tensor: torch.Tensor) -> torch.Tensor | _Packed:
 
 
 def _location_of(tensor: torch.Tensor) -> _Packed | None:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided or tensor._is_zerotensor():
+    device = tensor.device
+    if device.type not in DEVICE_TYPES or tensor.layout is not torch.strided or tensor._is_zerotensor():
         return None
-    found = BY_ADDRESS.get(tensor.untyped_storage().data_ptr())
+    found = BY_ADDRESS.get((device, tensor.untyped_storage().data_ptr()))
     if found is None:
         return None
     cache_ref, held, index = found

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 
 from swapper.parameter.cache import Held, finalize
+from swapper.parameter.device_tier import HeldOnDevice
 from swapper.parameter.owner import ParameterOwner, parts_of
 from swapper.parameter.records import ParameterPlan
 from swapper.storage.access_order import AccessOrder, Use
@@ -36,6 +37,7 @@ class ParameterSwapper(ParameterOwner):
         budget_bytes: the most of the pool that records may hold; at least `plan.needs.least_bytes`.
         pool, store: give buffers, and keep the records.
         release: called once, when this is closed or dies.
+        device_bytes: the most that records may take on an accelerator at once; at least what one module uses.
 
     Raises:
         SwapIOError: the records could not be written. The model is as it was.
@@ -50,6 +52,7 @@ class ParameterSwapper(ParameterOwner):
         pool: BufferPool,
         store: TensorStore,
         release: Callable[[], None],
+        device_bytes: int = 0,
     ) -> None:
         self.plan = plan
         count = len(plan.records)
@@ -58,8 +61,11 @@ class ParameterSwapper(ParameterOwner):
         backward = [Use("backward", i) for i in reversed(range(count))]
         step = [Use("step", i) for i in range(count)]
         order = AccessOrder([*evaluation, *forward, *backward, *step], start=count)
-        held = [Held(r, RecordKey(owner, "param", r.number), resident=r in plan.resident) for r in plan.records]
-        super().__init__(held, order, budget_bytes, pool, store, release)
+        make, device = (Held, None) if plan.device_needs is None else (HeldOnDevice, plan.device_needs.device)
+        held = [make(r, RecordKey(owner, "param", r.number), resident=r in plan.resident) for r in plan.records]
+        super().__init__(held, order, budget_bytes, pool, store, release, device, device_bytes)
+        if self._tier is not None:
+            self._tier.expect([*evaluation, *forward, *backward], start=count)
         self._model = weakref.ref(model)
         if plan.summary:
             log.warning("%s\n  model.swapper.stays has the reason for each parameter", plan.summary)
@@ -107,12 +113,14 @@ class ParameterSwapper(ParameterOwner):
     def _restore_taken(self, held: Held) -> None:
         self._cache.require(held.key, held.length_bytes)
         lease = self._cache.fetch(held.key)
-        if not held.values:
+        if not held.opened:
             held.open(lease, self, arrived=True)
-        for location, values in zip(held.plan.locations, held.values, strict=True):
-            if self._is_taken(location.parameter):
-                copy = location.view(values).clone(memory_format=torch.preserve_format)
-                restore_for_good(location.parameter, copy)
+        for location, values in zip(held.plan.locations, held.opened, strict=True):
+            if self._is_taken(parameter := location.parameter):
+                copy = torch.empty_strided(
+                    location.shape, location.stride, dtype=location.dtype, device=parameter.device
+                )
+                restore_for_good(parameter, copy.copy_(location.view(values)))
 
     @property
     def stays(self) -> dict[str, str]:
@@ -132,6 +140,8 @@ class ParameterSwapper(ParameterOwner):
         self._check_open()
         with self._lock:
             for held in self._all:
+                if self._tier is not None:
+                    self._tier.bring_down(held)
                 held.write_newer(self._cache)
             for held in self._all:
                 self._cache.wait(held.key)
@@ -166,19 +176,25 @@ class ParameterSwapper(ParameterOwner):
 
         Args:
             parameters: those that are not swapped are passed over.
-            device: where they are stepped: their own.
+            device: where they are stepped: their own, or the CPU.
 
         Returns:
-            Nothing: all have their values themselves.
+            Of parameters on an accelerator that are stepped on the CPU: their values there, tensors of the parameter's
+            shape and strides in the pool. All others have their values themselves.
         """
         parts = parts_of(home_of(p) for p in parameters if p in self._home)
         if not parts:  # All of them are in memory, as after `close(keep_values=True)`.
             yield {}
             return
+        if self._tier is not None and device != self._tier.device:
+            with self._holding(parts, "step", on_host=True):
+                located = [(held.plan.locations[slot], held.opened[slot]) for held, slots in parts for slot in slots]
+                yield {location.parameter: location.view(values) for location, values in located}
+            return
         with self._holding(parts, "step"):
             with self._lock:
                 for held, _ in parts:
-                    held.changed = True
+                    held.note_change()
             yield {}
 
     def staying(

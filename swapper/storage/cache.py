@@ -13,10 +13,9 @@ Every later call raises the error again, until `discard` or `forget`: the record
 one. (Where the policy rewrites, the record stays KEPT instead, and the error is raised once, by who waits.)
 
 [Note: one cache for each owner] An optimizer, its gradients and a model's parameters each have a `RecordCache`, on one
-pool and one store. A cache waits for transfers under its lock, and its owner may die at any moment, in any thread: with
-one lock for all, models in two threads would wait for each other's drives, and an owner that the garbage collector ends
-within another's call would change records there. Caches ask each other for buffers through the pool's reclaimers, which
-never wait for a lock.
+pool and store. A cache waits for transfers under its lock, and its owner may die at any moment, in any thread: with one
+lock models in two threads would wait for each other's drives, and an owner that the garbage collector ends would change
+records of another within its call. For buffers caches ask each other by the pool's reclaimers, which wait for no lock.
 """
 
 from __future__ import annotations
@@ -99,7 +98,7 @@ class RecordCache:
                 if self._policy.keeps(record.key):
                     continue
                 if record.writing:
-                    self.records.move(record, RecordState.LEAVING, writing=True)
+                    self._move(record, RecordState.LEAVING, writing=True)
                 else:
                     self._give_up(record)
 
@@ -122,7 +121,7 @@ class RecordCache:
             record = self.records.get(key)
             if record is not None:
                 if record.state is RecordState.LEAVING:  # Still in memory: no need to read what is just being written.
-                    self.records.move(record, RecordState.ARRIVING, writing=True)
+                    self._move(record, RecordState.ARRIVING, writing=True)
                 return True
             if self._store.stored_bytes(key) == 0:
                 return True
@@ -140,8 +139,10 @@ class RecordCache:
             self._read(key, lease)
             return True
 
-    def require(self, key: RecordKey, length_bytes: int) -> None:
+    def require(self, key: RecordKey, length_bytes: int, *, anew: bool = False) -> None:
         """As `stage`, for a stored record that `fetch` will wait for: waits for a buffer if there is none.
+
+        With `anew` all of it will be overwritten. Then nothing is read: a new buffer is KEPT, of undefined content.
 
         Raises:
             SwapIOError: a write failed that a buffer is waited for.
@@ -149,7 +150,8 @@ class RecordCache:
         """
         with self.lock:
             if self.records.get(key) is None:
-                self._read(key, self._acquire(key, length_bytes))
+                lease = self._acquire(key, length_bytes)
+                self._add(CachedRecord(key, lease, RecordState.KEPT)) if anew else self._read(key, lease)
 
     def fetch(self, key: RecordKey) -> Lease:
         """Wait until a record that was required has arrived. It is then KEPT. Raises SwapIOError if reading failed."""
@@ -182,7 +184,8 @@ class RecordCache:
             if record is None:
                 lease = self._acquire(key, length_bytes)
                 if self._store is None or self._store.stored_bytes(key) == 0:
-                    self._add(CachedRecord(key, lease, RecordState.LIVE, empty=True))
+                    with interrupts_deferred():
+                        self._add(CachedRecord(key, lease, RecordState.LIVE, empty=True))
                     self._metrics.begin_use(key)
                     return lease, False
                 record = self._read(key, lease)
@@ -201,8 +204,7 @@ class RecordCache:
 
     def _wait_for_content(self, record: CachedRecord) -> None:
         """Wait for the transfer of `record`, a read or a write, so that its buffer may be looked at and changed."""
-        transfer = record.lease.transfer
-        if transfer is None or transfer.done():
+        if (transfer := record.lease.transfer) is None or transfer.done():
             self._metrics.hits += 1
         if transfer is None:
             return
@@ -213,7 +215,7 @@ class RecordCache:
                 self._store.check_written(record.key)  # While it was read it may have been lost.
         except SwapIOError:
             if record.writing:
-                self.records.move(record, RecordState.FAILED, writing=False)
+                self._move(record, RecordState.FAILED, writing=False)
             else:  # The next call reads it again.
                 self._give_up(record)
             raise
@@ -223,6 +225,11 @@ class RecordCache:
         with interrupts_deferred():
             self.records.move(record, state, writing=False)
             record.lease.transfer = None
+
+    def _move(self, record: CachedRecord, state: RecordState, *, writing: bool) -> None:
+        """Change the state of `record`, and nothing besides."""
+        with interrupts_deferred():
+            self.records.move(record, state, writing=writing)
 
     # --- Records that go -------------------------------------------------------------------------------------------
 
@@ -240,22 +247,18 @@ class RecordCache:
             record.empty = False
             self._metrics.end_use(key)
             if self._store is None:
-                self.records.move(record, RecordState.KEPT, writing=record.lease.transfer is not None)
+                self._move(record, RecordState.KEPT, writing=record.lease.transfer is not None)
                 return
             state = RecordState.KEPT if self._policy.keeps(key) else RecordState.LEAVING
             if record.lease.transfer is not None:  # See [Note: copies from a device].
                 record.copied_bytes = length_bytes
-                self.records.move(record, state, writing=True)
+                self._move(record, state, writing=True)
             else:
                 self._write(record, length_bytes, state)
             self._collect()
 
     def write(self, key: RecordKey, length_bytes: int) -> None:
-        """Start writing the first `length_bytes` of a record that is KEPT, and stays so. No write of it is in flight.
-
-        Raises:
-            SwapIOError: there is no room for a fresh file beside one that must stay.
-        """
+        """As `put`, of a record that is KEPT, and stays so. No transfer of it is in flight."""
         with self.lock:
             record = self.records.get(key)
             assert record is not None and record.state is RecordState.KEPT and not record.writing, key
@@ -264,24 +267,21 @@ class RecordCache:
     def wait(self, key: RecordKey) -> None:
         """Wait for the write of a record, if one is in flight. Raises SwapIOError if it failed."""
         with self.lock:
-            record = self.records.get(key)
-            if record is not None and record.writing:
+            if (record := self.records.get(key)) is not None and record.writing:
                 with self._metrics.span("swapper.wait_write", "wait_write_s"):
                     self._see_written(record)
 
     def release(self, key: RecordKey) -> None:
         """Give back the buffer taken for `key` unchanged. Does nothing if it is not LIVE, as after a failed `take`."""
         with self.lock:
-            record = self.records.get(key)
-            if record is not None and record.state is RecordState.LIVE:
+            if (record := self.records.get(key)) is not None and record.state is RecordState.LIVE:
                 self._metrics.end_use(key)
                 self._let_rest(record, keeps=self._policy.keeps(key))
 
     def evict(self, key: RecordKey) -> None:
         """Give up the buffer of a record that is ARRIVING or KEPT. Writes what is newer first, which may fail."""
         with self.lock:
-            record = self.records.get(key)
-            if record is not None:
+            if (record := self.records.get(key)) is not None:
                 self._evict(record)
 
     def drop_prefetched(self) -> bool:
@@ -341,8 +341,7 @@ class RecordCache:
     def discard(self, key: RecordKey) -> None:
         """Give back the record's buffer, if it has one, and forget what is stored of it, failed writes included."""
         with self.lock:
-            record = self.records.get(key)
-            if record is not None:
+            if (record := self.records.get(key)) is not None:
                 with contextlib.suppress(SwapIOError):  # The data that it failed to move are not wanted any more.
                     if record.lease.transfer is not None:
                         record.lease.transfer.wait()
@@ -461,7 +460,7 @@ class RecordCache:
     def _let_rest(self, record: CachedRecord, *, keeps: bool) -> None:
         """Nobody uses a LIVE record any more, and it was not changed."""
         if keeps and not record.empty:
-            self.records.move(record, RecordState.KEPT, writing=False)
+            self._move(record, RecordState.KEPT, writing=False)
         else:
             self._give_up(record)
 
@@ -469,7 +468,7 @@ class RecordCache:
         """Drop a record that was only prefetched. False if it leaves later, as it is still being written."""
         self.drops += 1
         if record.writing:
-            self.records.move(record, RecordState.LEAVING, writing=True)
+            self._move(record, RecordState.LEAVING, writing=True)
             return False
         with interrupts_deferred():
             if record.lease.transfer is not None:
@@ -478,19 +477,17 @@ class RecordCache:
         return True
 
     def _add(self, record: CachedRecord) -> None:
-        with interrupts_deferred():
-            self.records.add(record)
-            self._policy.acquired(record.key)
+        """To be called with interrupts deferred."""
+        self.records.add(record)
+        self._policy.acquired(record.key)
 
     def _give_up(self, record: CachedRecord, *, abandon: bool = False) -> None:
         """Give the buffer back. The memory goes to nobody else before the transfer in it is over."""
         with interrupts_deferred():
             self._policy.released(record.key)
             self.records.remove(record)
-            if abandon:
-                record.lease.abandon()
-            else:
-                record.lease.release()
+            give_back = record.lease.abandon if abandon else record.lease.release
+            give_back()
 
     # --- Transfers -------------------------------------------------------------------------------------------------
 
@@ -524,7 +521,7 @@ class RecordCache:
             record.lease.transfer.wait()
         except SwapIOError:
             record.copied_bytes = 0
-            self.records.move(record, RecordState.FAILED, writing=False)
+            self._move(record, RecordState.FAILED, writing=False)
             raise
         self._write(record, record.copied_bytes, record.state)
 
@@ -547,7 +544,7 @@ class RecordCache:
                 self._rest(record, record.state)
                 raise
             if record.writing and not record.copied_bytes:
-                self.records.move(record, RecordState.FAILED, writing=False)
+                self._move(record, RecordState.FAILED, writing=False)
             return False
         if record.state is RecordState.LEAVING:
             self._give_up(record)

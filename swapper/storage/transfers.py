@@ -9,7 +9,7 @@ from typing import Protocol
 from swapper.errors import SwapIOError, renewed
 from swapper.io.transfer import Transfer, end_all
 
-__all__ = ["AnyTransfer", "JoinedTransfer", "RecordTransfer", "start_all"]
+__all__ = ["AnyTransfer", "BothTransfers", "JoinedTransfer", "RecordTransfer", "start_all"]
 
 
 class AnyTransfer(Protocol):
@@ -104,6 +104,31 @@ class JoinedTransfer:
         """Return the times at which the first part began to move and the last was over. See `Transfer.times_s`."""
         times_s = [part.times_s() for part in self.parts]
         return min(begun_s for begun_s, _ in times_s), max(ended_s for _, ended_s in times_s)
+
+
+class BothTransfers:
+    """Two transfers that use one buffer: a write, and a copy up."""
+
+    __slots__ = ("_first", "_second")
+
+    def __init__(self, first: AnyTransfer, second: AnyTransfer) -> None:
+        self._first, self._second = first, second
+
+    def done(self) -> bool:
+        """Tell if both are over, well or not."""
+        return self._first.done() and self._second.done()
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for both. Raises what failed, the first before the second."""
+        self._second.settle()
+        moved_bytes = self._first.wait(timeout)
+        self._second.wait(timeout)
+        return moved_bytes
+
+    def settle(self) -> None:
+        """Wait until both are over, and leave a failure unobserved."""
+        self._first.settle()
+        self._second.settle()
 
 
 def start_all(starts: Iterable[Callable[[], Transfer]]) -> Transfer | JoinedTransfer:

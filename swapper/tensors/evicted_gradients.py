@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -151,10 +152,18 @@ class EvictedGradient(StandIn):
             )
 
 
-def hollow(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """One NaN expanded to the shape of `parameter`, of its dtype and on its device."""
+def hollow(like: torch.Tensor) -> torch.Tensor:
+    """One NaN expanded to the shape of `like`, of its dtype and on its device."""
     with outside_of_inference():  # Else a parameter that gets it would be one of that mode, and of no use after it.
-        return torch.full((), float("nan"), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
+        if like.device.type == "cpu":
+            return torch.full((), float("nan"), dtype=like.dtype).expand(like.shape)
+        return _element(like.dtype, like.device).expand(like.shape)
+
+
+@functools.cache
+def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """The NaN of all that is evicted from an accelerator: making one is work for the device, and for its allocator."""
+    return torch.full((), float("nan"), dtype=dtype, device=device)
 
 
 def evicted_gradient(

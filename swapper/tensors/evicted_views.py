@@ -34,6 +34,7 @@ class Source:
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device = torch.device("cpu")
 
     def homes(self) -> Sequence[Home]:
         """The homes whose values must be in memory for `real`. None here: it is read."""
@@ -44,7 +45,7 @@ class Source:
         raise NotImplementedError
 
     def mapped_copy(self) -> torch.Tensor:
-        """The values at an address that stays theirs as long as somebody has the tensor."""
+        """The values at an address of the host that stays theirs as long as somebody has the tensor."""
         return self.real()
 
 
@@ -53,6 +54,7 @@ class ViewOfParameter(Source):
 
     def __init__(self, parameter: Parameter, home: Home) -> None:
         self.shape, self.stride, self.dtype = parameter.shape, home.stride, parameter.dtype
+        self.device = parameter.device
         self.parameter = parameter
         self._keeper = home.keeper
         self._copy: torch.Tensor | None = None
@@ -79,6 +81,7 @@ class PartOfView(Source):
     def __init__(self, whole: Source, func: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> None:
         like = func(torch.empty_strided(whole.shape, whole.stride, dtype=whole.dtype, device="meta"), *args)
         self.shape, self.stride, self.dtype = like.shape, like.stride(), like.dtype
+        self.device = whole.device
         self.whole, self._func, self._args = whole, func, args
 
     def homes(self) -> Sequence[Home]:
@@ -111,7 +114,7 @@ class EvictedView(StandIn):
     def __new__(cls, source: Source) -> EvictedView:
         """Make one of `source`. It has no memory: what C++ code does with it comes back as a dispatch."""
         view: EvictedView = torch.Tensor._make_wrapper_subclass(
-            cls, source.shape, strides=source.stride, dtype=source.dtype, device=torch.device("cpu")
+            cls, source.shape, strides=source.stride, dtype=source.dtype, device=source.device
         )
         view.source = source
         return view

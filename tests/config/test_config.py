@@ -87,6 +87,7 @@ def test_defaults_swap_nothing() -> None:
         "single_submit": False,
         "overlap_events": True,
         "intra_op_parallelism": 1,
+        "gds": "auto",
     }
     assert config.checkpoint.keep_last is None
 
@@ -373,7 +374,18 @@ def test_strings_are_validated() -> None:
 
 NOT_YET: dict[str, Any] = {
     "offload_optimizer.encoding": "int8",
+    "aio.gds": "on",
 }
+
+
+@pytest.mark.parametrize(("text", "value"), [("auto", "auto"), ("off", "off"), ("'off'", "off"), ("no", "off")])
+def test_a_switch_is_what_yaml_makes_of_it(tmp_path: Path, text: str, value: str) -> None:
+    """Without quotes `on` and `off` are booleans there."""
+    path = tmp_path / "config.yaml"
+    path.write_text(f"aio: {{gds: {text}}}")
+    assert OffloadConfig.load(path).aio.gds == value
+    path.write_text("aio: {gds: on}")
+    assert "aio.gds: 'on' is not there yet" in error_of(lambda: OffloadConfig.load(path))
 
 
 def nested(field: str, value: object) -> dict[str, Any]:
@@ -691,7 +703,7 @@ def docstrings(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
 
 def test_every_setting_says_its_default() -> None:
     texts = docstrings(OffloadConfig)
-    assert len(texts) == 20
+    assert len(texts) == 22
     assert {name for name, text in texts.items() if "efault" not in text} == set()
 
 

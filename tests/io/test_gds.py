@@ -303,6 +303,53 @@ def test_read_past_the_end_fails(handle: GDSHandle, tmp_path: Path, size: int, o
         assert target.eq(ord("x")).all()
 
 
+def test_memory_that_two_handles_pin_is_mapped_once(mock: Mock, tmp_path: Path) -> None:
+    memory = random_bytes(4 * BLOCK)
+    with make_handle() as other:
+        with make_handle() as handle:
+            assert handle.pin(memory) and other.pin(memory) and mock["open_buffers"] == 1
+        assert mock["open_buffers"] == 1
+        with other.open(tmp_path / "file", "rw") as file:
+            other.write(file, memory).wait()
+        assert mock["in_registered_memory"] == 4
+        assert other.unpin(memory)
+        settled(mock)
+        assert mock["open_buffers"] == 0
+        assert other.pin(memory) and mock["open_buffers"] == 1
+
+
+# --- Whether it works at all -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fails", ["", "register_error", "write", "read"])
+def test_a_trial_says_why_a_drive_and_a_device_cannot_do_without_the_host(
+    mock: Mock, handle: GDSHandle, tmp_path: Path, fails: str
+) -> None:
+    if fails == "register_error":
+        mock["register_error"] = 5008
+    elif fails:
+        mock["result"], mock["fail_at"] = -5008, 1 if fails == "write" else 5
+    why = handle.why_not_direct(tmp_path, torch.device("cpu"))
+    assert ("not supported on this file" in why) if fails else (why == "")
+    assert not list(tmp_path.glob("gds-*"))
+    assert HostCopies.copied_bytes == 0
+    mock["result"] = mock["register_error"] = 0
+    assert handle.why_not_direct(tmp_path, torch.device("cpu")) == ""
+
+
+def test_a_trial_that_the_drive_fails_is_no_answer(mock: Mock, handle: GDSHandle, tmp_path: Path) -> None:
+    mock["errno"], mock["fail_at"] = errno.EIO, 2
+    with pytest.raises(SwapIOError):
+        handle.why_not_direct(tmp_path, torch.device("cpu"))
+    assert not list(tmp_path.glob("gds-*"))
+
+
+def test_a_trial_without_cufile_says_why_there_is_none(mock: Mock, tmp_path: Path) -> None:
+    mock["open_error"] = 5001
+    with make_handle() as handle:
+        assert handle.why_not_direct(tmp_path, torch.device("cpu")) == handle.gds_reason != ""
+
+
 # --- Where there is no GPUDirect Storage ----------------------------------------------------------------------------
 
 

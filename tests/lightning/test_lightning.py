@@ -40,6 +40,7 @@ from twins import bits
 import swapper
 import swapper.lightning
 from swapper.errors import ConfigError, SwapIOError
+from swapper.lightning.strategy import Swapping
 from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.tensors.evicted import EvictedParameter
 
@@ -599,3 +600,31 @@ def test_with_nothing_swapped_little_is_called_beyond_the_stock_strategy() -> No
         return calls(strategy, 3) - calls(strategy, 1)
 
     assert of_steps(lambda: swapper.lightning.SwapStrategy({})) < 1.05 * of_steps(lambda: "auto")
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_a_model_whose_parameters_are_on_the_drive_stays_on_its_device(
+    monkeypatch: pytest.MonkeyPatch, swapped: bool
+) -> None:
+    """Moving it, even to where it is, would read all of it: a device is never left, and never gone to again."""
+    moved = []
+
+    class Noted(Net):
+        def to(self, *args: Any, **kwargs: Any) -> Noted:
+            moved.append(args[0])
+            return self
+
+        def cpu(self) -> Noted:
+            return self.to(torch.device("cpu"))
+
+    device = torch.device("meta")
+    with device:
+        module = Noted()
+    trainer = trainer_of(swapper.lightning.SwapStrategy({}))
+    strategy = trainer.strategy
+    monkeypatch.setattr(type(strategy), "root_device", device)
+    monkeypatch.setattr(sys.modules[Swapping.__module__], "_parameter_swappers", lambda module: [1] if swapped else [])
+    strategy.connect(module)
+    strategy.model_to_device()
+    strategy.teardown()
+    assert moved == ([] if swapped else [device, torch.device("cpu")])

@@ -12,6 +12,7 @@ import torch
 from models import WIDTH
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map_only
 
 import swapper
 from swapper.api import init, offload
@@ -28,6 +29,7 @@ __all__ = [
     "close",
     "difference",
     "facts_of",
+    "models_on",
     "offloaded",
     "run_twice",
     "small_records",
@@ -68,13 +70,45 @@ def bits(value: Any) -> Any:
         if value.layout is not torch.strided:
             value = value.detach().coalesce()
             return "sparse", value.shape, bits(value.indices()), bits(value.values())
-        data = value.detach().contiguous().reshape(-1)
+        data = value.detach().contiguous().cpu().reshape(-1)
         return value.dtype, tuple(value.shape), value.stride(), data.view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [bits(item) for item in value]
     return value
+
+
+_device: list[torch.device] = []
+"""The accelerator that models and what they are called with are moved to, if there is one."""
+
+
+@contextmanager
+def models_on(device: torch.device) -> Iterator[None]:
+    """Within it `run_twice` moves models to an accelerator, and what they are called with. A step is on the CPU."""
+    _device.append(device)
+    try:
+        yield
+    finally:
+        _device.pop()
+
+
+def _move(model: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
+    """What `make_optimizer` makes of `model`, both where `models_on` says."""
+    if not _device:
+        return model, make_optimizer(model)
+    device = _device[-1]
+    model = model.to(device)
+
+    def move(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        return tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), (args, kwargs))
+
+    model.register_forward_pre_hook(move, with_kwargs=True)
+    optimizer = make_optimizer(model)
+    for group in optimizer.param_groups:
+        if "foreach" in group:
+            group["foreach"] = False  # As it is on the CPU, where the twin is stepped.
+    return model, optimizer
 
 
 class Run:
@@ -159,14 +193,19 @@ def offloaded(
     With `built_on_disk` it is made within `swapper.init`.
     """
     pool_bytes = 3 * BUCKET_BYTES
+    device_bytes = 1 if _device else None
     while True:
-        config = _config(nvme_path, pool_bytes, optimizer_device)
+        config = _config(nvme_path, pool_bytes, optimizer_device, device_bytes)
         try:
             with small_records():
                 with init(config) if built_on_disk else nullcontext():
                     model, optimizer = make()
                 offload(model, optimizer, config)
         except ConfigError as error:
+            if device_bytes and (found := re.search(r"device_bytes: .* set it to at least (\d+)", str(error))):
+                assert device_bytes < int(found[1])
+                device_bytes = int(found[1])
+                continue
             found = re.search(r"[Ss]et pool_bytes to at least '?(\d+)", str(error))
             if found is None or int(found[1]) <= pool_bytes:
                 raise
@@ -178,13 +217,13 @@ def offloaded(
         pool_bytes, spare_bytes = pool_bytes + spare_bytes, 0
 
 
-def _config(nvme_path: Path, pool_bytes: int, optimizer_device: str) -> OffloadConfig:
+def _config(nvme_path: Path, pool_bytes: int, optimizer_device: str, device_bytes: int | None) -> OffloadConfig:
     return OffloadConfig(
         nvme_path=nvme_path,
         pool_bytes=pool_bytes,
         bucket_bytes=BUCKET_BYTES,
         offload_optimizer={"device": optimizer_device},
-        offload_param={"device": "nvme"},
+        offload_param={"device": "nvme", "device_bytes": device_bytes},
     )
 
 
@@ -229,10 +268,11 @@ def run_twice(
     def make() -> tuple[nn.Module, Optimizer]:
         torch.manual_seed(0)
         model = make_model()
+        model, optimizer = _move(model, make_optimizer)
         facts[:] = facts_of(model)
         if watch:
             _watch_facts(model, list(facts))
-        return model, make_optimizer(model)
+        return model, optimizer
 
     model, optimizer = make()
     first = {name: bits(p) for name, p in model.named_parameters()}
@@ -250,7 +290,9 @@ def run_twice(
     reads = swapper.metrics.reads
     try:
         _perform(swapped, program)
-        assert swapper.metrics.reads > reads, "nothing was swapped"
+        assert swapper.metrics.reads > reads or _device, (
+            "nothing was swapped"
+        )  # The pool may hold what a device does not.
     finally:
         close(model, optimizer)
     swapped.note_model("closed")

@@ -1,0 +1,546 @@
+"""`DeviceTier`: the device memory of the parameters of a model on an accelerator, in front of the pool.
+
+[Note: two tiers] Of a model on an accelerator the pool is the way between the drive and the device:
+
+    drive  <--- RecordCache --->  pool  <--- DeviceTier --->  device: one tensor for each parameter
+
+A parameter is attached to its tensor on the device, and what autograd saves of it is a location that is found there.
+A record is brought when a module, an operation or backward needs it: it is read into the pool, copied up, and the
+current stream waits for the copy. The host waits for the drive, if it was not read ahead, and for device memory. What
+will be used next is copied up ahead, as far as `limit_bytes` goes. Belady's rule says what goes: the record that is
+needed last.
+
+[Note: which copy is the newest] The one on the device, while it is there: it may have been changed in any way. Then the
+one in the pool, if there is one, and then the file. `HeldOnDevice.changed_on_device` says that the first is known to be
+newer than the second, `changed` that the second is newer than the third. A step on the CPU steps the pool's copy: what
+the device has is brought down before it, if it has changed, and dropped, or replaced if it is in use.
+
+[Note: changes behind autograd's back] Before a record leaves the device its values are compared with those that came
+up, by sums (`device_sums`): nothing but a few bytes is downloaded for it. A record of which nothing is left in use is
+summed early if memory is short, so that the result is there when the memory is needed. Whoever uses the record again
+makes that void.
+
+[Note: whose memory] Values are allocated on the current stream, which the copy up waits for: what was in that memory
+before may still be read by work that is queued there. Before they are freed their stream waits for the copy up, and
+they stay until the copy down is over. A stream that uses them and is not theirs is recorded. The pool's buffer is kept
+by the copy, which is the transfer of its lease.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swapper.errors import SwapIOError
+from swapper.interrupts import interrupts_deferred
+from swapper.io.devices import Copy, DeviceCopies, current_streams
+from swapper.parameter.cache import DEVICE_TYPES, Held
+from swapper.parameter.device_sums import Check, DeviceSums
+from swapper.parameter.records import device_bytes_of, sums_bytes_of
+from swapper.sizes import format_bytes
+from swapper.storage.access_order import AccessOrder, Use
+from swapper.storage.buffers import Lease, PoolExhausted
+from swapper.storage.cache import RecordCache
+from swapper.storage.cached_records import RecordState
+from swapper.storage.transfers import BothTransfers
+from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_grad_mode
+
+if TYPE_CHECKING:
+    from swapper.parameter.cache import ParameterCache
+
+__all__ = ["DeviceTier", "HeldOnDevice"]
+
+
+@dataclass(eq=False, slots=True)
+class HeldOnDevice(Held):
+    """A record of a model on an accelerator. What the policy of the pool asks is about the pool's buffer."""
+
+    on_device: list[torch.Tensor] = field(default_factory=list)
+    """The values of each parameter on the device, 1-D, in storages of their own; empty while they are not there."""
+    on_host: set[object] = field(default_factory=set)
+    """The uses of the pool's buffer that are not over."""
+    stream: Any = None
+    """The stream that `on_device` was allocated on."""
+    up: Copy | None = None
+    """The last copy to `on_device`."""
+    down: Copy | None = None
+    """A copy from it, until the record is written."""
+    used: bool = False
+    """`on_device` may have been changed since it came up, or since `check`."""
+    changed_on_device: bool = False
+    """`on_device` is known to be newer than the pool's copy. See [Note: which copy is the newest]."""
+    leaving: bool = False
+    """`on_device` goes when `down` is over."""
+    sums: torch.Tensor | None = None
+    """Of the values as they came up, on the device."""
+    summed: bool = False
+    """`sums` are of the values that the pool, or the file, has."""
+    moving: bool = False
+    """The buffer is needed by the call that is being made."""
+    check: Check | None = None
+    """Says if `on_device` differs from what came up. None if it was used since."""
+
+    @property
+    def values(self) -> list[torch.Tensor]:
+        """Those on the device."""
+        return self.on_device
+
+    @property
+    def in_use(self) -> bool:
+        """True if the values on the device must stay where they are."""
+        return bool(self.holds or self.attached) or super(HeldOnDevice, self).viewed()
+
+    def note_change(self) -> None:
+        """The values on the device are about to be changed."""
+        self.changed_on_device = True
+
+    # --- Of the pool's buffer ---
+
+    @property
+    def pinned(self) -> bool:
+        """True while the buffer is used."""
+        return bool(self.on_host) or self.moving
+
+    def viewed(self) -> bool:
+        """False: nobody is given views of the buffer that outlive its use."""
+        return False
+
+    def is_newer(self) -> bool:
+        """Return True if the buffer is newer than the file."""
+        return self.changed
+
+    def write(self, cache: RecordCache) -> None:
+        """As for a record on the host, when the copy down is over."""
+        record = cache.records.get(self.key)
+        assert record is not None
+        if not record.writing and record.lease.transfer is not None:
+            record.lease.transfer.wait()
+            record.lease.transfer = None
+        super(HeldOnDevice, self).write(cache)
+
+    def evicted(self) -> None:
+        """The buffer is given up."""
+        self.opened = []
+
+    def forget(self) -> None:
+        """Let go of the values on the device. The copies from and to them are over."""
+        self.unregister()
+        self.on_device = []
+
+
+class DeviceTier:
+    """Brings records from the pool to the device, ahead where it can, and lets them go.
+
+    Args:
+        owner: brings records into the pool.
+        cache: of the pool.
+        records: by number; none is on the device. May grow.
+        order: in which the pool's records are used.
+        device: an accelerator.
+        limit_bytes: the most that records may take on the device at once, beside what is needed to sum them.
+
+    Attributes:
+        device, limit_bytes: as given.
+        used_bytes: of the device memory that records take now.
+
+    Not thread-safe: called under the lock of the cache.
+    """
+
+    def __init__(
+        self,
+        owner: ParameterCache,
+        cache: RecordCache,
+        records: Sequence[Held],
+        order: AccessOrder,
+        device: torch.device,
+        limit_bytes: int,
+    ) -> None:
+        DEVICE_TYPES.add(device.type)
+        self.device = device
+        self.limit_bytes = limit_bytes
+        self.used_bytes = 0
+        self._cache = cache
+        self._records = records
+        self._pool_order = order
+        self._order = AccessOrder()  # of uses on the device
+        self._up = DeviceCopies(device)
+        self._down = DeviceCopies(device)
+        self._sums = DeviceSums(device, 0)
+        self._used: dict[HeldOnDevice, None] = {}  # since they were last summed
+        self._going_down: dict[HeldOnDevice, None] = {}  # in the order in which the copies were started
+        self._moving: HeldOnDevice | None = None  # has `moving` set, perhaps by a call that was cut off
+        self._owner_ref = weakref.ref(owner)
+
+    @property
+    def _owner(self) -> ParameterCache:
+        owner = self._owner_ref()
+        assert owner is not None  # It has called this.
+        return owner
+
+    def expect(self, uses: Iterable[Use], start: int) -> None:
+        """Expect `uses` of the device, of which those before `start` are over, until others are seen."""
+        self._order = AccessOrder(uses, start)
+
+    # --- Uses on the device ----------------------------------------------------------------------------------------
+
+    def bring(self, held: Held, phase: str) -> None:
+        """Have the values of `held`, of which there is a hold, on the device for what the current stream does next.
+
+        Raises:
+            SwapIOError: the drive or the device failed.
+            PoolExhausted: there is no room for them.
+        """
+        assert isinstance(held, HeldOnDevice)
+        self._pool_order.note(Use(phase, held.number))
+        self._order.note(Use(phase, held.number))
+        self.poll()
+        with interrupts_deferred():
+            held.used, held.check, held.leaving = True, None, False
+            self._used[held] = None
+        if not held.on_device:
+            self._make_room(device_bytes_of(held.plan))
+            self._lift(held, self._fetch(held))
+        self._follow(held)
+        self._look_ahead()
+        self._move(None)
+
+    def release(self, held: Held) -> None:
+        """A use of `held` is over. What is known to have changed goes down."""
+        assert isinstance(held, HeldOnDevice)
+        if held.changed_on_device and held.on_device and not held.holds:
+            self._send_down(held)
+
+    def poll(self) -> None:
+        """Start the writes of records that have come down, and free those that were waiting for it.
+
+        Raises:
+            SwapIOError: a copy failed; or a write could not be started.
+        """
+        for held in list(self._going_down):
+            if held.down is not None and not held.down.done():
+                return
+            self._land(held)
+
+    def _follow(self, held: HeldOnDevice) -> None:
+        """Let the current stream wait for the copy up, and the allocator know of it."""
+        self._up.join(held.up)
+        (stream,) = current_streams([self.device])
+        if stream != held.stream:
+            for values in held.on_device:
+                values.record_stream(stream)
+
+    def _fetch(self, held: HeldOnDevice, *, anew: bool = False) -> Lease:
+        """Have the record in the pool, and open. With `anew` its content is undefined, but for the header."""
+        self._move(held)
+        self._cache.require(held.key, held.length_bytes, anew=anew)
+        if not anew:
+            self._owner.read_ahead()
+        lease = self._cache.fetch(held.key)
+        if anew:
+            self._cache.wait(held.key)
+            if lease.transfer is not None:  # A copy up.
+                lease.transfer.wait()
+                lease.transfer = None
+            header = held.plan.layout.header(0)
+            lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        if not held.opened:
+            held.open(lease, self._owner, arrived=not anew)
+        return lease
+
+    def _move(self, held: HeldOnDevice | None) -> None:
+        """Let the buffer of `held` stay until this is called again, and that of no other."""
+        former, self._moving = self._moving, held
+        if former is not None:
+            former.moving = False
+        if held is not None:
+            held.moving = True
+
+    def _lift(self, held: HeldOnDevice, lease: Lease) -> None:
+        """Start copying a record to the device, from the pool. There is room. After an exception it is not there."""
+        length_bytes = device_bytes_of(held.plan)
+        with outside_of_inference():  # They outlive that mode.
+            values = [torch.empty(each.numel, dtype=each.dtype, device=self.device) for each in held.plan.locations]
+            if held.sums is None:
+                held.sums = torch.empty(len(values), dtype=torch.int64, device=self.device)
+        self._sums.fit(max(each.length_bytes for each in held.plan.locations))
+        self._up.begin()  # See [Note: whose memory].
+        with interrupts_deferred():
+            held.up = self._copy_up(held, values, lease)
+            held.on_device = values
+            (held.stream,) = current_streams([self.device])
+            held.register(self._owner)
+            self.used_bytes += length_bytes
+            self._order.hold(held.number)
+
+    def _copy_up(self, held: HeldOnDevice, values: list[torch.Tensor], lease: Lease) -> Copy | None:
+        def work() -> None:
+            for there, here in zip(values, held.opened, strict=True):
+                there.copy_(here, non_blocking=self._up.non_blocking)
+            if not held.summed:
+                assert held.sums is not None
+                held.sums.copy_(self._sums.of(values))
+
+        with modes_kept():
+            set_grad_mode(False)
+            copy = self._up.run(work)
+        held.summed = True
+        if copy is not None:
+            lease.transfer = copy if lease.transfer is None else BothTransfers(lease.transfer, copy)
+        return copy
+
+    def _look_ahead(self) -> None:
+        """Start copying up what will be used next, as far as there is room, and it is in the pool."""
+        while (number := self._order.missing()) is not None:
+            held = self._records[number]
+            assert isinstance(held, HeldOnDevice)
+            if held.gone or held.on_device:
+                self._order.hold(number, fixed=held.gone)
+                continue
+            record = self._cache.records.get(held.key)
+            if record is None or record.state not in (RecordState.KEPT, RecordState.ARRIVING):
+                return
+            if record.state is RecordState.ARRIVING and record.lease.transfer and not record.lease.transfer.done():
+                return
+            while self._lacks(device_bytes_of(held.plan)):
+                if not self._spare():
+                    return
+            try:
+                self._lift(held, self._fetch(held))
+            except (SwapIOError, torch.OutOfMemoryError):  # Who needs it tries again, and is told.
+                return
+
+    # --- Room ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _beside_bytes(self) -> int:
+        """Device memory that sums take."""
+        return self._sums.length_bytes + sum(sums_bytes_of(held.plan) for held in self._records)
+
+    def _lacks(self, length_bytes: int) -> bool:
+        return self.used_bytes + length_bytes > self.limit_bytes
+
+    def _make_room(self, length_bytes: int) -> None:
+        """Have room for `length_bytes`.
+
+        Raises:
+            PoolExhausted: what is in use leaves too little.
+        """
+        if self._lacks(length_bytes):
+            self._sum_early()
+        while self._lacks(length_bytes):
+            if (victim := self._victim()) is not None:
+                self._evict(victim)
+            elif (leaving := next((held for held in self._going_down if held.leaving), None)) is not None:
+                self._land(leaving)
+            else:
+                self._refuse(length_bytes)
+
+    def _victim(self) -> HeldOnDevice | None:
+        """The record that is needed last, of those that nothing uses."""
+        for number in self._order.last_needed():
+            held = self._records[number]
+            assert isinstance(held, HeldOnDevice)
+            if held.on_device and not held.leaving and not held.in_use:
+                return held
+        return None
+
+    def _spare(self) -> bool:
+        """Let a record go that is worth less than what is missing, without a wait. False if there is none."""
+        worth = self._order.worth()
+        for number in self._order.last_needed():
+            if self._order.distance(number) <= worth:
+                return False
+            held = self._records[number]
+            assert isinstance(held, HeldOnDevice)
+            if not held.on_device or held.leaving or held.in_use or held.changed_on_device:
+                continue
+            if held.used and not self._checked(held).done():
+                return False
+            self._evict(held)
+            return not held.leaving
+        return False
+
+    def check_room_for(self, records: Iterable[Held]) -> None:
+        """Refuse records that do not fit the device together.
+
+        Raises:
+            PoolExhausted: with the sum.
+        """
+        needed_bytes = sum(device_bytes_of(held.plan) for held in records)
+        if needed_bytes > self.limit_bytes:
+            raise PoolExhausted(
+                f"the records of the parameters to be gathered are {format_bytes(needed_bytes)} together on "
+                f"{self.device}, where parameters have {format_bytes(self.limit_bytes)}; gather fewer at a time, "
+                f"or set offload_param.device_bytes to at least {needed_bytes + self._beside_bytes}"
+            )
+
+    def _refuse(self, length_bytes: int) -> None:
+        holders = [held for held in self._records if held.values]
+        raise PoolExhausted(
+            f"no room on {self.device} for {format_bytes(length_bytes)} of parameters: {format_bytes(self.used_bytes)} "
+            f"of {format_bytes(self.limit_bytes)} are held by {len(holders)} records that are in use at once or of "
+            "which user code keeps views; do not keep views of parameters, or set offload_param.device_bytes to at "
+            f"least {self.used_bytes + length_bytes + self._beside_bytes}"
+        )
+
+    def _evict(self, held: HeldOnDevice) -> None:
+        """Let a record go that nothing uses: at once if it is unchanged, else when it has come down."""
+        if held.changed_on_device or (held.used and self._checked(held).differs()):
+            self._send_down(held)
+        if held.down is not None:
+            held.leaving = True
+        else:
+            self._free(held)
+
+    def _free(self, held: HeldOnDevice) -> None:
+        """Free the values on the device. The copy down is over, if there was one. See [Note: whose memory]."""
+        (stream,) = current_streams([self.device])
+        if held.up is not None:
+            if stream == held.stream:
+                self._up.join(held.up)
+            else:
+                held.up.wait()
+        with interrupts_deferred():
+            held.forget()
+            held.up, held.check, held.used, held.leaving = None, None, False, False
+            self._used.pop(held, None)
+            self.used_bytes -= device_bytes_of(held.plan)
+            self._order.drop(held.number)
+            if self._cache.records.get(held.key) is None:
+                self._pool_order.drop(held.number)
+
+    # --- Changes ---------------------------------------------------------------------------------------------------
+
+    def _sum_early(self) -> None:
+        for held in list(self._used):
+            if not held.in_use:
+                self._checked(held)
+
+    def _checked(self, held: HeldOnDevice) -> Check:
+        """Compare the values with those that came up. They are not in use. Waits for nothing."""
+        if held.check is None:
+            assert held.sums is not None
+            self._up.join(held.up)
+            held.check = Check(self._sums.of(held.on_device), held.sums, self._up)
+            self._used.pop(held, None)
+        return held.check
+
+    def _send_down(self, held: HeldOnDevice) -> None:
+        """Start copying the values to the pool, whose copy is then the newest.
+
+        Raises:
+            SwapIOError: the drive failed, or the device.
+            PoolExhausted: the pool has no buffer.
+        """
+        if held.down is not None:
+            self._land(held)
+        held.changed_on_device = True  # Until it is on its way: the buffer has nothing of it yet.
+        lease = self._fetch(held, anew=True)
+        sums = self._sums.of(held.on_device) if held.check is None else held.check.sums
+        assert held.sums is not None
+        held.sums.copy_(sums)
+        self._down.begin()
+
+        def work() -> None:
+            for here, there in zip(held.opened, held.on_device, strict=True):
+                here.copy_(there, non_blocking=self._down.non_blocking)
+
+        with interrupts_deferred(), modes_kept():
+            set_grad_mode(False)
+            held.down = lease.transfer = self._down.run(work)
+            held.changed, held.changed_on_device = True, False
+            held.check, held.used = None, held.in_use
+            if held.used:
+                self._used[held] = None
+            self._going_down[held] = None
+
+    def _land(self, held: HeldOnDevice) -> None:
+        """Wait until the values have come down, and start writing them. Frees the device's if they were leaving."""
+        if held.down is not None:
+            held.down.wait()
+        if self._cache.records.get(held.key) is not None and held.changed:  # Else a pool that was short was faster.
+            held.write(self._cache)
+        with interrupts_deferred():
+            held.down = None
+            self._going_down.pop(held, None)
+        if held.leaving:
+            self._free(held)
+
+    def bring_down(self, held: Held) -> None:
+        """Have the newest values of `held` in the pool or in its file. Waits for the device, not for the drive.
+
+        Raises:
+            SwapIOError: a write could not be started, or the device failed.
+        """
+        assert isinstance(held, HeldOnDevice)
+        if held.on_device and (held.in_use or held.changed_on_device or (held.used and self._checked(held).differs())):
+            self._send_down(held)
+        if held in self._going_down:
+            self._land(held)
+
+    # --- Uses of the pool's buffer ---------------------------------------------------------------------------------
+
+    def use_on_host(self, records: Sequence[Held], use: object, phase: str) -> None:
+        """Have the values of `records` in the pool, in `opened`, to be changed there until `release_on_host`.
+
+        What the device has of them goes, or is replaced when the use is over.
+
+        Raises:
+            SwapIOError, PoolExhausted: as for `bring`.
+        """
+        for held in records:  # All of them before the first is brought, which could evict another.
+            assert isinstance(held, HeldOnDevice)
+            held.on_host.add(use)
+        for held in records:
+            assert isinstance(held, HeldOnDevice)
+            self._bring_to_host(held, phase, changing=True)
+
+    def _bring_to_host(self, held: HeldOnDevice, phase: str, *, changing: bool) -> None:
+        self._pool_order.note(Use(phase, held.number))
+        self.poll()
+        self.bring_down(held)
+        if changing and held.on_device and not held.in_use:
+            self._free(held)
+        lease = self._fetch(held)
+        self._cache.wait(held.key)
+        if lease.transfer is not None:  # A copy up.
+            lease.transfer.wait()
+            lease.transfer = None
+        if changing:
+            held.changed, held.summed = True, False
+        self._move(None)
+
+    def release_on_host(self, held: Held, use: object) -> None:
+        """End a use of the pool's buffer. What was changed is written, and goes up to values that are in use.
+
+        Raises:
+            SwapIOError: the write could not be started; it will be, before the values go.
+        """
+        assert isinstance(held, HeldOnDevice)
+        held.on_host.discard(use)
+        if held.on_host or not held.changed or not held.opened:
+            return
+        if held.on_device and not held.summed:
+            record = self._cache.records.get(held.key)
+            assert record is not None
+            self._up.begin()
+            held.up = self._copy_up(held, held.on_device, record.lease)
+            self._follow(held)
+        held.write(self._cache)
+
+    @contextlib.contextmanager
+    def reading(self, held: Held) -> Iterator[None]:
+        """Within it the values of `held` are in the pool, in `opened`, to be read."""
+        assert isinstance(held, HeldOnDevice)
+        use = object()
+        held.on_host.add(use)
+        try:
+            self._bring_to_host(held, "evaluation", changing=False)
+            yield
+        finally:
+            self.release_on_host(held, use)

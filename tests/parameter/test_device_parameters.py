@@ -1,0 +1,351 @@
+"""Parameters of a model on an accelerator, which is simulated, train to the same bits when they are on the drive.
+
+Work on its streams is late: in the mode "lazy" it is not done before somebody waits for it, in "random" after a time.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, WIDTH, Checkpointed, Mlp, loss_of, vectors
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+from training import OPTIMIZERS, same_bits
+from twins import Run, adamw, models_on, run_twice, swapper_of
+
+import swapper
+from swapper.errors import ConfigError
+from swapper.io import devices
+from swapper.parameter import records as parameter_records
+from swapper.storage.buffers import PoolExhausted
+
+sim_device: Any = pytest.importorskip("sim_device", reason="the simulated accelerator is not built")
+
+MODES = ["lazy", "random"]
+SEED = 3
+
+
+class SimCopies(devices.Copies):
+    """`Copies` of the simulated accelerator."""
+
+    non_blocking = True
+
+    def page_lock(self, address: int, length_bytes: int) -> None:
+        sim_device.host_register(address, length_bytes)
+
+    def page_unlock(self, address: int) -> None:
+        sim_device.host_unregister(address)
+
+
+@pytest.fixture(autouse=True, params=MODES)
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    monkeypatch.setitem(devices.DEVICES, "sim", SimCopies)
+    sim_device.configure(request.param, SEED, 300, False)
+    yield torch.device("sim", 0)
+    gc.collect()
+    violations = sim_device.violations()
+    sim_device.configure("eager", 0, 0, False)
+    assert violations == []
+
+
+# --- To the bit ---
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize(
+    "name",
+    ["mlp", "odd shapes", "gpt2 tied", "t5", "mixtral", "torch encoder", "used twice", "changing order", "lora",
+     "frozen", "bags", "strided", "shared storage", "shared by two modules", "containers", "normed weights, new",
+     "methods instead of forward"],
+)  # fmt: skip
+def test_models_train_and_evaluate_to_the_same_bits(name: str, nvme_path: Path, device: torch.device) -> None:
+    """With the least memory on the device that is accepted."""
+    case = CASES[name]
+
+    def program(run: Run) -> None:
+        loss_of(run, case.inputs).backward()
+        run.finish_step()
+        run.model.eval()
+        with torch.inference_mode():
+            run.note("evaluated", run.model(*case.inputs(run.generator)))
+        run.model.train()
+        for _ in range(2):
+            (loss_of(run, case.inputs) / 2).backward()
+        run.finish_step("accumulated")
+
+    with models_on(device):
+        run_twice(nvme_path, case.make, program, spare_bytes=case.spare_bytes, watch=False)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved", "reentrant"])
+@pytest.mark.parametrize("name", ["mlp", "gpt2 tied", "lora"])
+def test_activation_checkpointing(name: str, use_reentrant: bool, nvme_path: Path, device: torch.device) -> None:
+    case = CASES[name]
+
+    def make() -> nn.Module:
+        model: Any = case.make() if name != "mlp" else Mlp(4)
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = Checkpointed(block, use_reentrant)
+        return model  # type: ignore[no-any-return]
+
+    def program(run: Run) -> None:
+        for _ in range(2):
+            loss_of(run, case.inputs).backward()
+            run.finish_step()
+
+    with models_on(device):
+        run_twice(nvme_path, make, program, spare_bytes=case.spare_bytes, watch=False)
+
+
+def test_autocast(nvme_path: Path, device: torch.device) -> None:
+    def program(run: Run) -> None:
+        for _ in range(2):
+            with torch.autocast("sim", torch.bfloat16):
+                loss = loss_of(run, vectors)
+            loss.backward()
+            run.finish_step()
+
+    with models_on(device):
+        run_twice(nvme_path, lambda: Mlp(4), program, watch=False)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("kind", ["Adafactor", "SGD", "Muon", "in memory"])
+def test_optimizers(kind: str, nvme_path: Path, device: torch.device) -> None:
+    def program(run: Run) -> None:
+        for _ in range(2):
+            loss_of(run, vectors).backward()
+            run.finish_step()
+
+    make = adamw if kind == "in memory" else lambda model: OPTIMIZERS[kind](list(model.parameters()))
+    where = "none" if kind == "in memory" else "nvme"
+    with models_on(device):
+        run_twice(nvme_path, lambda: Mlp(4), program, make, optimizer_device=where, watch=False)
+
+
+class OnTheHost:
+    """The reference for a step on the CPU: it steps copies, and the model gets them back."""
+
+    def __init__(self, model: nn.Module, masters: bool) -> None:
+        self.parameters = list(model.parameters())
+        host = [p.detach().cpu() for p in self.parameters]
+        self.copies = [nn.Parameter(p.float() if masters else p) for p in host]
+        self.optimizer = torch.optim.AdamW(self.copies, lr=1e-3)
+
+    def step(self) -> None:
+        for p, copy in zip(self.parameters, self.copies, strict=True):
+            copy.grad = None if p.grad is None else p.grad.cpu().to(copy.dtype)
+        self.optimizer.step()
+        with torch.no_grad():
+            for p, copy in zip(self.parameters, self.copies, strict=True):
+                p.copy_(copy.to(p.dtype))
+
+
+WIDE = 128
+
+
+def layers(device: torch.device, dtype: torch.dtype = torch.float32, depth: int = 5) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDE, WIDE), nn.GELU()) for _ in range(depth))).to(device, dtype)
+
+
+@pytest.fixture
+def _short_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A record for each layer."""
+    monkeypatch.setattr(parameter_records, "GROUP_BYTES", 20_000)
+
+
+def config_for(nvme_path: Path, *, device_bytes: int | None = None, **settings: Any) -> swapper.OffloadConfig:
+    values: dict[str, Any] = {
+        "nvme_path": nvme_path, "pool_bytes": "1MiB", "bucket_bytes": "96KiB",
+        "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme", "device_bytes": device_bytes},
+    }  # fmt: skip
+    return swapper.OffloadConfig(**(values | settings))
+
+
+def train(
+    model: nn.Module, step: Callable[[], object], passes: int, clip: Callable[[], object] | None, steps: int = 3
+) -> list[Any]:
+    parameter = next(model.parameters())
+    generator = torch.Generator().manual_seed(1)
+    noted: list[Any] = []
+    for _ in range(steps):
+        for _ in range(passes):
+            loss = model(torch.randn(4, WIDE, generator=generator).to(parameter)).float().square().mean()
+            loss.backward()
+            noted.append(loss.item())
+        if clip is not None:
+            noted.append(clip())
+        step()
+        for p in model.parameters():
+            p.grad = None
+    return noted
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("extra", ["", "clipped", "stepped in backward"])
+@pytest.mark.parametrize("passes", [1, 2])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "masters"])
+@pytest.mark.parametrize("gradient", ["nvme", "cpu", "none"])
+@pytest.mark.parametrize("state", ["nvme", "cpu"])
+@pytest.mark.usefixtures("_short_records")
+def test_with_state_and_gradients_anywhere(
+    state: str, gradient: str, precision: str, passes: int, extra: str, nvme_path: Path, device: torch.device
+) -> None:
+    masters, dtype = precision == "masters", torch.float32 if precision == "fp32" else torch.bfloat16
+    plain, swapped = layers(device, dtype), layers(device, dtype)
+    clip = (lambda: float(clip_grad_norm_(plain.parameters(), 0.1))) if extra == "clipped" else None
+    expected = train(plain, OnTheHost(plain, masters).step, passes, clip)
+    optimizer = torch.optim.AdamW(swapped.parameters(), lr=1e-3)
+    config = config_for(
+        nvme_path,
+        gradient_accumulation_steps=passes,
+        offload_optimizer={"device": state, "master_weights": masters, "step_in_backward": extra.startswith("step")},
+        offload_gradient={"device": gradient},
+    )
+    swapper.offload(swapped, optimizer, config)
+    if clip is not None:
+        own = swapper.of(optimizer).clip_grad_norm_ if gradient != "none" else None
+        clip = lambda: float(own(0.1) if own else clip_grad_norm_(swapped.parameters(), 0.1))  # noqa: E731
+    assert train(swapped, optimizer.step, passes, clip) == expected
+    for p, q in zip(plain.parameters(), swapped.parameters(), strict=True):
+        assert q.device == device and same_bits(p.cpu(), q.cpu())
+    swapper_of(swapped).close(keep_values=True)
+    swapper.of(optimizer).close()
+    assert all(same_bits(p.cpu(), q.cpu()) for p, q in zip(plain.parameters(), swapped.parameters(), strict=True))
+
+
+# --- Changes that autograd does not know of ---
+
+
+def change_in_forward(run: Run) -> None:
+    def hook(module: nn.Module, args: object) -> None:
+        module.weight.data.mul_(0.9)  # type: ignore[operator, union-attr]
+
+    handles = [block[0].register_forward_pre_hook(hook) for block in run.model.blocks]  # type: ignore[union-attr, index]
+    run.note("changed in forward", run.model(*vectors(run.generator)))
+    for handle in handles:
+        handle.remove()
+
+
+def change_a_view_later(run: Run) -> None:
+    view = next(run.model.parameters()).data.view(-1)[3:7]
+    run.note("before", run.model(*vectors(run.generator)))
+    view.add_(1.0)
+
+
+def change_what_was_saved(run: Run) -> None:
+    """In backward, where the weight is a view of what was found by its location."""
+
+    def hook(gradient: torch.Tensor) -> None:
+        run.model.blocks[1][0].weight.data.neg_()  # type: ignore[index, union-attr, operator]
+
+    x = vectors(run.generator)[0].requires_grad_()
+    out = run.model(x)
+    out.register_hook(hook)
+    out.sum().backward()
+    for p in run.model.parameters():
+        p.grad = None
+
+
+@pytest.mark.parametrize("change", [change_in_forward, change_a_view_later, change_what_was_saved])
+def test_what_is_changed_behind_autograds_back_is_kept(
+    change: Callable[[Run], None], nvme_path: Path, device: torch.device
+) -> None:
+    def program(run: Run) -> None:
+        for _ in range(2):
+            change(run)
+            run.note_model("changed")
+            loss_of(run, vectors).backward()
+            run.finish_step()
+
+    with models_on(device):
+        run_twice(nvme_path, lambda: Mlp(5), program, watch=False)
+
+
+# --- Memory ---
+
+
+@pytest.mark.usefixtures("_short_records")
+def test_memory_of_the_device_is_what_was_said(nvme_path: Path, device: torch.device) -> None:
+    """Beside what the pass itself takes: activations, and the gradients of a layer. It does not grow with the model."""
+    taken = []
+    for depth in (4, 16):
+        model = layers(device, depth=depth)
+        layer_bytes = sum(p.nbytes for p in model[0].parameters())
+        x = torch.randn(4, WIDE).to(device)
+        before = torch.accelerator.memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        loss = model(x).sum()
+        own_bytes = torch.accelerator.max_memory_allocated(device) - before
+        del loss
+        optimizer = torch.optim.AdamW(model.parameters())
+        swapper.offload(model, optimizer, config_for(nvme_path, offload_gradient={"device": "nvme"}))
+        needs = swapper_of(model).plan.device_needs
+        assert needs is not None
+        before = torch.accelerator.memory_allocated(device)
+        torch.accelerator.reset_peak_memory_stats(device)
+        for _ in range(2):
+            model(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        taken.append(torch.accelerator.max_memory_allocated(device) - before - own_bytes)
+        # Gradients are those of a layer, and those that are on their way to the pool.
+        assert taken[-1] <= needs.wanted_bytes + 3 * layer_bytes
+        swapper_of(model).close()
+        swapper.of(optimizer).close()
+    assert taken[1] - taken[0] < 20_000
+
+
+@pytest.mark.usefixtures("_short_records")
+def test_too_little_memory_is_refused_with_the_number_that_does(nvme_path: Path, device: torch.device) -> None:
+    model = layers(device)
+    with pytest.raises(ConfigError, match=r"offload_param\.device_bytes: 1 bytes are too few") as caught:
+        swapper.offload(model, config=config_for(nvme_path, device_bytes=1))
+    found = re.search(r"at least (\d+)", str(caught.value))
+    assert found is not None
+    least = int(found[1])
+    with pytest.raises(ConfigError):
+        swapper.offload(model, config=config_for(nvme_path, device_bytes=least - 1))
+    assert type(next(model.parameters())) is nn.Parameter
+    swapper.offload(model, config=config_for(nvme_path, device_bytes=least))
+    model(torch.randn(4, WIDE).to(device)).sum().backward()
+    with pytest.raises(PoolExhausted, match="device_bytes") as exhausted, swapper.gathered(model):
+        pass
+    swapper_of(model).close(keep_values=True)
+    found = re.search(r"at least (\d+)", str(exhausted.value))
+    assert found is not None
+    swapper.offload(model, config=config_for(nvme_path, device_bytes=int(found[1])))
+    with swapper.gathered(model):
+        assert all(type(p) is nn.Parameter for p in model.parameters())
+    swapper_of(model).close(keep_values=True)
+
+
+@pytest.mark.usefixtures("_short_records")
+def test_views_that_are_kept_are_an_error_that_says_so(nvme_path: Path, device: torch.device) -> None:
+    model = layers(device)
+    swapper.offload(model, config=config_for(nvme_path))
+    kept = []
+    with pytest.raises(PoolExhausted, match="of which user code keeps views"):
+        for layer in model:
+            kept.append(layer[0].weight.data)  # type: ignore[index]
+            layer(torch.zeros(1, WIDE).to(device))
+    del kept
+    model(torch.randn(4, WIDE).to(device)).sum().backward()
+    swapper_of(model).close(keep_values=True)
+
+
+# --- What is refused ---
+
+
+def test_a_model_on_several_devices_is_refused(nvme_path: Path, device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).to(device))
+    with pytest.raises(ConfigError, match="on several devices"):
+        swapper.offload(model, config=config_for(nvme_path))
