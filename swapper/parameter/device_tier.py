@@ -207,7 +207,6 @@ class DeviceTier:
             self._lift(held, self._fetch(held))
         self._follow(held)
         self._look_ahead()
-        self._move(None)
 
     def release(self, held: Held) -> None:
         """A use of `held` is over. What is known to have changed goes down."""
@@ -276,6 +275,7 @@ class DeviceTier:
             held.register(self._owner)
             self.used_bytes += length_bytes
             self._order.hold(held.number)
+        self._move(None)
 
     def _copy_up(self, held: HeldOnDevice, values: list[torch.Tensor], lease: Lease) -> Copy | None:
         def work() -> None:
@@ -458,6 +458,7 @@ class DeviceTier:
             if held.used:
                 self._used[held] = None
             self._going_down[held] = None
+        self._move(None)
 
     def _land(self, held: HeldOnDevice) -> None:
         """Wait until the values have come down, and start writing them. Frees the device's if they were leaving."""
@@ -478,6 +479,7 @@ class DeviceTier:
             SwapIOError: a write could not be started, or the device failed.
         """
         assert isinstance(held, HeldOnDevice)
+        self._move(None)
         if held.on_device and (held.in_use or held.changed_on_device or (held.used and self._checked(held).differs())):
             self._send_down(held)
         if held in self._going_down:

@@ -5,6 +5,8 @@ Work on its streams is late: in the mode "lazy" it is not done before somebody w
 
 from __future__ import annotations
 
+import errno
+import functools
 import gc
 import re
 from collections.abc import Callable, Iterator
@@ -13,15 +15,18 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import interrupted_at
 from models import CASES, WIDTH, Checkpointed, Mlp, loss_of, vectors
+from sampling import places
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 from training import OPTIMIZERS, same_bits
 from twins import Run, adamw, models_on, run_twice, swapper_of
 
 import swapper
-from swapper.errors import ConfigError
+from swapper.errors import ConfigError, SwapIOError
 from swapper.io import devices
+from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.parameter import records as parameter_records
 from swapper.storage.buffers import PoolExhausted
 
@@ -349,3 +354,146 @@ def test_a_model_on_several_devices_is_refused(nvme_path: Path, device: torch.de
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).to(device))
     with pytest.raises(ConfigError, match="on several devices"):
         swapper.offload(model, config=config_for(nvme_path))
+
+
+# --- Faults ---
+
+
+class Trained:
+    """A model whose parameters change a little in each pass, behind autograd's back, and what it must come to.
+
+    Args:
+        pool_bytes: so few that records are read and written all the time.
+    """
+
+    def __init__(self, nvme_path: Path, device: torch.device, pool_bytes: str = "224KiB") -> None:
+        self.device = device
+        self.plain, self.model = layers(device, depth=4), layers(device, depth=4)
+        swapper.offload(self.model, config=config_for(nvme_path, pool_bytes=pool_bytes, bucket_bytes="64KiB"))
+        self.swapper = swapper_of(self.model)
+
+    def run(self, model: nn.Module) -> list[torch.Tensor]:
+        """Gradients of a pass."""
+        for p in model.parameters():
+            p.grad = None
+        generator = torch.Generator().manual_seed(2)
+        model(torch.randn(4, WIDE, generator=generator).to(self.device)).square().mean().backward()
+        return [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+
+    def change(self, model: nn.Module) -> None:
+        """Each bias, in place."""
+        for p in model.parameters():
+            if p.dim() == 1:
+                p.data.add_(0.125)
+
+    def check(self) -> None:
+        """The values are those of the plain model, and so is what is computed with them."""
+        for mine, theirs in zip(self.run(self.model), self.run(self.plain), strict=True):
+            assert torch.equal(mine, theirs)
+        for p, q in zip(self.model.parameters(), self.plain.parameters(), strict=True):
+            assert same_bits(p.cpu(), q.cpu())
+
+    def close(self) -> None:
+        """Nothing is left in use."""
+        self.swapper.flush()
+        assert not any(held.pinned or held.holds or held.attached for held in self.swapper._all)
+        self.swapper.close(keep_values=True)
+        for p, q in zip(self.model.parameters(), self.plain.parameters(), strict=True):
+            assert same_bits(p.cpu(), q.cpu())
+
+
+@pytest.mark.usefixtures("_short_records")
+def test_ctrl_c_in_a_pass(nvme_path: Path, device: torch.device) -> None:
+    trained = Trained(nvme_path, device)
+    trained.check()
+    before = torch.accelerator.memory_allocated(device)
+    for at in places(1, 60):
+        if not interrupted_at(at, lambda: trained.run(trained.model), "parameter/device_"):
+            break
+        gc.collect()
+        trained.check()
+        assert torch.accelerator.memory_allocated(device) <= before + 2000, at
+    trained.close()
+
+
+@pytest.mark.usefixtures("_short_records")
+def test_ctrl_c_while_what_changed_goes_down(nvme_path: Path, device: torch.device) -> None:
+    """A flush brings all of it down."""
+    trained = Trained(nvme_path, device)
+    for at in places(1, 40):
+        trained.change(trained.model)
+        trained.change(trained.plain)
+        if not interrupted_at(at, trained.swapper.flush, "parameter/device_"):
+            break
+        trained.check()
+    trained.close()
+
+
+@pytest.mark.usefixtures("_short_records")
+def test_a_read_that_fails_is_an_error_and_the_next_pass_is_right(
+    nvme_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = FaultPlan(fail_errno=errno.EIO)
+    monkeypatch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+    trained = Trained(nvme_path, device)
+    failed = 0
+    for n in (1, 2, 3, 5):
+        plan.fail_read_at = n
+        try:
+            trained.run(trained.model)
+        except SwapIOError as error:
+            assert error.errno == errno.EIO
+            failed += 1
+        plan.fail_read_at = 0
+        trained.check()
+    assert failed
+    trained.close()
+
+
+@pytest.mark.usefixtures("_short_records")
+def test_a_write_that_fails_is_an_error_and_nothing_is_lost(
+    nvme_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = FaultPlan(fail_errno=errno.ENOSPC)
+    monkeypatch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+    trained = Trained(nvme_path, device)
+    trained.swapper.flush()
+    for _ in range(3):
+        trained.change(trained.model)
+        trained.change(trained.plain)
+        plan.fail_write_at = 1
+        with pytest.raises(SwapIOError) as caught:
+            trained.swapper.flush()
+        assert caught.value.errno == errno.ENOSPC
+        plan.fail_write_at = 0
+        trained.check()
+    trained.close()
+
+
+@pytest.mark.usefixtures("_short_records")
+def test_a_device_without_memory_is_an_error_and_the_next_pass_is_right(
+    nvme_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = Trained(nvme_path, device)
+    empty = torch.empty
+    failed = 0
+    for n in range(6):
+        left = n
+
+        def allocate(*args: Any, **options: Any) -> torch.Tensor:
+            nonlocal left
+            if "device" in options:
+                left -= 1
+                if left == -1:
+                    raise torch.OutOfMemoryError("no memory")
+            return empty(*args, **options)
+
+        monkeypatch.setattr(torch, "empty", allocate)
+        try:
+            trained.run(trained.model)
+        except torch.OutOfMemoryError:
+            failed += 1
+        monkeypatch.setattr(torch, "empty", empty)
+        trained.check()
+    assert failed
+    trained.close()
