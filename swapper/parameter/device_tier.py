@@ -80,6 +80,8 @@ class HeldOnDevice(Held):
     """Of the values as they came up, on the device."""
     summed: bool = False
     """`sums` are of the values that the pool, or the file, has."""
+    kept: bool = False
+    """There is no file: the pool keeps the record."""
     moving: bool = False
     """The buffer is needed by the call that is being made."""
     check: Check | None = None
@@ -115,7 +117,10 @@ class HeldOnDevice(Held):
         return self.changed
 
     def write(self, cache: RecordCache) -> None:
-        """As for a record on the host, when the copy down is over."""
+        """As for a record on the host, when the copy down is over. Nothing is written of one that is kept."""
+        if self.kept:
+            self.changed = False
+            return
         record = cache.records.get(self.key)
         assert record is not None
         if not record.writing and record.lease.transfer is not None:
@@ -290,7 +295,12 @@ class DeviceTier:
             copy = self._up.run(work)
         held.summed = True
         if copy is not None:
-            lease.transfer = copy if lease.transfer is None else BothTransfers(lease.transfer, copy)
+            record, former = self._cache.records.get(held.key), lease.transfer
+            assert record is not None
+            if record.writing and former is not None:  # The write is still to be seen; earlier copies up are not.
+                lease.transfer = BothTransfers(former.first if isinstance(former, BothTransfers) else former, copy)
+            else:
+                lease.transfer = copy
         return copy
 
     def _look_ahead(self) -> None:
