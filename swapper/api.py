@@ -74,8 +74,8 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
     State that it has already is moved out at once. `optimizer.swapper` has `stats()`, `flush()`, `close()` and more.
 
     Args:
-        optimizer: any per-parameter `torch.optim.Optimizer`, over parameters on the CPU or on one CUDA device. With
-            CUDA the step is computed on the CPU: the state never visits the device.
+        optimizer: any per-parameter `torch.optim.Optimizer`, over parameters on the CPU or on one accelerator. There,
+            `offload_optimizer.step_device` says where the step is computed.
         config: an `OffloadConfig`, or what makes one: the path of a YAML or JSON file, or a mapping. Optimizers that
             are given the same `OffloadConfig` object share one pool, and on each drive one engine and run directory.
 
@@ -242,7 +242,7 @@ def _plan(
         plan = OptimizerPlan(optimizer, settings, next(_owners), records, swaps_state=swaps_state)
         if plan.device.type == "meta":
             raise ConfigError("the parameters are on the meta device and have no values; give the model memory first")
-        if asked.device == "none" and swaps_state and plan.remote:
+        if asked.device == "none" and swaps_state and plan.on_accelerator:
             raise ConfigError(
                 "offload_optimizer.device: none can neither keep master weights nor step gradients that are offloaded "
                 "for a model on a GPU; use device: cpu"

@@ -176,7 +176,7 @@ def make_report(
     in_memory = [*(p for p in model.parameters() if p not in swapped), *model.buffers()]
     in_memory += [p for p in model.parameters() if p.requires_grad and id(p) not in evicted]  # their gradients
     model_bytes = sum(tensor.nbytes for tensor in in_memory)
-    host_bytes = 0 if device_bytes or any(plan.remote for plan in plans) else model_bytes
+    host_bytes = 0 if device_bytes or any(plan.on_accelerator for plan in plans) else model_bytes
     worn_bytes = written_bytes
     if drives:
         worn_bytes = written_bytes * max(drive.disk_bytes for drive in drives) // max(stored_bytes, 1)

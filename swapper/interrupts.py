@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import os
 import threading
-import weakref
 
 # The module beneath `signal`, whose functions spend ten times as long on turning numbers into enums and back.
 from _signal import getsignal, signal  # type: ignore[import-not-found]
 from collections.abc import Callable
+from functools import partial
 from signal import SIGINT
 from threading import get_ident
 from types import FrameType, TracebackType
 from typing import Any
+from weakref import ref
 
 __all__ = ["interrupts_deferred"]
+
+Handler = Callable[[int, FrameType | None], Any]
 
 
 class interrupts_deferred:  # Reads as a statement, like `contextlib.suppress`.
@@ -39,16 +43,16 @@ class interrupts_deferred:  # Reads as a statement, like `contextlib.suppress`.
         # An interrupt before `signal` has replaced the handler is raised here, when nothing has changed; after that it
         # is noted. There is nothing in between: `signal` runs pending handlers before it replaces one.
         self._handler = None
-        if get_ident() == _MAIN_THREAD.ident:
+        if get_ident() == _main_thread:
             handler = getsignal(_SIGINT)
-            if type(handler) is _Note:
-                if handler.section() is not None:
+            if type(handler) is partial and handler.func is _note:
+                section, handler = handler.args
+                if section() is not None:
                     return
-                handler = handler.handler
             if callable(handler):
                 self._noted = False
                 self._handler = handler
-                signal(_SIGINT, _Note(self, handler))
+                signal(_SIGINT, partial(_note, ref(self), handler))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -60,27 +64,26 @@ class interrupts_deferred:  # Reads as a statement, like `contextlib.suppress`.
                 handler(_SIGINT, self._frame)
 
 
-class _Note:
-    """The handler within a section.
+def _note(reference: ref[interrupts_deferred], handler: Handler, signum: int, frame: FrameType | None) -> None:
+    """The handler within a section, with the section and the handler that it had found.
 
     It knows the section weakly: if the handler of another signal raises in `__enter__` or `__exit__`, the section is
     gone and nobody restores SIGINT's handler. Then this does.
     """
+    section = reference()
+    if section is None:
+        signal(_SIGINT, handler)
+        handler(signum, frame)
+    else:
+        section._noted, section._frame = True, frame
 
-    __slots__ = ("handler", "section")
 
-    def __init__(self, section: interrupts_deferred, handler: Callable[[int, FrameType | None], Any]) -> None:
-        self.section = weakref.ref(section)
-        self.handler = handler
-
-    def __call__(self, signum: int, frame: FrameType | None) -> None:
-        section = self.section()
-        if section is None:
-            signal(_SIGINT, self.handler)
-            self.handler(signum, frame)
-        else:
-            section._noted, section._frame = True, frame
+def _set_main_thread() -> None:
+    """After a fork the thread that forked is the main thread."""
+    global _main_thread
+    _main_thread = get_ident()
 
 
 _SIGINT = int(SIGINT)
-_MAIN_THREAD = threading.main_thread()
+_main_thread = threading.main_thread().ident
+os.register_at_fork(after_in_child=_set_main_thread)

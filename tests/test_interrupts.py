@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -152,3 +153,21 @@ def test_a_handler_of_another_signal_that_raises_anywhere_leaves_ctrl_c_working(
     finally:
         signal.signal(signal.SIGUSR1, before)
     assert struck > 8
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_in_a_forked_child_the_thread_that_forked_is_the_main_thread() -> None:
+    statuses = []
+
+    def fork() -> None:
+        pid = os.fork()
+        if pid == 0:
+            before = signal.getsignal(signal.SIGINT)
+            with interrupts_deferred():
+                os._exit(0 if signal.getsignal(signal.SIGINT) is not before else 1)
+        statuses.append(os.waitpid(pid, 0)[1])
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    thread.join()
+    assert statuses == [0]

@@ -14,15 +14,16 @@ from pathlib import Path
 import torch
 
 from swapper.errors import SwapError
+from swapper.io.devices import current_accelerator
 from swapper.io.handle import AsyncIOHandle, Slab
 from swapper.storage.mounts import mounts
 
 __all__ = [
-    "CudaDevice",
+    "Accelerator",
     "Limits",
     "Machine",
     "SlabProbe",
-    "cuda_devices",
+    "accelerators",
     "has_nvidia_driver",
     "limits",
     "machine",
@@ -281,26 +282,29 @@ def _huge_bytes(address: int) -> int | None:
 
 
 @dataclass(frozen=True)
-class CudaDevice:
-    """A GPU that torch can use."""
+class Accelerator:
+    """A device that torch can use. `type` is torch's word for its kind, as in "cuda"."""
 
+    type: str
     name: str
     memory_bytes: int
 
 
-def cuda_devices() -> tuple[list[CudaDevice], str]:
-    """The GPUs that torch can use, and why there are none; "" if there are."""
-    if torch.version.cuda is None and torch.version.hip is None:
-        return [], "this torch is built without CUDA"
+def accelerators() -> tuple[list[Accelerator], str]:
+    """The accelerators that torch can use, and why there are none; "" if there are."""
+    kind = current_accelerator()
+    if kind is None:
+        return [], "this torch is built for the CPU alone"
+    module = torch.get_device_module(kind)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+            devices = [module.get_device_properties(i) for i in range(module.device_count())]
         except (RuntimeError, AssertionError) as error:
             return [], str(error)
     if devices:
-        return [CudaDevice(device.name, device.total_memory) for device in devices], ""
-    return [], "; ".join(str(warning.message) for warning in caught) or "no CUDA device was found"
+        return [Accelerator(kind, device.name, device.total_memory) for device in devices], ""
+    return [], "; ".join(str(warning.message) for warning in caught) or f"no {kind} device was found"
 
 
 def has_nvidia_driver() -> bool:

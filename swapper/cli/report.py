@@ -15,11 +15,11 @@ from rich.text import Text
 
 from swapper.bench.drive import Directory, Drive, look_at_directory
 from swapper.bench.machine import (
-    CudaDevice,
+    Accelerator,
     Limits,
     Machine,
     SlabProbe,
-    cuda_devices,
+    accelerators,
     has_nvidia_driver,
     limits,
     machine,
@@ -55,8 +55,8 @@ class Report:
     backends: tuple[Probe, ...]
     limits: Limits
     slab: SlabProbe
-    cuda: list[CudaDevice]
-    cuda_reason: str
+    accelerators: list[Accelerator]
+    accelerators_reason: str
     nvidia_driver: bool
     cufile: CuFileProbe
     directories: list[Directory]
@@ -69,7 +69,7 @@ class Report:
 
 def make_report(directories: list[Path]) -> Report:
     """Look at this machine and at `directories`. Takes 64 MiB of memory for a moment."""
-    cuda, cuda_reason = cuda_devices()
+    devices, reason = accelerators()
     cufile = probe_cufile()
     looked_at = [look_at_directory(path) for path in directories]
     return Report(
@@ -78,11 +78,11 @@ def make_report(directories: list[Path]) -> Report:
         backends=probe(),
         limits=limits(),
         slab=probe_slab(),
-        cuda=cuda,
-        cuda_reason=cuda_reason,
+        accelerators=devices,
+        accelerators_reason=reason,
         nvidia_driver=has_nvidia_driver(),
         cufile=cufile,
-        directories=[_try_gds(directory) for directory in looked_at] if cuda and cufile.available else looked_at,
+        directories=[_try_gds(directory) for directory in looked_at] if devices and cufile.available else looked_at,
     )
 
 
@@ -172,7 +172,7 @@ def _of_machine(found: Report) -> Iterator[Finding]:
         change = f"export OMP_NUM_THREADS={about.cpus_usable} before Python starts: more threads than cores"
     yield _judge("torch", f"{about.torch}, {about.torch_threads} threads", change)
     change = ""
-    if (about.omp_wait_policy or "").upper() != "PASSIVE" and not found.cuda:
+    if (about.omp_wait_policy or "").upper() != "PASSIVE" and not found.accelerators:
         change = "export OMP_WAIT_POLICY=PASSIVE before Python starts: idle threads else take the I/O threads' cores"
     yield _judge("OMP_WAIT_POLICY", about.omp_wait_policy or "not set", change)
 
@@ -278,13 +278,14 @@ def _of_limits(found: Report) -> Iterator[Finding]:
 
 
 def _of_gpus(found: Report) -> Iterator[Finding]:
-    for i, device in enumerate(found.cuda):
-        yield _judge(f"cuda:{i}", f"{device.name}, {format_bytes(device.memory_bytes)}")
+    for i, device in enumerate(found.accelerators):
+        yield _judge(f"{device.type}:{i}", f"{device.name}, {format_bytes(device.memory_bytes)}")
     cufile = found.cufile
-    if not found.cuda:
-        value = f"none: {found.cuda_reason}"
+    if not found.accelerators:
+        value = f"none: {found.accelerators_reason}"
         change = "install a torch with CUDA, of a version that the GPU's driver supports"
-        yield _judge("CUDA", value, change) if found.nvidia_driver else _neutral("CUDA", value)
+        yield _judge("devices", value, change) if found.nvidia_driver else _neutral("devices", value)
+    if not any(device.type == "cuda" for device in found.accelerators):
         yield _neutral("cuFile", "not needed without a CUDA device")
         return
     if cufile.available:

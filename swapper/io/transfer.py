@@ -100,7 +100,7 @@ class Ledger:
                     self.over(transfer, failed=transfer.failed())
 
     def over(self, transfer: Moving, *, failed: bool) -> None:
-        """The same for one transfer that is over. Called by any thread."""
+        """The same for one transfer that is over. Called by any thread. May be cut off, and done again."""
         with self._lock:
             if transfer.key in self.in_flight:
                 if failed:
@@ -180,10 +180,10 @@ class Transfer:
         try:
             moved = self._moving.wait(timeout)
         except SwapIOError:
-            self._ledger.sweep()
+            self._ledger.over(self._moving, failed=False)
             self._ledger.failed.pop(self._moving.key, None)
             raise
-        self._ledger.sweep()
+        self._ledger.over(self._moving, failed=False)
         return moved
 
     def settle(self, timeout: float | None = None) -> None:
@@ -199,7 +199,7 @@ class Transfer:
         self._check_process()
         with contextlib.suppress(SwapIOError):
             self._moving.wait(timeout)
-        self._ledger.sweep()
+        self._ledger.over(self._moving, failed=self._moving.failed())
 
     def _check_process(self) -> None:
         if os.getpid() != self._ledger.pid:

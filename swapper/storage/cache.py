@@ -6,7 +6,7 @@ when the transfer is done, so no exception, wherever it strikes, can let two own
 
 [Note: copies from a device] A buffer that is put while a device still copies into it (the copy is the transfer of its
 lease) is written when the copy is over: whoever calls next then starts the write, or waits for the copy if it needs the
-record, or its buffer, before.
+record, or its buffer, before. Between the copy and the write its length is asked for: see `put`.
 
 [Note: failed writes] A record whose write failed, or the copy before it, keeps its buffer and its transfer, as FAILED.
 Every later call raises the error again, until `discard` or `forget`: the record on disk is neither the old nor the new
@@ -25,8 +25,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from swapper.errors import SwapIOError
 from swapper.interrupts import interrupts_deferred
@@ -36,7 +35,7 @@ from swapper.storage.cache_policies import KeptPolicy, Policy, ScanPolicy
 from swapper.storage.cached_records import CachedRecord, CachedRecords, RecordState
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import RecordKey, TensorStore
-from swapper.storage.transfers import AnyTransfer
+from swapper.storage.transfers import DroppedReads, FailedTransfer
 
 __all__ = ["RecordCache"]
 
@@ -85,7 +84,7 @@ class RecordCache:
         self._metrics = metrics
         self._policy = policy or (KeptPolicy() if store is None else ScanPolicy())
         self._owner = None if owner is None else weakref.ref(owner)
-        self._dropped: deque[AnyTransfer] = deque()  # reads that are not wanted any more
+        self._dropped = DroppedReads()
         pool.add_reclaimer(self._reclaim)
 
     def keep(self, keys: Iterable[RecordKey]) -> None:
@@ -98,7 +97,7 @@ class RecordCache:
                 if self._policy.keeps(record.key):
                     continue
                 if record.writing:
-                    self.records.move(record, RecordState.LEAVING, writing=True)
+                    self._move(record, RecordState.LEAVING, writing=True)
                 else:
                     self._give_up(record)
 
@@ -121,7 +120,7 @@ class RecordCache:
             record = self.records.get(key)
             if record is not None:
                 if record.state is RecordState.LEAVING:  # Still in memory: no need to read what is just being written.
-                    self.records.move(record, RecordState.ARRIVING, writing=True)
+                    self._move(record, RecordState.ARRIVING, writing=True)
                 return True
             if self._store.stored_bytes(key) == 0:
                 return True
@@ -184,14 +183,15 @@ class RecordCache:
             if record is None:
                 lease = self._acquire(key, length_bytes)
                 if self._store is None or self._store.stored_bytes(key) == 0:
-                    self._add(CachedRecord(key, lease, RecordState.LIVE, empty=True))
+                    with interrupts_deferred():
+                        self._add(CachedRecord(key, lease, RecordState.LIVE, empty=True))
                     self._metrics.begin_use(key)
                     return lease, False
                 record = self._read(key, lease)
             assert record.state is not RecordState.LIVE, f"{key} is in use already"
-            if follows and (record.copied_bytes or (self._store is None and record.writing)):
-                record.copied_bytes = 0  # It is written after the next `put`.
-                self.records.move(record, RecordState.LIVE, writing=False)
+            if follows and record.finish is not None:
+                record.finish = None  # It is written after the next `put`.
+                self._move(record, RecordState.LIVE, writing=False)
                 self._metrics.hits += 1
                 self._metrics.begin_use(key)
                 return record.lease, True
@@ -203,8 +203,7 @@ class RecordCache:
 
     def _wait_for_content(self, record: CachedRecord) -> None:
         """Wait for the transfer of `record`, a read or a write, so that its buffer may be looked at and changed."""
-        transfer = record.lease.transfer
-        if transfer is None or transfer.done():
+        if (transfer := record.lease.transfer) is None or transfer.done():
             self._metrics.hits += 1
         if transfer is None:
             return
@@ -215,7 +214,7 @@ class RecordCache:
                 self._store.check_written(record.key)  # While it was read it may have been lost.
         except SwapIOError:
             if record.writing:
-                self.records.move(record, RecordState.FAILED, writing=False)
+                self._move(record, RecordState.FAILED, writing=False)
             else:  # The next call reads it again.
                 self._give_up(record)
             raise
@@ -226,12 +225,21 @@ class RecordCache:
             self.records.move(record, state, writing=False)
             record.lease.transfer = None
 
+    def _move(self, record: CachedRecord, state: RecordState, *, writing: bool) -> None:
+        """Change the state of `record`, and nothing besides."""
+        with interrupts_deferred():
+            self.records.move(record, state, writing=writing)
+
     # --- Records that go -------------------------------------------------------------------------------------------
 
-    def put(self, key: RecordKey, length_bytes: int) -> None:
-        """Start writing the first `length_bytes` of the buffer taken for `key`, and let go of it. Returns at once.
+    def put(self, key: RecordKey, length: int | Callable[[], int]) -> None:
+        """Start writing the buffer taken for `key`, and let go of it. Returns at once.
 
         If its lease has a transfer, that is waited for before it is written: see [Note: copies from a device].
+
+        Args:
+            length: how many bytes to write. A function is called once, when that transfer is over, before anybody has
+                the record, and in any thread; if it raises SwapIOError, the write has failed.
 
         Raises:
             SwapIOError: an earlier write failed, or there is no room for a fresh file beside one that must stay.
@@ -241,15 +249,12 @@ class RecordCache:
             assert record is not None and record.state is RecordState.LIVE, f"{key} is not in use"
             record.empty = False
             self._metrics.end_use(key)
-            if self._store is None:
-                self.records.move(record, RecordState.KEPT, writing=record.lease.transfer is not None)
-                return
-            state = RecordState.KEPT if self._policy.keeps(key) else RecordState.LEAVING
-            if record.lease.transfer is not None:  # See [Note: copies from a device].
-                record.copied_bytes = length_bytes
-                self.records.move(record, state, writing=True)
+            state = RecordState.KEPT if self._store is None or self._policy.keeps(key) else RecordState.LEAVING
+            if record.lease.transfer is not None:
+                record.finish = length if callable(length) else lambda: length
+                self._move(record, state, writing=True)
             else:
-                self._write(record, length_bytes, state)
+                self._write(record, length() if callable(length) else length, state)
             self._collect()
 
     def write(self, key: RecordKey, length_bytes: int) -> None:
@@ -262,24 +267,21 @@ class RecordCache:
     def wait(self, key: RecordKey) -> None:
         """Wait for the write of a record, if one is in flight. Raises SwapIOError if it failed."""
         with self.lock:
-            record = self.records.get(key)
-            if record is not None and record.writing:
+            if (record := self.records.get(key)) is not None and record.writing:
                 with self._metrics.span("swapper.wait_write", "wait_write_s"):
                     self._see_written(record)
 
     def release(self, key: RecordKey) -> None:
         """Give back the buffer taken for `key` unchanged. Does nothing if it is not LIVE, as after a failed `take`."""
         with self.lock:
-            record = self.records.get(key)
-            if record is not None and record.state is RecordState.LIVE:
+            if (record := self.records.get(key)) is not None and record.state is RecordState.LIVE:
                 self._metrics.end_use(key)
                 self._let_rest(record, keeps=self._policy.keeps(key))
 
     def evict(self, key: RecordKey) -> None:
         """Give up the buffer of a record that is ARRIVING or KEPT. Writes what is newer first, which may fail."""
         with self.lock:
-            record = self.records.get(key)
-            if record is not None:
+            if (record := self.records.get(key)) is not None:
                 self._evict(record)
 
     def drop_prefetched(self) -> bool:
@@ -303,13 +305,12 @@ class RecordCache:
             for record in writes:
                 with contextlib.suppress(SwapIOError):  # Raised again by `_collect`.
                     self._start_write(record)
-            for record in writes:
-                assert record.lease.transfer is not None
-                record.lease.transfer.settle()
-            for transfer in self._dropped:
+            transfers = [record.lease.transfer for record in writes if record.lease.transfer is not None]
+            for transfer in transfers:
                 transfer.settle()
+            self._dropped.settle()
             for record in writes:
-                if record.writing and not record.copied_bytes:
+                if record.writing and record.finish is None:
                     self._see_written(record)
             self._collect()
             if self._store is not None:
@@ -339,8 +340,7 @@ class RecordCache:
     def discard(self, key: RecordKey) -> None:
         """Give back the record's buffer, if it has one, and forget what is stored of it, failed writes included."""
         with self.lock:
-            record = self.records.get(key)
-            if record is not None:
+            if (record := self.records.get(key)) is not None:
                 with contextlib.suppress(SwapIOError):  # The data that it failed to move are not wanted any more.
                     if record.lease.transfer is not None:
                         record.lease.transfer.wait()
@@ -379,10 +379,7 @@ class RecordCache:
                         log.warning("a write of parameters had failed, and the model is gone: %r", error)
                 record.lease.transfer = None
             self._give_up(record, abandon=self._policy.is_viewed(record.key))
-        for transfer in self._dropped:
-            with contextlib.suppress(SwapIOError):
-                transfer.wait()
-        self._dropped.clear()
+        self._dropped.wait()
 
     # --- Buffers ---------------------------------------------------------------------------------------------------
 
@@ -459,7 +456,7 @@ class RecordCache:
     def _let_rest(self, record: CachedRecord, *, keeps: bool) -> None:
         """Nobody uses a LIVE record any more, and it was not changed."""
         if keeps and not record.empty:
-            self.records.move(record, RecordState.KEPT, writing=False)
+            self._move(record, RecordState.KEPT, writing=False)
         else:
             self._give_up(record)
 
@@ -467,7 +464,7 @@ class RecordCache:
         """Drop a record that was only prefetched. False if it leaves later, as it is still being written."""
         self.drops += 1
         if record.writing:
-            self.records.move(record, RecordState.LEAVING, writing=True)
+            self._move(record, RecordState.LEAVING, writing=True)
             return False
         with interrupts_deferred():
             if record.lease.transfer is not None:
@@ -476,19 +473,17 @@ class RecordCache:
         return True
 
     def _add(self, record: CachedRecord) -> None:
-        with interrupts_deferred():
-            self.records.add(record)
-            self._policy.acquired(record.key)
+        """To be called with interrupts deferred."""
+        self.records.add(record)
+        self._policy.acquired(record.key)
 
     def _give_up(self, record: CachedRecord, *, abandon: bool = False) -> None:
         """Give the buffer back. The memory goes to nobody else before the transfer in it is over."""
         with interrupts_deferred():
             self._policy.released(record.key)
             self.records.remove(record)
-            if abandon:
-                record.lease.abandon()
-            else:
-                record.lease.release()
+            give_back = record.lease.abandon if abandon else record.lease.release
+            give_back()
 
     # --- Transfers -------------------------------------------------------------------------------------------------
 
@@ -502,10 +497,13 @@ class RecordCache:
         return record
 
     def _write(self, record: CachedRecord, length_bytes: int, state: RecordState) -> None:
-        assert self._store is not None
+        if self._store is None:
+            record.finish = None
+            self._rest(record, state)
+            return
         with interrupts_deferred():  # From the start of the transfer a failure is lost data.
             record.lease.transfer = transfer = self._store.write(record.key, record.lease, length_bytes)
-            record.copied_bytes = 0
+            record.finish = None
             self.records.move(record, state, writing=True)
         self._metrics.count_write(record.key, length_bytes, transfer)
 
@@ -515,16 +513,18 @@ class RecordCache:
         Raises:
             SwapIOError: the copy failed; or the write could not be started, which the next call tries again.
         """
-        if not record.copied_bytes:
+        if record.finish is None:
             return
         assert record.lease.transfer is not None
         try:
             record.lease.transfer.wait()
-        except SwapIOError:
-            record.copied_bytes = 0
-            self.records.move(record, RecordState.FAILED, writing=False)
+            length_bytes = record.finish()
+        except SwapIOError as error:
+            record.finish, record.lease.transfer = None, FailedTransfer(error)
+            self._move(record, RecordState.FAILED, writing=False)
             raise
-        self._write(record, record.copied_bytes, record.state)
+        record.finish = lambda: length_bytes  # If the write cannot be started, the next call tries that alone again.
+        self._write(record, length_bytes, record.state)
 
     def _see_written(self, record: CachedRecord) -> bool:
         """Wait for the write of `record`, and let the record leave if it was leaving.
@@ -537,15 +537,16 @@ class RecordCache:
         """
         try:
             self._start_write(record)
-            assert record.lease.transfer is not None
+            if record.lease.transfer is None:
+                return True  # Without a store it was only copied.
             record.lease.transfer.wait()
         except SwapIOError:
             if self._policy.rewrites:
                 self._policy.write_failed(record.key)
                 self._rest(record, record.state)
                 raise
-            if record.writing and not record.copied_bytes:
-                self.records.move(record, RecordState.FAILED, writing=False)
+            if record.writing and record.finish is None:
+                self._move(record, RecordState.FAILED, writing=False)
             return False
         if record.state is RecordState.LEAVING:
             self._give_up(record)
@@ -559,11 +560,7 @@ class RecordCache:
         Raises:
             SwapIOError: a write failed. See [Note: failed writes].
         """
-        # Waited for, so that the handle does not report the failure of a read that nobody wanted.
-        while self._dropped and self._dropped[0].done():
-            with contextlib.suppress(SwapIOError):
-                self._dropped[0].wait()
-            self._dropped.popleft()
+        self._dropped.collect()
         if self._policy.rewrites:  # No write holds up a buffer, so each is seen by who waits for it.
             return
         failure: SwapIOError | None = None
@@ -571,7 +568,7 @@ class RecordCache:
             assert record.lease.transfer is not None
             if not record.lease.transfer.done():
                 continue
-            if not record.copied_bytes:
+            if record.finish is None:
                 self._see_written(record)
                 continue
             try:

@@ -214,6 +214,8 @@ class CyclicPolicy(Policy):
 
     def prefers_high(self, cache: RecordCache, key: RecordKey) -> bool:
         """Return True if most of what is in use is in the lower half of the pool."""
+        if self._is_roomy(cache):
+            return False
         middle = cache.pool.capacity_bytes // 2
         used = self._in_use(cache, key)
         return sum(stop - start if stop <= middle else start - stop for start, stop in used) > 0
@@ -235,15 +237,13 @@ class CyclicPolicy(Policy):
         return max(stop - start for start, stop in zip(edges[::2], edges[1::2], strict=True)) < needed
 
     def _is_roomy(self, cache: RecordCache) -> bool:
-        for contents in self._contents[self._measured :]:
-            self._longest_bytes = max(self._longest_bytes, contents.length_bytes)
-        self._measured = len(self._contents)
+        if self._measured < len(self._contents):
+            self._longest_bytes = max(each.length_bytes for each in self._contents)
+            self._measured = len(self._contents)
         return cache.pool.capacity_bytes >= _ROOMY * self._longest_bytes
 
     def _in_use(self, cache: RecordCache, key: RecordKey) -> list[tuple[int, int]]:
-        """The spans of the pool that records in use take, beside `key`, if the pool is so short that it matters."""
-        if self._is_roomy(cache):
-            return []
+        """The spans of the pool that records in use take, beside `key`."""
         spans = []
         for record in cache.records:
             contents = self._contents[record.key.number]

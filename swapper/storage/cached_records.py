@@ -1,16 +1,15 @@
 """The records that hold a buffer of the pool, by key and by state, so that nothing has to look at all of them.
 
 [Note: one owner] A record's state, the order within a state, the bytes of each state and the list of writes in flight
-are one fact. Only `CachedRecords` changes it, with interrupts deferred.
+are one fact. Only `CachedRecords` changes it. Its caller defers interrupts, since a buffer changes hands with the fact.
 """
 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from swapper.interrupts import interrupts_deferred
 from swapper.storage.buffers import Lease
 from swapper.storage.store import RecordKey
 
@@ -31,6 +30,8 @@ class RecordState(enum.Enum):
     FAILED = enum.auto()
     """Its write failed. The buffer and the transfer stay until the record is discarded."""
 
+    __hash__ = object.__hash__  # Members are few and each is one object. That of `Enum` is a call of Python code.
+
 
 @dataclass(eq=False, slots=True)
 class CachedRecord:
@@ -41,7 +42,8 @@ class CachedRecord:
         state: see `RecordState`.
         writing: the lease's transfer is a write, or the copy before it: its failure means lost data, not a read to
             repeat.
-        copied_bytes: how much is to be written when a device has copied it, which is the lease's transfer; else 0.
+        finish: what is to be called when a device has copied the record, which is the lease's transfer: it gives the
+            bytes to write. None if no device does.
         empty: a new buffer of undefined content, as nothing is stored yet.
     """
 
@@ -49,7 +51,7 @@ class CachedRecord:
     lease: Lease
     state: RecordState
     writing: bool = False
-    copied_bytes: int = 0
+    finish: Callable[[], int] | None = None
     empty: bool = False
 
 
@@ -73,9 +75,13 @@ class CachedRecords:
     """All records of one cache that hold a buffer. Not thread-safe. See [Note: one owner].
 
     Every method takes the same time however many records there are, but for `of_state`, which walks those of one state.
+
+    Attributes:
+        length_bytes: bytes of all buffers.
     """
 
     def __init__(self) -> None:
+        self.length_bytes = 0
         self._all: dict[RecordKey, CachedRecord] = {}
         self._shelves = {state: _Shelf() for state in RecordState}
         self._writing: dict[RecordKey, CachedRecord] = {}  # the write that was started first in front
@@ -85,11 +91,6 @@ class CachedRecords:
 
     def __iter__(self) -> Iterator[CachedRecord]:
         return iter(self._all.values())
-
-    @property
-    def length_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(shelf.length_bytes for shelf in self._shelves.values())
 
     def get(self, key: RecordKey) -> CachedRecord | None:
         """The record, if it holds a buffer."""
@@ -116,27 +117,26 @@ class CachedRecords:
         return iter(self._writing.values())
 
     def add(self, record: CachedRecord) -> None:
-        """`record`, which is new, holds its buffer from now on."""
+        """`record`, which is new, holds its buffer from now on. To be called with interrupts deferred."""
         assert record.key not in self._all, record.key
-        with interrupts_deferred():
-            self._all[record.key] = record
-            self._shelves[record.state].put(record)
+        self._all[record.key] = record
+        self.length_bytes += record.lease.length_bytes
+        self._shelves[record.state].put(record)
 
     def move(self, record: CachedRecord, state: RecordState, *, writing: bool) -> None:
-        """Change the state of `record`; and whether its lease's transfer is a write that may fail yet."""
-        with interrupts_deferred():
-            self._shelves[record.state].take(record)
-            record.state, record.writing = state, writing
-            self._shelves[state].put(record)
-            if writing:
-                self._writing.setdefault(record.key, record)
-            else:
-                self._writing.pop(record.key, None)
+        """Change the state of `record`; and whether its lease's transfer is a write that may fail yet. As for `add`."""
+        self._shelves[record.state].take(record)
+        record.state, record.writing = state, writing
+        self._shelves[state].put(record)
+        if writing:
+            self._writing.setdefault(record.key, record)
+        else:
+            self._writing.pop(record.key, None)
 
     def remove(self, record: CachedRecord) -> None:
-        """`record` holds no buffer any more: its lease is the caller's to release."""
-        with interrupts_deferred():
-            del self._all[record.key]
-            self._shelves[record.state].take(record)
-            self._writing.pop(record.key, None)
-            record.writing = False
+        """`record` holds no buffer any more: its lease is the caller's to release. As for `add`."""
+        del self._all[record.key]
+        self.length_bytes -= record.lease.length_bytes
+        self._shelves[record.state].take(record)
+        self._writing.pop(record.key, None)
+        record.writing = False

@@ -40,12 +40,12 @@ _TensorT = TypeVar("_TensorT", bound=torch.Tensor)
 class EvictedParameter(StandIn, GradientEvictedParameter):
     """The class of a parameter while it is evicted."""
 
+    PLAIN = METADATA
+
     @classmethod
     def use(cls, call: Call) -> Any:
-        """Run `call`, with the values in memory unless it only asks for metadata."""
+        """Run `call`, with the values in memory unless it only asks for the layout."""
         name, args, func = call.name, call.args, call.func
-        if name in METADATA:
-            return call.plainly()
         home = home_of(call.first)
         if name in LAYOUT and home is not None:
             return call.on_layout(home.stride)

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from types import FrameType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 
@@ -177,7 +177,13 @@ class Call(NamedTuple):
 
 
 class StandIn(torch.Tensor):
-    """Stands for a tensor whose values are not in memory: every use of it comes to `use`."""
+    """Stands for a tensor whose values are not in memory: every use of it comes to `use`.
+
+    Attributes:
+        PLAIN: names of what is answered by the tensor as it is, whoever asks, and does not come to `use`.
+    """
+
+    PLAIN: ClassVar[frozenset[str]] = frozenset()
 
     @classmethod
     def __torch_function__(
@@ -191,6 +197,9 @@ class StandIn(torch.Tensor):
         name: str = getattr(func, "__name__", "")
         if name in ("__get__", "__set__", "__delete__"):  # of an attribute
             name = f"{name} {getattr(getattr(func, '__self__', None), '__name__', '')}"
+        if name in cls.PLAIN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         return cls.use(Call(name, func, args, kwargs or {}, sys._getframe(1)))
 
     @classmethod

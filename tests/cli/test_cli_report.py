@@ -22,7 +22,7 @@ from typer.testing import CliRunner, Result
 
 from swapper.bench import drive, machine
 from swapper.bench.drive import Directory, Drive
-from swapper.bench.machine import CudaDevice, Limits, Machine, SlabProbe
+from swapper.bench.machine import Accelerator, Limits, Machine, SlabProbe
 from swapper.cli import app
 from swapper.cli import report as report_module
 from swapper.cli.report import Finding, Mark, Report, findings
@@ -53,7 +53,8 @@ def as_json(*arguments: object, code: int = 0) -> dict[str, Any]:
 # --- This machine -----------------------------------------------------------------------------------------------------
 
 KEYS = {
-    "": "version machine backends limits slab cuda cuda_reason nvidia_driver cufile directories changes",
+    "": "version machine backends limits slab accelerators accelerators_reason nvidia_driver cufile directories "
+    "changes",
     "machine": "kernel architecture cpu cpus cpus_usable memory_bytes memory_available_bytes container cgroup_version "
     "memory_limit_bytes python torch torch_threads omp_wait_policy",
     "limits": "memlock_bytes memlock_hard_bytes may_lock_any aio_max_nr aio_nr io_uring_disabled seccomp",
@@ -630,8 +631,8 @@ GOOD = Report(
     backends=tuple(Probe(backend, True, "") for backend in BACKENDS),
     limits=Limits(None, None, False, 65536, 0, 0, "none"),
     slab=SlabProbe(64 * MiB, True, "", True, "", True, "", 64 * MiB, "madvise"),
-    cuda=[],
-    cuda_reason="none was found",
+    accelerators=[],
+    accelerators_reason="none was found",
     nvidia_driver=False,
     cufile=CuFileProbe(False, "there is no CUDA device", "", "", False, "", None, ""),
     directories=[
@@ -678,11 +679,12 @@ def test_nothing_is_advised_where_all_is_well(monkeypatch: pytest.MonkeyPatch) -
     assert as_json()["changes"] == []
 
 
-GPU = [CudaDevice("H100", 80 * GiB)]
+GPU = [Accelerator("cuda", "H100", 80 * GiB)]
 FINITE = {"memlock_bytes": 8 * MiB, "memlock_hard_bytes": 8 * MiB}
 CUFILE = CuFileProbe(True, "", "libcufile.so.0", "1.15", True, "2.20", False, "")
 NO_DRIVER = CuFileProbe(False, "the driver cannot be opened", "libcufile.so.0", "1.15", False, "", None, "")
 COPYING = CuFileProbe(False, "it would copy", "libcufile.so.0", "1.15", True, "", True, "nvidia-fs is not loaded")
+ON_DEMAND = COPYING._replace(available=True, reason="")
 NO_URING = refused("uring+fixed", "uring")
 
 
@@ -728,11 +730,15 @@ NO_URING = refused("uring+fixed", "uring")
             "sysctl fs.aio-max-nr",
         ),
         (changed(backends=refused("uring+fixed", "uring", "aio")), "I/O backends: aio", "io_setup"),
-        (changed(nvidia_driver=True), "GPUs: CUDA", "torch with CUDA"),
-        (changed(cuda=GPU), "GPUs: cuFile", "pip install nvidia-cufile"),
-        (changed(cuda=GPU, cufile=NO_DRIVER), "GPUs: cuFile", "gdscheck -p"),
-        (changed(cuda=GPU, cufile=COPYING), "GPUs: cuFile", "modprobe nvidia-fs"),
-        (changed(cuda=GPU, cufile=COPYING._replace(available=True, reason="")), "GPUs: cuFile", "modprobe nvidia-fs"),
+        (changed(nvidia_driver=True), "GPUs: devices", "torch with CUDA"),
+        (changed(accelerators=GPU), "GPUs: cuFile", "pip install nvidia-cufile"),
+        (changed(accelerators=GPU, cufile=NO_DRIVER), "GPUs: cuFile", "gdscheck -p"),
+        (changed(accelerators=GPU, cufile=COPYING), "GPUs: cuFile", "modprobe nvidia-fs"),
+        (
+            changed(accelerators=GPU, cufile=COPYING._replace(available=True, reason="")),
+            "GPUs: cuFile",
+            "modprobe nvidia-fs",
+        ),
         (changed(directories=directory(error="x", change="do y")), "/mnt: usable", "do y"),
         (changed(directories=directory(file_system="tmpfs")), "/mnt: file system", "memory"),
         (changed(directories=directory(file_system="nfs4")), "/mnt: file system", "network"),
@@ -762,9 +768,10 @@ def test_what_is_worse_than_it_could_be_ends_with_what_to_change(found: Report, 
         (changed(backends=NO_URING, slab={"registered": False}), "Memory of the pool: registered"),
         (changed(limits={**FINITE, "may_lock_any": True}), "Limits: RLIMIT_MEMLOCK"),
         (changed(limits={**FINITE, "memlock_bytes": 64 * GiB}), "Limits: RLIMIT_MEMLOCK"),
-        (changed(machine={"omp_wait_policy": None}, cuda=GPU), "Machine: OMP_WAIT_POLICY"),
-        (changed(cuda=GPU, cufile=CUFILE), "GPUs: cuFile"),
-        (changed(cuda=GPU, cufile=CUFILE._replace(compatibility_mode=None, nvidia_fs="")), "GPUs: cuFile"),
+        (changed(machine={"omp_wait_policy": None}, accelerators=GPU), "Machine: OMP_WAIT_POLICY"),
+        (changed(accelerators=GPU, cufile=CUFILE), "GPUs: cuFile"),
+        (changed(accelerators=[Accelerator("xpu", "B580", 12 * GiB)]), "GPUs: cuFile"),
+        (changed(accelerators=GPU, cufile=CUFILE._replace(compatibility_mode=None, nvidia_fs="")), "GPUs: cuFile"),
         (changed(cufile=NO_DRIVER), "GPUs: cuFile"),
     ],
 )
@@ -793,7 +800,7 @@ def test_the_summary_says_each_change_once(monkeypatch: pytest.MonkeyPatch) -> N
 def test_gpudirect_storage_is_tried_in_each_directory(
     mock: Mock, nvme_path: Path, monkeypatch: pytest.MonkeyPatch, works: bool
 ) -> None:
-    monkeypatch.setattr(report_module, "cuda_devices", lambda: (GPU, ""))
+    monkeypatch.setattr(report_module, "accelerators", lambda: (GPU, ""))
     monkeypatch.setattr(report_module, "_GPU", torch.device("cpu"))
     if not works:
         mock["register_error"] = 5008
@@ -809,7 +816,7 @@ def test_gpudirect_storage_is_tried_in_each_directory(
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_gpus_are_named() -> None:
-    devices, reason = machine.cuda_devices()
+    devices, reason = machine.accelerators()
     assert devices
     assert reason == ""
     assert all(device.name and device.memory_bytes > GiB for device in devices)

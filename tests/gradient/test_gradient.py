@@ -150,9 +150,9 @@ def test_earlier_sums_are_read_ahead_in_the_order_of_arrival(nvme_path: Path, mo
         events.append(("read", key))
         return read(store, key, lease)
 
-    def log_take(cache: RecordCache, key: RecordKey, length_bytes: int) -> tuple[Lease, bool]:
+    def log_take(cache: RecordCache, key: RecordKey, length_bytes: int, **how: bool) -> tuple[Lease, bool]:
         events.append(("take", key))
-        return take(cache, key, length_bytes)
+        return take(cache, key, length_bytes, **how)
 
     with Twin(nvme_path, 2, pool_bytes="8MiB") as twin:
         twin.backward()
