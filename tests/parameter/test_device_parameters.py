@@ -1,7 +1,4 @@
-"""Parameters of a model on an accelerator, which is simulated, train to the same bits when they are on the drive.
-
-Work on its streams is late: in the mode "lazy" it is not done before somebody waits for it, in "random" after a time.
-"""
+"""Parameters of a model on an accelerator train to the same bits when they are on the drive. See `accelerators`."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import errno
 import functools
 import gc
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,47 +22,24 @@ from twins import Run, adamw, models_on, run_twice, swapper_of
 
 import swapper
 from swapper.errors import ConfigError, SwapIOError
-from swapper.io import devices
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.parameter import records as parameter_records
 from swapper.storage.buffers import PoolExhausted
 
-sim_device: Any = pytest.importorskip("sim_device", reason="the simulated accelerator is not built")
 
-MODES = ["lazy", "random"]
-SEED = 3
-
-
-class SimCopies(devices.Copies):
-    """`Copies` of the simulated accelerator."""
-
-    non_blocking = True
-
-    def page_lock(self, address: int, length_bytes: int) -> None:
-        sim_device.host_register(address, length_bytes)
-
-    def page_unlock(self, address: int) -> None:
-        sim_device.host_unregister(address)
-
-
-@pytest.fixture(autouse=True, params=MODES)
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
-    monkeypatch.setitem(devices.DEVICES, "sim", SimCopies)
-    sim_device.configure(request.param, SEED, 300, False)
-    yield torch.device("sim", 0)
-    gc.collect()
-    violations = sim_device.violations()
-    sim_device.configure("eager", 0, 0, False)
-    assert violations == []
+@pytest.fixture
+def device(device: str) -> torch.device:
+    """The first device of the type: see `accelerators`."""
+    return torch.device(device, 0)
 
 
 # --- To the bit ---
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
-    ["mlp", "odd shapes", "gpt2 tied", "t5", "mixtral", "torch encoder", "used twice", "changing order", "lora",
+    ["mlp", "odd shapes", "gpt2 tied", "mixtral", "torch encoder", "used twice", "changing order", "lora",
      "frozen", "bags", "strided", "shared storage", "shared by two modules", "containers", "normed weights, new",
      "methods instead of forward"],
 )  # fmt: skip
@@ -112,7 +86,7 @@ def test_activation_checkpointing(name: str, use_reentrant: bool, nvme_path: Pat
 def test_autocast(nvme_path: Path, device: torch.device) -> None:
     def program(run: Run) -> None:
         for _ in range(2):
-            with torch.autocast("sim", torch.bfloat16):
+            with torch.autocast(device.type, torch.bfloat16):
                 loss = loss_of(run, vectors)
             loss.backward()
             run.finish_step()
@@ -195,14 +169,22 @@ def train(
 
 
 @pytest.mark.sampled(8)
+@pytest.mark.parametrize("parameters", ["nvme", "cpu"])
 @pytest.mark.parametrize("extra", ["", "clipped", "stepped in backward"])
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "masters"])
 @pytest.mark.parametrize("gradient", ["nvme", "cpu", "none"])
 @pytest.mark.parametrize("state", ["nvme", "cpu"])
 @pytest.mark.usefixtures("_short_records")
-def test_with_state_and_gradients_anywhere(
-    state: str, gradient: str, precision: str, passes: int, extra: str, nvme_path: Path, device: torch.device
+def test_with_parameters_state_and_gradients_anywhere(
+    state: str,
+    gradient: str,
+    precision: str,
+    passes: int,
+    extra: str,
+    parameters: str,
+    nvme_path: Path,
+    device: torch.device,
 ) -> None:
     masters, dtype = precision == "masters", torch.float32 if precision == "fp32" else torch.bfloat16
     plain, swapped = layers(device, dtype), layers(device, dtype)
@@ -214,6 +196,7 @@ def test_with_state_and_gradients_anywhere(
         gradient_accumulation_steps=passes,
         offload_optimizer={"device": state, "master_weights": masters, "step_in_backward": extra.startswith("step")},
         offload_gradient={"device": gradient},
+        offload_param={"device": parameters},
     )
     swapper.offload(swapped, optimizer, config)
     if clip is not None:
@@ -282,7 +265,7 @@ def test_what_is_changed_behind_autograds_back_is_kept(
 def test_memory_of_the_device_is_what_was_said(nvme_path: Path, device: torch.device) -> None:
     """Beside what the pass itself takes: activations, and the gradients of a layer. It does not grow with the model."""
     taken = []
-    for depth in (4, 16):
+    for depth in (3, 12):
         model = layers(device, depth=depth)
         layer_bytes = sum(p.nbytes for p in model[0].parameters())
         x = torch.randn(4, WIDE).to(device)
@@ -345,6 +328,81 @@ def test_views_that_are_kept_are_an_error_that_says_so(nvme_path: Path, device: 
     del kept
     model(torch.randn(4, WIDE).to(device)).sum().backward()
     swapper_of(model).close(keep_values=True)
+
+
+# --- device: cpu ---
+
+
+@pytest.mark.usefixtures("_short_records")
+def test_without_a_drive(tmp_path: Path, device: torch.device) -> None:
+    """All is in memory, and a checkpoint of it is loaded into another run."""
+    settings = {f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "gradient", "param")}
+    plain, model, other = layers(device), layers(device), layers(device, depth=5)
+    expected = train(plain, OnTheHost(plain, masters=False).step, 1, None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    swapper.offload(model, optimizer, swapper.OffloadConfig(**settings))
+    assert train(model, optimizer.step, 1, None) == expected
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+    address = model.state_dict()["0.0.weight"].data_ptr()
+    assert address and address == model.state_dict()["0.0.weight"].data_ptr()
+    following = train(model, optimizer.step, 2, None)
+    again = torch.optim.AdamW(other.parameters(), lr=1e-3)
+    swapper.offload(other, again, swapper.OffloadConfig(**settings))
+    swapper.load_checkpoint(tmp_path / "saved", other, again)
+    assert all(same_bits(p.cpu(), q.cpu()) for p, q in zip(plain.parameters(), other.parameters(), strict=True))
+    assert train(other, again.step, 2, None) == following
+    for each in (model, other):
+        swapper_of(each).close(keep_values=True)
+    assert all(same_bits(p.cpu(), q.cpu()) for p, q in zip(model.parameters(), other.parameters(), strict=True))
+
+
+def test_device_cpu_needs_the_model(device: torch.device) -> None:
+    optimizer = torch.optim.AdamW(layers(device).parameters())
+    with pytest.raises(ConfigError, match="needs the model too"):
+        swapper.wrap_optimizer(optimizer, {"offload_param": {"device": "cpu"}})
+
+
+@pytest.mark.usefixtures("_short_records")
+def test_check_says_what_parameters_take(nvme_path: Path, device: torch.device) -> None:
+    model = layers(device)
+    report = swapper.check(model, config=config_for(nvme_path))
+    swapper.offload(model, config=config_for(nvme_path))
+    needs = swapper_of(model).plan.device_needs
+    assert needs is not None and report.device_bytes == needs.wanted_bytes
+    assert "device memory that they come to" in str(report)
+    swapper_of(model).close(keep_values=True)
+    kept = swapper.check(model, config={"offload_param": {"device": "cpu"}})
+    assert (kept.disk_bytes, kept.device_bytes) == (0, report.device_bytes)
+    assert kept.host_bytes > kept.pool_bytes >= sum(p.nbytes for p in model.parameters())
+
+
+# --- Checkpoints ---
+
+
+@pytest.mark.usefixtures("_short_records")
+def test_saved_and_loaded_across_devices(nvme_path: Path, tmp_path: Path, device: torch.device) -> None:
+    def run(on: torch.device) -> tuple[nn.Sequential, torch.optim.Optimizer]:
+        model = layers(on)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
+        swapper.offload(model, optimizer, config_for(nvme_path))
+        return model, optimizer
+
+    model, optimizer = run(device)
+    train(model, optimizer.step, 1, None)
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+    torch.save(model.state_dict(), tmp_path / "state.pt")
+    assert model.state_dict()["0.0.weight"].device == device
+    saved = [p.cpu() for p in model.parameters()]
+    following = train(model, optimizer.step, 1, None)
+    for on in (device, torch.device("cpu")):
+        other, again = run(on)
+        swapper.load_checkpoint(tmp_path / "saved", other, again)
+        assert all(same_bits(p, q.cpu()) for p, q in zip(saved, other.parameters(), strict=True))
+        assert train(other, again.step, 1, None) == following
+        other.load_state_dict(torch.load(tmp_path / "state.pt"))
+        assert all(same_bits(p, q.cpu()) for p, q in zip(saved, other.parameters(), strict=True))
+        swapper_of(other).close()
+    swapper_of(model).close()
 
 
 # --- What is refused ---
