@@ -30,7 +30,7 @@ part = $(shell echo $(SANITIZED_TESTS) | tr ' ' '\n' | awk 'NR % 3 == $(1) % 3')
 # Two tests at a time, each on its own core on the machines of CI; those marked `alone` have the machine to themselves.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: help build train train-xl train-lightning test test-all lint sanitize sanitize-core schema clean
+.PHONY: help build train train-xl train-lightning test test-all sim-device lint sanitize sanitize-core schema clean
 .DELETE_ON_ERROR:
 
 help:
@@ -60,17 +60,22 @@ train-lightning: $(VENV)/.built
 	$(BIN)/python examples/train_lightning.py fit --trainer.strategy swapper.lightning.SwapStrategy \
 	    --trainer.strategy.config config/tiny.yaml
 
-test: lint
+test: lint sim-device
 	$(PYTEST)
 
-test-all: lint
+test-all: lint sim-device
 	SWAPPER_TESTS=all SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-60} $(PYTEST)
+
+# Half a minute, once: an accelerator made of host memory, for tests of what runs on a GPU.
+sim-device: $(VENV)/.built
+	@$(MAKE) --no-print-directory -s -j2 -C tests/sim_device PYTHON=$(abspath $(BIN)/python)
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/clang-format --dry-run --Werror $(NATIVE) $(wildcard tests/support/*.cpp tests/cpp/*.cpp tests/cpp/*.h)
+	$(BIN)/clang-format --dry-run --Werror $(NATIVE) \
+	    $(wildcard tests/support/*.cpp $(addprefix tests/,$(foreach type,cpp h,cpp/*.$(type) sim_device/*.$(type))))
 
 # Two at a time: the core's own tests, and the tests in Python in three parts, each a process that its first finding ends.
 SANITIZED_PARTS := sanitize-python-1 sanitize-python-2 sanitize-python-3

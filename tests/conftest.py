@@ -19,7 +19,8 @@ import torch
 from swapper.io import _native
 
 # Support modules that define fixtures and hooks, and those whose asserts shall say what differs.
-pytest_plugins = ["drives", "frozen", "measuring", "mock_cufile", "sampling", "snapshots", "turns"]
+# `accelerators` imports `sampling`, so it comes after it.
+pytest_plugins = ["drives", "frozen", "measuring", "mock_cufile", "sampling", "snapshots", "turns", "accelerators"]
 pytest.register_assert_rewrite(
     "checkpoints", "command", "configs", "deepnvme_programs", "gradient_twins", "isolation", "training", "twins"
 )

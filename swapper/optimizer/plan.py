@@ -16,7 +16,16 @@ from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.probe import StateSpec, is_elementwise, keeps_bits, learn_state
-from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, grouped, plan_buckets, plan_segments
+from swapper.optimizer.segments import (
+    DEVICE_SEGMENT_NUMEL,
+    SEGMENT_NUMEL,
+    Bucket,
+    OptimizerParameter,
+    Segment,
+    grouped,
+    plan_buckets,
+    plan_segments,
+)
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
@@ -50,10 +59,12 @@ class OptimizerPlan:
     Attributes:
         buckets: in the order in which they are stepped.
         device: of the parameters.
-        remote: it is an accelerator.
+        on_accelerator: it is one.
+        on_device: buckets are stepped on the accelerator that the parameters are on.
+        remote: they are stepped on the CPU, on copies.
         threads: `torch.get_num_threads()` that the cuts are right for.
-        scratch_count: scratch buffers that a step holds. With an accelerator, one is copied into while the other is in
-            use.
+        scratch_count: scratch buffers that a step holds. Of a `remote` one, one is copied into while the other is in
+            use. On an accelerator scratch is its own.
         gradient_accumulation_steps: gradients that each parameter gets before a step.
         step_in_backward: buckets are stepped as their gradients arrive.
 
@@ -84,8 +95,10 @@ class OptimizerPlan:
         self.threads = torch.get_num_threads()
         parameters = list(parameters_of(optimizer)) if swaps_state else []
         self.device = _device_of(parameters)
-        self.remote = is_remote(self.device)
-        self.scratch_count = 2 if self.remote else 1
+        self.on_accelerator = is_accelerator(self.device)
+        self.on_device = self._steps_on_device()
+        self.remote = self.on_accelerator and not self.on_device
+        self.scratch_count = 0 if self.on_device else 2 if self.remote else 1
         self.gradient_accumulation_steps = config.gradient_accumulation_steps
         self.step_in_backward = config.offload_optimizer.step_in_backward
         self.extend(optimizer, [p for p in parameters if p.requires_grad])
@@ -269,15 +282,19 @@ class OptimizerPlan:
     def strides_may_differ(self, segment: Segment) -> bool:
         """True if the class computes the same bits with a gradient that has other strides than the parameter.
 
-        Measured: true of the fp32 and fp64 kernels that are not fused.
+        Measured: true of the fp32 and fp64 kernels of the CPU that are not fused.
         """
-        return not segment.of.fused and (bool(segment.master) or segment.of.dtype not in _LOW_PRECISION)
+        return (
+            not self.on_device
+            and not segment.of.fused
+            and (bool(segment.master) or segment.of.dtype not in _LOW_PRECISION)
+        )
 
     @property
     def moves_gradients(self) -> bool:
         """True if gradients leave the memory that autograd puts them in; on the CPU, `device: cpu` is that already."""
         device = self._config.offload_gradient.device
-        return device == "nvme" or (device == "cpu" and self.remote)
+        return device == "nvme" or (device == "cpu" and self.on_accelerator)
 
     def gradient_parts(self) -> list[tuple[int, torch.nn.Parameter, int, int]]:
         """Each bucket's part of each gradient: its number, the parameter, from and to in elements of memory order."""
@@ -292,6 +309,13 @@ class OptimizerPlan:
     def scratch_bytes(self) -> int:
         """Bytes of each scratch buffer."""
         return round_up(max((bucket.scratch_bytes for bucket in self.buckets), default=0), PAGE_BYTES)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of each slot on the device for a bucket's record and, if they are evicted, gradients; else 0."""
+        if not self.on_device:
+            return 0
+        return max((bucket.slot_bytes(self.moves_gradients) for bucket in self.buckets), default=0)
 
     @property
     def stored_bytes(self) -> int:
@@ -330,7 +354,9 @@ class OptimizerPlan:
         dtype = torch.float32 if master else p.dtype
         # Of the fp16 and bf16 kernels, the fused ones split among threads at multiples of 64 bytes and need no more.
         low_precision = dtype in _LOW_PRECISION and not group.get("fused")
-        if group.get("fused") and dtype in _LOW_PRECISION and isinstance(optimizer, torch.optim.SGD):
+        device = self.device if self.on_device else torch.device("cpu")
+        is_broken = group.get("fused") and dtype in _LOW_PRECISION and isinstance(optimizer, torch.optim.SGD)
+        if is_broken and not self.on_device:
             raise ConfigError(
                 f"SGD(fused=True) leaves {dtype} parameters on the CPU unchanged (a defect of torch 2.13), so there is "
                 "nothing to be exact to; use fused=False"
@@ -341,11 +367,11 @@ class OptimizerPlan:
             self._segmented[key] = (
                 dtype.is_floating_point
                 and is_elementwise(optimizer)
-                and keeps_bits(optimizer, group, dtype, self.threads, low_precision)
+                and keeps_bits(optimizer, group, dtype, self.threads, low_precision, device)
             )
         like = (options, dtype, tuple(p.shape), p.stride())
         if like not in self._specs:
-            self._specs[like] = learn_state(optimizer, group, p, dtype)
+            self._specs[like] = learn_state(optimizer, group, p, dtype, device)
         return plan_segments(
             known,
             self._specs[like],
@@ -355,7 +381,17 @@ class OptimizerPlan:
             master=master,
             bucket_bytes=self._config.bucket_bytes,
             remote=self.remote,
+            numel_max=DEVICE_SEGMENT_NUMEL if self.on_device else SEGMENT_NUMEL,
         )
+
+    def _steps_on_device(self) -> bool:
+        asked = self._config.offload_optimizer.step_device
+        if asked == "device" and not self.on_accelerator and self.device.type != "meta" and self.swaps_state:
+            raise ConfigError(
+                "offload_optimizer.step_device: device steps parameters on the accelerator that they are on, and these "
+                f"are on {self.device}; use cpu"
+            )
+        return asked == "device" and self.on_accelerator and self.swaps_state
 
 
 class PlanFollower:

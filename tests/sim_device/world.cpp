@@ -1,0 +1,90 @@
+#include "world.h"
+
+#include <pthread.h>
+
+#include <array>
+#include <atomic>
+#include <memory>
+#include <numeric>
+#include <stdexcept>
+#include <utility>
+
+namespace sim {
+namespace {
+
+std::atomic<bool> g_begun{false};
+std::atomic<bool> g_forked{false};
+thread_local int t_device = 0;
+
+std::array<int, kDevices> default_streams() {
+    std::array<int, kDevices> streams{};
+    std::iota(streams.begin(), streams.end(), 0);
+    return streams;
+}
+thread_local std::array<int, kDevices> t_streams = default_streams();
+
+struct Shared {
+    std::mutex mutex;
+    World world;
+};
+
+// Never destroyed: tensors are freed until the process ends.
+Shared& shared() {
+    static Shared& made = []() -> Shared& {
+        auto fresh = std::make_unique<Shared>();
+        for (const int stream : default_streams()) fresh->world.scheduler.add_stream(stream);
+        ::pthread_atfork(nullptr, nullptr, [] { g_forked = g_begun.load(); });
+        g_begun = true;
+        return *fresh.release();
+    }();
+    return made;
+}
+
+std::unique_lock<std::mutex> locked() {
+    // Before the lock: another thread of the parent may have held it when this process was forked.
+    if (is_forked()) {
+        throw std::runtime_error(
+            "Cannot use the simulated device in a forked subprocess, as its parent has used it before. Use "
+            "the "
+            "start method 'spawn'");
+    }
+    return std::unique_lock(shared().mutex);
+}
+
+}  // namespace
+
+Entered::Entered() : lock_(locked()), world_(shared().world) {}
+
+bool is_forked() noexcept {
+    return g_forked;
+}
+bool has_begun() noexcept {
+    return g_begun;
+}
+
+void* device_bytes(const void* address) {
+    return shared().world.memory.bytes(address);
+}
+
+int current_device() noexcept {
+    return t_device;
+}
+int exchange_device(int device) noexcept {
+    return std::exchange(t_device, device < 0 ? t_device : device);
+}
+
+int current_stream(int device) noexcept {
+    return t_streams[static_cast<size_t>(device < 0 ? t_device : device)];
+}
+
+int exchange_stream(int stream, int device) noexcept {
+    return std::exchange(t_streams[static_cast<size_t>(device)], stream);
+}
+
+void raise_failure(World& world) {
+    const std::string failure = world.scheduler.take_failure();
+    if (!failure.empty())
+        throw std::runtime_error("sim: a kernel failed, which may have been started long ago: " + failure);
+}
+
+}  // namespace sim

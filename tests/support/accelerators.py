@@ -1,0 +1,78 @@
+"""The parameter `device`: tests of device paths run on a simulated one, whose work comes late, and on CUDA too.
+
+`sim-lazy` does nothing before somebody waits for it, `sim-random` does it sooner or later: a wait that is missing is a
+wrong result in one of them. `sim-poison`, for a test that asks for it, waits for memory that is freed, and poisons it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from sampling import SEED
+
+from swapper.io.devices import DEVICES, Copies
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "sim-eager": {"mode": "eager"},
+    "sim-lazy": {"mode": "lazy"},
+    "sim-random": {"mode": "random", "seed": SEED},
+    "sim-poison": {"mode": "random", "seed": SEED, "poison_now": True},
+}
+
+
+class SimCopies(Copies):
+    """As those of CUDA: the simulated device can be told of memory that is not torch's."""
+
+    non_blocking = True
+
+    def page_lock(self, address: int, length_bytes: int) -> None:
+        torch.ops.sim.host_register(address, length_bytes)
+
+    def page_unlock(self, address: int) -> None:
+        torch.ops.sim.host_unregister(address)
+
+
+def simulated() -> ModuleType:
+    """The module `sim_device`. Skips the test where there is none."""
+    if torch.cuda.is_available():
+        pytest.skip("torch has one accelerator in a process, and there is CUDA")
+    try:
+        return importlib.import_module("sim_device")
+    except ImportError as error:
+        pytest.skip(str(error))
+
+
+def simulate(settings: str, patch: pytest.MonkeyPatch) -> ModuleType:
+    """Begin a test on the simulated device. Returns the module `sim_device`."""
+    sim_device = simulated()
+    sim_device.configure(**SETTINGS[settings])
+    sim_device.set_limit()
+    patch.setitem(DEVICES, "sim", SimCopies)
+    return sim_device
+
+
+def keep_busy(device: str, us: int) -> None:
+    """Let the current stream of `device` do nothing for about that long."""
+    if device == "cuda":
+        torch.cuda._sleep(us * 1500)  # type: ignore[no-untyped-call]  # Cycles.
+    else:
+        simulated().sleep(us)
+
+
+@pytest.fixture(params=["sim-lazy", "sim-random", pytest.param("cuda", marks=pytest.mark.cuda)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A type of device. Afterwards nothing may have gone wrong on it that the simulated one sees."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+        yield "cuda"
+        return
+    sim_device = simulate(request.param, monkeypatch)
+    sim_device.violations()  # of a test that failed
+    yield "sim"
+    assert sim_device.violations() == []
