@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar, overload
@@ -24,7 +25,7 @@ from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.probe import refuse_unsupported
 from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.parameter.building import ModelBuilder, initialisers_of
-from swapper.parameter.records import ParameterPlan, plan_parameters
+from swapper.parameter.records import ParameterPlan, check_devices, plan_parameters
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.progress import warn_once
 from swapper.session import Shared
@@ -61,6 +62,9 @@ ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
 
 _owners = itertools.count()
 
+_settings_of: weakref.WeakKeyDictionary[ParameterSwapper, OffloadConfig] = weakref.WeakKeyDictionary()
+"""The config that a model was offloaded with."""
+
 
 def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
     """Keep the state of `optimizer` where `config.offload_optimizer.device` says, and give the same object back.
@@ -83,7 +87,8 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
         SwapIOError: the drive failed, or has too little free space. The optimizer is then as it was.
     """
     settings = _as_config(config)
-    if settings.offload_param.device == "nvme":
+    kept = settings.offload_param.device == "cpu" and any(is_accelerator(p.device) for p in parameters_of(optimizer))
+    if settings.offload_param.device == "nvme" or kept:
         raise ConfigError(
             f"offload_param.device: {settings.offload_param.device} needs the model too: call "
             "swapper.offload(model, optimizer, config) instead of wrap_optimizer"
@@ -150,7 +155,7 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
     # First all plans, of parameters before optimizers: buckets of state follow the records of parameters. Up to the
     # `try` below nothing is made and nothing changes, so there is nothing to undo.
     swapper = _parameters_on(model, settings)
-    if settings.offload_param.device == "nvme" and swapper is None:
+    if _moves_parameters(model, settings) and swapper is None:
         _check_can_be_offloaded(model)
         let_viewed_stay(model.parameters())  # First: the plan counts those of `swapper.init` with views as staying.
     parameters = _plan_parameters(model, settings)
@@ -158,7 +163,8 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         check_memory(tensors, [p for each in optimizers for p in parameters_of(each)])
     plans = _plan(optimizers, settings, {} if parameters is None else parameters.where())
-    budget = _budget(plans, settings, parameters, Shared.existing(settings))
+    stored = parameters if settings.offload_param.device == "nvme" else None  # Others have a pool of their own.
+    budget = _budget(plans, settings, stored, Shared.existing(settings))
     budget.check()
     device, device_bytes = None, 0
     if parameters is not None and (on_device := parameters.device_needs) is not None:
@@ -176,9 +182,15 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
             if swapper is not None:
                 swapper.share_pool(shares.parameters)
             else:
-                shared = Shared.of(settings, device)
-                release = shared.hold(0, 0)  # Parameters make memory of the pool ready as they come.
-                number, pool, store = next(_owners), shared.pool, shared.store
+                pool: BufferPool | GrowingPool
+                number, store = next(_owners), None
+                if stored is None:
+                    pool = GrowingPool(parameters.kept_bytes, device=device)
+                    release = pool.close
+                else:
+                    shared = Shared.of(settings, device)
+                    release = shared.hold(0, 0)  # Parameters make memory of the pool ready as they come.
+                    pool, store = shared.pool, shared.store
                 # The last step that can fail. It then gives all values back itself.
                 swapper = _made(
                     lambda: ParameterSwapper(
@@ -187,6 +199,7 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
                     release,
                 )
                 object.__setattr__(model, "swapper", swapper)
+                _settings_of[swapper] = settings
         # Now the swappers get to know each other: until here none depended on one that comes later.
         for optimizer, needs in zip(optimizers, budget.optimizers, strict=True):
             each = of(optimizer)
@@ -217,10 +230,6 @@ def _plan(
             raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
         refuse_unsupported(optimizer)
         on_accelerator = any(is_accelerator(p.device) for p in parameters_of(optimizer))
-        if settings.offload_param.device == "cpu" and on_accelerator:
-            raise ConfigError(
-                "offload_param.device: cpu is not there yet for a model on a GPU in this version of swapper; use none"
-            )
         for name, what in ("offload_gradient", "gradients"), ("offload_param", "parameters"):
             if getattr(settings, name).device == "cpu" and not on_accelerator:
                 text = f"{name}.device: cpu is the same as none for a model on the CPU: its {what} are there"
@@ -243,8 +252,8 @@ def _plan(
 
 
 def _plan_parameters(model: torch.nn.Module, settings: OffloadConfig) -> ParameterPlan | None:
-    """Plan the parameters that go to the drive, unless they are there already; None if they stay in memory."""
-    if settings.offload_param.device != "nvme":
+    """Plan the parameters that leave their device's memory, unless they did already; None if they stay."""
+    if not _moves_parameters(model, settings):
         return None
     if (swapper := _parameters_on(model, settings)) is not None:
         return swapper.plan
@@ -336,29 +345,25 @@ def _made(make: Callable[[], _MadeT], release: Callable[[], object]) -> _MadeT:
 def _parameters_on(model: torch.nn.Module, settings: OffloadConfig) -> ParameterSwapper | None:
     """Give the swapper that has the parameters of `model`, if it was made with this very config."""
     swapper = vars(model).get("swapper")
+    if not isinstance(swapper, ParameterSwapper):
+        return None
+    if swapper.store is None:
+        return swapper if _settings_of.get(swapper) is settings else None
     shared = Shared.existing(settings)
-    if isinstance(swapper, ParameterSwapper) and shared is not None and swapper.store is shared.store:
-        return swapper
-    return None
+    return swapper if shared is not None and swapper.store is shared.store else None
+
+
+def _moves_parameters(model: torch.nn.Module, settings: OffloadConfig) -> bool:
+    """True if parameters of `model` leave its device's memory."""
+    if settings.offload_param.device == "cpu":
+        return any(is_accelerator(parameter.device) for parameter in model.parameters())
+    return settings.offload_param.device == "nvme"
 
 
 def _check_can_be_offloaded(model: torch.nn.Module) -> None:
     if isinstance(vars(model).get("swapper"), ParameterSwapper):
         raise ConfigError("this model is offloaded already; call model.swapper.close(keep_values=True) first")
-    for name, parameter in model.named_parameters():
-        if parameter.device.type == "meta":
-            raise ConfigError(f"parameter {name} is on the meta device and has no values; give the model memory first")
-        if parameter.device.type != "cpu" and not is_accelerator(parameter.device):
-            raise ConfigError(
-                f"offload_param.device: nvme cannot work for parameter {name} on {parameter.device}; move the model to "
-                "the CPU or to an accelerator, or use offload_param.device: none"
-            )
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) > 1:
-        raise ConfigError(
-            f"offload_param.device: nvme cannot work for a model on several devices ({', '.join(devices)}) in this "
-            "version of swapper; move it to one of them, or use offload_param.device: none"
-        )
+    check_devices(model)
 
 
 def _check_is_model(model: object) -> None:
@@ -548,7 +553,7 @@ def check(
         log.warning("%s", parameters.summary)
     records = {} if parameters is None else parameters.where()
     plans = [OptimizerPlan(each, settings, number, records) for number, each in enumerate(optimizers)]
-    budget = _budget(plans, settings, parameters, None)
+    budget = _budget(plans, settings, parameters if settings.offload_param.device == "nvme" else None, None)
     budget.check(as_a_whole=True)
     report = make_report(model, optimizers, plans, parameters, budget, settings)
     print(report)

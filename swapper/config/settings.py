@@ -190,7 +190,8 @@ class OffloadParamConfig(Section, frozen=True):
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """Where parameters are while unused. "nvme": on the drive. "cpu": in host memory, where those of a model on the CPU
-    are anyway; not there yet for a model on an accelerator. Default and off: "none", in the model."""
+    are anyway; those of a model on an accelerator are in page-locked memory of their own. Default and off: "none", in
+    the model."""
 
     resident_bytes: Size = 0
     """Bytes of parameters kept in the pool whatever is used next, so that they are not read again. Part of

@@ -247,6 +247,7 @@ class ModelBuilder(ParameterOwner):
                     f"{format_bytes(parameter.nbytes)}, which needs its place twice; set pool_bytes to at least "
                     f"{needed_bytes}"
                 )
+            assert self._store is not None
             self._store.plan({held.key: held.plan.file_bytes})
             self._all.append(held)
             try:

@@ -57,7 +57,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 # --- Exactness -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["", "clipped"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -504,6 +504,7 @@ class Mixed(nn.Module):
         return torch.stack(terms).sum()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf"), 3.0, 0.0])
 @pytest.mark.parametrize("factor", [0.01, 1.0])
 @pytest.mark.parametrize("micro_batches", [1, 2])
