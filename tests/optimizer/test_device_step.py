@@ -418,3 +418,44 @@ def test_a_model_on_the_cpu_cannot_be_stepped_on_a_device(nvme_path: Path) -> No
     optimizer = torch.optim.AdamW(nn.Linear(8, 8).parameters())
     with pytest.raises(ConfigError, match=r"step_device: device steps parameters on the accelerator"):
         swapper.wrap_optimizer(optimizer, config(nvme_path))
+
+
+def test_auto_takes_the_device_if_it_has_room(device: str, nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And says what it takes. What the memory was when the optimizer was wrapped decides for good."""
+    model = make_model(device)
+    chosen = []
+    rooms = (None,) if device != "sim" else (None, 100 << 10, 550 << 10, None)  # For no trial; for no three buckets.
+    for room in rooms:
+        if device == "sim":
+            torch.sim.synchronize()  # type: ignore[attr-defined]
+            simulated().set_limit(16 << 30 if room is None else torch.sim.memory_allocated() + room)  # type: ignore[attr-defined]
+        optimizer = torch.optim.AdamW(model.parameters())
+        with caplog.at_level("INFO", "swapper"), wrapped(optimizer, nvme_path, state={"step_device": "auto"}) as found:
+            if device == "sim":
+                simulated().set_limit()
+            chosen.append(found._plan.on_device)
+            backward(model, 0)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert chosen == [room is None for room in rooms]
+    said = [record.getMessage() for record in caplog.records if "steps are made" in record.getMessage()]
+    assert ["on the CPU" in text for text in said] == [room is not None for room in rooms]
+    if device == "sim":
+        assert ["a trial" in text for text in said] == [False, True, False, False]
+
+
+def test_a_gradient_in_another_layout_is_stepped_if_that_keeps_the_bits(device: str, nvme_path: Path) -> None:
+    results = []
+    for how in ("plain", "swapped"):
+        p = nn.Parameter(torch.ones(300, 200, device=device))
+        optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+        with contextlib.ExitStack() as stack:
+            if how == "swapped":
+                found = stack.enter_context(wrapped(optimizer, nvme_path))
+                assert len(found._plan.segments_of(p)) > 1, "it is not cut"
+            for seed in range(3):
+                gradient = torch.randn(200, 300, generator=torch.Generator().manual_seed(seed))
+                p.grad = gradient.to(device).t()
+                optimizer.step()
+        results.append(p.detach().cpu())
+    assert same_bits(*results)
