@@ -5,9 +5,8 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, overload
 
 import torch
@@ -24,7 +23,7 @@ from swapper.io.devices import is_accelerator
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.probe import refuse_unsupported
 from swapper.optimizer.swapper import OptimizerSwapper
-from swapper.parameter.building import ModelBuilder, initialisers_of
+from swapper.parameter.building import ModelBuilder, device_of, initialisers_of
 from swapper.parameter.records import ParameterPlan, check_devices, plan_parameters
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.progress import warn_once
@@ -61,9 +60,6 @@ _MadeT = TypeVar("_MadeT")
 ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
 
 _owners = itertools.count()
-
-_settings_of: weakref.WeakKeyDictionary[ParameterSwapper, OffloadConfig] = weakref.WeakKeyDictionary()
-"""The config that a model was offloaded with."""
 
 
 def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
@@ -166,9 +162,8 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
     stored = parameters if settings.offload_param.device == "nvme" else None  # Others have a pool of their own.
     budget = _budget(plans, settings, stored, Shared.existing(settings))
     budget.check()
-    device, device_bytes = None, 0
-    if parameters is not None and (on_device := parameters.device_needs) is not None:
-        device, device_bytes = on_device.device, on_device.record_bytes(settings.offload_param.device_bytes)
+    asked = settings.offload_param.device_bytes
+    device, device_bytes = (None, 0) if parameters is None else parameters.on_device(asked)
     try:
         # State and gradients leave memory before parameters do: an optimizer that sets itself up then finds parameters
         # in memory, and does not read each of them from the drive.
@@ -199,7 +194,7 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
                     release,
                 )
                 object.__setattr__(model, "swapper", swapper)
-                _settings_of[swapper] = settings
+                swapper.made_with = settings
         # Now the swappers get to know each other: until here none depended on one that comes later.
         for optimizer, needs in zip(optimizers, budget.optimizers, strict=True):
             each = of(optimizer)
@@ -348,7 +343,7 @@ def _parameters_on(model: torch.nn.Module, settings: OffloadConfig) -> Parameter
     if not isinstance(swapper, ParameterSwapper):
         return None
     if swapper.store is None:
-        return swapper if _settings_of.get(swapper) is settings else None
+        return swapper if swapper.made_with is settings else None
     shared = Shared.existing(settings)
     return swapper if shared is not None and swapper.store is shared.store else None
 
@@ -373,7 +368,7 @@ def _check_is_model(model: object) -> None:
 
 
 @contextmanager
-def init(config: ConfigLike) -> Iterator[None]:
+def init(config: ConfigLike, device: torch.device | str | None = None) -> Iterator[None]:
     """Build a model that does not fit in memory: `with swapper.init(config): model = GPT(...)`.
 
     Each parameter of 16 KiB or more goes to the drive as soon as its module is registered in its parent, or sooner if
@@ -387,18 +382,23 @@ def init(config: ConfigLike) -> Iterator[None]:
     Args:
         config: `offload_param.device` must be nvme. With the same `OffloadConfig` object `offload` shares the pool,
             engines and run directory; with another one the pools of both exist until it is done.
+        device: of the model: the CPU, or an accelerator, where its parameters come whenever they are used. What is made
+            within this is made there. None: torch's default device (`torch.set_default_device`).
 
     Raises:
         ConfigError: the pool is too small for one of the parameters, or nothing is to go to a drive.
         SwapError: used within itself.
         SwapIOError: the drive failed, or has too little free space.
     """
-    with _builder(_as_config(config)).building():
+    with _builder(_as_config(config), on := device_of(device)).building(), nullcontext() if device is None else on:
         yield
 
 
 def materialize(
-    model: _ModelT, config: ConfigLike, initialiser: Callable[[torch.nn.Module], object] | None = None
+    model: _ModelT,
+    config: ConfigLike,
+    initialiser: Callable[[torch.nn.Module], object] | None = None,
+    device: torch.device | str | None = None,
 ) -> _ModelT:
     """Give a model on the meta device values on the drive, module by module: it need not fit in memory.
 
@@ -412,6 +412,7 @@ def materialize(
             they have memory, with undefined content. None: the module's own `reset_parameters()`. What it leaves alone
             can be filled later, by `load_safetensors`, `load_state_dict` or in place; until then any use of it is a
             `SwapError` with its name.
+        device: as for `init`.
 
     Returns:
         `model`. After an exception it is of no use.
@@ -422,7 +423,7 @@ def materialize(
         SwapIOError: the drive failed, or has too little free space.
     """
     initialisers = initialisers_of(model, initialiser)
-    builder = _builder(_as_config(config))
+    builder = _builder(_as_config(config), device_of(device))
     with builder.building():
         builder.materialize(model, initialisers)
     return model
@@ -476,18 +477,20 @@ def gathered(
     return homes.gathered(parameters)
 
 
-def _builder(settings: OffloadConfig) -> ModelBuilder:
+def _builder(settings: OffloadConfig, device: torch.device) -> ModelBuilder:
     if settings.offload_param.device != "nvme":
         raise ConfigError(
             f"offload_param.device: {settings.offload_param.device} leaves parameters in memory; set it to nvme, or "
             "build the model without swapper"
         )
     with outside_of_inference():  # What is made here is used outside of that mode too.
-        shared = Shared.of(settings, None)
+        shared = Shared.of(settings, device)
         release = shared.hold(0, 0)
         number, pool, store = next(_owners), shared.pool, shared.store
+        bucket_bytes, pool_bytes = settings.bucket_bytes, settings.pool_bytes
+        device_bytes = settings.offload_param.device_bytes or pool_bytes
         return _made(
-            lambda: ModelBuilder(number, settings.bucket_bytes, settings.pool_bytes, pool, store, release), release
+            lambda: ModelBuilder(number, bucket_bytes, pool_bytes, pool, store, release, device, device_bytes), release
         )
 
 

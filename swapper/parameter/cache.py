@@ -90,7 +90,11 @@ class Held:
         return bool(self.holds or self.attached)
 
     def viewed(self) -> bool:
-        """Return True if tensors that we do not know of share the memory. See [Note: when a buffer may go]."""
+        """Return True if tensors that we do not know of share the buffer's memory."""
+        return self.has_views()
+
+    def has_views(self) -> bool:
+        """Return True if tensors that we do not know of share `values`. See [Note: when a buffer may go]."""
         # Ours are `values`, and the parameter if it is attached.
         return any(is_shared(values, ours=1 + (index in self.attached)) for index, values in enumerate(self.values))
 

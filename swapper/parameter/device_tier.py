@@ -95,7 +95,7 @@ class HeldOnDevice(Held):
     @property
     def in_use(self) -> bool:
         """True if the values on the device must stay where they are."""
-        return bool(self.holds or self.attached) or super(HeldOnDevice, self).viewed()
+        return bool(self.holds or self.attached) or self.has_views()
 
     def note_change(self) -> None:
         """The values on the device are about to be changed."""
@@ -218,6 +218,18 @@ class DeviceTier:
         assert isinstance(held, HeldOnDevice)
         if held.changed_on_device and held.on_device and not held.holds:
             self._send_down(held)
+
+    def forget(self, held: Held) -> None:
+        """Let go of the values on the device: nobody wants them any more, but who has views of them."""
+        assert isinstance(held, HeldOnDevice)
+        self._move(None)
+        if held.down is not None:
+            held.down.wait()
+        with interrupts_deferred():
+            held.down = None
+            self._going_down.pop(held, None)
+        if held.on_device:
+            self._free(held)
 
     def poll(self) -> None:
         """Start the writes of records that have come down, and free those that were waiting for it.

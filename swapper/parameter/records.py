@@ -143,6 +143,11 @@ class ParameterPlan:
         """Length of a pool that has all records."""
         return sum(round_up(record.length_bytes, PAGE_BYTES) for record in self.records)
 
+    def on_device(self, device_bytes: int | None) -> tuple[torch.device | None, int]:
+        """The accelerator, and the bytes for records there, as `DeviceNeeds.record_bytes`. (None, 0) for the CPU."""
+        needs = self.device_needs
+        return (None, 0) if needs is None else (needs.device, needs.record_bytes(device_bytes))
+
     def where(self) -> Mapping[torch.Tensor, tuple[int, int]]:
         """The number of the record of each parameter, and its length in bytes; of those that still exist."""
         found: Mapping[torch.Tensor, tuple[int, int]] = WeakIdKeyDictionary(

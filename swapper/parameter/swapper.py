@@ -40,9 +40,14 @@ class ParameterSwapper(ParameterOwner):
         release: called once, when this is closed or dies.
         device_bytes: the most that records may take on an accelerator at once; at least what one module uses.
 
+    Attributes:
+        made_with: for who has made this: the config.
+
     Raises:
         SwapIOError: the records could not be written. The model is as it was.
     """
+
+    made_with: object = None
 
     def __init__(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import functools
 import gc
@@ -14,6 +15,7 @@ import pytest
 import torch
 from interrupts import interrupted_at
 from models import CASES, WIDTH, Checkpointed, Mlp, loss_of, vectors
+from safetensors.torch import save_file
 from sampling import places
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
@@ -25,6 +27,7 @@ from swapper.errors import ConfigError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.parameter import records as parameter_records
 from swapper.storage.buffers import PoolExhausted
+from swapper.tensors.evicted import EvictedParameter
 
 
 @pytest.fixture
@@ -119,12 +122,12 @@ class OnTheHost:
         self.optimizer = torch.optim.AdamW(self.copies, lr=1e-3)
 
     def step(self) -> None:
-        for p, copy in zip(self.parameters, self.copies, strict=True):
-            copy.grad = None if p.grad is None else p.grad.cpu().to(copy.dtype)
+        for p, mine in zip(self.parameters, self.copies, strict=True):
+            mine.grad = None if p.grad is None else p.grad.cpu().to(mine.dtype)
         self.optimizer.step()
         with torch.no_grad():
-            for p, copy in zip(self.parameters, self.copies, strict=True):
-                p.copy_(copy.to(p.dtype))
+            for p, mine in zip(self.parameters, self.copies, strict=True):
+                p.copy_(mine.to(p.dtype))
 
 
 WIDE = 128
@@ -555,3 +558,92 @@ def test_a_device_without_memory_is_an_error_and_the_next_pass_is_right(
         trained.check()
     assert failed
     trained.close()
+
+
+# --- Models that are built on the drive ---
+
+
+class Tied(nn.Module):
+    """Initialised again after it is built, with a tied weight, a copied layer and a converted one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDE, WIDE), nn.Linear(WIDE, WIDE)
+        self.layers = nn.ModuleList([copy.deepcopy(self.first) for _ in range(3)])
+        self.last = nn.Linear(WIDE, WIDE).double().float()
+        self.last.weight = self.first.weight
+        self.register_buffer("scale", torch.full((WIDE,), 0.5))
+        self.apply(self._initialise)
+        with torch.no_grad():
+            self.second.weight.mul_(0.5)
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=0.05)
+            nn.init.zeros_(module.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (self.first, self.second, *self.layers, self.last):
+            x = x + torch.tanh(layer(x)) * self.scale
+        return x
+
+
+@pytest.mark.parametrize("how", ["argument", "default device"])
+@pytest.mark.usefixtures("_short_records")
+def test_a_model_is_built_on_the_drive(how: str, nvme_path: Path, device: torch.device) -> None:
+    config = config_for(nvme_path)
+    torch.manual_seed(0)
+    with device:
+        plain = Tied()
+    torch.manual_seed(0)
+    if how == "argument":
+        with swapper.init(config, device=device):
+            model = Tied()
+    else:
+        with device, swapper.init(config):
+            model = Tied()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert q.device == device and same_bits(p.cpu(), q.cpu())
+    assert type(model.first.weight) is EvictedParameter and model.scale.device == device
+    assert model.last.weight is model.first.weight
+    expected = train(plain, OnTheHost(plain, masters=False).step, 1, None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    swapper.offload(model, optimizer, config)
+    assert train(model, optimizer.step, 1, None) == expected
+    swapper_of(model).close()
+
+
+@pytest.mark.usefixtures("_short_records")
+def test_a_model_on_the_meta_device_gets_memory_on_the_drive(
+    nvme_path: Path, tmp_path: Path, device: torch.device
+) -> None:
+    config = config_for(nvme_path)
+    with torch.device("meta"):
+        model = layers(torch.device("meta"), depth=3)
+    torch.manual_seed(0)
+    plain = layers(device, depth=3)
+    save_file({name: p.detach().cpu() for name, p in plain.named_parameters()}, tmp_path / "model.safetensors")
+    swapper.materialize(model, config, lambda module: None, device=device)
+    with pytest.raises(swapper.SwapError, match="nothing has filled it"):
+        model(torch.zeros(1, WIDE).to(device))
+    swapper.load_safetensors(model, tmp_path)
+    assert all(p.device == device for p in model.parameters())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    swapper.offload(model, optimizer, config)
+    expected = train(plain, OnTheHost(plain, masters=False).step, 1, None)
+    assert train(model, optimizer.step, 1, None) == expected
+    swapper_of(model).close()
+
+
+@pytest.mark.usefixtures("_short_records")
+def test_a_step_on_the_device(nvme_path: Path, device: torch.device) -> None:
+    """With the bits of the plain run on it."""
+    plain, model = layers(device), layers(device)
+    expected = train(plain, torch.optim.AdamW(plain.parameters(), lr=1e-3).step, 1, None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    settings = {"device": "nvme", "step_device": "device"}
+    swapper.offload(model, optimizer, config_for(nvme_path, offload_optimizer=settings))
+    assert train(model, optimizer.step, 1, None) == expected
+    assert all(same_bits(p.cpu(), q.cpu()) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    swapper_of(model).close()
