@@ -183,6 +183,7 @@ class StateWriter:
                 is_slice = not segment.whole and isinstance(value, torch.Tensor) and value.shape == (segment.numel,)
                 (slices if is_slice else whole)[key] = value
         if segment.checksum is not None:
+            assert isinstance(segment.checksum, int)
             saved.parameter_crc32c = segment.checksum
             saved.tie_bits = segment.tie_bits
             if not segment.master_moves:

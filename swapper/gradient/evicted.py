@@ -14,6 +14,7 @@ from swapper.errors import SwapError
 from swapper.gradient.clipping import Change, clamped_to, in_order_of_clipping, norm_of, scaled_by, total_norm
 from swapper.gradient.copies import GradientCopies
 from swapper.gradient.records import Gradient, GradientState, Part
+from swapper.io.devices import Copy
 from swapper.metrics import Metrics
 from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
@@ -103,13 +104,45 @@ class EvictedGradients:
             SwapError: the gradient was lost.
             SwapIOError: it could not be read, or a write had failed.
         """
+        gradient = self._use_in_step(parameter)
+        with self._opened(gradient, gradient.part_at(start)) as view:
+            yield view
+
+    def _use_in_step(self, parameter: torch.nn.Parameter) -> Gradient:
         gradient = self._of(parameter)
         assert gradient is not None
         if not self._clipped:
             self._norm_type = None  # Nobody wants norms.
         self._stepping = True
-        with self._opened(gradient, gradient.part_at(start)) as view:
-            yield view
+        return gradient
+
+    def uploaded(
+        self,
+        parameter: torch.nn.Parameter,
+        start: int,
+        upload: Callable[[torch.Tensor], tuple[torch.Tensor, Copy | None]],
+    ) -> tuple[torch.Tensor, list[Change]]:
+        """As `taken`, on an accelerator: the part may still be on its way, and is incomplete.
+
+        Args:
+            upload: starts copying a tensor of the pool, 1-D. Returns the tensor that it becomes, and the copy.
+
+        Returns:
+            That tensor, and the changes that are to be made to it, in order, when the copy is over.
+        """
+        gradient = self._use_in_step(parameter)
+        part = gradient.part_at(start)
+        if gradient.state is GradientState.ZERO:
+            return torch.zeros(part.numel, dtype=gradient.dtype, device=gradient.device), list(gradient.changes)
+        if gradient.state is GradientState.LOST:
+            gradient.raise_lost()
+        try:
+            lease, there = self._cache.take(part.key, part.length_bytes)
+            assert there, part.key
+            uploaded, lease.transfer = upload(lease.view(0, part.numel, gradient.dtype))
+        finally:
+            self._cache.release(part.key)  # The memory goes to nobody else before the copy is over.
+        return uploaded, list(gradient.changes)
 
     def bring_back_all(self) -> None:
         """Have all gradients in memory.

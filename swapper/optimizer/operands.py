@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import increment_version
 
 from swapper.io.devices import Copy, DeviceCopies
+from swapper.optimizer.device_records import DeviceBucket
 from swapper.optimizer.records import OpenBucket
 from swapper.optimizer.segments import Segment
 from swapper.sizes import ALIGNMENT_BYTES, round_up
@@ -75,7 +76,7 @@ class Operand:
         on_host: all of the parameter's values, of which `bits` is a view, where those are on the host though the
             parameter is on an accelerator; else None.
         edited: the user has changed the parameter, so the master is made anew from it. Set before `make_tensors` where
-            other segments say so, and by it where the segment's own bits do.
+            other segments say so, and by it where the segment's own bits do. A tensor where only an accelerator knows.
     """
 
     segment: Segment
@@ -83,7 +84,7 @@ class Operand:
     gradient: torch.Tensor | None = None
     master: torch.Tensor | None = None
     tensor: torch.nn.Parameter | None = None
-    edited: bool = False
+    edited: bool | torch.Tensor = False
     on_host: torch.Tensor | None = None
 
 
@@ -140,13 +141,16 @@ def make_tensors(operands: Sequence[Operand], opened: OpenBucket, scratch: Scrat
         values, gradient = operand.bits, operand.gradient
         if segment.master:
             values = operand.master = _make_master(operand, operand.bits, opened, scratch)
-            gradient = scratch.take(segment.numel, torch.float32).copy_(gradient)
+            room = scratch.take(segment.numel, torch.float32) if gradient.is_cpu else None
+            gradient = gradient.to(torch.float32) if room is None else room.copy_(gradient)
         operand.tensor = torch.nn.Parameter(segment.shaped(values))
         operand.tensor.grad = segment.shaped(gradient)
 
 
 def _make_master(operand: Operand, bits: torch.Tensor, opened: OpenBucket, scratch: Scratch) -> torch.Tensor:
     segment = operand.segment
+    if isinstance(opened, DeviceBucket):
+        return opened.make_master(segment, bits, operand.edited)
     # One that is kept as it is, is stepped where it is kept.
     master = scratch.take(segment.numel, torch.float32) if segment.is_split else opened.whole_master(segment)
     if operand.edited:

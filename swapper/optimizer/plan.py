@@ -15,8 +15,18 @@ from torch.optim import Optimizer
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
 from swapper.io.devices import is_accelerator
-from swapper.optimizer.probe import StateSpec, is_elementwise, keeps_bits, learn_state
-from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, grouped, plan_buckets, plan_segments
+from swapper.optimizer.probe import StateSpec, is_elementwise, keeps_bits, learn_state, same_bits_for_strides
+from swapper.optimizer.segments import (
+    DEVICE_SEGMENT_NUMEL,
+    SEGMENT_NUMEL,
+    Bucket,
+    OptimizerParameter,
+    Segment,
+    grouped,
+    plan_buckets,
+    plan_segments,
+)
+from swapper.optimizer.step_device import has_room, may_step_on_device
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
@@ -50,10 +60,12 @@ class OptimizerPlan:
     Attributes:
         buckets: in the order in which they are stepped.
         device: of the parameters.
-        remote: it is an accelerator.
+        on_accelerator: it is one.
+        on_device: buckets are stepped on the accelerator that the parameters are on.
+        remote: they are stepped on the CPU, on copies.
         threads: `torch.get_num_threads()` that the cuts are right for.
-        scratch_count: scratch buffers that a step holds. With an accelerator, one is copied into while the other is in
-            use.
+        scratch_count: scratch buffers that a step holds. Of a `remote` one, one is copied into while the other is in
+            use. On an accelerator scratch is its own.
         gradient_accumulation_steps: gradients that each parameter gets before a step.
         step_in_backward: buckets are stepped as their gradients arrive.
 
@@ -74,21 +86,42 @@ class OptimizerPlan:
         self._config = config
         self._owner = owner
         self._records: Mapping[torch.Tensor, tuple[int, int]] = records or {}
+        self.threads = torch.get_num_threads()
+        parameters = list(parameters_of(optimizer)) if swaps_state else []
+        self.device = _device_of(parameters)
+        self.on_accelerator = is_accelerator(self.device)
+        self.gradient_accumulation_steps = config.gradient_accumulation_steps
+        self.step_in_backward = config.offload_optimizer.step_in_backward
+        asked = config.offload_optimizer.step_device
+        wanted = [p for p in parameters if p.requires_grad]
+        on_device = swaps_state and may_step_on_device(asked, self.device)
+        try:
+            self._plan_for(optimizer, wanted, on_device)
+            scratch_bytes = max((bucket.scratch_bytes for bucket in self.buckets), default=0)
+            if not on_device or asked != "auto" or has_room(self.device, self.slot_bytes, scratch_bytes):
+                return
+        except (ConfigError, torch.OutOfMemoryError) as error:  # A trial step failed, on the device or anyway.
+            if not on_device or asked != "auto":
+                raise
+            log.warning(
+                "steps are made on the CPU, with its bits, because a trial on %s failed: %s", self.device, error
+            )
+        self._plan_for(optimizer, wanted, False)
+
+    def _plan_for(self, optimizer: Optimizer, wanted: Sequence[torch.nn.Parameter], on_device: bool) -> None:
+        """Plan `wanted`, and nothing else, for steps on the device of the parameters, or on the CPU."""
+        self.on_device = on_device
+        self.remote = self.on_accelerator and not on_device
+        self.scratch_count = 0 if on_device else 2 if self.remote else 1
         self._segmented: dict[tuple[Any, ...], bool] = {}
+        self._strides_may_differ: dict[tuple[Any, ...], bool] = {}
         self._specs: dict[tuple[Any, ...], tuple[StateSpec, ...]] = {}
         self._parameters: dict[int, OptimizerParameter] = {}  # by `id`; `of` compares the object
         self._dropped: list[Bucket] = []  # for `drop_gone`
         self._next_index = 0
         self._is_wasteful = False  # more than half of all elements in the buckets are of parameters that are gone
         self.buckets: list[Bucket] = []
-        self.threads = torch.get_num_threads()
-        parameters = list(parameters_of(optimizer)) if swaps_state else []
-        self.device = _device_of(parameters)
-        self.remote = is_remote(self.device)
-        self.scratch_count = 2 if self.remote else 1
-        self.gradient_accumulation_steps = config.gradient_accumulation_steps
-        self.step_in_backward = config.offload_optimizer.step_in_backward
-        self.extend(optimizer, [p for p in parameters if p.requires_grad])
+        self.extend(optimizer, wanted)
 
     # --- Parameters ------------------------------------------------------------------------------------------------
 
@@ -269,15 +302,17 @@ class OptimizerPlan:
     def strides_may_differ(self, segment: Segment) -> bool:
         """True if the class computes the same bits with a gradient that has other strides than the parameter.
 
-        Measured: true of the fp32 and fp64 kernels that are not fused.
+        Measured: true of the fp32 and fp64 kernels of the CPU that are not fused. For a device it is measured there.
         """
+        if self.on_device:
+            return segment.of.strides_may_differ
         return not segment.of.fused and (bool(segment.master) or segment.of.dtype not in _LOW_PRECISION)
 
     @property
     def moves_gradients(self) -> bool:
         """True if gradients leave the memory that autograd puts them in; on the CPU, `device: cpu` is that already."""
         device = self._config.offload_gradient.device
-        return device == "nvme" or (device == "cpu" and self.remote)
+        return device == "nvme" or (device == "cpu" and self.on_accelerator)
 
     def gradient_parts(self) -> list[tuple[int, torch.nn.Parameter, int, int]]:
         """Each bucket's part of each gradient: its number, the parameter, from and to in elements of memory order."""
@@ -292,6 +327,13 @@ class OptimizerPlan:
     def scratch_bytes(self) -> int:
         """Bytes of each scratch buffer."""
         return round_up(max((bucket.scratch_bytes for bucket in self.buckets), default=0), PAGE_BYTES)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes of each slot on the device for a bucket's record and, if they are evicted, gradients; else 0."""
+        if not self.on_device:
+            return 0
+        return max((bucket.slot_bytes(self.moves_gradients) for bucket in self.buckets), default=0)
 
     @property
     def stored_bytes(self) -> int:
@@ -330,7 +372,9 @@ class OptimizerPlan:
         dtype = torch.float32 if master else p.dtype
         # Of the fp16 and bf16 kernels, the fused ones split among threads at multiples of 64 bytes and need no more.
         low_precision = dtype in _LOW_PRECISION and not group.get("fused")
-        if group.get("fused") and dtype in _LOW_PRECISION and isinstance(optimizer, torch.optim.SGD):
+        device = self.device if self.on_device else torch.device("cpu")
+        is_broken = group.get("fused") and dtype in _LOW_PRECISION and isinstance(optimizer, torch.optim.SGD)
+        if is_broken and not self.on_device:
             raise ConfigError(
                 f"SGD(fused=True) leaves {dtype} parameters on the CPU unchanged (a defect of torch 2.13), so there is "
                 "nothing to be exact to; use fused=False"
@@ -341,11 +385,15 @@ class OptimizerPlan:
             self._segmented[key] = (
                 dtype.is_floating_point
                 and is_elementwise(optimizer)
-                and keeps_bits(optimizer, group, dtype, self.threads, low_precision)
+                and keeps_bits(optimizer, group, dtype, self.threads, low_precision, device)
             )
+        if self.on_device and key not in self._strides_may_differ:
+            may = self._segmented[key] and same_bits_for_strides(optimizer, group, dtype, device)
+            self._strides_may_differ[key] = may
+        known.strides_may_differ = self._strides_may_differ.get(key, False)
         like = (options, dtype, tuple(p.shape), p.stride())
         if like not in self._specs:
-            self._specs[like] = learn_state(optimizer, group, p, dtype)
+            self._specs[like] = learn_state(optimizer, group, p, dtype, device)
         return plan_segments(
             known,
             self._specs[like],
@@ -355,6 +403,7 @@ class OptimizerPlan:
             master=master,
             bucket_bytes=self._config.bucket_bytes,
             remote=self.remote,
+            numel_max=DEVICE_SEGMENT_NUMEL if self.on_device else SEGMENT_NUMEL,
         )
 
 

@@ -31,12 +31,14 @@ __all__ = [
     "learn_state",
     "refuse_unsupported",
     "register_elementwise",
+    "same_bits_for_strides",
     "unhooked_step",
 ]
 
 OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__"})
 """Names that wrapping puts on the user's instance."""
 
+_CPU = torch.device("cpu")
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
 _STEPS = 3
 _REAL_NUMEL = 1 << 18
@@ -142,7 +144,11 @@ def _is_one_of(optimizer: Optimizer, classes: set[type[Optimizer]]) -> bool:
 
 
 def learn_state(
-    optimizer: Optimizer, group: dict[str, Any], like: torch.Tensor, dtype: torch.dtype
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    like: torch.Tensor,
+    dtype: torch.dtype,
+    device: torch.device = _CPU,
 ) -> tuple[StateSpec, ...]:
     """The tensors that the state of a parameter will hold once it was stepped.
 
@@ -154,6 +160,7 @@ def learn_state(
         group: the parameter group that the parameter is in.
         like: the parameter: its shape, and its strides for state of the same shape. Its data are not read.
         dtype: that of the parameter, or of its master, which the step will see.
+        device: where the step will be.
 
     Raises:
         ConfigError: the class fails in the probe.
@@ -166,9 +173,9 @@ def learn_state(
         small = {size: size for size in sizes}
     large = {value: size for size, value in small.items()}
     shape = tuple(small.get(size, size) for size in like.shape)
-    twin = _Twin(optimizer, group, [_seeded(shape, dtype, 0)])
+    twin = _Twin(optimizer, group, [_seeded(shape, dtype, 0, device)])
     for step in range(_STEPS):
-        twin.step([_seeded(shape, dtype, step + 1)])
+        twin.step([_seeded(shape, dtype, step + 1, device)])
     state = twin.optimizer.state[twin.parameters[0]]
     specs = []
     for key, value in state.items():
@@ -183,16 +190,26 @@ def learn_state(
 
 
 def keeps_bits(
-    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, threads: int, low_precision: bool
+    optimizer: Optimizer,
+    group: dict[str, Any],
+    dtype: torch.dtype,
+    threads: int,
+    low_precision: bool,
+    device: torch.device = _CPU,
 ) -> bool:
-    """True if this class, with these options, gives the same bits in segments as on the whole parameter."""
+    """True if this class, with these options, gives the same bits in segments as on the whole parameter.
+
+    Args:
+        threads, low_precision: see `segment_cuts`.
+        device: where the class will step.
+    """
     numel = (32768 * threads if low_precision else 0) + 64 * 5 + 37
-    whole = _Twin(optimizer, group, [_seeded((numel,), dtype, 0)])
+    whole = _Twin(optimizer, group, [_seeded((numel,), dtype, 0, device)])
     cuts = segment_cuts(numel, numel // 2, low_precision=low_precision, threads=threads)
-    start = _seeded((numel,), dtype, 0)
+    start = _seeded((numel,), dtype, 0, device)
     parts = _Twin(optimizer, group, [start[i:j].clone() for i, j in cuts])
     for step in range(_STEPS):
-        gradient = _seeded((numel,), dtype, step + 1)
+        gradient = _seeded((numel,), dtype, step + 1, device)
         whole.step([gradient])
         for number, (i, j) in enumerate(cuts):
             parts.step([gradient[i:j]], only=[number])
@@ -207,6 +224,19 @@ def keeps_bits(
         elif not all(_equal(value, piece) for piece in pieces):
             return False
     return True
+
+
+def same_bits_for_strides(
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> bool:
+    """True if the class gives the same bits with a gradient whose strides are not those of its parameter."""
+    shape = 61, 67
+    alike, others = (_Twin(optimizer, group, [_seeded(shape, dtype, 0, device)]) for _ in range(2))
+    for step in range(_STEPS):
+        gradient = _seeded(shape, dtype, step + 1, device)
+        alike.step([gradient])
+        others.step([gradient.t().contiguous().t()])
+    return _same_bits(alike.parameters[0].detach(), others.parameters[0].detach())
 
 
 def refuse_unsupported(optimizer: Optimizer) -> None:
@@ -304,15 +334,16 @@ class _Twin:
         state_to_start_with: bool | None = None,
     ) -> None:
         cls = type(optimizer)
+        on_cpu = tensors[0].is_cpu
         self._step = class_step(cls)
         self._name = cls.__name__
         self.parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
         self.group = {
-            key: value.detach().cpu().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+            key: _copied(value, on_cpu) if isinstance(value, torch.Tensor) else copy.copy(value)
             for key, value in group.items()
             if key not in ("params", "param_names")
         }
-        if "capturable" in self.group:
+        if "capturable" in self.group and on_cpu:
             self.group["capturable"] = False
         if "lr" in self.group and self.group["lr"] == 0:
             self.group["lr"] = 1e-3  # A warm-up starts at 0, where nothing would be seen to change.
@@ -383,16 +414,20 @@ def _state_in_memory(optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
 def _initial(value: torch.Tensor, known: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if value.shape == known.shape and value.numel():
         return torch.full_like(parameter, value.flatten()[0].item(), dtype=parameter.dtype)
-    return value.detach().cpu().clone()
+    return _copied(value, parameter.is_cpu)
 
 
-def _seeded(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+def _copied(value: torch.Tensor, to_cpu: bool) -> torch.Tensor:
+    return value.detach().cpu().clone() if to_cpu else value.detach().clone()
+
+
+def _seeded(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device = _CPU) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype)
+    return torch.randn(shape, generator=generator).to(dtype).to(device)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = a.reshape(-1), b.reshape(-1)
+    a, b = a.reshape(-1).cpu(), b.reshape(-1).cpu()
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 

@@ -11,7 +11,7 @@ import torch
 from swapper.io.checksums import checksum
 from swapper.metrics import Metrics
 from swapper.optimizer.master_codec import join_master, split_master, ties_bytes_max
-from swapper.optimizer.segments import MASTER, Bucket, Segment
+from swapper.optimizer.segments import MASTER, Bucket, Memory, Segment
 from swapper.sizes import SMALL_BYTES
 from swapper.storage.buffers import Lease
 from swapper.storage.cache import RecordCache
@@ -36,12 +36,17 @@ _AHEAD = 64
 class OpenBucket:
     """A bucket whose record is in memory. The state of its segments is read and written here.
 
-    `lease` is the record's buffer; None if nothing of the bucket moves.
+    Attributes:
+        lease: the record's buffer; None if nothing of the bucket moves.
+        memory: where the record is while the class steps on it: the lease, or a copy of it on an accelerator.
+        device: of `memory`.
     """
 
     def __init__(self, bucket: Bucket, lease: Lease | None, note_unplanned: Callable[[str], None]) -> None:
         self.bucket = bucket
         self.lease = lease
+        self.memory: Memory | None = lease
+        self.device = torch.device("cpu")
         self._note_unplanned = note_unplanned
         self._ties_at = self._find_ties()
 
@@ -52,8 +57,8 @@ class OpenBucket:
 
     def stored(self, segment: Segment, key: str) -> torch.Tensor:
         """The view of the record that holds one tensor of the state."""
-        assert self.lease is not None
-        return segment.locations[key].view(self.lease)
+        assert self.memory is not None
+        return segment.locations[key].view(self.memory)
 
     def keep(self, segment: Segment, state: Mapping[str, Any]) -> None:
         """Keep `state` as that of `segment`: what moves in the record, the rest in memory."""
@@ -62,18 +67,18 @@ class OpenBucket:
         segment.small.clear()
         for key, value in state.items():
             location = segment.locations.get(key)
-            if isinstance(value, torch.Tensor) and location is not None and location.fits(value):
-                assert self.lease is not None
+            if isinstance(value, torch.Tensor) and location is not None and location.fits(value, self.device):
+                assert self.memory is not None
                 # The class steps most state in place: then it is in the record already.
-                address = self.lease.address + location.offset_bytes
+                address = self.memory.address + location.offset_bytes
                 if value.data_ptr() != address or value.stride() != location.spec.stride:
-                    location.view(self.lease).copy_(value)
+                    location.view(self.memory).copy_(value)
                 segment.present.add(key)
                 continue
             if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                 if value.nbytes >= SMALL_BYTES:
                     self._note_unplanned(key)
-                if self.lease is not None and self.lease.pool_has(value):
+                if self.memory is not None and self.memory.pool_has(value):
                     value = value.clone()  # The buffer goes to another record.
             segment.small[key] = value
 
@@ -92,6 +97,7 @@ class OpenBucket:
         Returns:
             False if there is none, or the parameter is not the one it was encoded with: `out` is `float(bits)` then.
         """
+        assert not isinstance(segment.checksum, torch.Tensor), "see `checksums_to_host`"
         if segment.checksum is None or segment.checksum != checksum(bits):
             out.copy_(bits)
             return False
@@ -109,7 +115,7 @@ class OpenBucket:
         if segment.master_moves:
             return self.stored(segment, MASTER)
         if segment.kept_master is None:
-            segment.kept_master = torch.empty(segment.numel, dtype=torch.float32)
+            segment.kept_master = torch.empty(segment.numel, dtype=torch.float32, device=self.device)
         return segment.kept_master
 
     def encode(self, masters: Masters) -> None:
@@ -156,8 +162,14 @@ class OpenBucket:
         return {segment: self._tail(offset, segment.tie_bytes).clone() for segment, offset in kept.items()}
 
     def _tail(self, offset_bytes: int, length_bytes: int) -> torch.Tensor:
+        assert self.memory is not None
+        return self.memory.view(offset_bytes, length_bytes, torch.uint8)
+
+    def write_header(self) -> None:
+        """Write the header of the record as it is now to its buffer."""
         assert self.lease is not None
-        return self.lease.view(offset_bytes, length_bytes, torch.uint8)
+        header = self.bucket.layout.header(self.bucket.tie_bytes)
+        self.lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
 
 class BucketRecords:
@@ -169,6 +181,7 @@ class BucketRecords:
     def __init__(self, cache: RecordCache, metrics: Metrics) -> None:
         self.cache = cache
         self._metrics = metrics
+        self._resets: torch.Tensor | None = None
         self._unplanned: set[str] = set()
 
     def stage(self, bucket: Bucket) -> bool:
@@ -181,16 +194,28 @@ class BucketRecords:
         Raises:
             SwapIOError: the drive failed.
         """
-        lease = self.cache.take(bucket.key, bucket.length_bytes)[0] if bucket.length_bytes else None
-        return OpenBucket(bucket, lease, self._note_unplanned)
+        lease, _ = self.take_lease(bucket)
+        return OpenBucket(bucket, lease, self.note_unplanned)
+
+    def take_lease(self, bucket: Bucket) -> tuple[Lease | None, bool]:
+        """As `take`: the buffer, and False if it is new. None if nothing of the bucket moves."""
+        return self.cache.take(bucket.key, bucket.length_bytes) if bucket.length_bytes else (None, False)
 
     def put(self, opened: OpenBucket) -> None:
         """Start writing the record, and give its buffer back. Returns at once."""
-        bucket, lease = opened.bucket, opened.lease
-        if lease is not None:
-            header = bucket.layout.header(bucket.tie_bytes)
-            lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-            self.put_whole(opened, bucket.used_bytes())
+        if opened.lease is not None:
+            opened.write_header()
+            self.put_whole(opened, opened.bucket.used_bytes())
+
+    def wait_written(self, bucket: Bucket) -> None:
+        """If an accelerator still copies the record, or the drive writes it, wait until that is over."""
+        if bucket.length_bytes:
+            self.cache.wait(bucket.key)
+
+    def put_when_copied(self, opened: OpenBucket, finish: Callable[[], int]) -> None:
+        """`put` of a record to which an accelerator still copies; `finish` then completes it and gives its length."""
+        if opened.lease is not None:
+            self.cache.put(opened.bucket.key, finish)
 
     def put_whole(self, opened: OpenBucket, length_bytes: int) -> None:
         """`put` of a record that has its header already."""
@@ -211,6 +236,20 @@ class BucketRecords:
         if bucket.length_bytes:
             self.cache.forget(bucket.key)
 
+    def count_resets_later(self, resets: torch.Tensor) -> None:
+        """`count_reset` so many times, when `wait_for_resets` is called: only an accelerator knows yet.
+
+        Args:
+            resets: int64, of shape `()`.
+        """
+        self._resets = resets if self._resets is None else self._resets + resets
+
+    def wait_for_resets(self) -> None:
+        """Have all resets counted. Waits for the accelerator that knows them."""
+        resets, self._resets = self._resets, None
+        for _ in range(0 if resets is None else int(resets)):
+            self.count_reset()
+
     def count_reset(self) -> None:
         """The masters of a parameter are made anew because the user has changed it."""
         if self._metrics.masters_reset == 0:
@@ -220,7 +259,8 @@ class BucketRecords:
             )
         self._metrics.masters_reset += 1
 
-    def _note_unplanned(self, key: str) -> None:
+    def note_unplanned(self, key: str) -> None:
+        """The class made state `key`, which was not planned."""
         if key not in self._unplanned:
             self._unplanned.add(key)
             log.warning(

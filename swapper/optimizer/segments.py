@@ -25,7 +25,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -34,7 +34,6 @@ from swapper.optimizer.cuts import CUT_NUMEL, segment_cuts
 from swapper.optimizer.master_codec import ties_bytes_max
 from swapper.optimizer.probe import StateSpec
 from swapper.sizes import ALIGNMENT_BYTES, SMALL_BYTES, round_up
-from swapper.storage.buffers import Lease
 from swapper.storage.layout import Entry, RecordLayout, plan_record
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import NAMES, PLAIN_DTYPES
@@ -43,6 +42,7 @@ from swapper.tensors.strides import is_dense, same_layout
 __all__ = [
     "MASTER",
     "Bucket",
+    "Memory",
     "OptimizerParameter",
     "Segment",
     "grouped",
@@ -59,6 +59,29 @@ SEGMENT_NUMEL = 1 << 19
 that the allocator, which adapts to what was freed, goes on giving larger tensors pages of their own."""
 
 
+DEVICE_SEGMENT_NUMEL = 1 << 21
+"""The same of one that is stepped on an accelerator. Of fewer elements, starting a kernel takes longer than it does."""
+
+
+class Memory(Protocol):
+    """A record's: a lease, or a copy of it on an accelerator."""
+
+    @property
+    def address(self) -> int:
+        """Of its first byte."""
+
+    def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """See `Lease.view`."""
+
+    def strided_view(
+        self, offset_bytes: int, numel: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
+    ) -> torch.Tensor:
+        """See `Lease.strided_view`."""
+
+    def pool_has(self, tensor: torch.Tensor) -> bool:
+        """True if `tensor`, which is strided, may be in memory that another record will have."""
+
+
 @dataclass(frozen=True, slots=True)
 class StateLocation:
     """Location of a tensor of the state in its bucket's record."""
@@ -66,15 +89,15 @@ class StateLocation:
     offset_bytes: int
     spec: StateSpec
 
-    def view(self, lease: Lease) -> torch.Tensor:
-        """The tensor, in the record's buffer."""
+    def view(self, memory: Memory) -> torch.Tensor:
+        """The tensor, in the record's memory."""
         spec = self.spec
-        return lease.strided_view(self.offset_bytes, spec.numel, spec.dtype, spec.shape, spec.stride)
+        return memory.strided_view(self.offset_bytes, spec.numel, spec.dtype, spec.shape, spec.stride)
 
-    def fits(self, tensor: torch.Tensor) -> bool:
-        """True if `tensor` can be stored here as it is."""
+    def fits(self, tensor: torch.Tensor, device: torch.device) -> bool:
+        """True if `tensor` can be stored here as it is, in memory of `device`."""
         same = tensor.dtype is self.spec.dtype and tensor.shape == self.spec.shape
-        return same and tensor.is_cpu and tensor.layout is torch.strided
+        return same and tensor.device == device and tensor.layout is torch.strided
 
 
 class OptimizerParameter:
@@ -87,6 +110,7 @@ class OptimizerParameter:
         group: number of its group; None while it is in none, so that it is not stepped.
         fused, cut_for_fused: its group has `fused=True`; it had that when the parameter was cut.
         keeps_whole: it is not cut when it is planned the next time, because a sparse gradient came.
+        strides_may_differ: those of its gradient do not change the bits of a step on its accelerator.
         arrived: gradients that arrived since the last step.
         counted: the gradient that the last of them is in, if it stays in memory.
         stepped: it was stepped in backward, and its gradient is gone until it is cleared.
@@ -103,7 +127,7 @@ class OptimizerParameter:
         self.segments: tuple[Segment, ...] = ()
         self.buckets: tuple[Bucket, ...] = ()
         self.group: int | None = None
-        self.fused = self.cut_for_fused = self.keeps_whole = False
+        self.fused = self.cut_for_fused = self.keeps_whole = self.strides_may_differ = False
         self.arrived = 0
         self.counted: weakref.ref[torch.Tensor] | None = None
         self.stepped = self.left = False
@@ -153,7 +177,8 @@ class Segment:
         small: state that never moves, by key.
         keys: the order of keys in the state.
         kept_master: the master of a small parameter, fp32, 1-D.
-        checksum: of the parameter's bits when its master was encoded; None when it has no master yet.
+        checksum: of the parameter's bits when its master was encoded; None when it has no master yet. A tensor if they
+            were summed on an accelerator: see `device_records`.
         tie_bits: ties of the encoded master.
         numel: elements in the slice.
         master_moves: the master is part of the record.
@@ -172,7 +197,7 @@ class Segment:
     small: dict[str, Any] = field(default_factory=dict)
     keys: list[str] = field(default_factory=list)
     kept_master: torch.Tensor | None = None
-    checksum: int | None = None
+    checksum: int | torch.Tensor | None = None
     tie_bits: int = 0
     numel: int = field(init=False)
     master_moves: bool = field(init=False)
@@ -318,6 +343,11 @@ class Bucket:
         """Length of the record as it is now, a multiple of 4096."""
         return self.layout.used_bytes(self.tie_bytes)
 
+    def slot_bytes(self, with_gradients: bool) -> int:
+        """Bytes of a slot for it on an accelerator."""
+        gradients = (s.numel * s.of.dtype.itemsize for s in self.segments if with_gradients)
+        return round_up(self.length_bytes, ALIGNMENT_BYTES) + sum(round_up(n, ALIGNMENT_BYTES) for n in gradients)
+
     def _lay_out(self) -> RecordLayout:
         entries: list[Entry] = []
         tensors = [(i, segment, spec) for i, segment in enumerate(self.segments) for spec in segment.stored_specs]
@@ -348,6 +378,7 @@ def plan_segments(
     master: str,
     bucket_bytes: int,
     remote: bool,
+    numel_max: int = SEGMENT_NUMEL,
 ) -> list[Segment]:
     """Cut one parameter.
 
@@ -357,11 +388,12 @@ def plan_segments(
         low_precision, threads: see `segment_cuts`.
         master: see `Segment`.
         bucket_bytes: most bytes of one segment's record and scratch; exceeded only where `segmented` is False.
+        numel_max: most elements of one segment, with the same exception.
     """
     moving = tuple(spec for spec in specs if spec.dtype in PLAIN_DTYPES and spec.nbytes >= SMALL_BYTES)
     dtypes = {spec.key: spec.dtype for spec in specs}
     whole = Segment(of, 0, of.numel, True, master, moving, dtypes)
-    if not segmented or (whole.cost_bytes(remote) <= bucket_bytes and of.numel <= SEGMENT_NUMEL):
+    if not segmented or (whole.cost_bytes(remote) <= bucket_bytes and of.numel <= numel_max):
         return [whole]
     like = [spec for spec in moving if spec.shape == tuple(of.parameter.shape)]
     # In eighths of a byte, because the ties of a split master take one bit.
@@ -369,7 +401,7 @@ def plan_segments(
     if whole.master_moves:
         eighths += 8 * 2 + 1 if whole.is_split else 8 * 4
     room_bytes = bucket_bytes - ALIGNMENT_BYTES * (len(like) + 8)
-    numel_max = max(min(8 * room_bytes // max(eighths, 1), SEGMENT_NUMEL), CUT_NUMEL)
+    numel_max = max(min(8 * room_bytes // max(eighths, 1), numel_max), CUT_NUMEL)
     segments = []
     for start, stop in segment_cuts(of.numel, numel_max, low_precision=low_precision, threads=threads):
         slices = tuple(StateSpec(spec.key, spec.dtype, (stop - start,), (1,)) for spec in like)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import mmap
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from swapper.errors import ConfigError
+from swapper.optimizer.device_records import checksums_to_host
 from swapper.optimizer.plan import OptimizerPlan
 from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher
 from swapper.optimizer.segments import MASTER, Bucket, OptimizerParameter, Segment, as_shaped, is_edited
@@ -57,6 +58,7 @@ class StateRecords:
         states = {of: _Gathered(allocate) for of in map(self.plan.of, parameters) if of is not None and of.has_state}
         reached = {bucket for of in states for bucket in of.buckets}
         buckets = [bucket for bucket in self.plan.buckets if bucket in reached]
+        self.checksums_to_host(states)
         show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
         self.bucket_records.cache.release_live()
         try:
@@ -90,6 +92,12 @@ class StateRecords:
                     total += sum(spec.nbytes + ALIGNMENT_BYTES for spec in segment.stored_specs)
                     total += 4 * segment.numel + ALIGNMENT_BYTES if segment.master else 0
         return _allocate_in(self.store.scratch(total)) if total else allocate_in_memory
+
+    def checksums_to_host(self, parameters: Iterable[OptimizerParameter]) -> None:
+        """Have checksums of the host for the masters of `parameters`. Waits for the device they are on."""
+        with modes_kept():
+            set_grad_mode(False)
+            checksums_to_host(segment for of in parameters for segment in of.segments)
 
     def forget(self) -> None:
         """As if no step had been made."""
@@ -160,6 +168,7 @@ class StateRecords:
         assert of is not None
         for bucket in of.buckets:
             mine = [segment for segment in bucket.segments if segment.of is of]
+            self.bucket_records.wait_written(bucket)
             if not entries and not any(segment.tie_bits for segment in mine):
                 for segment in mine:
                     segment.forget()

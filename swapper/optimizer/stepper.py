@@ -6,9 +6,9 @@ runs, and what it left behind is taken out: whatever it does to all parameters a
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
-from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol, TypeVar
@@ -17,14 +17,17 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.errors import SwapError
-from swapper.io.devices import DeviceCopies
+from swapper.io.devices import Copy, DeviceCopies
 from swapper.metrics import Metrics
+from swapper.optimizer.class_step import ClassStep
+from swapper.optimizer.device_records import DeviceBucket, edited_on_device
+from swapper.optimizer.device_slots import DeviceSlots, Slot
 from swapper.optimizer.operands import Operand, Scratch, fetch, make_tensors, write_back
 from swapper.optimizer.plan import OptimizerPlan
-from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher, Work
+from swapper.optimizer.records import BucketRecords, Masters, Prefetcher, Work
 from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, grouped, is_edited
 from swapper.progress import ProgressBar
-from swapper.storage.buffers import BufferPool
+from swapper.storage.buffers import BufferPool, PoolExhausted
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.tensors.evicted_gradients import gradient_attached, raw_gradient
@@ -35,9 +38,7 @@ __all__ = ["Stepper", "SwappedGradients", "SwappedParameters", "progress"]
 log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
-_HOST = torch.device("cpu")
-_NO_OPTIONS = ("params", "param_names")
-_Groups = dict[int, dict[str, Any]]
+_Fetched = tuple[list[Operand], Scratch, DeviceBucket | None]
 
 
 class SwappedParameters(Protocol):
@@ -92,6 +93,14 @@ class SwappedGradients(Protocol):
 
     def taken(self, parameter: torch.nn.Parameter, start: int) -> AbstractContextManager[torch.Tensor]:
         """Within it that part is in memory: 1-D, in memory order."""
+
+    def uploaded(
+        self,
+        parameter: torch.nn.Parameter,
+        start: int,
+        upload: Callable[[torch.Tensor], tuple[torch.Tensor, Copy | None]],
+    ) -> tuple[torch.Tensor, Sequence[Callable[[torch.Tensor], object]]]:
+        """That part on an accelerator, by `upload`, and what is to be done to it, in order, when the copy is over."""
 
     def watches(self, parameter: torch.nn.Parameter) -> bool:
         """True if its gradients are looked at when they arrive."""
@@ -148,16 +157,22 @@ class Stepper:
         self.done = 0
         self.stepping = False
         self._class_step = ClassStep(class_step, plan.remote)
+        self._device = plan.device if plan.on_device else torch.device("cpu")
         self._pool = pool
         self._pool_bytes = pool_bytes
         self._records = records
         self._copies = DeviceCopies(plan.device)
+        self._slots = DeviceSlots(plan.device) if plan.on_device else None
+        self._slot: Slot | None = None  # of the bucket that is being brought
+        self._changes: list[Callable[[], object]] = []  # of its gradients, when they are in the slot
+        self._looks_ahead = plan.on_accelerator  # brings a bucket while the one before is stepped
         self._scratches: list[Scratch] = []
         self._gradient_slices: dict[Segment, torch.Tensor] = {}
         self._on_host: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # of a bucket: see `SwappedParameters.stepping`
         self._present = ExitStack()
         self._following = ExitStack()  # with an accelerator: of the bucket that is being copied
-        self._edited: dict[OptimizerParameter, bool] = {}  # of this step
+        self._edited: dict[OptimizerParameter, bool | torch.Tensor] = {}  # of this step
+        self._noted: set[OptimizerParameter] = set()  # those of them that were counted
 
     # --- A whole step ----------------------------------------------------------------------------------------------
 
@@ -179,12 +194,13 @@ class Stepper:
         for i, (bucket, _) in enumerate(progress(work, "writing optimizer state", show)):
             assert pending is not None
             fetched = pending
-            if self.plan.remote:  # The next bucket is copied from the accelerator while this one is stepped.
-                self._following = self._bring(work, i + 1)
+            # The next bucket is copied from or to the accelerator while this one is stepped.
+            is_ahead = self._looks_ahead and self._bring_ahead(work, i + 1)
+            if is_ahead:
                 pending = self._fetch(work, i + 1)
             prefetcher.look(i)
             self._step_bucket(optimizer, bucket, *fetched)
-            if self.plan.remote:
+            if is_ahead:
                 self._present.close()
                 self._present, self._following = self._following, ExitStack()
             else:
@@ -205,8 +221,10 @@ class Stepper:
         self._copies.join()  # Whatever uses the parameters next, in this backward or after it, or after it failed.
         self.stepping = False
 
-    def _begin(self, work: Sequence[Work]) -> tuple[list[Operand], Scratch] | None:
+    def _begin(self, work: Sequence[Work]) -> _Fetched | None:
         self.hold_scratch()
+        if self._slots is not None:
+            self._slots.hold(self.plan.slot_bytes)
         present = self._bring(work, 0)  # Before what is present goes: what both need stays.
         self._present.close()
         self._present = present
@@ -217,10 +235,12 @@ class Stepper:
         self._present.close()
         self._copies.join()
         self.drop_scratch()
-        if self.plan.stored_bytes > self._pool_bytes:
+        if self._slots is None and self.plan.stored_bytes > self._pool_bytes:
             return_free_memory()
         self._class_step.finish(optimizer)
-        self._edited.clear()
+        if edited := [flag for flag in self._edited.values() if isinstance(flag, torch.Tensor)]:
+            self._records.count_resets_later(torch.stack(edited).sum())
+        self._forget_edited()
         self.entered, self.done, self.stepping = [], 0, False
 
     def abandon(self) -> None:
@@ -232,10 +252,12 @@ class Stepper:
             steps.callback(self.drop_scratch)
             steps.callback(self.recover)
             steps.callback(self._class_step.abandon)
-            steps.callback(self._edited.clear)
+            steps.callback(self._forget_edited)
             steps.callback(self._following.close)
             steps.callback(self._present.close)
             steps.callback(self._copies.settle)
+            if self._slots is not None:
+                steps.callback(self._slots.wait)
 
     def recover(self) -> None:
         """Give back records that were taken and not put, and drop what was prefetched."""
@@ -262,10 +284,13 @@ class Stepper:
             self._scratches.append(Scratch(self._pool.acquire(length_bytes) if length_bytes else None))
 
     def drop_scratch(self) -> None:
-        """Give the scratch buffers back; each is the pool's when the copies from and to it are done."""
+        """Give the scratch buffers back; each is the pool's when the copies from and to it are done. The slots too."""
         for scratch in self._scratches:
             scratch.release()
         self._scratches = []
+        if self._slots is not None:
+            self._slots.drop()
+            self._slot, self._changes, self._gradient_slices = None, [], {}
 
     def has_gradient(self, p: torch.nn.Parameter) -> bool:
         """True if `p` has a gradient, in memory or evicted."""
@@ -293,11 +318,13 @@ class Stepper:
         self._gradient_slices, self._on_host = {}, {}
         if i >= len(work):
             return stack
-        active = work[i][1]
+        bucket, active = work[i]
+        if self._slots is not None:
+            self._slot, self._changes = self._slots.take(bucket.length_bytes), []
         try:
             if self.parameters is not None:
                 stepped = [segment.parameter for segment in active]
-                self._on_host = stack.enter_context(self.parameters.stepping(stepped, _HOST))
+                self._on_host = stack.enter_context(self.parameters.stepping(stepped, self._device))
             if self.gradients is not None:
                 self._take_gradients(self.gradients, active, stack)
         except BaseException:
@@ -305,28 +332,48 @@ class Stepper:
             raise
         return stack
 
+    def _bring_ahead(self, work: Sequence[Work], i: int) -> bool:
+        """Bring bucket `i` while the one before is in use. False if parameters of both have no room at once."""
+        try:
+            self._following = self._bring(work, i)
+        except PoolExhausted:
+            return False
+        return True
+
     def _take_gradients(self, gradients: SwappedGradients, active: Sequence[Segment], stack: ExitStack) -> None:
         for of, mine in grouped(active).items():
             p, start = of.parameter, mine[0].start
             if not gradients.is_evicted(p):
                 continue
-            part = stack.enter_context(gradients.taken(p, start))
+            if self._slot is not None:
+                assert self._slots is not None
+                part, changes = gradients.uploaded(p, start, functools.partial(self._slots.upload, self._slot))
+                self._changes += [functools.partial(change, part) for change in changes]
+            else:
+                part = stack.enter_context(gradients.taken(p, start))
             if mine[0].whole and not mine[0].master and not self.plan.remote:  # The class is given it itself.
                 stack.enter_context(gradient_attached(p, part.as_strided(p.shape, p.stride())))
                 continue
             for segment in mine:
                 self._gradient_slices[segment] = part[segment.start - start : segment.stop - start]
 
-    def _fetch(self, work: Sequence[Work], i: int) -> tuple[list[Operand], Scratch] | None:
+    def _fetch(self, work: Sequence[Work], i: int) -> _Fetched | None:
         if i >= len(work):
             return None
-        active = work[i][1]
-        scratch = self._scratches[i % len(self._scratches)]
+        bucket, active = work[i]
+        scratch = self._scratches[i % len(self._scratches)] if self._scratches else Scratch(None)
         scratch.reset()
         for segment in active:
             self._check_gradient(segment)
         remote, slices = self.plan.remote, self._gradient_slices
-        return fetch(active, remote, slices, self._on_host, scratch, self._copies), scratch
+        operands = fetch(active, remote, slices, self._on_host, scratch, self._copies)
+        if self._slots is None:
+            return operands, scratch, None
+        lease, filled = self._records.take_lease(bucket)
+        note = self._records.note_unplanned
+        opened = DeviceBucket(bucket, lease, filled, self._slot, self._slots, self.plan.device, note)
+        opened.when_joined = self._changes
+        return operands, scratch, opened
 
     def _check_gradient(self, segment: Segment) -> None:
         p, gradient = segment.parameter, raw_gradient(segment.parameter)
@@ -352,14 +399,23 @@ class Stepper:
 
     # --- The step of a bucket --------------------------------------------------------------------------------------
 
-    def _step_bucket(self, optimizer: Optimizer, bucket: Bucket, operands: list[Operand], scratch: Scratch) -> None:
+    def _step_bucket(
+        self,
+        optimizer: Optimizer,
+        bucket: Bucket,
+        operands: list[Operand],
+        scratch: Scratch,
+        on_device: DeviceBucket | None,
+    ) -> None:
         scratch.wait()
         for operand in operands:
             operand.edited = self._is_edited(operand)
-        opened = self._records.take(bucket)
+        if on_device is not None:
+            self._join(optimizer, on_device, operands)
+        opened = on_device or self._records.take(bucket)
         make_tensors(operands, opened, scratch)
         for operand in operands:
-            if operand.edited:
+            if operand.edited is True:
                 self._note_edited(operand.segment)
         self.entered.append(bucket)  # From here on parameters change: a failure leaves the step half made.
         self.stepping = True
@@ -374,18 +430,37 @@ class Stepper:
         opened.encode(masters)
         for operand in operands:
             write_back(operand, self.plan.remote, self._copies, scratch)
-        self._records.put(opened)  # The buffer is the cache's from here on.
-        if made_state and opened.lease is not None:
-            states.clear()
-            return_free_memory()
+        # The buffer is the cache's from here on.
+        if on_device is not None:
+            on_device.leave()
+            self._records.put_when_copied(on_device, on_device.finish)
+        else:
+            self._records.put(opened)
+            if made_state and opened.lease is not None:
+                states.clear()
+                return_free_memory()
         self.done += 1
 
-    def _is_edited(self, operand: Operand) -> bool:
+    def _join(self, optimizer: Optimizer, opened: DeviceBucket, operands: Sequence[Operand]) -> None:
+        """What the current stream does from here on comes after the bucket's record, and what else was uploaded."""
+        opened.join()
+        for operand in operands:
+            number = operand.segment.of.group
+            assert number is not None
+            group = optimizer.param_groups[number]
+            opened.place_small(operand.segment, bool(group.get("capturable") or group.get("fused")))
+
+    def _is_edited(self, operand: Operand) -> bool | torch.Tensor:
         """True if another segment, of this step or before it, shows that the user has changed the parameter.
 
-        All are compared before the first is stepped. A parameter that is not cut is compared when it is opened.
+        All are compared before the first is stepped. A parameter that is not cut is compared when it is opened; on an
+        accelerator it is compared here, too, and the result may be known only there.
         """
         segment, of = operand.segment, operand.segment.of
+        if self._slots is not None:
+            if segment.master and of not in self._edited:
+                self._edited[of] = edited_on_device(of.segments)
+            return self._edited.get(of, False)
         if not segment.master or len(of.segments) < 2:
             return False
         if of not in self._edited:
@@ -395,130 +470,15 @@ class Stepper:
                 self._note_edited(segment)
         return self._edited[of]
 
+    def _forget_edited(self) -> None:
+        self._edited.clear()
+        self._noted.clear()
+
     def _note_edited(self, segment: Segment) -> None:
-        if not self._edited.get(segment.of):
+        if segment.of not in self._noted:
             self._edited[segment.of] = True
+            self._noted.add(segment.of)
             self._records.count_reset()
-
-
-class ClassStep:
-    """Calls the class, once for each bucket of a step, and remembers what it changes in its groups until the end.
-
-    With `remote` parameters are on an accelerator, and all that the class is shown is on the host.
-    """
-
-    def __init__(self, step: Callable[[Optimizer], Any], remote: bool) -> None:
-        self._step = step
-        self._remote = remote
-        self._former: dict[str, Any] = {}  # what `_narrow` replaced on the optimizer
-        self._changes: _Groups = {}  # values of groups that the class changed
-        self._seen: set[int] = set()  # groups that the class was shown in this step
-
-    def __call__(self, optimizer: Optimizer, operands: Sequence[Operand], opened: OpenBucket) -> list[dict[str, Any]]:
-        """Step `operands`, whose state is in `opened`. Returns the state of each that the class left behind."""
-        groups: _Groups = {}
-        states: dict[torch.Tensor, dict[str, Any]] = {}
-        for operand in operands:
-            number, tensor = operand.segment.of.group, operand.tensor
-            assert number is not None and tensor is not None
-            if number not in groups:
-                groups[number] = self._narrowed(optimizer.param_groups[number])
-            groups[number]["params"].append(tensor)
-            states[tensor] = opened.state_of(operand.segment)
-        self._narrow(optimizer, groups, {tensor: state for tensor, state in states.items() if state})
-        self._step(optimizer)
-        left = [dict(optimizer.state.get(tensor, {})) for tensor in states]
-        self.widen(optimizer)
-        self._note_changes(optimizer, groups)
-        return left
-
-    def finish(self, optimizer: Optimizer) -> None:
-        """The step is over: apply what the class changed in its groups."""
-        self._show_other_groups(optimizer)
-        for number, values in self._changes.items():
-            group = optimizer.param_groups[number]
-            for key, value in values.items():
-                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
-                    group[key].copy_(value)
-                else:
-                    group[key] = value
-        self.abandon()
-
-    def abandon(self) -> None:
-        """Forget what the class changed in its groups."""
-        self._changes = {}
-        self._seen.clear()
-
-    def widen(self, optimizer: Optimizer) -> None:
-        """Show the optimizer its own groups, hooks and state again. Idempotent."""
-        vars(optimizer).update(self._former)
-        self._former = {}
-
-    def _show_other_groups(self, optimizer: Optimizer) -> None:
-        """Call the class with the groups that had no gradient in this step: it may count its steps in them.
-
-        Each has one small parameter without a gradient, because a class may pass by a group that is empty.
-        """
-        groups: _Groups = {}
-        for number, group in enumerate(optimizer.param_groups):
-            if number not in self._seen:
-                groups[number] = self._narrowed(group)
-                groups[number]["params"] = [
-                    torch.nn.Parameter(torch.zeros([1] * p.dim(), dtype=p.dtype), requires_grad=p.requires_grad)
-                    for p in group["params"][:1]
-                ]
-        if not groups:
-            return
-        self._narrow(optimizer, groups, {})
-        try:
-            self._step(optimizer)
-        finally:
-            self.widen(optimizer)
-        self._note_changes(optimizer, groups)
-
-    def _note_changes(self, optimizer: Optimizer, groups: _Groups) -> None:
-        """Remember what the class changed in `groups`, which it was shown, until the step ends."""
-        self._seen.update(groups)
-        for number, group in groups.items():
-            original = optimizer.param_groups[number]
-            for key, value in group.items():
-                if key in _NO_OPTIONS or (self._remote and key == "capturable"):
-                    continue
-                if isinstance(value, torch.Tensor):
-                    former = original.get(key)
-                    changed = not isinstance(former, torch.Tensor) or not torch.equal(former.cpu(), value.cpu())
-                else:
-                    changed = key not in original or value is not original[key]
-                if changed:
-                    self._changes.setdefault(number, {})[key] = value
-
-    def _narrow(self, optimizer: Optimizer, groups: _Groups, state: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """Show the class only `groups` and `state`, no hooks, and no tensor on an accelerator, until `widen`."""
-        attributes: dict[str, Any] = {
-            "param_groups": list(groups.values()),
-            "state": defaultdict(dict, state),
-            "_optimizer_step_pre_hooks": OrderedDict(),
-            "_optimizer_step_post_hooks": OrderedDict(),
-        }
-        if self._remote:
-            for key in ("grad_scale", "found_inf"):  # From GradScaler, for fused steps.
-                if isinstance(value := getattr(optimizer, key, None), torch.Tensor):
-                    attributes[key] = value.cpu()
-        # Noted before anything is replaced: an interrupt in between is undone by `widen`.
-        self._former = {key: getattr(optimizer, key) for key in attributes}
-        vars(optimizer).update(attributes)
-
-    def _narrowed(self, group: dict[str, Any]) -> dict[str, Any]:
-        # Tensors are cloned, so that a value that the class changes in place is changed once a step, not once a bucket.
-        narrowed = {
-            key: (value.cpu() if self._remote else value).clone() if isinstance(value, torch.Tensor) else value
-            for key, value in group.items()
-            if key not in _NO_OPTIONS
-        }
-        if self._remote and "capturable" in narrowed:
-            narrowed["capturable"] = False  # The step runs on the CPU, where there is no graph to capture.
-        narrowed["params"] = []
-        return narrowed
 
 
 def progress(items: Sequence[_T], what: str, show: bool) -> Iterable[_T]:

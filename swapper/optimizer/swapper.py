@@ -140,6 +140,7 @@ class OptimizerSwapper:
     def stats(self) -> Stats:
         """Counters since this was made."""
         state_bytes = 0
+        self._records.bucket_records.wait_for_resets()
         if not self._guard.closed:
             state_bytes = sum(b.used_bytes() for b in self._plan.buckets if any(s.has_state for s in b.segments))
         return Stats(
@@ -293,6 +294,8 @@ class OptimizerSwapper:
         """
         self._prepare(operation)
         self.flush()
+        self._records.bucket_records.wait_for_resets()
+        self._records.checksums_to_host(self._plan.planned())
         return self._records
 
     def restore(

@@ -6,7 +6,7 @@ when the transfer is done, so no exception, wherever it strikes, can let two own
 
 [Note: copies from a device] A buffer that is put while a device still copies into it (the copy is the transfer of its
 lease) is written when the copy is over: whoever calls next then starts the write, or waits for the copy if it needs the
-record, or its buffer, before.
+record, or its buffer, before. Between the copy and the write its length is asked for: see `put`.
 
 [Note: failed writes] A record whose write failed, or the copy before it, keeps its buffer and its transfer, as FAILED.
 Every later call raises the error again, until `discard` or `forget`: the record on disk is neither the old nor the new
@@ -25,8 +25,7 @@ import itertools
 import logging
 import threading
 import weakref
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from swapper.errors import SwapIOError
 from swapper.interrupts import interrupts_deferred
@@ -36,7 +35,7 @@ from swapper.storage.cache_policies import KeptPolicy, Policy, ScanPolicy
 from swapper.storage.cached_records import CachedRecord, CachedRecords, RecordState
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import RecordKey, TensorStore
-from swapper.storage.transfers import AnyTransfer
+from swapper.storage.transfers import DroppedReads, FailedTransfer
 
 __all__ = ["RecordCache"]
 
@@ -85,7 +84,7 @@ class RecordCache:
         self._metrics = metrics
         self._policy = policy or (KeptPolicy() if store is None else ScanPolicy())
         self._owner = None if owner is None else weakref.ref(owner)
-        self._dropped: deque[AnyTransfer] = deque()  # reads that are not wanted any more
+        self._dropped = DroppedReads()
         pool.add_reclaimer(self._reclaim)
 
     def keep(self, keys: Iterable[RecordKey]) -> None:
@@ -190,9 +189,9 @@ class RecordCache:
                     return lease, False
                 record = self._read(key, lease)
             assert record.state is not RecordState.LIVE, f"{key} is in use already"
-            if follows and (record.copied_bytes or (self._store is None and record.writing)):
-                record.copied_bytes = 0  # It is written after the next `put`.
-                self.records.move(record, RecordState.LIVE, writing=False)
+            if follows and record.finish is not None:
+                record.finish = None  # It is written after the next `put`.
+                self._move(record, RecordState.LIVE, writing=False)
                 self._metrics.hits += 1
                 self._metrics.begin_use(key)
                 return record.lease, True
@@ -233,10 +232,14 @@ class RecordCache:
 
     # --- Records that go -------------------------------------------------------------------------------------------
 
-    def put(self, key: RecordKey, length_bytes: int) -> None:
-        """Start writing the first `length_bytes` of the buffer taken for `key`, and let go of it. Returns at once.
+    def put(self, key: RecordKey, length: int | Callable[[], int]) -> None:
+        """Start writing the buffer taken for `key`, and let go of it. Returns at once.
 
         If its lease has a transfer, that is waited for before it is written: see [Note: copies from a device].
+
+        Args:
+            length: how many bytes to write. A function is called once, when that transfer is over, before anybody has
+                the record, and in any thread; if it raises SwapIOError, the write has failed.
 
         Raises:
             SwapIOError: an earlier write failed, or there is no room for a fresh file beside one that must stay.
@@ -246,15 +249,12 @@ class RecordCache:
             assert record is not None and record.state is RecordState.LIVE, f"{key} is not in use"
             record.empty = False
             self._metrics.end_use(key)
-            if self._store is None:
-                self._move(record, RecordState.KEPT, writing=record.lease.transfer is not None)
-                return
-            state = RecordState.KEPT if self._policy.keeps(key) else RecordState.LEAVING
-            if record.lease.transfer is not None:  # See [Note: copies from a device].
-                record.copied_bytes = length_bytes
+            state = RecordState.KEPT if self._store is None or self._policy.keeps(key) else RecordState.LEAVING
+            if record.lease.transfer is not None:
+                record.finish = length if callable(length) else lambda: length
                 self._move(record, state, writing=True)
             else:
-                self._write(record, length_bytes, state)
+                self._write(record, length() if callable(length) else length, state)
             self._collect()
 
     def write(self, key: RecordKey, length_bytes: int) -> None:
@@ -305,13 +305,12 @@ class RecordCache:
             for record in writes:
                 with contextlib.suppress(SwapIOError):  # Raised again by `_collect`.
                     self._start_write(record)
-            for record in writes:
-                assert record.lease.transfer is not None
-                record.lease.transfer.settle()
-            for transfer in self._dropped:
+            transfers = [record.lease.transfer for record in writes if record.lease.transfer is not None]
+            for transfer in transfers:
                 transfer.settle()
+            self._dropped.settle()
             for record in writes:
-                if record.writing and not record.copied_bytes:
+                if record.writing and record.finish is None:
                     self._see_written(record)
             self._collect()
             if self._store is not None:
@@ -380,10 +379,7 @@ class RecordCache:
                         log.warning("a write of parameters had failed, and the model is gone: %r", error)
                 record.lease.transfer = None
             self._give_up(record, abandon=self._policy.is_viewed(record.key))
-        for transfer in self._dropped:
-            with contextlib.suppress(SwapIOError):
-                transfer.wait()
-        self._dropped.clear()
+        self._dropped.wait()
 
     # --- Buffers ---------------------------------------------------------------------------------------------------
 
@@ -501,10 +497,13 @@ class RecordCache:
         return record
 
     def _write(self, record: CachedRecord, length_bytes: int, state: RecordState) -> None:
-        assert self._store is not None
+        if self._store is None:
+            record.finish = None
+            self._rest(record, state)
+            return
         with interrupts_deferred():  # From the start of the transfer a failure is lost data.
             record.lease.transfer = transfer = self._store.write(record.key, record.lease, length_bytes)
-            record.copied_bytes = 0
+            record.finish = None
             self.records.move(record, state, writing=True)
         self._metrics.count_write(record.key, length_bytes, transfer)
 
@@ -514,16 +513,18 @@ class RecordCache:
         Raises:
             SwapIOError: the copy failed; or the write could not be started, which the next call tries again.
         """
-        if not record.copied_bytes:
+        if record.finish is None:
             return
         assert record.lease.transfer is not None
         try:
             record.lease.transfer.wait()
-        except SwapIOError:
-            record.copied_bytes = 0
+            length_bytes = record.finish()
+        except SwapIOError as error:
+            record.finish, record.lease.transfer = None, FailedTransfer(error)
             self._move(record, RecordState.FAILED, writing=False)
             raise
-        self._write(record, record.copied_bytes, record.state)
+        record.finish = lambda: length_bytes  # If the write cannot be started, the next call tries that alone again.
+        self._write(record, length_bytes, record.state)
 
     def _see_written(self, record: CachedRecord) -> bool:
         """Wait for the write of `record`, and let the record leave if it was leaving.
@@ -536,14 +537,15 @@ class RecordCache:
         """
         try:
             self._start_write(record)
-            assert record.lease.transfer is not None
+            if record.lease.transfer is None:
+                return True  # Without a store it was only copied.
             record.lease.transfer.wait()
         except SwapIOError:
             if self._policy.rewrites:
                 self._policy.write_failed(record.key)
                 self._rest(record, record.state)
                 raise
-            if record.writing and not record.copied_bytes:
+            if record.writing and record.finish is None:
                 self._move(record, RecordState.FAILED, writing=False)
             return False
         if record.state is RecordState.LEAVING:
@@ -558,11 +560,7 @@ class RecordCache:
         Raises:
             SwapIOError: a write failed. See [Note: failed writes].
         """
-        # Waited for, so that the handle does not report the failure of a read that nobody wanted.
-        while self._dropped and self._dropped[0].done():
-            with contextlib.suppress(SwapIOError):
-                self._dropped[0].wait()
-            self._dropped.popleft()
+        self._dropped.collect()
         if self._policy.rewrites:  # No write holds up a buffer, so each is seen by who waits for it.
             return
         failure: SwapIOError | None = None
@@ -570,7 +568,7 @@ class RecordCache:
             assert record.lease.transfer is not None
             if not record.lease.transfer.done():
                 continue
-            if not record.copied_bytes:
+            if record.finish is None:
                 self._see_written(record)
                 continue
             try:

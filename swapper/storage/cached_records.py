@@ -7,7 +7,7 @@ are one fact. Only `CachedRecords` changes it. Its caller defers interrupts, sin
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 from swapper.storage.buffers import Lease
@@ -42,7 +42,8 @@ class CachedRecord:
         state: see `RecordState`.
         writing: the lease's transfer is a write, or the copy before it: its failure means lost data, not a read to
             repeat.
-        copied_bytes: how much is to be written when a device has copied it, which is the lease's transfer; else 0.
+        finish: what is to be called when a device has copied the record, which is the lease's transfer: it gives the
+            bytes to write. None if no device does.
         empty: a new buffer of undefined content, as nothing is stored yet.
     """
 
@@ -50,7 +51,7 @@ class CachedRecord:
     lease: Lease
     state: RecordState
     writing: bool = False
-    copied_bytes: int = 0
+    finish: Callable[[], int] | None = None
     empty: bool = False
 
 

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from swapper.errors import SwapIOError, renewed
 from swapper.io.transfer import Transfer, end_all
 
-__all__ = ["AnyTransfer", "BothTransfers", "JoinedTransfer", "RecordTransfer", "start_all"]
+__all__ = [
+    "AnyTransfer",
+    "BothTransfers",
+    "DroppedReads",
+    "FailedTransfer",
+    "JoinedTransfer",
+    "RecordTransfer",
+    "start_all",
+]
 
 
 class AnyTransfer(Protocol):
@@ -34,6 +44,59 @@ class RecordTransfer(AnyTransfer, Protocol):
     def times_s(self) -> tuple[float, float]:
         """Return the times at which it began to move and was over."""
         ...
+
+
+class DroppedReads:
+    """Reads that are not wanted any more. They are waited for, so that no handle reports that one has failed."""
+
+    def __init__(self) -> None:
+        self._transfers: deque[AnyTransfer] = deque()
+
+    def append(self, transfer: AnyTransfer) -> None:
+        """Have one more."""
+        self._transfers.append(transfer)
+
+    def collect(self) -> None:
+        """Forget the oldest, as far as they are over."""
+        while self._transfers and self._transfers[0].done():
+            _wait(self._transfers[0])
+            self._transfers.popleft()
+
+    def settle(self) -> None:
+        """Wait until all are over."""
+        for transfer in self._transfers:
+            transfer.settle()
+
+    def wait(self) -> None:
+        """Wait until all are over, and forget them."""
+        for transfer in self._transfers:
+            _wait(transfer)
+        self._transfers.clear()
+
+
+def _wait(transfer: AnyTransfer) -> None:
+    with contextlib.suppress(SwapIOError):
+        transfer.wait()
+
+
+class FailedTransfer:
+    """Stands for a transfer that could not be made, because what comes before it has failed."""
+
+    __slots__ = ("_error",)
+
+    def __init__(self, error: SwapIOError) -> None:
+        self._error = error
+
+    def done(self) -> bool:
+        """Return True."""
+        return True
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Raise what has failed."""
+        raise renewed(self._error)
+
+    def settle(self) -> None:
+        """Do nothing."""
 
 
 class JoinedTransfer:
@@ -107,28 +170,32 @@ class JoinedTransfer:
 
 
 class BothTransfers:
-    """Two transfers that use one buffer: a write, and a copy up."""
+    """Two transfers that use one buffer: a write, and a copy to a device.
 
-    __slots__ = ("_first", "_second")
+    Attributes:
+        first, second: as given.
+    """
+
+    __slots__ = ("first", "second")
 
     def __init__(self, first: AnyTransfer, second: AnyTransfer) -> None:
-        self._first, self._second = first, second
+        self.first, self.second = first, second
 
     def done(self) -> bool:
         """Tell if both are over, well or not."""
-        return self._first.done() and self._second.done()
+        return self.first.done() and self.second.done()
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for both. Raises what failed, the first before the second."""
-        self._second.settle()
-        moved_bytes = self._first.wait(timeout)
-        self._second.wait(timeout)
+        self.second.settle()
+        moved_bytes = self.first.wait(timeout)
+        self.second.wait(timeout)
         return moved_bytes
 
     def settle(self) -> None:
         """Wait until both are over, and leave a failure unobserved."""
-        self._first.settle()
-        self._second.settle()
+        self.first.settle()
+        self.second.settle()
 
 
 def start_all(starts: Iterable[Callable[[], Transfer]]) -> Transfer | JoinedTransfer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from checkpoints import ALL, Make, Odd, Training, Words, make_model, options_of, settings_of
+from launcher import run_program
 from torch import nn
 from torch.optim import Optimizer
 from training import MORE, OPTIMIZERS
@@ -112,7 +112,7 @@ def test_a_new_process_resumes_to_the_bit(tmp_path: Path) -> None:
         program = PROGRAM.format(
             paths=paths, way=way, path=str(tmp_path), load=load, steps=steps, saved=str(tmp_path / "saved")
         )
-        subprocess.run([sys.executable, "-c", program], check=True)
+        run_program([sys.executable, "-c", program], check=True)
     last = Training("nvme", tmp_path, OPTIMIZERS["AdamW"], **how).load(tmp_path / "saved")
     last.losses = reference.losses
     assert last.turn == 5

@@ -15,6 +15,7 @@ import torch
 from checkpoints import Odd, Training, Words, make_model, options_of
 from command import as_json
 from command import swapper as command
+from launcher import run_program
 from repository import BENCHMARKS
 from safetensors.torch import load_file, load_model
 from torch import nn
@@ -26,7 +27,8 @@ from twins import bits
 
 import swapper
 from swapper.checkpoint import export, state_reader, streams
-from swapper.checkpoint.export import export_checkpoint, import_checkpoint
+from swapper.checkpoint.export import export_checkpoint
+from swapper.checkpoint.plain_import import import_checkpoint
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.streams import TensorStream
 from swapper.errors import ConfigError, SwapError
@@ -287,7 +289,8 @@ import sys, torch, swapper
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from peak import Peak
-from swapper.checkpoint.export import export_checkpoint, import_checkpoint
+from swapper.checkpoint.export import export_checkpoint
+from swapper.checkpoint.plain_import import import_checkpoint
 path = Path(sys.argv[1])
 def work(directory, out):
     export_checkpoint(directory, "torch", out / "out.pt")
@@ -315,7 +318,7 @@ def test_memory_holds_pieces_and_no_tensor(tmp_path: Path) -> None:
     optimizer.step()
     swapper.save_checkpoint(tmp_path / "saved", model, optimizer).wait()
     arguments = [sys.executable, "-c", MEASURED, str(tmp_path), str(BENCHMARKS)]
-    output = subprocess.run(arguments, check=True, stdout=subprocess.PIPE, text=True).stdout
+    output = run_program(arguments, check=True, stdout=subprocess.PIPE, text=True).stdout
     assert int(output) < (32 << 20) + 100e6, "with one tensor it would be 145 MB"
     weight, momentum = model["weight"].detach(), optimizer.state[model["weight"]]["momentum_buffer"]
     found = torch.load(tmp_path / "out.pt", weights_only=True, mmap=True)

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import stat
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +16,7 @@ import safetensors
 import torch
 from checkpoints import Odd, Training, Words, settings_of, whole
 from drives import mounted
+from launcher import run_program
 from repository import BENCHMARKS
 from torch import nn
 from training import OPTIMIZERS
@@ -353,7 +353,7 @@ def test_saving_and_loading_hold_at_most_the_pool_and_100_mb(before: str, after:
             settings = {**settings, "nvme_path": str(nvme_path), "pool_bytes": "440MiB"}
             settings["bucket_bytes"] = "20MiB" if way == "cut otherwise" else "32MiB"
         program = MEMORY.format(benchmarks=str(BENCHMARKS), settings=settings, action=action, path=path)
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+        done = run_program([sys.executable, "-c", program], capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         allowed_mb = (POOL_BYTES + 100e6) / 1e6
         assert float(done.stdout) <= allowed_mb, f"{action} with {way}"

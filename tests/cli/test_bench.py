@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from command import as_json, swapper
+from launcher import Program, run_program
 from measuring import SIZE
 from repository import ROOT
 
@@ -278,7 +279,7 @@ def test_a_signal_ends_it_and_leaves_nothing(
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     size = "--size" if command[0] == "bench" else "--io-size"
     words = [sys.executable, "-m", "swapper", *command, str(leaves_nothing_on), size, "16MiB"]
-    with subprocess.Popen(words, env=environment, stderr=subprocess.PIPE, text=True) as run:
+    with Program(words, env=environment, stderr=subprocess.PIPE, text=True) as run:
         try:
             deadline_s = time.monotonic() + 60
             while not list(leaves_nothing_on.glob("*/data")):
@@ -302,7 +303,7 @@ def test_the_benchmark_prints_every_row_and_leaves_nothing(
     fake_fio()
     words = [sys.executable, str(ROOT / "benchmarks" / "io_engine.py"), "--nvme-path", str(leaves_nothing_on)]
     words += ["--rounds", "2", "--size", "8MiB", "--block-size", "1MiB", "--queue-depth", "4"]
-    ended = subprocess.run(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    ended = run_program(words, env={**os.environ, "PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     for row in (
         "bandwidth, read, of fio",
@@ -322,6 +323,6 @@ def test_the_benchmark_prints_every_row_and_leaves_nothing(
 def test_the_benchmark_without_a_drive_ends_well(memory: Path) -> None:
     words = [sys.executable, str(ROOT / "benchmarks" / "io_engine.py"), "--nvme-path", str(memory), "--rounds", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "SWAPPER_ALLOW_TMPFS": "0"}
-    ended = subprocess.run([*words, "--size", "4MiB"], env=environment, capture_output=True, text=True)
+    ended = run_program([*words, "--size", "4MiB"], env=environment, capture_output=True, text=True)
     assert ended.returncode == 0
     assert "nothing was measured" in ended.stdout

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import pytest
 from command import as_json, swapper
+from launcher import Program, run_program
 from typer.testing import CliRunner
 
 from swapper.bench.machine import swapper_version
@@ -174,7 +175,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(nvme_path: Path) -> None:
     for i in range(500):
         leftover(nvme_path, f"swapper-{'long' * 40}{i}-0", size=0)
     command = [sys.executable, "-m", "swapper", "ls", str(nvme_path)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    with Program(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         assert process.stderr is not None
         assert process.stdout.readline().startswith("STATE")
@@ -366,7 +367,7 @@ def test_nothing_is_cut_where_there_is_no_terminal(nvme_path: Path) -> None:
     directory = leftover(deep, f"swapper-{'r' * 100}-0", run="r" * 100)
     command = [sys.executable, "-m", "swapper", "ls", str(deep)]
     environment = {**os.environ, "COLUMNS": "20", "TERM": "xterm-256color"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    done = run_program(command, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert len(lines) == 3
@@ -378,7 +379,7 @@ def test_nothing_is_cut_where_there_is_no_terminal(nvme_path: Path) -> None:
 def test_names_that_would_command_the_terminal_are_shown_harmless(nvme_path: Path) -> None:
     name = os.fsdecode(b"swapper-\xff\x1b[31m\n[bold]-0")
     directory = leftover(nvme_path, name, run="\x1b]0;title\x07", host="a\nb")
-    done = subprocess.run([sys.executable, "-m", "swapper", "ls", str(nvme_path)], capture_output=True, text=True)
+    done = run_program([sys.executable, "-m", "swapper", "ls", str(nvme_path)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert "\x1b" not in done.stdout
     assert len(done.stdout.splitlines()) == 3
@@ -469,7 +470,7 @@ def test_clean_without_a_terminal_needs_yes(nvme_path: Path) -> None:
     directory = leftover(nvme_path)
     assert "--yes" in swapper("clean", nvme_path, code=1).stderr
     command = [sys.executable, "-m", "swapper", "clean", str(nvme_path), "--json"]
-    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    done = run_program(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (1, "")
     assert "--yes" in done.stderr
     assert "Traceback" not in done.stderr
@@ -481,7 +482,7 @@ def test_clean_without_a_terminal_needs_yes(nvme_path: Path) -> None:
 def at_a_terminal(answer: str, *arguments: object) -> tuple[int, str, str]:
     """Exit code, standard output and what the terminal showed of a command that is answered when it asks."""
     main, side = pty.openpty()
-    process = subprocess.Popen(
+    process = Program(
         [sys.executable, "-m", "swapper", *map(str, arguments)],
         stdin=side,
         stderr=side,
@@ -637,7 +638,7 @@ def test_what_turns_out_to_be_another_hosts_is_left_alone(nvme_path: Path, monke
 def test_two_cleaners_count_what_they_free_once(nvme_path: Path) -> None:
     total = sum(blocks(leftover(nvme_path, f"swapper-dead{i}-0")) for i in range(40))
     command = [sys.executable, "-m", "swapper", "clean", "--yes", "--json", str(nvme_path)]
-    cleaners = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    cleaners = [Program(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     freed = [json.loads(cleaner.communicate()[0])["freed_bytes"] for cleaner in cleaners]
     assert [cleaner.returncode for cleaner in cleaners] == [0, 0]
     freed.append(as_json("clean", "--yes", nvme_path)["freed_bytes"])  # A look of one can keep the other away.

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from launcher import run_program
 from mock_cufile import COMPILER, Mock
 from typer.testing import CliRunner, Result
 
@@ -118,7 +119,7 @@ def test_every_section_is_shown_and_nothing_is_left_behind(nvme_path: Path) -> N
 
 
 def test_a_subprocess_prints_the_same_without_colours(nvme_path: Path) -> None:
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-m", "swapper", "report", str(nvme_path)],
         capture_output=True,
         text=True,

@@ -6,7 +6,6 @@ import copy
 import json
 import pickle
 import re
-import subprocess
 import sys
 import types
 import weakref
@@ -19,6 +18,7 @@ import yaml
 from configs import error_of
 from hypothesis import given
 from hypothesis import strategies as st
+from launcher import run_program
 from pydantic import BaseModel
 from repository import ROOT
 
@@ -703,15 +703,15 @@ def docstrings(model: type[BaseModel], prefix: str = "") -> dict[str, str]:
 
 def test_every_setting_says_its_default() -> None:
     texts = docstrings(OffloadConfig)
-    assert len(texts) == 22
+    assert len(texts) == 23
     assert {name for name, text in texts.items() if "efault" not in text} == set()
 
 
 def test_schema_is_printed_and_written(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "swapper.config", "--schema"]
-    printed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    printed = run_program(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
     assert json.loads(printed) == json_schema()
-    subprocess.run([*command, str(tmp_path / "s.json")], cwd=ROOT, check=True, capture_output=True)
+    run_program([*command, str(tmp_path / "s.json")], cwd=ROOT, check=True, capture_output=True)
     assert (tmp_path / "s.json").read_text() == printed
 
 

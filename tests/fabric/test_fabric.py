@@ -6,7 +6,6 @@ import errno
 import gc
 import json
 import os
-import subprocess
 import sys
 import threading
 import weakref
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from launcher import run_program
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision, TorchCheckpointIO
 from lightning.fabric.strategies import DDPStrategy
@@ -389,7 +389,7 @@ assert optimizer.optimizer.swapper.stats().bytes_written
 def test_both_packages_are_served_and_files_go_at_exit(package: str, nvme_path: Path) -> None:
     environment = {**os.environ, "SWAPPER_NVME_PATH": str(nvme_path), "PYTHONWARNINGS": "ignore"}
     script = SCRIPT.format(package=package)
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    done = run_program([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert not list(nvme_path.iterdir())
 

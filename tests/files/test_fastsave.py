@@ -28,6 +28,7 @@ import pytest
 import torch
 from archives import without_id
 from interrupts import interrupted_at
+from launcher import run_program
 from repository import BENCHMARKS
 from sampling import places
 from torch import Tensor, nn
@@ -909,7 +910,7 @@ from swapper.io.handle import AsyncIOHandle, FaultPlan
 handle = AsyncIOHandle(faults=FaultPlan(bytes_per_second=20_000_000))
 swapper.save(torch.arange(500_000), {str(tmp_path / "x")!r}, background=True, handle=handle)
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_program([sys.executable, "-c", program], check=True)
     assert torch.equal(torch.load(tmp_path / "x"), torch.arange(500_000))
 
 
@@ -954,7 +955,7 @@ reading, tensors = grown(lambda: swapper.load(path))
 assert tensors[2].sum() == 40_000_000
 print(writing, reading)
 """
-    output = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout
+    output = run_program([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout
     writing, reading = map(int, output.split())
     assert writing <= file_buffers.POOL_BYTES + 100e6
     assert reading <= 400e6 + file_buffers.POOL_BYTES + 100e6

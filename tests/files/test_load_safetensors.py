@@ -6,7 +6,6 @@ import errno
 import functools
 import json
 import struct
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 from hypothesis import strategies
+from launcher import run_program
 from models import CASES, WIDTH, Llama, Mlp
 from repository import BENCHMARK
 from torch import nn
@@ -347,6 +347,6 @@ for i, p in enumerate(model.parameters()):
     assert p[0, 0] == p[-1, -1] == i
 print(peak.bytes - before.bytes)
 """
-    run = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True)
+    run = run_program([sys.executable, "-c", program], check=True, capture_output=True)
     assert int(run.stdout) < 24e6, "the longest tensor is 4 MB"
     assert run.stderr == b"", "no progress bar where nobody looks"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from archives import without_id
+from launcher import run_program
 from models import CASES, WIDTH, Llama, Mlp, loss_of, tokens, vectors
 from repository import BENCHMARK
 from twins import Run, adamw, bits, close, offloaded, run_twice, swapper_of
@@ -198,7 +199,7 @@ def grown(name, state):
     return peak.bytes - before.bytes
 print(grown("model.pt", model.state_dict), grown("optimizer.pt", optimizer.state_dict))
 """
-    output = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout
+    output = run_program([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout
     of_model, of_optimizer = map(int, output.split())
     assert (tmp_path / "model.pt").stat().st_size > 250e6
     assert (tmp_path / "optimizer.pt").stat().st_size > 500e6

@@ -57,7 +57,7 @@ OPTIMIZERS: dict[str, MakeOptimizer] = {
 # --- Exactness -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(16)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("clip", [None, 0.5], ids=["", "clipped"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -150,9 +150,9 @@ def test_earlier_sums_are_read_ahead_in_the_order_of_arrival(nvme_path: Path, mo
         events.append(("read", key))
         return read(store, key, lease)
 
-    def log_take(cache: RecordCache, key: RecordKey, length_bytes: int) -> tuple[Lease, bool]:
+    def log_take(cache: RecordCache, key: RecordKey, length_bytes: int, **how: bool) -> tuple[Lease, bool]:
         events.append(("take", key))
-        return take(cache, key, length_bytes)
+        return take(cache, key, length_bytes, **how)
 
     with Twin(nvme_path, 2, pool_bytes="8MiB") as twin:
         twin.backward()
@@ -504,6 +504,7 @@ class Mixed(nn.Module):
         return torch.stack(terms).sum()
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf"), 3.0, 0.0])
 @pytest.mark.parametrize("factor", [0.01, 1.0])
 @pytest.mark.parametrize("micro_batches", [1, 2])

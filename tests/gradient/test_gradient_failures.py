@@ -226,13 +226,13 @@ class Interruption:
         original = getattr(RecordCache, method)
         self.left = at
 
-        def interrupted(cache: RecordCache, key: RecordKey, *args: Any) -> Any:
+        def interrupted(cache: RecordCache, key: RecordKey, *args: Any, **options: Any) -> Any:
             if key.kind != "grad":
-                return original(cache, key, *args)
+                return original(cache, key, *args, **options)
             self.left -= 1
             if self.left == 0 and not after:
                 raise KeyboardInterrupt
-            result = original(cache, key, *args)
+            result = original(cache, key, *args, **options)
             if self.left == 0:
                 raise KeyboardInterrupt
             return result

@@ -2,55 +2,38 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from accelerators import keep_busy, simulate, simulated
 from torch import nn
 from training import same_bits
 
 import swapper
 from swapper.io import devices
-from swapper.io.devices import Copies, DeviceCopies, copies_of, is_accelerator
+from swapper.io.devices import DeviceCopies, copies_of, is_accelerator
 from swapper.io.handle import AsyncIOHandle
-
-sim_device: Any = pytest.importorskip("sim_device", reason="the simulated accelerator is not built")
+from swapper.tensors.evicted_gradients import raw_gradient
 
 pytestmark = pytest.mark.timeout(120)
 
 NUMEL = 10_000
 
 
-class LockingCopies(Copies):
-    """`Copies` of a type of device that locks memory of others."""
-
-    non_blocking = True
-
-    def page_lock(self, address: int, length_bytes: int) -> None:
-        sim_device.host_register(address, length_bytes)
-
-    def page_unlock(self, address: int) -> None:
-        sim_device.host_unregister(address)
-
-
 @pytest.fixture(autouse=True, params=["blocking", "locking"])
 def locks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[bool]:
     """Whether the type of the device is one that torch can page-lock memory for. Freed memory is poisoned at once."""
-    if request.param == "locking":
-        monkeypatch.setitem(devices.DEVICES, "sim", LockingCopies)
-    else:
-        monkeypatch.delitem(devices.DEVICES, "sim", raising=False)
-    devices._warn_that_copies_block.cache_clear()
+    sim_device = simulate("sim-lazy", monkeypatch)
     sim_device.configure("lazy", poison_now=True)
+    sim_device.violations()  # of a test that failed
+    if request.param == "blocking":
+        monkeypatch.delitem(devices.DEVICES, "sim")
+    devices._warn_that_copies_block.cache_clear()
     yield request.param == "locking"
-    gc.collect()
-    violations = sim_device.violations()
-    sim_device.configure("eager")
-    assert violations == []
+    assert sim_device.violations() == []
 
 
 @pytest.fixture
@@ -170,6 +153,7 @@ def test_gradients_and_state_have_the_bits_of_a_step_on_the_host(
 
 @pytest.mark.parametrize("background", [False, True])
 def test_what_a_stream_has_yet_to_compute_is_saved(tmp_path: Path, sim: torch.device, background: bool) -> None:
+    simulated().configure("lazy")  # Freed memory is not waited for.
     stream = torch.Stream(sim)
     with torch.get_device_module(sim).stream(stream):
         values = torch.arange(300_000.0).to(sim) * 3
@@ -190,3 +174,33 @@ def test_tensors_of_the_device_go_to_files_and_back(tmp_path: Path, sim: torch.d
         handle.write(file, source, 5).wait()
         handle.read(file, target, 5).wait()
     assert torch.equal(source.cpu(), target.cpu())
+
+
+@pytest.mark.parametrize("where", ["nvme", "cpu"])
+def test_no_pass_of_a_window_waits_for_the_device(nvme_path: Path, sim: torch.device, locks: bool, where: str) -> None:
+    """The host is done with forward and backward before the device has begun with them; blocking copies are no test."""
+    model = nn.Sequential(*[nn.Linear(96, 96) for _ in range(3)]).to(sim)
+    settings = swapper.OffloadConfig(
+        nvme_path=nvme_path,
+        pool_bytes="8MiB",
+        bucket_bytes="64KiB",
+        gradient_accumulation_steps=2,
+        offload_optimizer={"device": "nvme"},
+        offload_gradient={"device": where},
+    )
+    optimizer = swapper.wrap_optimizer(torch.optim.AdamW(model.parameters()), settings)
+    simulated().configure("lazy")  # Freed memory is not waited for.
+    module = torch.get_device_module(sim)
+    x = torch.ones(2, 96).to(sim)
+    for _ in range(3):
+        module.synchronize()
+        busy = module.Event()
+        keep_busy("sim", 1000)
+        busy.record(module.current_stream())
+        for _ in range(2):
+            model(x).square().sum().backward()
+        assert busy.query() != locks
+        assert all(raw_gradient(p) is None for p in model.parameters() if p.nbytes >= 16 << 10)
+        optimizer.step()
+        optimizer.zero_grad()
+    swapper.of(optimizer).close()

@@ -9,7 +9,6 @@ import logging
 import os
 import random
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -22,6 +21,7 @@ import torch
 from conformance import Conformance, Subject
 from host_device import HostCopies
 from interrupts import interrupted_at
+from launcher import run_program
 
 from swapper.errors import SwapError, SwapIOError
 from swapper.io import bounce, devices
@@ -571,7 +571,7 @@ devices.DEVICES["cpu"] = HostCopies
 handle = AsyncIOHandle(faults=FaultPlan(delay_us=50000))
 handle.write(handle.open({str(tmp_path / "file")!r}, "w"), torch.ones({40 << 20}, dtype=torch.uint8))
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
+    run_program([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
     assert (tmp_path / "file").read_bytes() == b"\1" * (40 << 20)
 
 

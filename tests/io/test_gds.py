@@ -8,7 +8,6 @@ import itertools
 import logging
 import os
 import random
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ import pytest
 import torch
 from conformance import AVAILABLE, Conformance, Subject
 from host_device import HostCopies
+from launcher import run_program
 from mock_cufile import COMPILER, Mock, settled
 
 from swapper.errors import SwapError, SwapIOError
@@ -584,7 +584,7 @@ memory = torch.ones({(4 << 20) + 5}, dtype=torch.uint8)
 handle.pin(memory)
 handle.write(handle.open({str(tmp_path / "file")!r}, "w"), memory)
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
+    run_program([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
     assert (tmp_path / "file").read_bytes() == b"\1" * ((4 << 20) + 5)
 
 

@@ -9,7 +9,6 @@ import itertools
 import os
 import resource
 import signal
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ import pytest
 import torch
 from conformance import AVAILABLE, BLOCK, CONFORMING, SLAB, raises_io, random_bytes
 from interrupts import interrupted_at
+from launcher import run_program
 
 from swapper.errors import SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan, Slab, probe
@@ -222,7 +222,7 @@ for backend in {CONFORMING!r}:
     handle.write(handle.open({str(tmp_path)!r} + "/" + backend, "w"), torch.ones({8 * BLOCK}, dtype=torch.uint8))
     handles.append(handle)
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
+    run_program([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
     for backend in CONFORMING:
         assert (tmp_path / backend).read_bytes() == b"\1" * (8 * BLOCK)
 
@@ -242,7 +242,7 @@ for _ in range(8):
 time.sleep(0.05)
 """
     for _ in range(2):
-        done = subprocess.run([sys.executable, "-W", "error", "-c", program], timeout=60, capture_output=True)
+        done = run_program([sys.executable, "-W", "error", "-c", program], timeout=60, capture_output=True)
         assert (done.returncode, done.stderr) == (0, b"")
 
 
@@ -266,7 +266,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 assert [transfer.wait() for transfer in transfers] == [{8 * BLOCK}] * len(transfers)
 """
     command = [sys.executable, "-W", "error", "-W", "ignore:.*fork:DeprecationWarning", "-c", program]
-    done = subprocess.run(command, timeout=60, capture_output=True, text=True)
+    done = run_program(command, timeout=60, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     for backend in CONFORMING:
         assert (tmp_path / backend).read_bytes() == b"\1" * (8 * BLOCK)

@@ -9,7 +9,6 @@ import gc
 import os
 import pstats
 import signal
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -19,6 +18,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from launcher import run_program
 from lightning.pytorch.callbacks import (
     BackboneFinetuning,
     BatchSizeFinder,
@@ -441,6 +441,7 @@ print(model_bytes, peak.bytes - before.bytes)
 """
 
 
+@pytest.mark.thorough("by default: the same without Lightning, and checkpoints under it that hold no copy of the state")
 def test_training_and_resuming_take_the_pools_and_not_the_model(nvme_path: Path, tmp_path: Path) -> None:
     config = config_of(nvme_path, "state-gradients-parameters", pool_bytes="32MiB", bucket_bytes="4MiB")
     tests = Path(__file__).resolve().parents[1]
@@ -450,7 +451,7 @@ def test_training_and_resuming_take_the_pools_and_not_the_model(nvme_path: Path,
         "path": str(tmp_path / "it.ckpt"),
     }
     script = MEMORY.format(config=config, layers=48, **parts)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    done = run_program([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     model_bytes, grown_bytes = map(int, done.stdout.splitlines()[-1].split())
     # Those of two trainers, each with two buckets for torch's own scratch, and the 100 MB that the formula allows.

@@ -15,6 +15,7 @@ import lightning as L
 import pytest
 import torch
 import yaml
+from launcher import run_program
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning_runs import IGNORED_WARNINGS, Net, config_of, facts, fit, loader, trainer_of
@@ -346,7 +347,7 @@ def test_both_packages_are_served(program: str, nvme_path: Path) -> None:
     imports, rest = PROGRAMS[program]
     environment = {**os.environ, "SWAPPER_NVME_PATH": str(nvme_path)}
     script = SCRIPT.format(imports=imports, program=rest)
-    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
+    done = run_program([sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     assert not list(nvme_path.iterdir())
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import subprocess
 import sys
 import threading
 import time
@@ -19,6 +18,7 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from launcher import run_program
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint, WeightAveraging
 from lightning.pytorch.plugins import AsyncCheckpointIO, TorchCheckpointIO
 from lightning_runs import (
@@ -40,7 +40,8 @@ from twins import bits
 import swapper
 import swapper.lightning
 from swapper.checkpoint.checkpoint import is_checkpoint
-from swapper.checkpoint.export import export_checkpoint, import_checkpoint
+from swapper.checkpoint.export import export_checkpoint
+from swapper.checkpoint.plain_import import import_checkpoint
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.files import fastsave
@@ -530,7 +531,7 @@ def test_an_exported_directory_is_the_file_of_the_stock_strategy(what: str, nvme
     fit("auto", Hooked, max_epochs=1).save_checkpoint(tmp_path / "stock.ckpt")
     fit(strategy_of(nvme_path, what), Hooked, max_epochs=1).save_checkpoint(tmp_path / "directory.ckpt")
     command = ["checkpoint", "export", str(tmp_path / "directory.ckpt"), str(tmp_path / "it.ckpt"), "--to", "lightning"]
-    subprocess.run([sys.executable, "-m", "swapper", *command], check=True, timeout=300)
+    run_program([sys.executable, "-m", "swapper", *command], check=True, timeout=300)
     stock, exported = torch.load(tmp_path / "stock.ckpt"), torch.load(tmp_path / "it.ckpt")
     assert bits(exported) == bits(stock)
     results = [facts(fit("auto", Hooked, ckpt_path=tmp_path / name)) for name in ("stock.ckpt", "it.ckpt")]
@@ -695,7 +696,7 @@ def test_saving_and_resuming_hold_no_copy_of_the_state(nvme_path: Path, tmp_path
         "path": str(tmp_path / "it.ckpt"),
     }
     script = MEMORY.format(config=config, **parts)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    done = run_program([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     for line in done.stdout.splitlines():
         state_bytes, grown_bytes = map(int, line.split())

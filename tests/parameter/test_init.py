@@ -17,6 +17,7 @@ import pytest
 import torch
 from interrupts import interrupted_at
 from isolation import alone
+from launcher import run_program
 from models import CASES, WIDTH, Gpt2, Mlp, loss_of, tokens, vectors
 from repository import BENCHMARK
 from sampling import places
@@ -69,7 +70,7 @@ def away(model: nn.Module) -> list[str]:
 # --- The same bits ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_a_model_that_is_never_offloaded_works(name: str, nvme_path: Path, leaves_nothing: None) -> None:
     case = CASES[name]
@@ -86,7 +87,7 @@ def test_a_model_that_is_never_offloaded_works(name: str, nvme_path: Path, leave
         assert noted[0] == noted[1]
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_train_after_building_on_the_drive(name: str, nvme_path: Path, leaves_nothing: None) -> None:
     case = CASES[name]
@@ -471,7 +472,7 @@ with Peak() as peak:
         model(torch.randn(1, 1024))
 print(peak.bytes - before.bytes)
 """
-    output = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout
+    output = run_program([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout
     assert MODEL_BYTES > 5 * 40e6
     assert int(output) < 40e6, "the pool, which was there before, and a bucket or two"
 

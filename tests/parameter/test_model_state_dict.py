@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from launcher import run_program
 from models import CASES, WIDTH, Gpt2, Llama, Mlp, loss_of, tokens, vectors
 from repository import BENCHMARK
 from torch import nn
@@ -351,7 +352,7 @@ with Peak() as peak:
     model.load_state_dict(torch.load({str(tmp_path / "model.pt")!r}, mmap=True))
 print(peak.bytes - before.bytes)
 """
-    output = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout
+    output = run_program([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout
     assert (tmp_path / "model.pt").stat().st_size > 250e6
     assert int(output) < 40e6
 

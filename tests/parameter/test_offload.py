@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as fwAD
+from launcher import run_program
 from torch import nn
 
 import swapper
@@ -201,7 +202,7 @@ model, optimizer = swapper.offload(model, torch.optim.SGD(model.parameters(), lr
 model(torch.ones(1, 300)).sum().backward()
 optimizer.step()
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_program([sys.executable, "-c", program], check=True)
     assert list(nvme_path.iterdir()) == []
 
 
@@ -558,7 +559,7 @@ def _peak_bytes(nvme_path: Path, *, blocks: int, swapped: bool, in_backward: boo
         in_backward=in_backward,
         nvme_path=str(nvme_path),
     )
-    output = subprocess.run([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout
+    output = run_program([sys.executable, "-c", program], check=True, stdout=subprocess.PIPE, text=True).stdout
     return int(json.loads(output))
 
 

@@ -24,7 +24,7 @@ def each(names: Iterable[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", names, ids=lambda name: name.replace(" ", "-").replace(",", ""))
 
 
-@pytest.mark.sampled(18)
+@pytest.mark.sampled(10)
 @each(CASES)
 def test_train_accumulate_and_evaluate(name: str, nvme_path: Path) -> None:
     case = CASES[name]
@@ -65,7 +65,7 @@ class CheckpointedInside(nn.Module):
         return y
 
 
-@pytest.mark.sampled(10)
+@pytest.mark.sampled(5)
 @each(WITH_BLOCKS)
 @pytest.mark.parametrize("wrapper", [Checkpointed, CheckpointedInside], ids=["blocks", "forwards"])
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved", "reentrant"])

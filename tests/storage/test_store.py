@@ -23,6 +23,7 @@ import pytest
 import torch
 from drives import HOLDER, as_nobody, keys, killed_run, mode_of, mounted, other_process, random_bytes
 from isolation import in_forked_child
+from launcher import Program, run_program
 
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
@@ -416,7 +417,7 @@ sys.exit(any(os.waitpid(pid, 0)[1] for pid in children))
 """
     for i in range(50):
         make_leftover(nvme_path, f"swapper-dead{i:02}-0")
-    done = subprocess.run([sys.executable, "-c", script, str(nvme_path)], capture_output=True, text=True, timeout=50)
+    done = run_program([sys.executable, "-c", script, str(nvme_path)], capture_output=True, text=True, timeout=50)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == len({line.split(",")[0] for line in lines if line.startswith("removed ")}), done.stderr
@@ -853,7 +854,7 @@ assert os.waitpid(pid, 0)[1] == 0
 assert len(os.listdir(store.directories[0])) == 4
 """,
     )
-    done = subprocess.run(
+    done = run_program(
         [sys.executable, "-c", script, str(nvme_path), "run"], capture_output=True, text=True, timeout=50
     )
     assert done.returncode == 0, done.stderr
@@ -864,7 +865,7 @@ assert len(os.listdir(store.directories[0])) == 4
 def test_a_child_that_outlives_a_killed_run_delays_its_removal(nvme_path: Path) -> None:
     # The child of a fork holds the same lock: what it may still read stays as long as it lives.
     script = HOLDER.replace("sys.stdin.read()", "import os\nos.fork()\nsys.stdin.read()")
-    with subprocess.Popen(
+    with Program(
         [sys.executable, "-c", script, str(nvme_path), "run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import errno
 import gc
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 import torch
+from launcher import run_program
 
 from swapper.deepnvme import (
     aio_handle,
@@ -48,6 +48,6 @@ def full_errno(handle: aio_handle) -> int:
 
 def run(program: str, *, expect: int = 0) -> str:
     """Run it in a process of its own. Returns what it wrote to stderr."""
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], timeout=60, capture_output=True, text=True)
+    done = run_program([sys.executable, "-W", "error", "-c", program], timeout=60, capture_output=True, text=True)
     assert done.returncode == expect, done.stderr
     return done.stderr

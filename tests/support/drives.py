@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from launcher import Program
 from repository import ROOT
 
 from swapper.bench.witness import Witness
@@ -48,7 +49,7 @@ sys.stdin.read()
 @contextlib.contextmanager
 def other_process(nvme_path: Path, run: str) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """A process that has a store on `nvme_path` until its standard input ends; and its run directory."""
-    process = subprocess.Popen(
+    process = Program(
         [sys.executable, "-c", HOLDER, str(nvme_path), run], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     with process:

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 from drives import mounted
+from launcher import Program
 from snapshots import STEPS, Snapshot, Training, make_config
 from torch import nn
 from torch.optim import Optimizer
@@ -268,7 +269,7 @@ CHILD = """
 
 def child(program: str, *arguments: object, flags: tuple[str, ...] = ()) -> subprocess.Popen[str]:
     text = textwrap.dedent(CHILD) + textwrap.dedent(program)
-    return subprocess.Popen(
+    return Program(
         [sys.executable, "-W", "error", *flags, "-c", text, *map(str, arguments)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -292,14 +293,19 @@ def weights(model: nn.Module) -> str:
     return f"weights {[p.detach().view(torch.int32).sum().item() for p in model.parameters()]}\n"
 
 
-def test_runs_beside_each_other_and_without_asserts(nvme_path: Path, leaves_nothing: None) -> None:
+@pytest.mark.parametrize(
+    "flags", [(), pytest.param(("-O",), marks=pytest.mark.thorough("torch is compiled anew: ten seconds"))], ids=str
+)
+def test_runs_beside_each_other_and_without_asserts(
+    nvme_path: Path, leaves_nothing: None, flags: tuple[str, ...]
+) -> None:
     """Two runs on one path; one of them with `python -O`."""
     program = """
     run(model, optimizer, range(3))
     print(len(list(path.iterdir())), flush=True)
     run(model, optimizer, range(3, 5))
     """
-    both = [child(program + PRINT, nvme_path, flags=flags) for flags in ((), ("-O",))]
+    both = [child(program + PRINT, nvme_path, flags=flags) for flags in ((), flags)]
     for process in both:
         assert finish(process).endswith(weights(train_plain()))
 
@@ -364,6 +370,7 @@ def test_the_interpreter_ends_with_transfers_in_flight(nvme_path: Path, leaves_n
     import functools, swapper.session
     from swapper.io.handle import AsyncIOHandle, FaultPlan
     from training import backward
+    logging.getLogger("swapper").setLevel(logging.ERROR)  # That steps wait for such a drive is said in warnings.
     swapper.of(optimizer).close()
     swapper.session.AsyncIOHandle = functools.partial(AsyncIOHandle, faults=FaultPlan(delay_us=50000))
     model = make_model()

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from launcher import Program, run_program
 from repository import ROOT
 
 SMALL = ["--batch-size", "4", "--context", "32", "--threads", "1", "--device", "cpu"]
@@ -45,7 +46,7 @@ def test_plain_run_lowers_the_loss_and_writes_nothing_to_the_drive(
     command: list[str], tmp_path: Path, drive: Path
 ) -> None:
     file = tmp_path / "result.json"
-    subprocess.run([*command, "--plain", "--no-generate", "--steps", "40", "--json", str(file)], check=True)
+    run_program([*command, "--plain", "--no-generate", "--steps", "40", "--json", str(file)], check=True)
     losses = [float.fromhex(loss) for loss in json.loads(file.read_text())["plain"]["losses"]]
     assert len(losses) == 40
     assert sum(losses[-5:]) / 5 < losses[0] - 1.5
@@ -59,7 +60,7 @@ def test_plain_run_lowers_the_loss_and_writes_nothing_to_the_drive(
     ids=["float32-adamw", "bfloat16-adamw", "bfloat16-muon-tied"],
 )
 def test_compare_finds_no_difference(command: list[str], drive: Path, options: list[str]) -> None:
-    ended = subprocess.run([*command, *options, "--compare", "--steps", "6"], capture_output=True, text=True)
+    ended = run_program([*command, *options, "--compare", "--steps", "6"], capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "losses equal to the bit: yes" in ended.stdout
     assert "parameters equal to the bit: yes" in ended.stdout
@@ -76,7 +77,7 @@ def test_compare_finds_no_difference(command: list[str], drive: Path, options: l
 def test_signal_ends_a_run_and_leaves_no_files(
     command: list[str], drive: Path, signum: signal.Signals, after_s: float
 ) -> None:
-    with subprocess.Popen([*command, "--steps", "1000000"], stderr=subprocess.PIPE, text=True) as run:
+    with Program([*command, "--steps", "1000000"], stderr=subprocess.PIPE, text=True) as run:
         try:
             deadline_s = time.monotonic() + 60
             while not any(drive.iterdir()):
@@ -95,7 +96,7 @@ def test_signal_ends_a_run_and_leaves_no_files(
 
 def test_mistake_in_the_config_is_one_sentence(command: list[str], drive: Path) -> None:
     drive.rmdir()
-    ended = subprocess.run([*command, "--steps", "1"], capture_output=True, text=True)
+    ended = run_program([*command, "--steps", "1"], capture_output=True, text=True)
     drive.mkdir()
     assert ended.returncode == 1
     assert ended.stderr.startswith("train_gpt: ")

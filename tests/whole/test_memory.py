@@ -68,6 +68,7 @@ print(peak.bytes - before.bytes)
     assert int(output) < 60e6, "the state is 240 MB"
 
 
+@pytest.mark.thorough("by default: a model under a limit of memory in test_examples, and two models in test_offload")
 def test_the_peak_with_everything_on_disk_stays_within_the_formula(nvme_path: Path) -> None:
     """86M parameters: 14 bytes each on disk, 1.2 GB, and nothing of them in memory but what the pool holds."""
     arguments = ["--vocab-size", "256", "--context", "64", "--rounds", "1"]

@@ -1,0 +1,153 @@
+"""`ClassStep`: the optimizer's class is called with a few of its parameters, as if there were no others.
+
+It sees `param_groups` narrowed to the tensors of one bucket, with their state put in, and no hooks. What it leaves
+behind is taken out, and what it changes in its groups is applied when the step ends.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.optimizer.operands import Operand
+from swapper.optimizer.records import OpenBucket
+
+__all__ = ["ClassStep"]
+
+_NO_OPTIONS = ("params", "param_names")
+_Groups = dict[int, dict[str, Any]]
+
+
+class ClassStep:
+    """Calls the class, once for each bucket of a step, and remembers what it changes in its groups until the end.
+
+    With `remote` parameters are on an accelerator, and all that the class is shown is on the host.
+    """
+
+    def __init__(self, step: Callable[[Optimizer], Any], remote: bool) -> None:
+        self._step = step
+        self._remote = remote
+        self._former: dict[str, Any] = {}  # what `_narrow` replaced on the optimizer
+        self._changes: _Groups = {}  # values of groups that the class changed
+        self._clones: dict[tuple[int, str], torch.Tensor] = {}  # of tensors in groups that are on an accelerator
+        self._seen: set[int] = set()  # groups that the class was shown in this step
+
+    def __call__(self, optimizer: Optimizer, operands: Sequence[Operand], opened: OpenBucket) -> list[dict[str, Any]]:
+        """Step `operands`, whose state is in `opened`. Returns the state of each that the class left behind."""
+        groups: _Groups = {}
+        states: dict[torch.Tensor, dict[str, Any]] = {}
+        for operand in operands:
+            number, tensor = operand.segment.of.group, operand.tensor
+            assert number is not None and tensor is not None
+            if number not in groups:
+                groups[number] = self._narrowed(number, optimizer.param_groups[number])
+            groups[number]["params"].append(tensor)
+            states[tensor] = opened.state_of(operand.segment)
+        self._narrow(optimizer, groups, {tensor: state for tensor, state in states.items() if state})
+        self._step(optimizer)
+        left = [dict(optimizer.state.get(tensor, {})) for tensor in states]
+        self.widen(optimizer)
+        self._note_changes(optimizer, groups)
+        return left
+
+    def finish(self, optimizer: Optimizer) -> None:
+        """The step is over: apply what the class changed in its groups."""
+        self._show_other_groups(optimizer)
+        for number, values in self._changes.items():
+            group = optimizer.param_groups[number]
+            for key, value in values.items():
+                if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):
+                    group[key].copy_(value)
+                else:
+                    group[key] = value
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Forget what the class changed in its groups."""
+        self._changes, self._clones = {}, {}
+        self._seen.clear()
+
+    def widen(self, optimizer: Optimizer) -> None:
+        """Show the optimizer its own groups, hooks and state again. Idempotent."""
+        vars(optimizer).update(self._former)
+        self._former = {}
+
+    def _show_other_groups(self, optimizer: Optimizer) -> None:
+        """Call the class with the groups that had no gradient in this step: it may count its steps in them.
+
+        Each has one small parameter without a gradient, because a class may pass by a group that is empty.
+        """
+        groups: _Groups = {}
+        for number, group in enumerate(optimizer.param_groups):
+            if number not in self._seen:
+                groups[number] = self._narrowed(number, group)
+                groups[number]["params"] = [
+                    torch.nn.Parameter(
+                        torch.zeros([1] * p.dim(), dtype=p.dtype, device="cpu" if self._remote else p.device),
+                        requires_grad=p.requires_grad,
+                    )
+                    for p in group["params"][:1]
+                ]
+        if not groups:
+            return
+        self._narrow(optimizer, groups, {})
+        try:
+            self._step(optimizer)
+        finally:
+            self.widen(optimizer)
+        self._note_changes(optimizer, groups)
+
+    def _note_changes(self, optimizer: Optimizer, groups: _Groups) -> None:
+        """Remember what the class changed in `groups`, which it was shown, until the step ends."""
+        self._seen.update(groups)
+        for number, group in groups.items():
+            original = optimizer.param_groups[number]
+            for key, value in group.items():
+                if key in _NO_OPTIONS or (self._remote and key == "capturable"):
+                    continue
+                if isinstance(value, torch.Tensor):
+                    changed = self._is_changed(original.get(key), value, self._clones.get((number, key)))
+                else:
+                    changed = key not in original or value is not original[key]
+                if changed:
+                    self._changes.setdefault(number, {})[key] = value
+
+    def _is_changed(self, former: Any, value: torch.Tensor, clone: torch.Tensor | None) -> bool:
+        if clone is value and not value.is_inference():  # Comparing values would wait for the accelerator.
+            return value._version != 0
+        return not isinstance(former, torch.Tensor) or not torch.equal(former.cpu(), value.cpu())
+
+    def _narrow(self, optimizer: Optimizer, groups: _Groups, state: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """Show the class only `groups` and `state`, no hooks, and no tensor on an accelerator, until `widen`."""
+        attributes: dict[str, Any] = {
+            "param_groups": list(groups.values()),
+            "state": defaultdict(dict, state),
+            "_optimizer_step_pre_hooks": OrderedDict(),
+            "_optimizer_step_post_hooks": OrderedDict(),
+        }
+        if self._remote:
+            for key in ("grad_scale", "found_inf"):  # From GradScaler, for fused steps.
+                if isinstance(value := getattr(optimizer, key, None), torch.Tensor):
+                    attributes[key] = value.cpu()
+        # Noted before anything is replaced: an interrupt in between is undone by `widen`.
+        self._former = {key: getattr(optimizer, key) for key in attributes}
+        vars(optimizer).update(attributes)
+
+    def _narrowed(self, number: int, group: dict[str, Any]) -> dict[str, Any]:
+        # Tensors are cloned, so that a value that the class changes in place is changed once a step, not once a bucket.
+        narrowed = {
+            key: (value.cpu() if self._remote else value).clone() if isinstance(value, torch.Tensor) else value
+            for key, value in group.items()
+            if key not in _NO_OPTIONS
+        }
+        for key, value in narrowed.items():
+            if isinstance(value, torch.Tensor) and not value.is_cpu:
+                self._clones[number, key] = value
+        if self._remote and "capturable" in narrowed:
+            narrowed["capturable"] = False  # The step runs on the CPU, where there is no graph to capture.
+        narrowed["params"] = []
+        return narrowed
