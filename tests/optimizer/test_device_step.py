@@ -420,28 +420,35 @@ def test_a_model_on_the_cpu_cannot_be_stepped_on_a_device(nvme_path: Path) -> No
         swapper.wrap_optimizer(optimizer, config(nvme_path))
 
 
-def test_auto_takes_the_device_if_it_has_room(device: str, nvme_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("room", ["there", "not there", "unknown", "none for a trial"])
+def test_auto_takes_the_device_if_it_has_room(
+    device: str, nvme_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, room: str
+) -> None:
     """And says what it takes. What the memory was when the optimizer was wrapped decides for good."""
     model = make_model(device)
-    chosen = []
-    rooms = (None,) if device != "sim" else (None, 100 << 10, 550 << 10, None)  # For no trial; for no three buckets.
-    for room in rooms:
+    optimizer = torch.optim.AdamW(model.parameters())
+    if room in ("not there", "unknown"):
+        free_bytes = 400 << 10 if room == "not there" else None
+        monkeypatch.setattr("swapper.optimizer.step_device.free_bytes", lambda device: free_bytes)
+    elif room == "none for a trial":
+        if device != "sim":
+            pytest.skip("the memory of a real device is not limited")
+        torch.sim.synchronize()  # type: ignore[attr-defined]
+        simulated().set_limit(torch.sim.memory_allocated() + (100 << 10))  # type: ignore[attr-defined]
+    with caplog.at_level("INFO", "swapper"), wrapped(optimizer, nvme_path, state={"step_device": "auto"}) as found:
         if device == "sim":
-            torch.sim.synchronize()  # type: ignore[attr-defined]
-            simulated().set_limit(16 << 30 if room is None else torch.sim.memory_allocated() + room)  # type: ignore[attr-defined]
-        optimizer = torch.optim.AdamW(model.parameters())
-        with caplog.at_level("INFO", "swapper"), wrapped(optimizer, nvme_path, state={"step_device": "auto"}) as found:
-            if device == "sim":
-                simulated().set_limit()
-            chosen.append(found._plan.on_device)
-            backward(model, 0)
-            optimizer.step()
-            optimizer.zero_grad()
-    assert chosen == [room is None for room in rooms]
-    said = [record.getMessage() for record in caplog.records if "steps are made" in record.getMessage()]
-    assert ["on the CPU" in text for text in said] == [room is not None for room in rooms]
-    if device == "sim":
-        assert ["a trial" in text for text in said] == [False, True, False, False]
+            simulated().set_limit()
+        assert found._plan.on_device == (room == "there")
+        backward(model, 0)
+        optimizer.step()
+    (said,) = (text for record in caplog.records if "steps are made" in (text := record.getMessage()))
+    wanted = {
+        "there": "on sim:0, with",
+        "not there": "400 KiB are free",
+        "unknown": "unknown",
+        "none for a trial": "trial",
+    }
+    assert wanted[room].replace("sim", device) in said
 
 
 def test_a_gradient_in_another_layout_is_stepped_if_that_keeps_the_bits(device: str, nvme_path: Path) -> None:
