@@ -49,7 +49,7 @@ NOT_MISSED: dict[str, str] = {
     "io/devices.py settle wait": "of errors, and of gradients beyond 256 MiB in flight",
     "io/devices.py follow follow": "of parameters on a device, which no config leads to yet",
     "io/devices.py run settle": "of an error of the device; see test_device_copies",
-    "optimizer/device_slots.py hold begin": "of memory reused while its former work waits, which the simulator never does",
+    "optimizer/device_slots.py hold begin": "of memory reused in the middle of its former work; the simulator does not",
     "optimizer/device_slots.py wait settle": "of a step on the device that failed: no scenario yet",
     "optimizer/device_slots.py wait settle 1": "as the one before",
     "storage/buffers.py _unlock_for_devices settle_all": "all leases are back by then; see test_buffers",
