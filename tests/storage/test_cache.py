@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,10 @@ from swapper.errors import SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.metrics import Metrics, Timeline
 from swapper.storage import cache as cache_module
+from swapper.storage.access_order import AccessOrder
 from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.cache import RecordCache, RecordState
+from swapper.storage.cache_policies import CyclicPolicy
 from swapper.storage.store import RecordKey, TensorStore
 
 pytestmark = pytest.mark.timeout(60)
@@ -920,6 +923,32 @@ def test_failures_in_any_order_of_calls(nvme_path: Path) -> None:
     )
     Machine.TestCase("runTest").runTest()
     assert not list(nvme_path.iterdir())
+
+
+class Counted:
+    """`Contents` that count how often their length is asked for."""
+
+    pinned = False
+
+    def __init__(self, number: int) -> None:
+        self.key = key(number)
+        self.asked = 0
+
+    @property
+    def length_bytes(self) -> int:
+        self.asked += 1
+        return SIZE
+
+
+def test_records_that_are_made_one_after_another_are_measured_once(nvme_path: Path) -> None:
+    with world(nvme_path, buffers=9) as w:
+        contents: list[Any] = []
+        policy = CyclicPolicy(AccessOrder(), contents)
+        cache = RecordCache(w.pool, w.store, w.metrics, policy)
+        for number in range(100):
+            contents.append(Counted(number))
+            assert not policy.prefers_high(cache, key(number))
+        assert sum(each.asked for each in contents) == 100
 
 
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
