@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar, overload
 
 import torch
@@ -23,8 +23,8 @@ from swapper.io.devices import is_accelerator
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.probe import refuse_unsupported
 from swapper.optimizer.swapper import OptimizerSwapper
-from swapper.parameter.building import ModelBuilder, initialisers_of
-from swapper.parameter.records import ParameterPlan, plan_parameters
+from swapper.parameter.building import ModelBuilder, device_of, initialisers_of
+from swapper.parameter.records import ParameterPlan, check_devices, plan_parameters
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.progress import warn_once
 from swapper.session import Shared
@@ -83,7 +83,8 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
         SwapIOError: the drive failed, or has too little free space. The optimizer is then as it was.
     """
     settings = _as_config(config)
-    if settings.offload_param.device == "nvme":
+    kept = settings.offload_param.device == "cpu" and any(is_accelerator(p.device) for p in parameters_of(optimizer))
+    if settings.offload_param.device == "nvme" or kept:
         raise ConfigError(
             f"offload_param.device: {settings.offload_param.device} needs the model too: call "
             "swapper.offload(model, optimizer, config) instead of wrap_optimizer"
@@ -150,7 +151,7 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
     # First all plans, of parameters before optimizers: buckets of state follow the records of parameters. Up to the
     # `try` below nothing is made and nothing changes, so there is nothing to undo.
     swapper = _parameters_on(model, settings)
-    if settings.offload_param.device == "nvme" and swapper is None:
+    if _moves_parameters(model, settings) and swapper is None:
         _check_can_be_offloaded(model)
         let_viewed_stay(model.parameters())  # First: the plan counts those of `swapper.init` with views as staying.
     parameters = _plan_parameters(model, settings)
@@ -158,11 +159,11 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         check_memory(tensors, [p for each in optimizers for p in parameters_of(each)])
     plans = _plan(optimizers, settings, {} if parameters is None else parameters.where())
-    budget = _budget(plans, settings, parameters, Shared.existing(settings))
+    stored = parameters if settings.offload_param.device == "nvme" else None  # Others have a pool of their own.
+    budget = _budget(plans, settings, stored, Shared.existing(settings))
     budget.check()
-    device, device_bytes = None, 0
-    if parameters is not None and (on_device := parameters.device_needs) is not None:
-        device, device_bytes = on_device.device, on_device.record_bytes(settings.offload_param.device_bytes)
+    asked = settings.offload_param.device_bytes
+    device, device_bytes = (None, 0) if parameters is None else parameters.on_device(asked)
     try:
         # State and gradients leave memory before parameters do: an optimizer that sets itself up then finds parameters
         # in memory, and does not read each of them from the drive.
@@ -176,9 +177,15 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
             if swapper is not None:
                 swapper.share_pool(shares.parameters)
             else:
-                shared = Shared.of(settings, device)
-                release = shared.hold(0, 0)  # Parameters make memory of the pool ready as they come.
-                number, pool, store = next(_owners), shared.pool, shared.store
+                pool: BufferPool | GrowingPool
+                number, store = next(_owners), None
+                if stored is None:
+                    pool = GrowingPool(parameters.kept_bytes, device=device)
+                    release = pool.close
+                else:
+                    shared = Shared.of(settings, device)
+                    release = shared.hold(0, 0)  # Parameters make memory of the pool ready as they come.
+                    pool, store = shared.pool, shared.store
                 # The last step that can fail. It then gives all values back itself.
                 swapper = _made(
                     lambda: ParameterSwapper(
@@ -187,6 +194,7 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
                     release,
                 )
                 object.__setattr__(model, "swapper", swapper)
+                swapper.made_with = settings
         # Now the swappers get to know each other: until here none depended on one that comes later.
         for optimizer, needs in zip(optimizers, budget.optimizers, strict=True):
             each = of(optimizer)
@@ -217,10 +225,6 @@ def _plan(
             raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
         refuse_unsupported(optimizer)
         on_accelerator = any(is_accelerator(p.device) for p in parameters_of(optimizer))
-        if settings.offload_param.device == "cpu" and on_accelerator:
-            raise ConfigError(
-                "offload_param.device: cpu is not there yet for a model on a GPU in this version of swapper; use none"
-            )
         for name, what in ("offload_gradient", "gradients"), ("offload_param", "parameters"):
             if getattr(settings, name).device == "cpu" and not on_accelerator:
                 text = f"{name}.device: cpu is the same as none for a model on the CPU: its {what} are there"
@@ -243,8 +247,8 @@ def _plan(
 
 
 def _plan_parameters(model: torch.nn.Module, settings: OffloadConfig) -> ParameterPlan | None:
-    """Plan the parameters that go to the drive, unless they are there already; None if they stay in memory."""
-    if settings.offload_param.device != "nvme":
+    """Plan the parameters that leave their device's memory, unless they did already; None if they stay."""
+    if not _moves_parameters(model, settings):
         return None
     if (swapper := _parameters_on(model, settings)) is not None:
         return swapper.plan
@@ -336,29 +340,25 @@ def _made(make: Callable[[], _MadeT], release: Callable[[], object]) -> _MadeT:
 def _parameters_on(model: torch.nn.Module, settings: OffloadConfig) -> ParameterSwapper | None:
     """Give the swapper that has the parameters of `model`, if it was made with this very config."""
     swapper = vars(model).get("swapper")
+    if not isinstance(swapper, ParameterSwapper):
+        return None
+    if swapper.store is None:
+        return swapper if swapper.made_with is settings else None
     shared = Shared.existing(settings)
-    if isinstance(swapper, ParameterSwapper) and shared is not None and swapper.store is shared.store:
-        return swapper
-    return None
+    return swapper if shared is not None and swapper.store is shared.store else None
+
+
+def _moves_parameters(model: torch.nn.Module, settings: OffloadConfig) -> bool:
+    """True if parameters of `model` leave its device's memory."""
+    if settings.offload_param.device == "cpu":
+        return any(is_accelerator(parameter.device) for parameter in model.parameters())
+    return settings.offload_param.device == "nvme"
 
 
 def _check_can_be_offloaded(model: torch.nn.Module) -> None:
     if isinstance(vars(model).get("swapper"), ParameterSwapper):
         raise ConfigError("this model is offloaded already; call model.swapper.close(keep_values=True) first")
-    for name, parameter in model.named_parameters():
-        if parameter.device.type == "meta":
-            raise ConfigError(f"parameter {name} is on the meta device and has no values; give the model memory first")
-        if parameter.device.type != "cpu" and not is_accelerator(parameter.device):
-            raise ConfigError(
-                f"offload_param.device: nvme cannot work for parameter {name} on {parameter.device}; move the model to "
-                "the CPU or to an accelerator, or use offload_param.device: none"
-            )
-    devices = sorted({str(parameter.device) for parameter in model.parameters()})
-    if len(devices) > 1:
-        raise ConfigError(
-            f"offload_param.device: nvme cannot work for a model on several devices ({', '.join(devices)}) in this "
-            "version of swapper; move it to one of them, or use offload_param.device: none"
-        )
+    check_devices(model)
 
 
 def _check_is_model(model: object) -> None:
@@ -368,7 +368,7 @@ def _check_is_model(model: object) -> None:
 
 
 @contextmanager
-def init(config: ConfigLike) -> Iterator[None]:
+def init(config: ConfigLike, device: torch.device | str | None = None) -> Iterator[None]:
     """Build a model that does not fit in memory: `with swapper.init(config): model = GPT(...)`.
 
     Each parameter of 16 KiB or more goes to the drive as soon as its module is registered in its parent, or sooner if
@@ -382,18 +382,23 @@ def init(config: ConfigLike) -> Iterator[None]:
     Args:
         config: `offload_param.device` must be nvme. With the same `OffloadConfig` object `offload` shares the pool,
             engines and run directory; with another one the pools of both exist until it is done.
+        device: of the model: the CPU, or an accelerator, where its parameters come whenever they are used. What is made
+            within this is made there. None: torch's default device (`torch.set_default_device`).
 
     Raises:
         ConfigError: the pool is too small for one of the parameters, or nothing is to go to a drive.
         SwapError: used within itself.
         SwapIOError: the drive failed, or has too little free space.
     """
-    with _builder(_as_config(config)).building():
+    with _builder(_as_config(config), on := device_of(device)).building(), nullcontext() if device is None else on:
         yield
 
 
 def materialize(
-    model: _ModelT, config: ConfigLike, initialiser: Callable[[torch.nn.Module], object] | None = None
+    model: _ModelT,
+    config: ConfigLike,
+    initialiser: Callable[[torch.nn.Module], object] | None = None,
+    device: torch.device | str | None = None,
 ) -> _ModelT:
     """Give a model on the meta device values on the drive, module by module: it need not fit in memory.
 
@@ -407,6 +412,7 @@ def materialize(
             they have memory, with undefined content. None: the module's own `reset_parameters()`. What it leaves alone
             can be filled later, by `load_safetensors`, `load_state_dict` or in place; until then any use of it is a
             `SwapError` with its name.
+        device: as for `init`.
 
     Returns:
         `model`. After an exception it is of no use.
@@ -417,7 +423,7 @@ def materialize(
         SwapIOError: the drive failed, or has too little free space.
     """
     initialisers = initialisers_of(model, initialiser)
-    builder = _builder(_as_config(config))
+    builder = _builder(_as_config(config), device_of(device))
     with builder.building():
         builder.materialize(model, initialisers)
     return model
@@ -471,18 +477,20 @@ def gathered(
     return homes.gathered(parameters)
 
 
-def _builder(settings: OffloadConfig) -> ModelBuilder:
+def _builder(settings: OffloadConfig, device: torch.device) -> ModelBuilder:
     if settings.offload_param.device != "nvme":
         raise ConfigError(
             f"offload_param.device: {settings.offload_param.device} leaves parameters in memory; set it to nvme, or "
             "build the model without swapper"
         )
     with outside_of_inference():  # What is made here is used outside of that mode too.
-        shared = Shared.of(settings, None)
+        shared = Shared.of(settings, device)
         release = shared.hold(0, 0)
         number, pool, store = next(_owners), shared.pool, shared.store
+        bucket_bytes, pool_bytes = settings.bucket_bytes, settings.pool_bytes
+        device_bytes = settings.offload_param.device_bytes or pool_bytes
         return _made(
-            lambda: ModelBuilder(number, settings.bucket_bytes, settings.pool_bytes, pool, store, release), release
+            lambda: ModelBuilder(number, bucket_bytes, pool_bytes, pool, store, release, device, device_bytes), release
         )
 
 
@@ -548,7 +556,7 @@ def check(
         log.warning("%s", parameters.summary)
     records = {} if parameters is None else parameters.where()
     plans = [OptimizerPlan(each, settings, number, records) for number, each in enumerate(optimizers)]
-    budget = _budget(plans, settings, parameters, None)
+    budget = _budget(plans, settings, parameters if settings.offload_param.device == "nvme" else None, None)
     budget.check(as_a_whole=True)
     report = make_report(model, optimizers, plans, parameters, budget, settings)
     print(report)

@@ -67,6 +67,7 @@ class CheckReport:
         steps_of_endurance: steps until a drive rated 600 TB written has had them, with several the one that gets most;
             0 if nothing is written.
         drives: what each would get, if they are several; else empty.
+        device_bytes: the most that parameters take at once of the memory of an accelerator that the model is on.
     """
 
     parameter_numel: int
@@ -84,6 +85,7 @@ class CheckReport:
     drives: tuple[DriveReport, ...] = ()
     gradient_bytes: int = 0
     parameter_bytes: int = 0
+    device_bytes: int = 0
 
     def __str__(self) -> str:
         rows = [
@@ -113,6 +115,8 @@ class CheckReport:
             rows[3:3] = [("gradients that are moved away", format_bytes(self.gradient_bytes))]
         if self.parameter_bytes:
             rows[3:3] = [("parameters that are moved away", format_bytes(self.parameter_bytes))]
+        if self.device_bytes:
+            rows[4:4] = [("device memory that they come to", format_bytes(self.device_bytes))]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -131,7 +135,11 @@ def make_report(
     gradient_bytes = [gradient_needs_of(parts, stored=True).total_bytes for parts in all_parts]
     parameter_bytes = 0 if parameters is None else sum(record.file_bytes for record in parameters.records)
 
+    device_bytes = 0
+    if parameters is not None and (needs := parameters.device_needs) is not None:
+        device_bytes = needs.record_bytes(settings.offload_param.device_bytes) + needs.beside_bytes
     state_stored = settings.offload_optimizer.device == "nvme"
+    parameters_stored = parameters is not None and settings.offload_param.device == "nvme"
     gradients_stored = settings.offload_gradient.device == "nvme"
     read_bytes = written_bytes = 0
     micro_batches = settings.gradient_accumulation_steps
@@ -143,20 +151,23 @@ def make_report(
         # Of the first micro-batch nothing is read to add to it, but then all for the step.
         read_bytes += sum(gradient_bytes) * micro_batches
         written_bytes += sum(gradient_bytes) * micro_batches
-    if parameters is not None:
+    if parameters is not None and parameters_stored:
         # In forward and backward of each pass, and for the step; what the pool has room for is not read again.
         read_bytes += parameter_bytes * (2 * micro_batches + 1)
         trained = [r for r in parameters.records if any(each.parameter.requires_grad for each in r.locations)]
         written_bytes += sum(record.file_bytes for record in trained)
-    stored_bytes = parameter_bytes + state_stored * state_bytes + gradients_stored * sum(gradient_bytes)
+    stored_bytes = (
+        parameters_stored * parameter_bytes + state_stored * state_bytes + gradients_stored * sum(gradient_bytes)
+    )
     drives, free_bytes = _check_drives(settings, stored_bytes) if stored_bytes else ((), -1)
 
-    own_bytes = 0  # of pools for what is not in the shared one
+    # Of pools for what is not in the shared one.
+    own_bytes = 0 if parameters is None or parameters_stored else parameters.kept_bytes
     for plan, each, moved_bytes in zip(plans, budget.optimizers, gradient_bytes, strict=True):
         own_bytes += 0 if each.state is not None else plan.wanted_bytes
         own_bytes += 0 if each.gradients is not None else moved_bytes
     needed_bytes, pool_bytes = budget.needed_bytes, 0
-    if state_stored or gradients_stored or parameter_bytes:
+    if state_stored or gradients_stored or parameters_stored:
         pool_bytes = settings.pool_bytes
         # A config also asks for three whole buckets, though the largest of this model may be smaller.
         needed_bytes = max(needed_bytes, 3 * settings.bucket_bytes)
@@ -165,7 +176,7 @@ def make_report(
     in_memory = [*(p for p in model.parameters() if p not in swapped), *model.buffers()]
     in_memory += [p for p in model.parameters() if p.requires_grad and id(p) not in evicted]  # their gradients
     model_bytes = sum(tensor.nbytes for tensor in in_memory)
-    host_bytes = 0 if any(plan.on_accelerator for plan in plans) else model_bytes
+    host_bytes = 0 if device_bytes or any(plan.on_accelerator for plan in plans) else model_bytes
     worn_bytes = written_bytes
     if drives:
         worn_bytes = written_bytes * max(drive.disk_bytes for drive in drives) // max(stored_bytes, 1)
@@ -185,6 +196,7 @@ def make_report(
         step_written_bytes=written_bytes,
         steps_of_endurance=_TYPICAL_ENDURANCE_BYTES // worn_bytes if worn_bytes else 0,
         drives=drives,
+        device_bytes=device_bytes,
     )
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints to ordinary files for plain PyTorch, and back: streamed, so that no tensor need fit into memory."""
+"""Checkpoints to ordinary files for plain PyTorch: streamed, so that no tensor need fit into memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from swapper.checkpoint.directories import remove_leftovers
-from swapper.checkpoint.plain_import import Imported, import_checkpoint
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.saved_model import model_values
 from swapper.checkpoint.state_reader import StateReader
@@ -38,7 +37,7 @@ from swapper.tensors.dtypes import DTYPES
 from swapper.tensors.strides import contiguous_stride
 from swapper.tensors.tensor_refs import OPTIMIZER_STATES, is_lightnings, resolve, without_model
 
-__all__ = ["Exported", "Format", "Imported", "export_checkpoint", "import_checkpoint"]
+__all__ = ["Exported", "Format", "export_checkpoint"]
 
 Format = Literal["torch", "safetensors", "dcp", "lightning"]
 

@@ -7,12 +7,11 @@ from collections import Counter
 from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
 
-from swapper.checkpoint.export import Exported, Imported, export_checkpoint, import_checkpoint
 from swapper.checkpoint.index import INDEX, SavedOptimizer, SavedSegment, glance
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.values import decode
@@ -21,6 +20,10 @@ from swapper.cli.output import fail_if, make_console, print_json, print_table, s
 from swapper.errors import SwapError, SwapIOError, show
 from swapper.progress import progress_bar
 from swapper.sizes import format_bytes
+
+if TYPE_CHECKING:
+    from swapper.checkpoint.export import Exported
+    from swapper.checkpoint.plain_import import Imported
 
 __all__ = ["app"]
 
@@ -325,6 +328,8 @@ def export(
         swapper checkpoint export runs/step-1000 --to safetensors --model-only weights/
         swapper checkpoint export runs/step-1000 --to dcp step-1000-dcp/
     """
+    from swapper.checkpoint.export import export_checkpoint  # Distributed checkpoints take a second to import.
+
     suffixes = {"torch": ".pt", "safetensors": "-safetensors", "dcp": "-dcp", "lightning": "-lightning.ckpt"}
     name = Path(os.path.abspath(directory))
     out = out or name.with_name(name.name + suffixes[to.value])
@@ -358,6 +363,8 @@ def import_file(
     Example:
         swapper checkpoint import epoch-3.pt --to runs/epoch-3 --optimizer torch.optim.AdamW
     """
+    from swapper.checkpoint.plain_import import import_checkpoint
+
     made = import_checkpoint(
         file,
         to or file.with_name(f"{file.stem}-checkpoint"),

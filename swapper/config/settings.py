@@ -160,10 +160,11 @@ class OffloadOptimizerConfig(Section, frozen=True):
     DistributedDataParallel, step pre-hooks, or parameters that share memory with other tensors of the model (one
     parameter object used twice is fine). Default and off: false."""
 
-    step_device: Literal["cpu", "device"] = "cpu"
+    step_device: Literal["auto", "cpu", "device"] = "auto"
     """Where the step of a model on an accelerator is computed. "device": there, with the bits of the plain run there:
     state comes to it bucket by bucket and leaves it again, in memory for three buckets. "cpu": on copies in memory of
-    the host, with the bits of a step on the CPU. Default: "cpu"; a model on the CPU is always stepped there."""
+    the host, with the bits of a step on the CPU. Default: "auto", on the device if it has room when the optimizer is
+    wrapped, else on the CPU, which is logged. A model on the CPU is always stepped there."""
 
     resident_bytes: Size = 0
     """Bytes of state kept in the pool from one step to the next, so that they are not read again (they are still
@@ -189,7 +190,8 @@ class OffloadParamConfig(Section, frozen=True):
 
     device: Literal["none", "cpu", "nvme"] = "none"
     """Where parameters are while unused. "nvme": on the drive. "cpu": in host memory, where those of a model on the CPU
-    are anyway; not there yet for a model on an accelerator. Default and off: "none", in the model."""
+    are anyway; those of a model on an accelerator are in page-locked memory of their own. Default and off: "none", in
+    the model."""
 
     resident_bytes: Size = 0
     """Bytes of parameters kept in the pool whatever is used next, so that they are not read again. Part of

@@ -42,6 +42,7 @@ __all__ = [
     "copies_of",
     "current_accelerator",
     "current_streams",
+    "free_bytes",
     "is_accelerator",
     "on_streams",
     "synchronize",
@@ -193,6 +194,18 @@ def copies_of(device: torch.device) -> Copies:
 @functools.cache
 def _warn_that_copies_block(device_type: str) -> None:
     log.warning("copies from and to %s devices block: torch cannot page-lock memory of others for them", device_type)
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Return how much memory of an accelerator torch could give out now; None if that is not known."""
+    module = torch.get_device_module(device)
+    try:
+        free: int = module.mem_get_info(device)[0]
+        if hasattr(module, "memory_reserved"):  # torch has taken it, and nobody has it.
+            free += module.memory_reserved(device) - module.memory_allocated(device)
+    except (AttributeError, RuntimeError):
+        return None
+    return free
 
 
 def synchronize(device: torch.device) -> None:

@@ -172,7 +172,7 @@ class Swapping(SwappingStrategy, Strategy):
         for swapper in _parameter_swappers(module):
             # An earlier strategy has parameters on the drive: they come back unless `settings` wants them there too.
             wanted = settings.offload_param.device == "nvme" and swapper is vars(module).get("swapper")
-            if not (wanted and Shared.join(settings, swapper.store)):
+            if not (wanted and swapper.store is not None and Shared.join(settings, swapper.store)):
                 swapper.close(keep_values=True)
         if new := [optimizer for optimizer in self.optimizers if swapper_of(optimizer) is None]:
             offload(module, new, settings)

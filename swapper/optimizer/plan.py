@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
 from swapper.io.devices import is_accelerator
-from swapper.optimizer.probe import StateSpec, is_elementwise, keeps_bits, learn_state
+from swapper.optimizer.probe import StateSpec, is_elementwise, keeps_bits, learn_state, same_bits_for_strides
 from swapper.optimizer.segments import (
     DEVICE_SEGMENT_NUMEL,
     SEGMENT_NUMEL,
@@ -26,6 +26,7 @@ from swapper.optimizer.segments import (
     plan_buckets,
     plan_segments,
 )
+from swapper.optimizer.step_device import has_room, may_step_on_device
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
@@ -85,23 +86,42 @@ class OptimizerPlan:
         self._config = config
         self._owner = owner
         self._records: Mapping[torch.Tensor, tuple[int, int]] = records or {}
+        self.threads = torch.get_num_threads()
+        parameters = list(parameters_of(optimizer)) if swaps_state else []
+        self.device = _device_of(parameters)
+        self.on_accelerator = is_accelerator(self.device)
+        self.gradient_accumulation_steps = config.gradient_accumulation_steps
+        self.step_in_backward = config.offload_optimizer.step_in_backward
+        asked = config.offload_optimizer.step_device
+        wanted = [p for p in parameters if p.requires_grad]
+        on_device = swaps_state and may_step_on_device(asked, self.device)
+        try:
+            self._plan_for(optimizer, wanted, on_device)
+            scratch_bytes = max((bucket.scratch_bytes for bucket in self.buckets), default=0)
+            if not on_device or asked != "auto" or has_room(self.device, self.slot_bytes, scratch_bytes):
+                return
+        except (ConfigError, torch.OutOfMemoryError) as error:  # A trial step failed, on the device or anyway.
+            if not on_device or asked != "auto":
+                raise
+            log.warning(
+                "steps are made on the CPU, with its bits, because a trial on %s failed: %s", self.device, error
+            )
+        self._plan_for(optimizer, wanted, False)
+
+    def _plan_for(self, optimizer: Optimizer, wanted: Sequence[torch.nn.Parameter], on_device: bool) -> None:
+        """Plan `wanted`, and nothing else, for steps on the device of the parameters, or on the CPU."""
+        self.on_device = on_device
+        self.remote = self.on_accelerator and not on_device
+        self.scratch_count = 0 if on_device else 2 if self.remote else 1
         self._segmented: dict[tuple[Any, ...], bool] = {}
+        self._strides_may_differ: dict[tuple[Any, ...], bool] = {}
         self._specs: dict[tuple[Any, ...], tuple[StateSpec, ...]] = {}
         self._parameters: dict[int, OptimizerParameter] = {}  # by `id`; `of` compares the object
         self._dropped: list[Bucket] = []  # for `drop_gone`
         self._next_index = 0
         self._is_wasteful = False  # more than half of all elements in the buckets are of parameters that are gone
         self.buckets: list[Bucket] = []
-        self.threads = torch.get_num_threads()
-        parameters = list(parameters_of(optimizer)) if swaps_state else []
-        self.device = _device_of(parameters)
-        self.on_accelerator = is_accelerator(self.device)
-        self.on_device = self._steps_on_device()
-        self.remote = self.on_accelerator and not self.on_device
-        self.scratch_count = 0 if self.on_device else 2 if self.remote else 1
-        self.gradient_accumulation_steps = config.gradient_accumulation_steps
-        self.step_in_backward = config.offload_optimizer.step_in_backward
-        self.extend(optimizer, [p for p in parameters if p.requires_grad])
+        self.extend(optimizer, wanted)
 
     # --- Parameters ------------------------------------------------------------------------------------------------
 
@@ -282,13 +302,11 @@ class OptimizerPlan:
     def strides_may_differ(self, segment: Segment) -> bool:
         """True if the class computes the same bits with a gradient that has other strides than the parameter.
 
-        Measured: true of the fp32 and fp64 kernels of the CPU that are not fused.
+        Measured: true of the fp32 and fp64 kernels of the CPU that are not fused. For a device it is measured there.
         """
-        return (
-            not self.on_device
-            and not segment.of.fused
-            and (bool(segment.master) or segment.of.dtype not in _LOW_PRECISION)
-        )
+        if self.on_device:
+            return segment.of.strides_may_differ
+        return not segment.of.fused and (bool(segment.master) or segment.of.dtype not in _LOW_PRECISION)
 
     @property
     def moves_gradients(self) -> bool:
@@ -369,6 +387,10 @@ class OptimizerPlan:
                 and is_elementwise(optimizer)
                 and keeps_bits(optimizer, group, dtype, self.threads, low_precision, device)
             )
+        if self.on_device and key not in self._strides_may_differ:
+            may = self._segmented[key] and same_bits_for_strides(optimizer, group, dtype, device)
+            self._strides_may_differ[key] = may
+        known.strides_may_differ = self._strides_may_differ.get(key, False)
         like = (options, dtype, tuple(p.shape), p.stride())
         if like not in self._specs:
             self._specs[like] = learn_state(optimizer, group, p, dtype, device)
@@ -383,15 +405,6 @@ class OptimizerPlan:
             remote=self.remote,
             numel_max=DEVICE_SEGMENT_NUMEL if self.on_device else SEGMENT_NUMEL,
         )
-
-    def _steps_on_device(self) -> bool:
-        asked = self._config.offload_optimizer.step_device
-        if asked == "device" and not self.on_accelerator and self.device.type != "meta" and self.swaps_state:
-            raise ConfigError(
-                "offload_optimizer.step_device: device steps parameters on the accelerator that they are on, and these "
-                f"are on {self.device}; use cpu"
-            )
-        return asked == "device" and self.on_accelerator and self.swaps_state
 
 
 class PlanFollower:

@@ -31,6 +31,7 @@ __all__ = [
     "learn_state",
     "refuse_unsupported",
     "register_elementwise",
+    "same_bits_for_strides",
     "unhooked_step",
 ]
 
@@ -223,6 +224,19 @@ def keeps_bits(
         elif not all(_equal(value, piece) for piece in pieces):
             return False
     return True
+
+
+def same_bits_for_strides(
+    optimizer: Optimizer, group: dict[str, Any], dtype: torch.dtype, device: torch.device
+) -> bool:
+    """True if the class gives the same bits with a gradient whose strides are not those of its parameter."""
+    shape = 61, 67
+    alike, others = (_Twin(optimizer, group, [_seeded(shape, dtype, 0, device)]) for _ in range(2))
+    for step in range(_STEPS):
+        gradient = _seeded(shape, dtype, step + 1, device)
+        alike.step([gradient])
+        others.step([gradient.t().contiguous().t()])
+    return _same_bits(alike.parameters[0].detach(), others.parameters[0].detach())
 
 
 def refuse_unsupported(optimizer: Optimizer) -> None:

@@ -110,6 +110,7 @@ class OptimizerParameter:
         group: number of its group; None while it is in none, so that it is not stepped.
         fused, cut_for_fused: its group has `fused=True`; it had that when the parameter was cut.
         keeps_whole: it is not cut when it is planned the next time, because a sparse gradient came.
+        strides_may_differ: those of its gradient do not change the bits of a step on its accelerator.
         arrived: gradients that arrived since the last step.
         counted: the gradient that the last of them is in, if it stays in memory.
         stepped: it was stepped in backward, and its gradient is gone until it is cleared.
@@ -126,7 +127,7 @@ class OptimizerParameter:
         self.segments: tuple[Segment, ...] = ()
         self.buckets: tuple[Bucket, ...] = ()
         self.group: int | None = None
-        self.fused = self.cut_for_fused = self.keeps_whole = False
+        self.fused = self.cut_for_fused = self.keeps_whole = self.strides_may_differ = False
         self.arrived = 0
         self.counted: weakref.ref[torch.Tensor] | None = None
         self.stepped = self.left = False

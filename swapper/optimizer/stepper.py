@@ -27,7 +27,7 @@ from swapper.optimizer.plan import OptimizerPlan
 from swapper.optimizer.records import BucketRecords, Masters, Prefetcher, Work
 from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, grouped, is_edited
 from swapper.progress import ProgressBar
-from swapper.storage.buffers import BufferPool
+from swapper.storage.buffers import BufferPool, PoolExhausted
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.tensors.evicted_gradients import gradient_attached, raw_gradient
@@ -194,12 +194,13 @@ class Stepper:
         for i, (bucket, _) in enumerate(progress(work, "writing optimizer state", show)):
             assert pending is not None
             fetched = pending
-            if self._looks_ahead:  # The next bucket is copied from or to the accelerator while this one is stepped.
-                self._following = self._bring(work, i + 1)
+            # The next bucket is copied from or to the accelerator while this one is stepped.
+            is_ahead = self._looks_ahead and self._bring_ahead(work, i + 1)
+            if is_ahead:
                 pending = self._fetch(work, i + 1)
             prefetcher.look(i)
             self._step_bucket(optimizer, bucket, *fetched)
-            if self._looks_ahead:
+            if is_ahead:
                 self._present.close()
                 self._present, self._following = self._following, ExitStack()
             else:
@@ -330,6 +331,14 @@ class Stepper:
             stack.close()
             raise
         return stack
+
+    def _bring_ahead(self, work: Sequence[Work], i: int) -> bool:
+        """Bring bucket `i` while the one before is in use. False if parameters of both have no room at once."""
+        try:
+            self._following = self._bring(work, i)
+        except PoolExhausted:
+            return False
+        return True
 
     def _take_gradients(self, gradients: SwappedGradients, active: Sequence[Segment], stack: ExitStack) -> None:
         for of, mine in grouped(active).items():

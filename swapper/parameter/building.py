@@ -28,7 +28,9 @@ from torch.nn.modules.module import (
 )
 
 from swapper.errors import ConfigError, SwapError
+from swapper.io.devices import is_accelerator
 from swapper.parameter.cache import BY_ADDRESS, Held
+from swapper.parameter.device_tier import HeldOnDevice
 from swapper.parameter.owner import ParameterHome, ParameterOwner
 from swapper.parameter.records import plan_record_of, why_not
 from swapper.sizes import SMALL_BYTES, format_bytes
@@ -41,7 +43,7 @@ from swapper.tensors.homes import HOME, TemporaryHome, home_of
 from swapper.tensors.other_tensors import PATIENCE_S, OtherTensors, Patience
 from swapper.tensors.unfilled import fill_with_nothing, has_nothing, mark_unfilled
 
-__all__ = ["ModelBuilder", "initialisers_of"]
+__all__ = ["ModelBuilder", "device_of", "initialisers_of"]
 
 _building: dict[int, ModelBuilder] = {}
 """By thread: the builder whose `building` it is in."""
@@ -61,7 +63,7 @@ class _BuilderHome(ParameterHome):
 
     @property
     def viewed(self) -> bool:
-        return self._builder()[1].viewed()
+        return self._builder()[1].has_views()
 
     def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         self._builder()[0].forget(parameters)
@@ -86,6 +88,8 @@ class ModelBuilder(ParameterOwner):
         waiting_bytes: parameters of modules that are not registered in a parent wait in memory up to this much.
         budget_bytes, pool, store: as for `ParameterOwner`.
         release: called when it has no parameters any more, and when it is closed.
+        device: of the parameters that it takes; the others stay.
+        device_bytes: as for `ParameterOwner`, if that is an accelerator.
     """
 
     home_type = _BuilderHome
@@ -98,9 +102,13 @@ class ModelBuilder(ParameterOwner):
         pool: BufferPool,
         store: TensorStore,
         release: Callable[[], None],
+        device: torch.device,
+        device_bytes: int,
     ) -> None:
-        super().__init__([], AccessOrder([], start=0), budget_bytes, pool, store, release)
+        tier = (device, device_bytes) if is_accelerator(device) else ()
+        super().__init__([], AccessOrder([], start=0), budget_bytes, pool, store, release, *tier)
         self._begin()
+        self._device = device
         self._owner = owner
         self._waiting_bytes = waiting_bytes
         self._freed_bytes = 0
@@ -178,7 +186,7 @@ class ModelBuilder(ParameterOwner):
                 for name, old in tensors.items():
                     if old is not None and _is_hollow(old):
                         if old not in made:
-                            made[old] = _with_memory(old)
+                            made[old] = _with_memory(old, self._device)
                             new[made[old]] = f"{names[module]}.{name}".lstrip(".")
                         tensors[name] = made[old]
             versions = {tensor: tensor._version for tensor in new}
@@ -191,7 +199,7 @@ class ModelBuilder(ParameterOwner):
                 mark_unfilled(tensor, new[tensor])
 
     def _wait(self, parameter: torch.nn.Parameter, name: str) -> None:
-        if home_of(parameter) is None and parameter.device.type == "cpu":
+        if home_of(parameter) is None and parameter.device == self._device:
             self._waiting[id(parameter)] = weakref.ref(parameter), name
 
     def _offload_waiting(self, *, patience: Patience | None = None) -> None:
@@ -207,7 +215,7 @@ class ModelBuilder(ParameterOwner):
 
     def _offload(self, parameter: torch.nn.Parameter, name: str, others: OtherTensors) -> None:
         self._check_open()
-        if home_of(parameter) is not None or parameter.device.type != "cpu" or why_not(parameter):
+        if home_of(parameter) is not None or parameter.device != self._device or why_not(parameter):
             return
         if parameter.nbytes < SMALL_BYTES:
             return
@@ -239,7 +247,8 @@ class ModelBuilder(ParameterOwner):
         self._waiting.pop(id(parameter), None)
         with self._lock:
             number = len(self._all)
-            held = Held(plan_record_of(number, [(name, parameter)]), RecordKey(self._owner, "param", number))
+            make = Held if self._tier is None else HeldOnDevice
+            held = make(plan_record_of(number, [(name, parameter)]), RecordKey(self._owner, "param", number))
             needed_bytes = 2 * held.plan.length_bytes
             if needed_bytes > self._budget_bytes:
                 raise ConfigError(
@@ -247,6 +256,7 @@ class ModelBuilder(ParameterOwner):
                     f"{format_bytes(parameter.nbytes)}, which needs its place twice; set pool_bytes to at least "
                     f"{needed_bytes}"
                 )
+            assert self._store is not None
             self._store.plan({held.key: held.plan.file_bytes})
             self._all.append(held)
             try:
@@ -266,7 +276,7 @@ class ModelBuilder(ParameterOwner):
         if parameter in self._home:
             return
         held.gone = True
-        self._cache.forget(held.key)
+        self._forget_record(held)
 
     def _finish(self) -> None:
         """The models are complete: put on disk those that wait, and hook the modules."""
@@ -283,9 +293,10 @@ class ModelBuilder(ParameterOwner):
         self._offload_waiting(patience=patience)
         self._forget_orphans()
         count = len(self._all)
-        self._order.expect(
-            [*(Use("forward", i) for i in range(count)), *(Use("backward", i) for i in reversed(range(count)))]
-        )
+        uses = [*(Use("forward", i) for i in range(count)), *(Use("backward", i) for i in reversed(range(count)))]
+        self._order.expect(uses)
+        if self._tier is not None:
+            self._tier.expect(uses, start=0)
         for root in roots:
             self._install(root)
         if len(roots) == 1:
@@ -309,7 +320,10 @@ class ModelBuilder(ParameterOwner):
         self._cache.wait(held.key)
         held.gone = True
         self._unhook(held, parameter)
-        self._cache.abandon(held.key)  # The memory is the views' now: the pool never gives it out again.
+        if self._tier is not None:
+            self._forget_record(held)
+        else:
+            self._cache.abandon(held.key)  # The memory is the views' now: the pool never gives it out again.
         restore_for_good(parameter, values)
         if not self._home:
             self.close()
@@ -326,10 +340,15 @@ class ModelBuilder(ParameterOwner):
     def _forget(self, held: Held, parameter: torch.nn.Parameter) -> None:
         """Forget a parameter that is not ours any more, and its record, unless views of it are left."""
         self._cache.wait(held.key)
-        if not held.viewed():
+        if self._tier is not None or not held.has_views():
             held.gone = True
-            self._cache.forget(held.key)
+            self._forget_record(held)
         self._unhook(held, parameter)
+
+    def _forget_record(self, held: Held) -> None:
+        if self._tier is not None:
+            self._tier.forget(held)
+        self._cache.forget(held.key)
 
     def _unhook(self, held: Held, parameter: torch.nn.Parameter) -> None:
         del self._home[parameter]
@@ -357,6 +376,20 @@ def _remove_registration_hook(hook: Callable[..., None]) -> None:
     for hooks in (module_hooks._global_module_registration_hooks, module_hooks._global_parameter_registration_hooks):
         for key in [key for key, other in list(hooks.items()) if other is hook]:
             hooks.pop(key, None)
+
+
+def device_of(given: torch.device | str | None) -> torch.device:
+    """The device, with its index, that a model is built on; None is torch's default, and the CPU if that is "meta".
+
+    Raises:
+        ConfigError: it is neither the CPU nor an accelerator.
+    """
+    device = torch.empty(0, device=given).device
+    if device.type == "cpu" or is_accelerator(device):
+        return device
+    if given is not None:
+        raise ConfigError(f"device: {given} is neither the CPU nor an accelerator")
+    return torch.device("cpu")
 
 
 def initialisers_of(
@@ -402,13 +435,13 @@ def _was_left_alone(tensor: torch.Tensor, version: int) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and has_nothing(tensor)
 
 
-def _with_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """As `tensor`, on the CPU, with undefined content."""
+def _with_memory(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """As `tensor`, on `device`, with undefined content."""
     made: torch.Tensor
     if type(tensor) in (torch.Tensor, torch.nn.Parameter):
-        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
     else:
-        made = torch.empty_like(tensor, device="cpu")
+        made = torch.empty_like(tensor, device=device)
     if type(made) is torch.Tensor:
         fill_with_nothing(made)
     if isinstance(tensor, torch.nn.Parameter):

@@ -27,6 +27,7 @@ from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.cache import RecordCache
 from swapper.storage.cache_policies import CyclicPolicy
+from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.grad_modes import outside_of_inference
 from swapper.tensors.other_tensors import is_shared
@@ -89,7 +90,11 @@ class Held:
         return bool(self.holds or self.attached)
 
     def viewed(self) -> bool:
-        """Return True if tensors that we do not know of share the memory. See [Note: when a buffer may go]."""
+        """Return True if tensors that we do not know of share the buffer's memory."""
+        return self.has_views()
+
+    def has_views(self) -> bool:
+        """Return True if tensors that we do not know of share `values`. See [Note: when a buffer may go]."""
         # Ours are `values`, and the parameter if it is attached.
         return any(is_shared(values, ours=1 + (index in self.attached)) for index, values in enumerate(self.values))
 
@@ -184,18 +189,25 @@ class ParameterCache:
         records: by number; none is in memory. May grow.
         order: in which they are used.
         budget_bytes: the most of the pool that they may hold.
-        pool, store: where buffers come from and records go.
+        pool: where buffers come from.
+        store: where records go; None keeps them in the pool, for a model on an accelerator.
     """
 
     def __init__(
-        self, records: list[Held], order: AccessOrder, budget_bytes: int, pool: BufferPool, store: TensorStore
+        self,
+        records: list[Held],
+        order: AccessOrder,
+        budget_bytes: int,
+        pool: BufferPool | GrowingPool,
+        store: TensorStore | None,
     ) -> None:
         self.metrics = Metrics()
         self._pool = pool
         self._store = store
         self._policy = _Policy(order, records)
-        self._cache = RecordCache(pool, store, self.metrics, self._policy, owner=self)
-        self._cache.limit_bytes = self._budget_bytes = budget_bytes
+        self._cache = RecordCache(pool, store, self.metrics, None if store is None else self._policy, owner=self)
+        self._cache.limit_bytes = None if store is None else budget_bytes
+        self._budget_bytes = budget_bytes
         self._pid = os.getpid()
         self._lock = self._cache.lock
         self._all = records
@@ -267,7 +279,7 @@ class ParameterCache:
 
 
 def finalize(
-    records: list[Held], cache: RecordCache, store: TensorStore, release: Callable[[], None], pid: int
+    records: list[Held], cache: RecordCache, store: TensorStore | None, release: Callable[[], None], pid: int
 ) -> None:
     """Wait for what is in flight, delete the files and give the memory back."""
     if os.getpid() != pid:
@@ -275,7 +287,8 @@ def finalize(
     cache.close()
     for held in records:
         held.forget()
-        store.forget(held.key)
+        if store is not None:
+            store.forget(held.key)
     release()
 
 

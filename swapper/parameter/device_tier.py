@@ -80,6 +80,8 @@ class HeldOnDevice(Held):
     """Of the values as they came up, on the device."""
     summed: bool = False
     """`sums` are of the values that the pool, or the file, has."""
+    kept: bool = False
+    """There is no file: the pool keeps the record."""
     moving: bool = False
     """The buffer is needed by the call that is being made."""
     check: Check | None = None
@@ -93,7 +95,7 @@ class HeldOnDevice(Held):
     @property
     def in_use(self) -> bool:
         """True if the values on the device must stay where they are."""
-        return bool(self.holds or self.attached) or super(HeldOnDevice, self).viewed()
+        return bool(self.holds or self.attached) or self.has_views()
 
     def note_change(self) -> None:
         """The values on the device are about to be changed."""
@@ -115,7 +117,10 @@ class HeldOnDevice(Held):
         return self.changed
 
     def write(self, cache: RecordCache) -> None:
-        """As for a record on the host, when the copy down is over."""
+        """As for a record on the host, when the copy down is over. Nothing is written of one that is kept."""
+        if self.kept:
+            self.changed = False
+            return
         record = cache.records.get(self.key)
         assert record is not None
         if not record.writing and record.lease.transfer is not None:
@@ -207,13 +212,24 @@ class DeviceTier:
             self._lift(held, self._fetch(held))
         self._follow(held)
         self._look_ahead()
-        self._move(None)
 
     def release(self, held: Held) -> None:
         """A use of `held` is over. What is known to have changed goes down."""
         assert isinstance(held, HeldOnDevice)
         if held.changed_on_device and held.on_device and not held.holds:
             self._send_down(held)
+
+    def forget(self, held: Held) -> None:
+        """Let go of the values on the device: nobody wants them any more, but who has views of them."""
+        assert isinstance(held, HeldOnDevice)
+        self._move(None)
+        if held.down is not None:
+            held.down.wait()
+        with interrupts_deferred():
+            held.down = None
+            self._going_down.pop(held, None)
+        if held.on_device:
+            self._free(held)
 
     def poll(self) -> None:
         """Start the writes of records that have come down, and free those that were waiting for it.
@@ -276,6 +292,7 @@ class DeviceTier:
             held.register(self._owner)
             self.used_bytes += length_bytes
             self._order.hold(held.number)
+        self._move(None)
 
     def _copy_up(self, held: HeldOnDevice, values: list[torch.Tensor], lease: Lease) -> Copy | None:
         def work() -> None:
@@ -290,7 +307,12 @@ class DeviceTier:
             copy = self._up.run(work)
         held.summed = True
         if copy is not None:
-            lease.transfer = copy if lease.transfer is None else BothTransfers(lease.transfer, copy)
+            record, former = self._cache.records.get(held.key), lease.transfer
+            assert record is not None
+            if record.writing and former is not None:  # The write is still to be seen; earlier copies up are not.
+                lease.transfer = BothTransfers(former.first if isinstance(former, BothTransfers) else former, copy)
+            else:
+                lease.transfer = copy
         return copy
 
     def _look_ahead(self) -> None:
@@ -458,6 +480,7 @@ class DeviceTier:
             if held.used:
                 self._used[held] = None
             self._going_down[held] = None
+        self._move(None)
 
     def _land(self, held: HeldOnDevice) -> None:
         """Wait until the values have come down, and start writing them. Frees the device's if they were leaving."""
@@ -478,6 +501,9 @@ class DeviceTier:
             SwapIOError: a write could not be started, or the device failed.
         """
         assert isinstance(held, HeldOnDevice)
+        self._move(None)
+        if held.on_host and not held.summed:  # A step is changing the pool's copy, which is the newest.
+            return
         if held.on_device and (held.in_use or held.changed_on_device or (held.used and self._checked(held).differs())):
             self._send_down(held)
         if held in self._going_down:

@@ -34,6 +34,7 @@ from swapper.parameter.saved_tensors import in_transform, refuse_in_transform, s
 from swapper.sizes import format_bytes
 from swapper.storage.access_order import AccessOrder
 from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
+from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import TensorStore
 from swapper.tensors.evicted import EvictedParameter, evict, refuse_copy, restore, restore_for_good
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
@@ -132,7 +133,7 @@ class ParameterOwner(ParameterCache):
         records: of the parameters, none in memory.
         order: in which they are used.
         budget_bytes: the most of the pool that records may hold.
-        pool, store: give buffers, and keep the records.
+        pool, store: give buffers, and keep the records; without a store, of a model on an accelerator, the pool does.
         release: called once, when this is closed or dies.
         device: of the parameters, if that is an accelerator; else None.
         device_bytes: the most of its memory that records may take at once, beside what `DeviceSums` takes.
@@ -145,8 +146,8 @@ class ParameterOwner(ParameterCache):
         records: list[Held],
         order: AccessOrder,
         budget_bytes: int,
-        pool: BufferPool,
-        store: TensorStore,
+        pool: BufferPool | GrowingPool,
+        store: TensorStore | None,
         release: Callable[[], None],
         device: torch.device | None = None,
         device_bytes: int = 0,
@@ -167,7 +168,7 @@ class ParameterOwner(ParameterCache):
         self._forward_hooks: weakref.WeakSet[ForwardHooks] = weakref.WeakSet()
         self._home: dict[torch.nn.Parameter, Held] = {}
         self._former: dict[torch.nn.Parameter, TemporaryHome] = {}  # their homes until all are taken over
-        self._copies = MappedCopies(store)
+        self._copies = None if store is None else MappedCopies(store)
         _living.add(self)
 
     def _begin(self) -> None:
@@ -373,7 +374,10 @@ class ParameterOwner(ParameterCache):
         if self._tier is not None:
             with self._lock, self._tier.reading(held):
                 values = location.view(held.opened[slot])
+                if self._copies is None:  # It stays where it is in the pool.
+                    return values
                 return self._copies.get(location, checksum(held.opened[slot]), lambda copy: _copy(copy, values))
+        assert self._copies is not None
         with self._lock:
             now = checksum(held.values[slot]) if held.values else held.checksums[slot]
             return self._copies.get(location, now, fill)

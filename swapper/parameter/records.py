@@ -35,6 +35,7 @@ __all__ = [
     "ParameterLocation",
     "ParameterPlan",
     "ParameterRecord",
+    "check_devices",
     "device_bytes_of",
     "modules_with_parameters",
     "plan_parameters",
@@ -137,6 +138,16 @@ class ParameterPlan:
     summary: str
     device_needs: DeviceNeeds | None
 
+    @property
+    def kept_bytes(self) -> int:
+        """Length of a pool that has all records."""
+        return sum(round_up(record.length_bytes, PAGE_BYTES) for record in self.records)
+
+    def on_device(self, device_bytes: int | None) -> tuple[torch.device | None, int]:
+        """The accelerator, and the bytes for records there, as `DeviceNeeds.record_bytes`. (None, 0) for the CPU."""
+        needs = self.device_needs
+        return (None, 0) if needs is None else (needs.device, needs.record_bytes(device_bytes))
+
     def where(self) -> Mapping[torch.Tensor, tuple[int, int]]:
         """The number of the record of each parameter, and its length in bytes; of those that still exist."""
         found: Mapping[torch.Tensor, tuple[int, int]] = WeakIdKeyDictionary(
@@ -201,6 +212,28 @@ def plan_parameters(
     device_needs = _device_needs(model, records)
     needs = _needs(model, records, resident, step_in_backward, on_host=device_needs is None)
     return ParameterPlan(records, stays, resident, needs, summary, device_needs)
+
+
+def check_devices(model: torch.nn.Module) -> None:
+    """Refuse a model whose parameters are on no device that they can be swapped from, or on several.
+
+    Raises:
+        ConfigError: they are.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.device.type == "meta":
+            raise ConfigError(f"parameter {name} is on the meta device and has no values; give the model memory first")
+        if parameter.device.type != "cpu" and not is_accelerator(parameter.device):
+            raise ConfigError(
+                f"offload_param: swapping cannot work for parameter {name} on {parameter.device}; move the model to "
+                "the CPU or to an accelerator, or use offload_param.device: none"
+            )
+    devices = sorted({str(parameter.device) for parameter in model.parameters()})
+    if len(devices) > 1:
+        raise ConfigError(
+            f"offload_param: swapping cannot work for a model on several devices ({', '.join(devices)}) in this "
+            "version of swapper; move it to one of them, or use offload_param.device: none"
+        )
 
 
 def why_not(parameter: torch.nn.Parameter) -> str:

@@ -16,6 +16,7 @@ from swapper.parameter.owner import ParameterOwner, parts_of
 from swapper.parameter.records import ParameterPlan
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
+from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import evict, restore_for_good
 from swapper.tensors.homes import home_of
@@ -35,13 +36,18 @@ class ParameterSwapper(ParameterOwner):
         owner: number of this swapper among those of the process; part of every record's key.
         plan: of its parameters.
         budget_bytes: the most of the pool that records may hold; at least `plan.needs.least_bytes`.
-        pool, store: give buffers, and keep the records.
+        pool, store: give buffers, and keep the records; without a store, of a model on an accelerator, the pool does.
         release: called once, when this is closed or dies.
         device_bytes: the most that records may take on an accelerator at once; at least what one module uses.
+
+    Attributes:
+        made_with: for who has made this: the config.
 
     Raises:
         SwapIOError: the records could not be written. The model is as it was.
     """
+
+    made_with: object = None
 
     def __init__(
         self,
@@ -49,8 +55,8 @@ class ParameterSwapper(ParameterOwner):
         owner: int,
         plan: ParameterPlan,
         budget_bytes: int,
-        pool: BufferPool,
-        store: TensorStore,
+        pool: BufferPool | GrowingPool,
+        store: TensorStore | None,
         release: Callable[[], None],
         device_bytes: int = 0,
     ) -> None:
@@ -69,7 +75,11 @@ class ParameterSwapper(ParameterOwner):
         self._model = weakref.ref(model)
         if plan.summary:
             log.warning("%s\n  model.swapper.stays has the reason for each parameter", plan.summary)
-        store.plan({held.key: held.plan.file_bytes for held in self._all})
+        for each in self._all if store is None else ():
+            assert isinstance(each, HeldOnDevice)
+            each.kept = True
+        if store is not None:
+            store.plan({held.key: held.plan.file_bytes for held in self._all})
         try:
             for each in self._all:
                 self._adopt(each)
@@ -129,7 +139,8 @@ class ParameterSwapper(ParameterOwner):
 
     def share_pool(self, budget_bytes: int) -> None:
         """Others need the pool, too: hold at most `budget_bytes` of it, and no less than `plan.needs.least_bytes`."""
-        self._cache.limit_bytes = self._budget_bytes = budget_bytes
+        if self._store is not None:
+            self._cache.limit_bytes = self._budget_bytes = budget_bytes
 
     def flush(self) -> None:
         """Write what changed and wait until it is on disk.
@@ -147,7 +158,7 @@ class ParameterSwapper(ParameterOwner):
                 self._cache.wait(held.key)
 
     def settled_records(self) -> list[Held]:
-        """The records that have the values of all their parameters, in their files.
+        """The records that have the values of all their parameters, in their files. None if the pool keeps them.
 
         Raises:
             SwapIOError: a write failed.
@@ -155,13 +166,13 @@ class ParameterSwapper(ParameterOwner):
         self.flush()
         return [
             held
-            for held in self._all
+            for held in (self._all if self._store is not None else ())
             if all(self._home.get(p) is held and home_of(p) for p in (each.parameter for each in held.plan.locations))
         ]
 
     @property
-    def store(self) -> TensorStore:
-        """The store of the records."""
+    def store(self) -> TensorStore | None:
+        """The store of the records; None if the pool keeps them."""
         return self._store
 
     def records_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[Held]:

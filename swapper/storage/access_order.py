@@ -132,25 +132,28 @@ class AccessOrder:
     def worth(self) -> int:
         """The distance beyond which a record must be needed to go for the one that is `missing`.
 
-        That one is needed sooner, of course. Besides, a record that is used before the missing one, and is then needed
-        later than what could go now, is what should go: so it is waited for. (That is what Belady's rule drops when it
-        reads nothing ahead, and so as little as possible is read.) But what is used just before the missing one comes
-        too late, or it could not be read meanwhile: of that, a quarter of what is held, nothing is expected.
+        That one is needed sooner, of course. Besides, a record that is used now, or before the missing one, and is then
+        needed later than what could go now, is what should go: so it is waited for. (That is what Belady's rule drops
+        when it reads nothing ahead, and so as little as possible is read.) But what is used just before the missing one
+        comes too late, or it could not be read meanwhile: of that, a quarter of what is held, nothing is expected.
         """
         self._refresh()
         self._depth = max(self._depth, 2, len(self._movable) // 4)
-        stop = max(self._ahead - self._depth, self._next)
+        now = self._next if self._last is None else max(self._next - 1, 0)
+        stop = max(self._ahead - self._depth, now)
         between = self._between
         if stop < self._between_stop:
             between.clear()
-            self._between_stop = self._next
-        for at in range(max(self._between_stop, self._next), stop):
+            self._between_stop = now
+        for at in range(max(self._between_stop, now), stop):
+            if self._log[at].number in self._fixed:  # It never goes.
+                continue
             due = self._due_after(at)
             while between and between[-1][1] <= due:
                 between.pop()
             between.append((at, due))
         self._between_stop = stop
-        while between and between[0][0] < self._next:
+        while between and between[0][0] < now:
             between.popleft()
         return max(self._ahead, between[0][1] if between else 0) - self._next
 
@@ -186,7 +189,8 @@ class AccessOrder:
         i = bisect_right(places, at)
         if i < len(places):
             return places[i]
-        return places[bisect_left(places, self._next)] + len(self._log) - self._next
+        i = bisect_left(places, self._next)
+        return places[i] + len(self._log) - self._next if i < len(places) else NEVER
 
     def _update(self, number: int) -> None:
         before, due = self._due[number], self._due_of(number)

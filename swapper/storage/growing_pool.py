@@ -64,6 +64,10 @@ class GrowingPool:
     def add_reclaimer(self, callback: Callable[[], bool]) -> None:
         """Nothing is ever reclaimed: nothing is short, and no other copy exists of what is here."""
 
+    def reclaim(self) -> bool:
+        """False: see `add_reclaimer`."""
+        return False
+
     def try_acquire(self, length_bytes: int, *, high: bool = False) -> Lease:
         """Lease memory, of a new pool if there is none; `high` has no meaning here.
 

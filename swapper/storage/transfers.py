@@ -170,28 +170,32 @@ class JoinedTransfer:
 
 
 class BothTransfers:
-    """Two transfers that use one buffer: a write, and a copy up."""
+    """Two transfers that use one buffer: a write, and a copy to a device.
 
-    __slots__ = ("_first", "_second")
+    Attributes:
+        first, second: as given.
+    """
+
+    __slots__ = ("first", "second")
 
     def __init__(self, first: AnyTransfer, second: AnyTransfer) -> None:
-        self._first, self._second = first, second
+        self.first, self.second = first, second
 
     def done(self) -> bool:
         """Tell if both are over, well or not."""
-        return self._first.done() and self._second.done()
+        return self.first.done() and self.second.done()
 
     def wait(self, timeout: float | None = None) -> int:
         """Wait for both. Raises what failed, the first before the second."""
-        self._second.settle()
-        moved_bytes = self._first.wait(timeout)
-        self._second.wait(timeout)
+        self.second.settle()
+        moved_bytes = self.first.wait(timeout)
+        self.second.wait(timeout)
         return moved_bytes
 
     def settle(self) -> None:
         """Wait until both are over, and leave a failure unobserved."""
-        self._first.settle()
-        self._second.settle()
+        self.first.settle()
+        self.second.settle()
 
 
 def start_all(starts: Iterable[Callable[[], Transfer]]) -> Transfer | JoinedTransfer:

@@ -185,7 +185,7 @@ def _check(tensor: torch.Tensor, mark: _Mark) -> None:
 def fill_with_nothing(tensor: torch.Tensor) -> None:
     """Fill the memory of `tensor` with bytes that `has_nothing` knows. Its version stays."""
     floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    memory = torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    memory = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
     memory.fill_(_FLOATING_BYTE if floating else _INTEGER_BYTE)
 
 

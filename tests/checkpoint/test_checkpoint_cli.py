@@ -27,7 +27,8 @@ from twins import bits
 
 import swapper
 from swapper.checkpoint import export, state_reader, streams
-from swapper.checkpoint.export import export_checkpoint, import_checkpoint
+from swapper.checkpoint.export import export_checkpoint
+from swapper.checkpoint.plain_import import import_checkpoint
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.streams import TensorStream
 from swapper.errors import ConfigError, SwapError
@@ -288,7 +289,8 @@ import sys, torch, swapper
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from peak import Peak
-from swapper.checkpoint.export import export_checkpoint, import_checkpoint
+from swapper.checkpoint.export import export_checkpoint
+from swapper.checkpoint.plain_import import import_checkpoint
 path = Path(sys.argv[1])
 def work(directory, out):
     export_checkpoint(directory, "torch", out / "out.pt")

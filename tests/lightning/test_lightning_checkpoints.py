@@ -40,7 +40,8 @@ from twins import bits
 import swapper
 import swapper.lightning
 from swapper.checkpoint.checkpoint import is_checkpoint
-from swapper.checkpoint.export import export_checkpoint, import_checkpoint
+from swapper.checkpoint.export import export_checkpoint
+from swapper.checkpoint.plain_import import import_checkpoint
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.files import fastsave

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from launcher import run_program
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train_lightning.py"
 SMALL = ["--data.batch_size=2", "--data.context=32", "--trainer.accelerator=cpu", "--trainer.enable_progress_bar=false"]
@@ -38,7 +39,7 @@ def digest(output: str) -> str:
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The digest of a run without swapping."""
-    done = subprocess.run(COMMAND, cwd=tmp_path_factory.mktemp("plain"), capture_output=True, text=True, timeout=300)
+    done = run_program(COMMAND, cwd=tmp_path_factory.mktemp("plain"), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return digest(done.stdout)
 
@@ -65,7 +66,7 @@ def test_a_run_that_was_interrupted_is_resumed_to_the_bits_of_a_plain_one(
     assert not list((ours / "drive").iterdir())
     first = min((ours / ".swapper" / "lightning").glob("epoch=*.ckpt"), key=lambda path: path.stat().st_mtime)
     resume = [*COMMAND, *swapped, f"--ckpt_path={first}"]
-    resumed = subprocess.run(resume, cwd=ours, capture_output=True, text=True, timeout=300)
+    resumed = run_program(resume, cwd=ours, capture_output=True, text=True, timeout=300)
     assert resumed.returncode == 0, resumed.stderr
     assert digest(resumed.stdout) == plain
     assert not list((ours / "drive").iterdir())

@@ -19,7 +19,7 @@ from training import MasterWeights, assert_same_state, muon, same_bits
 
 import swapper
 from swapper.config import OffloadConfig
-from swapper.errors import ConfigError, SwapError
+from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io.devices import Copy
 from swapper.optimizer.device_slots import DeviceSlots
 
@@ -418,3 +418,126 @@ def test_a_model_on_the_cpu_cannot_be_stepped_on_a_device(nvme_path: Path) -> No
     optimizer = torch.optim.AdamW(nn.Linear(8, 8).parameters())
     with pytest.raises(ConfigError, match=r"step_device: device steps parameters on the accelerator"):
         swapper.wrap_optimizer(optimizer, config(nvme_path))
+
+
+@pytest.mark.parametrize("room", ["there", "not there", "unknown", "none for a trial"])
+def test_auto_takes_the_device_if_it_has_room(
+    device: str, nvme_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, room: str
+) -> None:
+    """And says what it takes. What the memory was when the optimizer was wrapped decides for good."""
+    model = make_model(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    if room in ("not there", "unknown"):
+        free_bytes = 400 << 10 if room == "not there" else None
+        monkeypatch.setattr("swapper.optimizer.step_device.free_bytes", lambda device: free_bytes)
+    elif room == "none for a trial":
+        if device != "sim":
+            pytest.skip("the memory of a real device is not limited")
+        torch.sim.synchronize()  # type: ignore[attr-defined]
+        simulated().set_limit(torch.sim.memory_allocated() + (100 << 10))  # type: ignore[attr-defined]
+    with caplog.at_level("INFO", "swapper"), wrapped(optimizer, nvme_path, state={"step_device": "auto"}) as found:
+        if device == "sim":
+            simulated().set_limit()
+        assert found._plan.on_device == (room == "there")
+        backward(model, 0)
+        optimizer.step()
+    (said,) = (text for record in caplog.records if "steps are made" in (text := record.getMessage()))
+    wanted = {
+        "there": "on sim:0, with",
+        "not there": "400 KiB are free",
+        "unknown": "unknown",
+        "none for a trial": "trial",
+    }
+    assert wanted[room].replace("sim", device) in said
+
+
+def test_a_gradient_in_another_layout_is_stepped_if_that_keeps_the_bits(device: str, nvme_path: Path) -> None:
+    results = []
+    for how in ("plain", "swapped"):
+        p = nn.Parameter(torch.ones(300, 200, device=device))
+        optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+        with contextlib.ExitStack() as stack:
+            if how == "swapped":
+                found = stack.enter_context(wrapped(optimizer, nvme_path))
+                assert len(found._plan.segments_of(p)) > 1, "it is not cut"
+            for seed in range(3):
+                gradient = torch.randn(200, 300, generator=torch.Generator().manual_seed(seed))
+                p.grad = gradient.to(device).t()
+                optimizer.step()
+        results.append(p.detach().cpu())
+    assert same_bits(*results)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("what", ["", "in-backward", "micro-batches"])
+@pytest.mark.parametrize("gradients", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("state", ["nvme", "cpu"])
+@pytest.mark.parametrize("how", ["default", "fused"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-masters"])
+def test_parameters_that_are_swapped_too_are_stepped_on_the_device(
+    device: str, nvme_path: Path, precision: str, how: str, state: str, gradients: str, what: str
+) -> None:
+    masters = precision.endswith("masters")
+    micro_batches = 3 if what == "micro-batches" else 1
+
+    def make_layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(128, 384), nn.GELU(), nn.Linear(384, 256), nn.GELU(), nn.Linear(256, 128))
+        return layers.to(device, DTYPES[precision])
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2, **HOW[how])
+
+    plain, mine = make_layers(), make_layers()
+    reference = MasterWeights(list(plain.parameters()), make) if masters else make(list(plain.parameters()))
+    optimizer = make(list(mine.parameters()))
+    settings = config(
+        nvme_path,
+        state={"device": state, "master_weights": masters, "step_in_backward": what == "in-backward"},
+        offload_gradient={"device": gradients},
+        offload_param={"device": "nvme"},
+        gradient_accumulation_steps=micro_batches,
+    )
+    swapper.offload(mine, optimizer, settings)
+    for step in range(3):
+        for model, stepped in ((plain, reference), (mine, optimizer)):
+            for batch in range(micro_batches):
+                x = torch.randn(4, 128, generator=torch.Generator().manual_seed(10 * step + batch))
+                x = x.to(device, DTYPES[precision])
+                (model(x) - x).square().mean().backward()
+            stepped.step()
+            (plain if model is plain else optimizer).zero_grad()
+    theirs = as_on_the_host((reference.optimizer if masters else reference).state_dict())  # type: ignore[union-attr]
+    ours = as_on_the_host(optimizer.state_dict())
+    for entries in ours["state"].values():
+        entries.pop("master_param", None)
+    assert_same_state(ours, theirs)
+    assert_same(plain, mine)
+    swapper.of(optimizer).close()
+    mine.swapper.close()  # type: ignore[operator, union-attr]
+
+
+def test_a_stored_master_that_is_damaged_is_found_on_the_device(device: str, nvme_path: Path) -> None:
+    model = make_model(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with wrapped(optimizer, nvme_path, state={"device": "cpu", "master_weights": True}) as found:
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        records = found._records.bucket_records
+        segment = found._plan.segments_of(model.weights[0])[0]
+        (bucket,) = (bucket for bucket in found._plan.buckets if segment in bucket.segments)
+        opened = records.take(bucket)
+        low = opened.stored(segment, "master_param")
+        places = (low != -(1 << 15)).nonzero()[:3]
+        low[places] = -(1 << 15)  # More ties than there were.
+        records.release(opened)
+        backward(model, 1)
+        with pytest.raises(SwapIOError, match="a stored master is damaged"):
+            optimizer.step()
+            found.flush()
+        with pytest.raises(SwapIOError, match="a stored master is damaged"):
+            found.flush()
+        with pytest.raises(SwapError, match="a stored master is damaged"):
+            optimizer.state_dict()
+        found.reset()

@@ -455,6 +455,25 @@ def test_attention_is_close_to_the_cpu() -> None:
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.SparseAdam])
+def test_sparse_gradients_have_the_bits_of_the_cpu(make: Callable[..., torch.optim.Optimizer]) -> None:
+    def train(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer, results = nn.Embedding(9, 5, sparse=True).to(device), []
+        optimizer = make(layer.parameters(), lr=0.1)
+        for _ in range(2):
+            for indices in ([3, 0, 5, 5, 1], [2, 2, 8, 0, 1]):
+                layer(torch.tensor(indices).to(device)).square().sum().backward()
+            gradient = layer.weight.grad
+            assert gradient is not None and gradient.is_sparse and gradient.device.type == device
+            results += [gradient.to_dense().cpu(), gradient.coalesce().values().cpu()]
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*results, layer.weight.detach().cpu()]
+
+    assert all(torch.equal(a, b) for a, b in zip(train("cpu"), train("sim"), strict=True))
+
+
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_layers_are_close_to_the_cpu(kind: type[nn.RNNBase]) -> None:
     torch.manual_seed(0)

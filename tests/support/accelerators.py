@@ -7,12 +7,15 @@ wrong result in one of them. `sim-poison`, for a test that asks for it, waits fo
 from __future__ import annotations
 
 import importlib
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+from repository import ROOT
 from sampling import SEED
 
 from swapper.io.devices import DEVICES, Copies
@@ -23,6 +26,19 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sim-random": {"mode": "random", "seed": SEED},
     "sim-poison": {"mode": "random", "seed": SEED, "poison_now": True},
 }
+
+
+# As in `sim_device`, which cannot be asked: whoever imports it makes the simulated device torch's accelerator.
+_LIBRARY = Path(os.environ.get("SIM_DEVICE_LIBRARY", ROOT / "build" / "sim_device" / "libsim_device.so"))
+
+
+def pytest_configure() -> None:
+    """Let torch's autograd know of the simulated devices: it counts devices once, at the first backward of a process.
+
+    They are no accelerator yet, so that tests before the first that uses them see a torch without one.
+    """
+    if _LIBRARY.exists() and not torch.cuda.is_available():
+        torch.ops.load_library(str(_LIBRARY))
 
 
 class SimCopies(Copies):

@@ -79,7 +79,7 @@ def test_same_bits_as_stepping_on_the_host(device: str, nvme_path: Path, name: s
     plain, swapped = make_model(device, dtype), make_model(device, dtype)
     expected = train(plain, OnTheHost(list(plain.parameters()), name, masters).step, device)
     optimizer = OPTIMIZERS[name](list(swapped.parameters()))
-    swapper.wrap_optimizer(optimizer, make_config(nvme_path, device=state, master_weights=masters))
+    swapper.wrap_optimizer(optimizer, make_config(nvme_path, device=state, master_weights=masters, step_device="cpu"))
     assert train(swapped, optimizer.step, device) == expected
     assert all(same_bits(p.cpu(), q.cpu()) for p, q in zip(plain.parameters(), swapped.parameters(), strict=True))
     assert all(p.device.type == device for p in swapped.parameters())
@@ -260,9 +260,10 @@ def test_a_pool_that_a_cpu_optimizer_made_is_locked_for_the_gpu(device: str, nvm
     swapper.of(first).close()
 
 
-def test_state_never_visits_the_device(device: str, nvme_path: Path) -> None:
+def test_state_never_visits_the_device_if_the_step_is_on_the_cpu(device: str, nvme_path: Path) -> None:
     model = nn.Linear(2000, 2000, device=device)
-    optimizer = swapper.wrap_optimizer(torch.optim.AdamW(model.parameters()), make_config(nvme_path))
+    settings = make_config(nvme_path, step_device="cpu")
+    optimizer = swapper.wrap_optimizer(torch.optim.AdamW(model.parameters()), settings)
     model(torch.randn(2, 2000, device=device)).square().sum().backward()
     torch.accelerator.synchronize()
     before = torch.accelerator.max_memory_allocated()

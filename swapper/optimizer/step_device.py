@@ -1,0 +1,57 @@
+"""Which device the buckets of an optimizer are stepped on: the one of the parameters, or the CPU."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from swapper.errors import ConfigError
+from swapper.io.devices import free_bytes, is_accelerator
+from swapper.optimizer.device_slots import SLOTS
+from swapper.sizes import format_bytes
+
+__all__ = ["has_room", "may_step_on_device"]
+
+log = logging.getLogger(__name__)
+
+
+def may_step_on_device(asked: str, device: torch.device) -> bool:
+    """True if buckets are to be stepped on `device`, that of the parameters, if it has room.
+
+    Args:
+        asked: `offload_optimizer.step_device`.
+
+    Raises:
+        ConfigError: that is "device", and the parameters are on no accelerator.
+    """
+    if asked == "device" and not is_accelerator(device) and device.type != "meta":
+        raise ConfigError(
+            "offload_optimizer.step_device: device steps parameters on the accelerator that they are on, and these are "
+            f"on {device}; use auto or cpu"
+        )
+    return asked != "cpu" and is_accelerator(device)
+
+
+def has_room(device: torch.device, slot_bytes: int, scratch_bytes: int) -> bool:
+    """True if steps on `device` have room now. Logs where the steps are made.
+
+    Args:
+        slot_bytes: of each slot.
+        scratch_bytes: what decoded masters and fp32 gradients of a bucket take.
+    """
+    # As much again as a record: state that the class makes in its first step, and what it computes in between.
+    needed_bytes = (SLOTS + 1) * slot_bytes + scratch_bytes
+    there_bytes = free_bytes(device)
+    if there_bytes is not None and needed_bytes <= there_bytes:
+        log.info("steps are made on %s, with up to %s of its memory", device, format_bytes(needed_bytes))
+        return True
+    free = "an unknown part of its memory is" if there_bytes is None else f"{format_bytes(there_bytes)} are"
+    log.warning(
+        "steps are made on the CPU, with its bits: on %s they need %s, and %s free; a smaller bucket_bytes needs less, "
+        "and offload_optimizer.step_device: device or cpu says where to step whatever is free",
+        device,
+        format_bytes(needed_bytes),
+        free,
+    )
+    return False

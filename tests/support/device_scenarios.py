@@ -1,0 +1,216 @@
+"""Short runs on a device that any wait that is missing changes: each raises, or fails an assert, if one is.
+
+The first argument of each is the device's type, the second an empty directory for records.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import swapper
+from swapper.errors import SwapIOError
+from swapper.io.handle import AsyncIOHandle
+from swapper.storage.cache import RecordCache
+
+CHUNK = 4 << 20
+STEPS = 3
+
+
+def make_model(device: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(128, 512), nn.GELU(), nn.Linear(512, 128)).to(device)
+
+
+def loss_of(model: nn.Module, device: str, seed: int) -> torch.Tensor:
+    x = torch.randn(4, 128, generator=torch.Generator().manual_seed(seed)).to(device)
+    return (model(x) - x).square().mean()
+
+
+@functools.cache
+def expected(device: str, micro_batches: int, clip: bool, step_device: str) -> list[torch.Tensor]:
+    """Parameters after the steps of the plain optimizer, made on copies on the host where `step_device` is "cpu"."""
+    model = make_model(device)
+    parameters = list(model.parameters())
+    place = device if step_device == "device" else "cpu"
+    copies = [nn.Parameter(p.detach().to(place, copy=True)) for p in parameters]
+    optimizer = torch.optim.AdamW(copies, lr=1e-2)
+    for step in range(STEPS):
+        for batch in range(micro_batches):
+            loss_of(model, device, step * micro_batches + batch).backward()
+        if clip:
+            torch.nn.utils.clip_grad_norm_(parameters, 0.05)
+        for p, copy in zip(parameters, copies, strict=True):
+            assert p.grad is not None
+            copy.grad, p.grad = p.grad.to(place), None
+        optimizer.step()
+        with torch.no_grad():
+            for p, copy in zip(parameters, copies, strict=True):
+                p.copy_(copy)
+    return [p.detach().cpu() for p in parameters]
+
+
+def train(
+    device: str,
+    path: Path,
+    gradients: str = "none",
+    micro_batches: int = 1,
+    clip: bool = False,
+    in_backward: bool = False,
+    step_device: str = "cpu",
+) -> None:
+    model = make_model(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    config = swapper.OffloadConfig(
+        nvme_path=path,
+        pool_bytes="16MiB",
+        bucket_bytes="256KiB",
+        gradient_accumulation_steps=micro_batches,
+        offload_optimizer={"device": "nvme", "step_in_backward": in_backward, "step_device": step_device},
+        offload_gradient={"device": gradients},
+    )
+    swapper.wrap_optimizer(optimizer, config)
+    for step in range(STEPS):
+        for batch in range(micro_batches):
+            loss_of(model, device, step * micro_batches + batch).backward()
+        if in_backward:  # What is read now is whole.
+            between = [p.detach().clone() for p in model.parameters()]
+        if clip:
+            swapper.of(optimizer).clip_grad_norm_(0.05)
+        optimizer.step()
+        if in_backward:
+            assert all(torch.equal(p, q) for p, q in zip(model.parameters(), between, strict=True))
+        optimizer.zero_grad()
+    torch.accelerator.synchronize()
+    found = [p.detach().cpu() for p in model.parameters()]
+    swapper.of(optimizer).close()
+    assert all(
+        torch.equal(p, q) for p, q in zip(found, expected(device, micro_batches, clip, step_device), strict=True)
+    )
+
+
+def files(device: str, path: Path) -> None:
+    """Device tensors to and from a file, through memory of the host."""
+    with AsyncIOHandle() as handle, handle.open(path / "file", "rw") as file:
+        source = torch.zeros(5 * CHUNK, dtype=torch.uint8, device=device)
+        source.fill_(5)
+        handle.write(file, source).wait()
+        assert set((path / "file").read_bytes()) == {5}
+        source.fill_(1)
+        used, target = source.clone(), torch.zeros_like(source)
+        handle.read(file, target).wait()
+        handle.read(file, source).wait()
+        assert bool((target == 5).all()) and bool((source == 5).all()) and bool((used == 1).all())
+
+
+def temporaries(device: str, path: Path, what: str) -> None:
+    """Gradients, or parameters, that are not in memory order: copies of them are made for the step."""
+    results = []
+    for swap in (False, True):
+        torch.manual_seed(0)
+        base, gradient = torch.randn(300, 600), torch.randn(300, 300)
+        base, gradient = (base.to(device), gradient.to(device)) if swap else (base, gradient)
+        p = nn.Parameter(base[:, :300] if what == "parameter" else base[:, :300].clone())
+        optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
+        if swap:
+            config = swapper.OffloadConfig(
+                nvme_path=path,
+                pool_bytes="16MiB",
+                bucket_bytes="256KiB",
+                offload_optimizer={"device": "nvme", "step_device": "cpu"},
+            )
+            swapper.wrap_optimizer(optimizer, config)
+        p.grad = gradient.t() if what == "gradient" else gradient
+        optimizer.step()
+        results.append(p.detach().cpu())
+        if swap:
+            swapper.of(optimizer).close()
+    assert torch.equal(*results)
+
+
+def failed_step(device: str, path: Path) -> None:
+    """The drive is full in the middle of a step: what is restored after it is not overwritten."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)]).to(device)
+    config = swapper.OffloadConfig(
+        nvme_path=path,
+        pool_bytes="16MiB",
+        bucket_bytes="256KiB",
+        offload_optimizer={"device": "nvme", "step_device": "cpu"},
+    )
+    optimizer = swapper.wrap_optimizer(torch.optim.AdamW(model.parameters()), config)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    put, calls = RecordCache.put, [0]
+
+    def failing(self: RecordCache, *args: object) -> None:
+        calls[0] += 1
+        if calls[0] == 2:
+            raise SwapIOError(errno.ENOSPC, "write", "it fails")
+        put(self, *args)  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecordCache, "put", failing)
+        with contextlib.suppress(SwapIOError):
+            optimizer.step()
+            raise AssertionError("it did not fail")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.fill_(7.0)
+    pool = swapper.of(optimizer)._pool
+    leases = []
+    while (lease := pool.try_acquire(64 << 10)) is not None:
+        lease.tensor.fill_(7)
+        leases.append(lease)
+    torch.accelerator.synchronize()
+    assert all(bool((p == 7.0).all()) for p in model.parameters())
+    assert all(bool((lease.tensor == 7).all()) for lease in leases)
+    for lease in leases:
+        lease.release()
+    swapper.of(optimizer).close()
+
+
+def after_backward(device: str, path: Path, gradients: str, flush: bool) -> None:
+    """Gradients are still on their way when everything is written, or given up."""
+    model = make_model(device)
+    config = swapper.OffloadConfig(
+        nvme_path=path,
+        pool_bytes="16MiB",
+        bucket_bytes="256KiB",
+        offload_optimizer={"device": "nvme", "step_device": "cpu"},
+        offload_gradient={"device": gradients},
+    )
+    optimizer = swapper.wrap_optimizer(torch.optim.AdamW(model.parameters()), config)
+    loss_of(model, device, 0).backward()
+    if flush:
+        swapper.of(optimizer).flush()
+        found = [p.grad.cpu() for p in model.parameters() if p.grad is not None]
+        plain = make_model(device)
+        loss_of(plain, device, 0).backward()
+        assert all(torch.equal(p.grad.cpu(), q) for p, q in zip(plain.parameters(), found, strict=True))  # type: ignore[union-attr]
+    swapper.of(optimizer).close()
+
+
+SCENARIOS: dict[str, Callable[[str, Path], None]] = {
+    "step": train,
+    "step on the device": functools.partial(train, step_device="device"),
+    "step on the device with gradients": functools.partial(
+        train, step_device="device", gradients="nvme", micro_batches=2
+    ),
+    "step in backward": functools.partial(train, in_backward=True),
+    "gradients on the drive": functools.partial(train, gradients="nvme", micro_batches=2, clip=True),
+    "gradients in the pool": functools.partial(train, gradients="cpu", micro_batches=2),
+    "gradients flushed": functools.partial(after_backward, gradients="nvme", flush=True),
+    "gradients given up": functools.partial(after_backward, gradients="cpu", flush=False),
+    "files": files,
+    "temporary gradient": functools.partial(temporaries, what="gradient"),
+    "temporary parameter": functools.partial(temporaries, what="parameter"),
+    "failed step": failed_step,
+}

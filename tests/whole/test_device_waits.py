@@ -1,0 +1,107 @@
+"""A test of tests: each call that waits for a device is taken out of the code, one at a time, and is missed.
+
+A new wait in the code is found here without an edit. If no scenario misses it, it is not needed and goes, or what it is
+for becomes a scenario (`tests/support/device_scenarios.py`), or it gets a line in `NOT_MISSED` with the reason.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from accelerators import SETTINGS, simulate
+from device_scenarios import SCENARIOS
+from removed_waits import Site, remove, sites
+
+NOT_YET = "parameter/device_tier.py"
+"""No config leads there yet: what is there is tested when one does."""
+
+MISSED_FIRST_BY: dict[str, tuple[str, str]] = {
+    "gradient/copies.py join join": ("gradients on the drive", "sim-lazy"),
+    "gradient/swapper.py _take begin": ("gradients on the drive", "sim-lazy"),
+    "io/bounce.py _copy follow": ("files", "sim-random"),
+    "io/devices.py join wait_event": ("gradients on the drive", "sim-lazy"),
+    "io/devices.py join join": ("gradients on the drive", "sim-lazy"),
+    "io/devices.py keep record_stream": ("temporary parameter", "sim-lazy"),
+    "io/devices.py settle synchronize": ("failed step", "sim-random"),
+    "io/devices.py settle settle": ("failed step", "sim-random"),
+    "io/devices.py run keep": ("temporary parameter", "sim-lazy"),
+    "optimizer/stepper.py finish join": ("gradients on the drive", "sim-lazy"),
+    "storage/cache.py _start_write wait": ("gradients flushed", "sim-lazy"),
+    "storage/cache.py _wait_for_content wait": ("gradients on the drive", "sim-lazy"),
+    "optimizer/stepper.py run_one join": ("step in backward", "sim-lazy"),
+}
+"""Where it is worth to look first; others are missed by a plain step. It only saves time."""
+
+NOT_MISSED: dict[str, str] = {
+    "gradient/copies.py wait_later join": "of gradients that come outside of a backward; see test_device_copies",
+    "gradient/evicted.py clip_grad_norm_ join": "as the one before: a backward joins at its end",
+    "gradient/swapper.py _take wait": "of a gradient that the user changed between two passes",
+    "gradient/swapper.py _take settle": "of an error in the middle of a gradient; see test_device_copies",
+    "io/bounce.py _sleep synchronize": "saves the thread from spinning: what is not done yet is met again",
+    "io/bounce.py _advance synchronize": "the event is reached: it raises what the device has to say",
+    "io/bounce.py _fail settle": "of an error of the device; see test_device_tensors",
+    "io/bounce.py _give_up settle": "of an error of the thread; see test_device_tensors",
+    "io/devices.py settle_all synchronize": "before memory of others is unlocked; see test_buffers",
+    "io/devices.py synchronize synchronize": "of programs that measure",
+    "io/devices.py settle wait": "of errors, and of gradients beyond 256 MiB in flight",
+    "io/devices.py follow follow": "of parameters on a device, which no config leads to yet",
+    "io/devices.py run settle": "of an error of the device; see test_device_copies",
+    "optimizer/device_slots.py hold begin": "of memory reused in the middle of its former work; the simulator does not",
+    "optimizer/device_slots.py wait settle": "of a step on the device that failed: no scenario yet",
+    "optimizer/device_slots.py wait settle 1": "as the one before",
+    "storage/buffers.py _unlock_for_devices settle_all": "all leases are back by then; see test_buffers",
+    "storage/buffers.py _wait_for_one settle": "who wants a lease only tries again",
+    "storage/cache.py _see_written wait": "of writes by the drive; see test_lost_writes",
+    "storage/cache.py _collect wait": "of writes that failed: raises why",
+    "storage/cache.py _wait_for_write settle": "who wants room only tries again",
+    "storage/cache.py flush settle": "of writes by the drive; see test_cache",
+    "storage/cache.py discard wait": "of what failed",
+    "storage/cache.py close wait": "of what is given up with its owner",
+}
+
+FOUND = [site for site in sites() if site.path != NOT_YET]
+
+
+def test_no_line_is_for_a_call_that_is_gone() -> None:
+    assert {*MISSED_FIRST_BY, *NOT_MISSED} <= set(map(str, FOUND))
+
+
+@pytest.mark.parametrize("settings", ["sim-lazy", "sim-random", "sim-poison"])
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_scenarios_pass_as_the_code_is(
+    name: str, settings: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sim_device = simulate(settings, monkeypatch)
+    sim_device.violations()
+    SCENARIOS[name]("sim", nvme_path)
+    assert sim_device.violations() == []
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.filterwarnings("ignore")  # of what a failure leaves
+@pytest.mark.parametrize("site", [site for site in FOUND if str(site) not in NOT_MISSED], ids=str)
+def test_a_wait_that_is_removed_is_missed(site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sim_device = simulate("sim-eager", monkeypatch)
+    first = MISSED_FIRST_BY.get(str(site), ("step", "sim-lazy"))
+    every = [(name, settings) for settings in ("sim-lazy", "sim-random", "sim-poison") for name in SCENARIOS]
+    for number, (name, settings) in enumerate([first, *every]):
+        path = tmp_path / str(number)
+        path.mkdir()
+        sim_device.configure(**SETTINGS[settings])
+        missed = False
+        try:
+            with pytest.MonkeyPatch.context() as patch:
+                remove(site, patch)
+                SCENARIOS[name]("sim", path)
+        except Exception:
+            missed = True
+        gc.collect()
+        sim_device.configure("eager")
+        torch.accelerator.synchronize()
+        if sim_device.violations() or missed:
+            return
+    pytest.fail(f"nothing misses {site}: it is not needed, or a scenario is missing")
