@@ -565,13 +565,18 @@ bool Engine::Impl::cut(Part& part, bool may_bounce) {
 }
 
 void Engine::Impl::part_over(Part& part, std::optional<IoError> error) {
-    const std::lock_guard<std::mutex> lock(mutex);
     Transfer& transfer = *part.transfer;
-    if (error && !transfer.error_) transfer.error_ = std::move(error);
-    if (--transfer.parts_ > 0) return;  // drained before it is reported
-    if (transfer.error_ || transfer.cut_ == transfer.length_) {
-        over(part.transfer);
+    std::shared_ptr<const File> file;
+    {
+        const std::lock_guard<std::mutex> lock(mutex);
+        if (error && !transfer.error_) transfer.error_ = std::move(error);
+        if (--transfer.parts_ > 0) return;  // drained before it is reported
+        if (!transfer.error_ && transfer.cut_ < transfer.length_) return;
+        file = std::move(transfer.file_);
     }
+    file.reset();  // It may be the last to have it open, and closing may take long: not under the mutex
+    const std::lock_guard<std::mutex> lock(mutex);
+    over(part.transfer);
 }
 
 // Nothing of it is in flight any more. Under the mutex.

@@ -30,7 +30,7 @@ class Transfer {
              uint64_t offset, uint64_t key, std::shared_ptr<Checksums> checksums, DeviceTarget device);
 
     Operation operation() const { return operation_; }
-    const std::string& path() const { return file_->path(); }
+    const std::string& path() const { return file_->path(); }  // of the file, which it has until it is over
     uint64_t length() const { return length_; }
     uint64_t offset() const { return offset_; }
     uint64_t key() const { return key_; }
@@ -58,7 +58,7 @@ class Transfer {
     void complete();  // wakes whoever waits; nothing may be in flight any more
 
     const Operation operation_;
-    const std::shared_ptr<const File> file_;
+    std::shared_ptr<const File> file_;  // given up when its last part is over, so that nobody has it open for longer than needed
     char* const data_;
     const uint64_t length_;
     const uint64_t offset_;

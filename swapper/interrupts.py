@@ -79,9 +79,13 @@ def _note(reference: ref[interrupts_deferred], handler: Handler, signum: int, fr
 
 
 def _set_main_thread() -> None:
-    """After a fork the thread that forked is the main thread."""
+    """After a fork the thread that forked is the main thread. A section of the former one has nobody who ends it."""
     global _main_thread
-    _main_thread = get_ident()
+    if _main_thread != get_ident():
+        _main_thread = get_ident()
+        handler = getsignal(_SIGINT)
+        if type(handler) is partial and handler.func is _note:
+            signal(_SIGINT, handler.args[1])
 
 
 _SIGINT = int(SIGINT)

@@ -171,3 +171,27 @@ def test_in_a_forked_child_the_thread_that_forked_is_the_main_thread() -> None:
     thread.start()
     thread.join()
     assert statuses == [0]
+
+
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_child_that_another_thread_forks_within_a_section_can_be_interrupted() -> None:
+    begun = threading.Event()
+    statuses = []
+
+    def fork() -> None:
+        begun.wait()
+        pid = os.fork()
+        if pid == 0:
+            try:
+                strike()
+            except KeyboardInterrupt:
+                os._exit(0)
+            os._exit(1)
+        statuses.append(os.waitpid(pid, 0)[1])
+
+    thread = threading.Thread(target=fork)
+    thread.start()
+    with interrupts_deferred():
+        begun.set()
+        thread.join()
+    assert statuses == [0]

@@ -169,7 +169,7 @@ class DeviceBucket(OpenBucket):
             count = int(counts[position])
             if count == _DAMAGED:
                 raise SwapIOError(
-                    errno.EIO, "read", detail="a stored master is damaged: its ties are not as many as said"
+                    errno.EBADMSG, "read", detail="a stored master is damaged: its ties are not as many as said"
                 )
             bucket.segments[position].tie_bits = count
         place = cursor = bucket.layout.tail_offset_bytes

@@ -412,7 +412,7 @@ class DeviceTier:
 
     def _evict(self, held: HeldOnDevice) -> None:
         """Let a record go that nothing uses: at once if it is unchanged, else when it has come down."""
-        if held.summed and (held.changed_on_device or (held.used and self._checked(held).differs())):
+        if held.changed_on_device or (held.used and self._checked(held).differs()):
             self._send_down(held)
         if held.down is not None:
             held.leaving = True
@@ -502,17 +502,12 @@ class DeviceTier:
         """
         assert isinstance(held, HeldOnDevice)
         self._move(None)
-        # What a step on the CPU that is not over has changed is newer than what is in use on the device.
-        if held.summed and self._may_be_newer(held):
+        if held.on_host and not held.summed:  # A step is changing the pool's copy, which is the newest.
+            return
+        if held.on_device and (held.in_use or held.changed_on_device or (held.used and self._checked(held).differs())):
             self._send_down(held)
         if held in self._going_down:
             self._land(held)
-
-    def _may_be_newer(self, held: HeldOnDevice) -> bool:
-        """Return True if the values on the device may differ from those that came up. Waits for the device."""
-        if not held.on_device:
-            return False
-        return held.in_use or held.changed_on_device or (held.used and self._checked(held).differs())
 
     # --- Uses of the pool's buffer ---------------------------------------------------------------------------------
 

@@ -150,7 +150,11 @@ class RecordCache:
         with self.lock:
             if self.records.get(key) is None:
                 lease = self._acquire(key, length_bytes)
-                self._add(CachedRecord(key, lease, RecordState.KEPT)) if anew else self._read(key, lease)
+                if not anew:
+                    self._read(key, lease)
+                    return
+                with interrupts_deferred():
+                    self._add(CachedRecord(key, lease, RecordState.KEPT))
 
     def fetch(self, key: RecordKey) -> Lease:
         """Wait until a record that was required has arrived. It is then KEPT. Raises SwapIOError if reading failed."""
@@ -190,8 +194,9 @@ class RecordCache:
                 record = self._read(key, lease)
             assert record.state is not RecordState.LIVE, f"{key} is in use already"
             if follows and record.finish is not None:
-                record.finish = None  # It is written after the next `put`.
-                self._move(record, RecordState.LIVE, writing=False)
+                with interrupts_deferred():
+                    record.finish = None  # It is written after the next `put`.
+                    self.records.move(record, RecordState.LIVE, writing=False)
                 self._metrics.hits += 1
                 self._metrics.begin_use(key)
                 return record.lease, True
@@ -518,12 +523,13 @@ class RecordCache:
         assert record.lease.transfer is not None
         try:
             record.lease.transfer.wait()
-            length_bytes = record.finish()
+            with interrupts_deferred():  # It may change the record, so that it must not be called again.
+                length_bytes = record.finish()
+                record.finish = lambda: length_bytes  # If the write cannot be started, the next call tries that alone.
         except SwapIOError as error:
             record.finish, record.lease.transfer = None, FailedTransfer(error)
             self._move(record, RecordState.FAILED, writing=False)
             raise
-        record.finish = lambda: length_bytes  # If the write cannot be started, the next call tries that alone again.
         self._write(record, length_bytes, record.state)
 
     def _see_written(self, record: CachedRecord) -> bool:

@@ -238,7 +238,8 @@ class CyclicPolicy(Policy):
 
     def _is_roomy(self, cache: RecordCache) -> bool:
         if self._measured < len(self._contents):
-            self._longest_bytes = max(each.length_bytes for each in self._contents)
+            new = self._contents[self._measured :]
+            self._longest_bytes = max(self._longest_bytes, *(each.length_bytes for each in new))
             self._measured = len(self._contents)
         return cache.pool.capacity_bytes >= _ROOMY * self._longest_bytes
 

@@ -6,6 +6,7 @@ Parameters are the CPU's and are treated as those of a device; its copies are ma
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import itertools
 from collections.abc import Callable, Iterator
@@ -633,6 +634,51 @@ def test_a_record_is_written_when_it_was_copied(nvme_path: Path, how: str, store
         for _ in range(2):
             assert [value_of(cache, number) for number in (1, 0, 2)] == [2, 1, 3]
         assert metrics.writes == (3 if stored else 0)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("how", ["take", "flush", "wait", "check"])
+def test_a_record_is_finished_once_between_its_copy_and_its_use(nvme_path: Path, how: str, stored: bool) -> None:
+    with records(nvme_path, stored) as (cache, _, metrics):
+        lease, _ = cache.take(KEY, SIZE)
+        lease.transfer = DeviceCopies(CPU).copy(lease.tensor, torch.full((SIZE,), 5, dtype=torch.uint8))
+        finished = []
+
+        def finish() -> int:
+            assert bool(lease.tensor.eq(5).all()), "it is not copied yet"
+            lease.tensor.fill_(6)
+            finished.append(metrics.writes)
+            return SIZE // 2
+
+        cache.put(KEY, finish)
+        cache.check()
+        assert finished == []
+        if how == "check":
+            LateCopies.synchronize()
+            cache.check()
+        elif how in ("flush", "wait"):
+            cache.flush() if how == "flush" else cache.wait(KEY)
+        assert value_of(cache, 0) == 6
+        cache.flush()
+        assert finished == [0] and metrics.bytes_written == (SIZE // 2 if stored else 0)
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_a_record_that_cannot_be_finished_has_failed_until_it_is_discarded(nvme_path: Path, stored: bool) -> None:
+    def finish() -> int:
+        raise SwapIOError(errno.EIO, "read", detail="it is damaged")
+
+    with records(nvme_path, stored) as (cache, pool, metrics):
+        lease, _ = cache.take(KEY, SIZE)
+        lease.transfer = DeviceCopies(CPU).copy(lease.tensor, torch.full((SIZE,), 5, dtype=torch.uint8))
+        cache.put(KEY, finish)
+        LateCopies.synchronize()
+        for call in (cache.check, cache.flush, lambda: cache.take(KEY, SIZE), cache.check):
+            with pytest.raises(SwapIOError, match="it is damaged"):
+                call()
+        cache.discard(KEY)
+        cache.flush()
+        assert metrics.writes == 0 and pool.used_bytes == 0
 
 
 def test_a_pool_that_is_short_waits_for_copies(nvme_path: Path) -> None:

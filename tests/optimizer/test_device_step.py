@@ -19,7 +19,7 @@ from training import MasterWeights, assert_same_state, muon, same_bits
 
 import swapper
 from swapper.config import OffloadConfig
-from swapper.errors import ConfigError, SwapError
+from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io.devices import Copy
 from swapper.optimizer.device_slots import DeviceSlots
 
@@ -466,3 +466,78 @@ def test_a_gradient_in_another_layout_is_stepped_if_that_keeps_the_bits(device: 
                 optimizer.step()
         results.append(p.detach().cpu())
     assert same_bits(*results)
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("what", ["", "in-backward", "micro-batches"])
+@pytest.mark.parametrize("gradients", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("state", ["nvme", "cpu"])
+@pytest.mark.parametrize("how", ["default", "fused"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16-masters"])
+def test_parameters_that_are_swapped_too_are_stepped_on_the_device(
+    device: str, nvme_path: Path, precision: str, how: str, state: str, gradients: str, what: str
+) -> None:
+    masters = precision.endswith("masters")
+    micro_batches = 3 if what == "micro-batches" else 1
+
+    def make_layers() -> nn.Sequential:
+        torch.manual_seed(0)
+        layers = nn.Sequential(nn.Linear(128, 384), nn.GELU(), nn.Linear(384, 256), nn.GELU(), nn.Linear(256, 128))
+        return layers.to(device, DTYPES[precision])
+
+    def make(parameters: list[nn.Parameter]) -> Optimizer:
+        return torch.optim.AdamW(parameters, lr=1e-2, **HOW[how])
+
+    plain, mine = make_layers(), make_layers()
+    reference = MasterWeights(list(plain.parameters()), make) if masters else make(list(plain.parameters()))
+    optimizer = make(list(mine.parameters()))
+    settings = config(
+        nvme_path,
+        state={"device": state, "master_weights": masters, "step_in_backward": what == "in-backward"},
+        offload_gradient={"device": gradients},
+        offload_param={"device": "nvme"},
+        gradient_accumulation_steps=micro_batches,
+    )
+    swapper.offload(mine, optimizer, settings)
+    for step in range(3):
+        for model, stepped in ((plain, reference), (mine, optimizer)):
+            for batch in range(micro_batches):
+                x = torch.randn(4, 128, generator=torch.Generator().manual_seed(10 * step + batch))
+                x = x.to(device, DTYPES[precision])
+                (model(x) - x).square().mean().backward()
+            stepped.step()
+            (plain if model is plain else optimizer).zero_grad()
+    theirs = as_on_the_host((reference.optimizer if masters else reference).state_dict())  # type: ignore[union-attr]
+    ours = as_on_the_host(optimizer.state_dict())
+    for entries in ours["state"].values():
+        entries.pop("master_param", None)
+    assert_same_state(ours, theirs)
+    assert_same(plain, mine)
+    swapper.of(optimizer).close()
+    mine.swapper.close()  # type: ignore[operator, union-attr]
+
+
+def test_a_stored_master_that_is_damaged_is_found_on_the_device(device: str, nvme_path: Path) -> None:
+    model = make_model(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with wrapped(optimizer, nvme_path, state={"device": "cpu", "master_weights": True}) as found:
+        backward(model, 0)
+        optimizer.step()
+        optimizer.zero_grad()
+        records = found._records.bucket_records
+        segment = found._plan.segments_of(model.weights[0])[0]
+        (bucket,) = (bucket for bucket in found._plan.buckets if segment in bucket.segments)
+        opened = records.take(bucket)
+        low = opened.stored(segment, "master_param")
+        places = (low != -(1 << 15)).nonzero()[:3]
+        low[places] = -(1 << 15)  # More ties than there were.
+        records.release(opened)
+        backward(model, 1)
+        with pytest.raises(SwapIOError, match="a stored master is damaged"):
+            optimizer.step()
+            found.flush()
+        with pytest.raises(SwapIOError, match="a stored master is damaged"):
+            found.flush()
+        with pytest.raises(SwapError, match="a stored master is damaged"):
+            optimizer.state_dict()
+        found.reset()

@@ -147,7 +147,8 @@ def _short_records(monkeypatch: pytest.MonkeyPatch) -> None:
 def config_for(nvme_path: Path, *, device_bytes: int | None = None, **settings: Any) -> swapper.OffloadConfig:
     values: dict[str, Any] = {
         "nvme_path": nvme_path, "pool_bytes": "1MiB", "bucket_bytes": "96KiB",
-        "offload_optimizer": {"device": "nvme"}, "offload_param": {"device": "nvme", "device_bytes": device_bytes},
+        "offload_optimizer": {"device": "nvme", "step_device": "cpu"},
+        "offload_param": {"device": "nvme", "device_bytes": device_bytes},
     }  # fmt: skip
     return swapper.OffloadConfig(**(values | settings))
 
@@ -197,7 +198,12 @@ def test_with_parameters_state_and_gradients_anywhere(
     config = config_for(
         nvme_path,
         gradient_accumulation_steps=passes,
-        offload_optimizer={"device": state, "master_weights": masters, "step_in_backward": extra.startswith("step")},
+        offload_optimizer={
+            "device": state,
+            "step_device": "cpu",
+            "master_weights": masters,
+            "step_in_backward": extra.startswith("step"),
+        },
         offload_gradient={"device": gradient},
         offload_param={"device": parameters},
     )
@@ -361,7 +367,8 @@ def test_views_that_are_kept_are_an_error_that_says_so(nvme_path: Path, device: 
 @pytest.mark.usefixtures("_short_records")
 def test_without_a_drive(tmp_path: Path, device: torch.device) -> None:
     """All is in memory, and a checkpoint of it is loaded into another run."""
-    settings = {f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "gradient", "param")}
+    settings: dict[str, Any] = {f"offload_{what}": {"device": "cpu"} for what in ("optimizer", "gradient", "param")}
+    settings["offload_optimizer"]["step_device"] = "cpu"
     plain, model, other = layers(device), layers(device), layers(device, depth=5)
     expected = train(plain, OnTheHost(plain, masters=False).step, 1, None)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -668,4 +675,25 @@ def test_a_step_on_the_device(nvme_path: Path, device: torch.device) -> None:
     swapper.offload(model, optimizer, config_for(nvme_path, offload_optimizer=settings))
     assert train(model, optimizer.step, 1, None) == expected
     assert all(same_bits(p.cpu(), q.cpu()) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    swapper_of(model).close()
+
+
+@pytest.mark.usefixtures("_short_records")
+def test_a_step_on_the_cpu_changes_what_is_in_use(nvme_path: Path, device: torch.device) -> None:
+    """Though the step has several buckets of one record, each of which finds it in use on the device."""
+    plain, model = layers(device), layers(device)
+    expected = train(plain, OnTheHost(plain, masters=False).step, 1, None)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    swapper.offload(model, optimizer, config_for(nvme_path, bucket_bytes="64KiB"))
+    views = []
+
+    def step() -> None:
+        with swapper.gathered(model[1]):
+            optimizer.step()
+        views[:] = [model[2][0].weight.data]  # type: ignore[index, union-attr]
+
+    assert train(model, step, 1, None) == expected
+    assert same_bits(views[0].cpu(), plain[2][0].weight.cpu())  # type: ignore[index, union-attr]
+    assert all(same_bits(p.cpu(), q.cpu()) for p, q in zip(plain.parameters(), model.parameters(), strict=True))
+    views.clear()
     swapper_of(model).close()

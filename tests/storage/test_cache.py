@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -26,8 +27,10 @@ from swapper.errors import SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.metrics import Metrics, Timeline
 from swapper.storage import cache as cache_module
+from swapper.storage.access_order import AccessOrder
 from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.cache import RecordCache, RecordState
+from swapper.storage.cache_policies import CyclicPolicy
 from swapper.storage.store import RecordKey, TensorStore
 
 pytestmark = pytest.mark.timeout(60)
@@ -922,6 +925,32 @@ def test_failures_in_any_order_of_calls(nvme_path: Path) -> None:
     assert not list(nvme_path.iterdir())
 
 
+class Counted:
+    """`Contents` that count how often their length is asked for."""
+
+    pinned = False
+
+    def __init__(self, number: int) -> None:
+        self.key = key(number)
+        self.asked = 0
+
+    @property
+    def length_bytes(self) -> int:
+        self.asked += 1
+        return SIZE
+
+
+def test_records_that_are_made_one_after_another_are_measured_once(nvme_path: Path) -> None:
+    with world(nvme_path, buffers=9) as w:
+        contents: list[Any] = []
+        policy = CyclicPolicy(AccessOrder(), contents)
+        cache = RecordCache(w.pool, w.store, w.metrics, policy)
+        for number in range(100):
+            contents.append(Counted(number))
+            assert not policy.prefers_high(cache, key(number))
+        assert sum(each.asked for each in contents) == 100
+
+
 # --- Ctrl-C -----------------------------------------------------------------------------------------------------------
 
 
@@ -1024,3 +1053,70 @@ def test_ctrl_c_anywhere_leaves_the_books_right(nvme_path: Path, place: str, str
         assert n > 10
         assert not interrupted
         cache.keep([])
+
+
+class CopyOfDevice:
+    """Is over when the test says so."""
+
+    over = False
+
+    def done(self) -> bool:
+        return self.over
+
+    def wait(self, timeout: float | None = None) -> int:
+        self.over = True
+        return 0
+
+    def settle(self) -> None:
+        self.over = True
+
+
+def test_ctrl_c_anywhere_loses_no_record_that_a_device_copied_and_finishes_none_twice(nvme_path: Path) -> None:
+    with world(nvme_path, buffers=3) as w:
+        cache = w.cache()
+        for n in range(5000):
+            write(cache, 0, 1)
+            write(cache, 1, 1)
+            cache.flush()
+            copy, follows = CopyOfDevice(), False
+            cache.discard(key(2))
+
+            def work(copy: CopyOfDevice = copy) -> None:
+                nonlocal follows
+                for number, last in ((0, False), (1, True)):
+                    lease, _ = cache.take(key(number), SIZE)
+                    fill(lease, 2)
+                    lease.transfer = copy
+
+                    def finish(lease: Lease = lease) -> int:
+                        lease.tensor[:SIZE].view(torch.int64).add_(10_000_000)
+                        return SIZE
+
+                    cache.put(key(number), finish)
+                    if last:
+                        copy.over = True
+                        cache.check()
+                    else:
+                        follows = True
+                        cache.take(key(number), SIZE, follows=True)
+                        cache.put(key(number), finish)
+                        follows = False
+                cache.require(key(2), SIZE, anew=True)
+                cache.evict(key(2))
+                cache.flush()
+
+            interrupted = interrupted_at(n, work, "storage/cache.py", "storage/cached_records.py")
+            check_books(cache)
+            copy.over = True
+            taken = (record := cache.records.get(key(0))) is not None and record.state is RecordState.LIVE
+            cache.recover()
+            cache.flush()
+            check_books(cache)
+            found = [read(cache, 0), read(cache, 1)]
+            assert found[0] in ({1, 3} if not follows or taken else {3}), (n, found)
+            assert found[1] in {1, 3}, (n, found)
+            if not interrupted:
+                break
+        assert n > 10
+        assert not interrupted
+        assert found == [3, 3]

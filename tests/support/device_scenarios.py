@@ -35,11 +35,12 @@ def loss_of(model: nn.Module, device: str, seed: int) -> torch.Tensor:
 
 
 @functools.cache
-def expected(device: str, micro_batches: int, clip: bool) -> list[torch.Tensor]:
-    """Parameters after the steps, made on copies on the host."""
+def expected(device: str, micro_batches: int, clip: bool, step_device: str) -> list[torch.Tensor]:
+    """Parameters after the steps of the plain optimizer, made on copies on the host where `step_device` is "cpu"."""
     model = make_model(device)
     parameters = list(model.parameters())
-    copies = [nn.Parameter(p.detach().cpu()) for p in parameters]
+    place = device if step_device == "device" else "cpu"
+    copies = [nn.Parameter(p.detach().to(place, copy=True)) for p in parameters]
     optimizer = torch.optim.AdamW(copies, lr=1e-2)
     for step in range(STEPS):
         for batch in range(micro_batches):
@@ -48,7 +49,7 @@ def expected(device: str, micro_batches: int, clip: bool) -> list[torch.Tensor]:
             torch.nn.utils.clip_grad_norm_(parameters, 0.05)
         for p, copy in zip(parameters, copies, strict=True):
             assert p.grad is not None
-            copy.grad, p.grad = p.grad.cpu(), None
+            copy.grad, p.grad = p.grad.to(place), None
         optimizer.step()
         with torch.no_grad():
             for p, copy in zip(parameters, copies, strict=True):
@@ -63,16 +64,16 @@ def train(
     micro_batches: int = 1,
     clip: bool = False,
     in_backward: bool = False,
-    bucket_bytes: str = "256KiB",
+    step_device: str = "cpu",
 ) -> None:
     model = make_model(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     config = swapper.OffloadConfig(
         nvme_path=path,
         pool_bytes="16MiB",
-        bucket_bytes=bucket_bytes,
+        bucket_bytes="256KiB",
         gradient_accumulation_steps=micro_batches,
-        offload_optimizer={"device": "nvme", "step_in_backward": in_backward},
+        offload_optimizer={"device": "nvme", "step_in_backward": in_backward, "step_device": step_device},
         offload_gradient={"device": gradients},
     )
     swapper.wrap_optimizer(optimizer, config)
@@ -90,7 +91,9 @@ def train(
     torch.accelerator.synchronize()
     found = [p.detach().cpu() for p in model.parameters()]
     swapper.of(optimizer).close()
-    assert all(torch.equal(p, q) for p, q in zip(found, expected(device, micro_batches, clip), strict=True))
+    assert all(
+        torch.equal(p, q) for p, q in zip(found, expected(device, micro_batches, clip, step_device), strict=True)
+    )
 
 
 def files(device: str, path: Path) -> None:
@@ -118,7 +121,10 @@ def temporaries(device: str, path: Path, what: str) -> None:
         optimizer = torch.optim.SGD([p], lr=0.1, momentum=0.9)
         if swap:
             config = swapper.OffloadConfig(
-                nvme_path=path, pool_bytes="16MiB", bucket_bytes="256KiB", offload_optimizer={"device": "nvme"}
+                nvme_path=path,
+                pool_bytes="16MiB",
+                bucket_bytes="256KiB",
+                offload_optimizer={"device": "nvme", "step_device": "cpu"},
             )
             swapper.wrap_optimizer(optimizer, config)
         p.grad = gradient.t() if what == "gradient" else gradient
@@ -134,7 +140,10 @@ def failed_step(device: str, path: Path) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)]).to(device)
     config = swapper.OffloadConfig(
-        nvme_path=path, pool_bytes="16MiB", bucket_bytes="256KiB", offload_optimizer={"device": "nvme"}
+        nvme_path=path,
+        pool_bytes="16MiB",
+        bucket_bytes="256KiB",
+        offload_optimizer={"device": "nvme", "step_device": "cpu"},
     )
     optimizer = swapper.wrap_optimizer(torch.optim.AdamW(model.parameters()), config)
     for p in model.parameters():
@@ -175,7 +184,7 @@ def after_backward(device: str, path: Path, gradients: str, flush: bool) -> None
         nvme_path=path,
         pool_bytes="16MiB",
         bucket_bytes="256KiB",
-        offload_optimizer={"device": "nvme"},
+        offload_optimizer={"device": "nvme", "step_device": "cpu"},
         offload_gradient={"device": gradients},
     )
     optimizer = swapper.wrap_optimizer(torch.optim.AdamW(model.parameters()), config)
@@ -191,6 +200,10 @@ def after_backward(device: str, path: Path, gradients: str, flush: bool) -> None
 
 SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     "step": train,
+    "step on the device": functools.partial(train, step_device="device"),
+    "step on the device with gradients": functools.partial(
+        train, step_device="device", gradients="nvme", micro_batches=2
+    ),
     "step in backward": functools.partial(train, in_backward=True),
     "gradients on the drive": functools.partial(train, gradients="nvme", micro_batches=2, clip=True),
     "gradients in the pool": functools.partial(train, gradients="cpu", micro_batches=2),

@@ -5,8 +5,9 @@ forked from a server that has imported them and has no threads. It then does wha
 runs it as `__main__`, unwinds, and ends as any program, by the interpreter's own end. It is a child of this process.
 
 What differs from a program that was executed: `/proc/self/cmdline` and `sys.orig_argv` are the server's; tracebacks
-have frames of this module. What the interpreter reads before its first line (switches but -W, PYTHON variables but
-PYTHONPATH and PYTHONWARNINGS) would be the server's: a command or an environment with others is executed.
+have frames of this module; hashes of strings and NumPy's own random numbers are the same in all programs, and warnings
+of the import of torch and swapper are over. What the interpreter reads before its first line (switches but -W, PYTHON
+variables but PYTHONPATH and PYTHONWARNINGS) would be the server's: a command or an environment with others is executed.
 """
 
 from __future__ import annotations
@@ -36,6 +37,8 @@ __all__ = ["Program", "run_program"]
 _PRELOADED = ["torch", "torch._dynamo", "swapper"]
 _SUBREAPER = 36  # PR_SET_CHILD_SUBREAPER, see prctl(2)
 _AS_SERVER = {"PYTHONPATH", "PYTHONWARNINGS"}
+_ENVIRONMENT = dict(os.environ)
+"""The server's, whatever test is the first to need it."""
 
 _lock = threading.Lock()
 _server: tuple[int, socket.socket, subprocess.Popen[bytes]] | None = None
@@ -43,10 +46,10 @@ _server: tuple[int, socket.socket, subprocess.Popen[bytes]] | None = None
 
 def _connection() -> socket.socket:
     global _server
-    if _server is None or _server[0] != os.getpid():
+    if _server is None or _server[0] != os.getpid() or _server[1].fileno() < 0:
         ours, theirs = socket.socketpair()
         command = [sys.executable, __file__, str(theirs.fileno()), *_PRELOADED]
-        _server = os.getpid(), ours, subprocess.Popen(command, pass_fds=[theirs.fileno()])
+        _server = os.getpid(), ours, subprocess.Popen(command, env=_ENVIRONMENT, pass_fds=[theirs.fileno()])
         theirs.close()
         atexit.register(_end, *_server)
     return _server[1]
@@ -75,9 +78,13 @@ class Program(subprocess.Popen[Any]):
         length = len(request).to_bytes(4, "little")
         with _lock, _adopting():
             connection = _connection()
-            connection.sendmsg([length], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
-            connection.sendall(request)
-            self.pid = int.from_bytes(_receive(connection, 4), "little")
+            try:
+                connection.sendmsg([length], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
+                connection.sendall(request)
+                self.pid = int.from_bytes(_receive(connection, 4), "little")
+            except BaseException:  # As of a test that took too long. The next answer would be to this request.
+                connection.close()
+                raise
         status = Path(f"/proc/{self.pid}/stat").read_text()
         assert int(status.rpartition(")")[2].split()[1]) == os.getpid(), "Popen takes the end of another's child for 0"
         self._child_created = True
@@ -125,7 +132,7 @@ def _can_be_forked(args: Any, environment: dict[str, str]) -> bool:
             break
         else:
             return False
-    differing = {name for name, _ in environment.items() ^ dict(os.environ).items()} - _AS_SERVER
+    differing = {name for name, _ in environment.items() ^ _ENVIRONMENT.items()} - _AS_SERVER
     return not any(name.startswith(("PYTHON", "OMP_", "MKL_", "LD_")) for name in differing)
 
 
@@ -162,7 +169,7 @@ def _serve(connection: socket.socket) -> dict[str, Any]:
                 os.setsid()
             for number, file in enumerate(files):
                 os.dup2(file, number)
-            os.closerange(3, max(files) + 1)
+            os.closerange(3, max(*files, reading, writing) + 1)
             return request
         os.waitpid(between, 0)
         connection.sendall(os.read(reading, 4))

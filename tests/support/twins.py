@@ -222,7 +222,7 @@ def _config(nvme_path: Path, pool_bytes: int, optimizer_device: str, device_byte
         nvme_path=nvme_path,
         pool_bytes=pool_bytes,
         bucket_bytes=BUCKET_BYTES,
-        offload_optimizer={"device": optimizer_device},
+        offload_optimizer={"device": optimizer_device, "step_device": "cpu"},
         offload_param={"device": "nvme", "device_bytes": device_bytes},
     )
 
