@@ -238,8 +238,12 @@ def gradient_attached(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> 
     """Within it `gradient` is the parameter's, as if it had never been evicted."""
     home = parameter.__dict__.pop(_HOME)
     set_raw_gradient(parameter, gradient)
+    if subclassed := type(parameter) is GradientEvictedParameter:  # With which torch would not choose foreach.
+        parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
     try:
         yield
     finally:
         set_raw_gradient(parameter, None)
         parameter.__dict__[_HOME] = home
+        if subclassed and type(parameter) is torch.nn.Parameter:
+            parameter.__class__ = GradientEvictedParameter

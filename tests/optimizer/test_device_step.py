@@ -541,3 +541,18 @@ def test_a_stored_master_that_is_damaged_is_found_on_the_device(device: str, nvm
         with pytest.raises(SwapError, match="a stored master is damaged"):
             optimizer.state_dict()
         found.reset()
+
+
+def test_evicted_gradients_leave_torch_its_choice_of_foreach(device: str, nvme_path: Path) -> None:
+    """Of the classes of torch, ASGD has other bits without it."""
+    plain, mine = make_model(device), make_model(device)
+    reference, optimizer = torch.optim.ASGD(plain.parameters()), torch.optim.ASGD(mine.parameters())
+    with wrapped(optimizer, nvme_path, offload_gradient={"device": "nvme"}):
+        for seed in range(2):
+            backward(plain, seed)
+            backward(mine, seed)
+            reference.step()
+            optimizer.step()
+            reference.zero_grad()
+            optimizer.zero_grad()
+    assert_same(mine, plain)
