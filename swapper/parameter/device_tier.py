@@ -502,6 +502,8 @@ class DeviceTier:
         """
         assert isinstance(held, HeldOnDevice)
         self._move(None)
+        if held.on_host and not held.summed:  # A step is changing the pool's copy, which is the newest.
+            return
         if held.on_device and (held.in_use or held.changed_on_device or (held.used and self._checked(held).differs())):
             self._send_down(held)
         if held in self._going_down:
