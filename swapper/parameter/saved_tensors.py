@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -84,15 +86,24 @@ def _with_checkpoint(
     """The hooks of activation checkpointing, which keep recomputed tensors until backward has used them.
 
     In forward they keep nothing. For a parameter they are given, when they recompute, a tensor of its shape without
-    values that knows the location; it comes out of their unpacking as the object that went in.
+    values that knows the location; it comes out of their unpacking as the object that went in. Where forward saved it
+    without these hooks around theirs, as in a module that checkpoints a part of itself, nobody would look at that: then
+    they are given the values, which stay in memory until backward has used them.
     """
-    recomputes = "_recomputation_hook" in pack.__qualname__
+    comes_here = _placeholders_of(pack) if "_recomputation_hook" in pack.__qualname__ else None
 
     @_disable_dynamo
     def pack_locations(tensor: torch.Tensor) -> Any:
-        packed = _pack(tensor) if recomputes else tensor
+        if comes_here is None:
+            placeholder = pack(tensor)
+            if _location_of(tensor) is not None:
+                _unpacked_here.add(placeholder)
+            return placeholder
+        packed = _pack(tensor)
         if not isinstance(packed, _Packed):
             return pack(tensor)
+        if not comes_here():
+            return pack(tensor.detach())
         located = hollow(tensor).as_subclass(_Hollow)
         located.packed = packed
         return pack(located)
@@ -103,6 +114,27 @@ def _with_checkpoint(
         return _unpack(tensor.packed) if isinstance(tensor, _Hollow) else tensor
 
     return torch.autograd.graph.saved_tensors_hooks(pack_locations, unpack_locations)
+
+
+_unpacked_here: weakref.WeakSet[Any] = weakref.WeakSet()
+"""Placeholders of activation checkpointing, of parameters, that are unpacked by hooks of `_with_checkpoint`."""
+
+
+def _placeholders_of(pack: Callable[[torch.Tensor], Any]) -> Callable[[], bool]:
+    """Tells if the tensor that `pack`, of a recomputation, is given next is unpacked by hooks of `_with_checkpoint`."""
+    hook = inspect.unwrap(pack)
+    known: dict[str, Any] = {}
+    if (cells := getattr(hook, "__closure__", None)) is not None:
+        known = dict(zip(hook.__code__.co_freevars, (cell.cell_contents for cell in cells), strict=True))
+
+    def comes_here() -> bool:
+        try:
+            frame = known["target_frame_ref"]()
+            return frame.weak_holders[frame.recomp_counter[known["gid"]]]() in _unpacked_here
+        except (KeyError, AttributeError, IndexError, TypeError):  # Another torch: values are never wrong.
+            return False
+
+    return comes_here
 
 
 def _with_users(

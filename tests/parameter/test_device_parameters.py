@@ -219,6 +219,28 @@ def test_with_parameters_state_and_gradients_anywhere(
     assert all(same_bits(p.cpu(), q.cpu()) for p, q in zip(plain.parameters(), swapped.parameters(), strict=True))
 
 
+def test_a_transposed_weight_of_several_buckets_is_stepped_in_backward(nvme_path: Path, device: torch.device) -> None:
+    """It is attached while its gradient is accumulated, and the step of its next bucket begins before that is over."""
+
+    def make() -> nn.Sequential:
+        model = layers(device, depth=2)
+        for layer in model:
+            weight = layer[0].weight  # type: ignore[index]
+            weight.data = weight.data.t().contiguous().t()
+        return model
+
+    plain, swapped = make(), make()
+    expected = train(plain, OnTheHost(plain, False).step, 1, None)
+    optimizer = torch.optim.AdamW(swapped.parameters(), lr=1e-3)
+    state = {"device": "nvme", "step_in_backward": True}
+    config = config_for(nvme_path, bucket_bytes="48KiB", gradient_accumulation_steps=1, offload_optimizer=state)
+    swapper.offload(swapped, optimizer, config)  # The state of a weight is 128 KiB.
+    assert train(swapped, optimizer.step, 1, None) == expected
+    assert all(same_bits(p.cpu(), q.cpu()) for p, q in zip(plain.parameters(), swapped.parameters(), strict=True))
+    swapper_of(swapped).close()
+    swapper.of(optimizer).close()
+
+
 # --- Changes that autograd does not know of ---
 
 

@@ -498,6 +498,40 @@ class _LateWeights(nn.Module):
         return out
 
 
+class _CheckpointsItself(nn.Module):
+    """Its own parameters are attached before the hooks of checkpointing are there, and away when it recomputes."""
+
+    def __init__(self, use_reentrant: bool, frozen: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.scale = nn.Parameter(torch.full((WIDTH,), 1.5), requires_grad=not frozen)
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def part(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.inner(x * self.scale)) @ self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = checkpoint(self.part, x, use_reentrant=self.use_reentrant)
+        return x + out
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved", "reentrant"])
+def test_modules_that_checkpoint_a_part_of_themselves(use_reentrant: bool, frozen: bool, nvme_path: Path) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), *(_CheckpointsItself(use_reentrant, frozen) for _ in range(4)))
+
+    def program(run: Run) -> None:
+        for _ in range(2):
+            loss = loss_of(run, vectors)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            run.finish_step()
+
+    run_twice(nvme_path, make, program)
+
+
 def test_backward_into_some_of_the_parameters(nvme_path: Path) -> None:
     def program(run: Run) -> None:
         model = run.model
