@@ -13,7 +13,7 @@ import typer
 from swapper.bench.witness import Operation
 from swapper.config import parse_size
 from swapper.errors import ConfigError, SwapError
-from swapper.io.devices import current_accelerator
+from swapper.io.devices import current_accelerator, has_accelerator
 
 __all__ = ["AsJson", "Read", "Write", "asked_operations", "check_device", "directories_or_default", "size_option"]
 
@@ -75,5 +75,5 @@ def check_device(device: str, *, gds: bool) -> None:
         raise typer.BadParameter(f"--device: {device!r} is neither cpu nor an accelerator that torch knows") from None
     if gds and kind != "cuda":
         raise typer.BadParameter("--gds moves tensors on a GPU: it needs `bench --device cuda` or `tune --gpu`")
-    if kind != "cpu" and not (kind == current_accelerator() and torch.accelerator.is_available()):
+    if kind != "cpu" and not (kind == current_accelerator() and has_accelerator()):
         raise SwapError(f"torch finds no {kind} device here: measure with tensors on the CPU")

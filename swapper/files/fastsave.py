@@ -28,7 +28,7 @@ from swapper.files.input_file import InputFile
 from swapper.files.lazy_storages import EvictedStorage, EvictedStorages, StoragePart
 from swapper.files.output_file import OutputFile
 from swapper.files.saving import SaveHandle
-from swapper.io.devices import current_streams, is_accelerator, on_streams
+from swapper.io.devices import current_streams, has_accelerator, is_accelerator, on_streams
 from swapper.io.handle import AsyncIOHandle
 
 __all__ = ["Prepared", "load", "save"]
@@ -325,7 +325,7 @@ def load(
     def load_from(file: Any, location: Any) -> Any:
         return torch.load(file, location, pickle_module, weights_only=weights_only, mmap=False, **pickle_load_args)
 
-    direct = weights_only and torch.accelerator.is_available() and not callable(map_location)
+    direct = weights_only and has_accelerator() and not callable(map_location)
     with InputFile(path, pool_bytes=pool_bytes, handle=handle) as file:
         if file.read_at(0, 4) == b"PK\3\4":
             file.check()

@@ -43,6 +43,7 @@ __all__ = [
     "current_accelerator",
     "current_streams",
     "free_bytes",
+    "has_accelerator",
     "is_accelerator",
     "on_streams",
     "synchronize",
@@ -175,6 +176,12 @@ def current_accelerator() -> str | None:
     except RuntimeError:  # torch 2.6 says so in this way if there is none.
         return None
     return None if found is None else found.type
+
+
+def has_accelerator() -> bool:
+    """Tell if a device of that type is there. Does not initialise it, as what torch 2.6 has for the question does."""
+    kind = current_accelerator()
+    return kind is not None and bool(torch.get_device_module(kind).is_available())
 
 
 def is_accelerator(device: torch.device) -> bool:

@@ -41,7 +41,7 @@ class Ledger:
     """The transfers in flight on one engine, and those that failed unseen.
 
     Apart from the handle, so that transfers need not hold it. The I/O threads never touch Python: they keep a list of
-    finished transfers, which `sweep` takes at every call.
+    finished transfers, which the next `start` takes, and `sweep`.
 
     Attributes:
         in_flight: by key, the storage of each transfer. The storage, not the tensor: `tensor.data = ...` would

@@ -412,7 +412,8 @@ class DeviceTier:
 
     def _evict(self, held: HeldOnDevice) -> None:
         """Let a record go that nothing uses: at once if it is unchanged, else when it has come down."""
-        if held.changed_on_device or (held.used and self._checked(held).differs()):
+        # Without `summed` a step on the CPU is changing the pool's copy, which is the newest.
+        if held.summed and (held.changed_on_device or (held.used and self._checked(held).differs())):
             self._send_down(held)
         if held.down is not None:
             held.leaving = True

@@ -401,7 +401,7 @@ def host_is_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory of the host is taken for that of a GPU: it is only reached by `copy_`."""
     monkeypatch.setattr(file_buffers, "_HOSTS", ())
     monkeypatch.setattr(fastsave, "is_accelerator", lambda device: device.type == "cpu")
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr("swapper.files.fastsave.has_accelerator", lambda: True)
 
 
 DEVICE_OBJECTS = ["large", "dtypes", "views", "empty", "sparse"]
@@ -454,11 +454,19 @@ def test_tensor_subclasses_that_ask_for_the_location_are_loaded(tmp_path: Path) 
 def test_large_storages_wait_for_their_device_and_come_to_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    monkeypatch.setattr("swapper.files.fastsave.has_accelerator", lambda: True)
     swapper.save(OBJECTS["large"], tmp_path / "x")
     assert_same(swapper.load(tmp_path / "x"), OBJECTS["large"])
     with pytest.raises(RuntimeError, match="CUDA"):
         swapper.load(tmp_path / "x", {"cpu": "cuda:7"})
+
+
+def test_loading_initialises_no_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Children that fork after it could not use the device. Up to torch 2.6 these counted devices by initialising."""
+    for name in ("is_available", "device_count"):
+        monkeypatch.setattr(torch.accelerator, name, lambda: pytest.fail("initialises the device"))
+    swapper.save({"a": torch.ones(3)}, tmp_path / "x")
+    assert torch.equal(swapper.load(tmp_path / "x")["a"], torch.ones(3))
 
 
 @pytest.mark.cuda

@@ -39,7 +39,7 @@ def device(device: str) -> torch.device:
 # --- To the bit ---
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
     ["mlp", "odd shapes", "gpt2 tied", "mixtral", "torch encoder", "used twice", "changing order", "lora",
@@ -172,7 +172,7 @@ def train(
     return noted
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("parameters", ["nvme", "cpu"])
 @pytest.mark.parametrize("extra", ["", "clipped", "stepped in backward"])
 @pytest.mark.parametrize("passes", [1, 2])
