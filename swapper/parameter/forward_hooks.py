@@ -9,6 +9,7 @@ import torch
 from torch._compile import _disable_dynamo
 
 from swapper.parameter.cache import Held
+from swapper.parameter.saved_tensors import watch_hooks_of_users
 from swapper.tensors.evicted import refuse_copy
 
 if TYPE_CHECKING:
@@ -26,6 +27,7 @@ class ForwardHooks:
     """
 
     def __init__(self, owner: ParameterOwner, parts: list[tuple[Held, tuple[int, ...]]]) -> None:
+        watch_hooks_of_users()
         self._owner = owner
         self.parts = parts
 

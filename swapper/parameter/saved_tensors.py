@@ -17,7 +17,7 @@ from swapper.parameter.cache import BY_ADDRESS, DEVICE_TYPES, Held, ParameterCac
 from swapper.tensors.evicted_gradients import hollow
 from swapper.tensors.homes import home_of
 
-__all__ = ["in_transform", "refuse_in_transform", "saves_locations", "saving_locations"]
+__all__ = ["in_transform", "refuse_in_transform", "saves_locations", "saving_locations", "watch_hooks_of_users"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +157,24 @@ def _with_users(
         return unpack(tree_map_only(_Packed, _unpack, saved))
 
     return torch.autograd.graph.saved_tensors_hooks(pack_locations, unpack_locations)
+
+
+_enter_plainly = torch.autograd.graph.saved_tensors_hooks.__enter__
+
+
+def watch_hooks_of_users() -> None:
+    """From now on hooks that anybody enters are given views of parameters: see `_with_users`. Idempotent.
+
+    Within the forward of a module nobody else would see them come. A parameter that such a hook kept itself would be
+    evicted when backward needs it, which autograd, in C++, does not notice. For other tensors nothing changes.
+    """
+    torch.autograd.graph.saved_tensors_hooks.__enter__ = _enter  # type: ignore[method-assign]
+
+
+@_disable_dynamo
+def _enter(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
+    known = hooks.pack_hook.__module__ in (__name__, "torch.utils.checkpoint")  # Ours, or seen by ours.
+    _enter_plainly(hooks if known else _with_users(hooks.pack_hook, hooks.unpack_hook))
 
 
 @_disable_dynamo

@@ -1043,3 +1043,38 @@ def test_hooks_of_the_user_that_keep_parameters_themselves(name: str, nvme_path:
         lambda: nn.Sequential(*(nn.LayerNorm(WIDTH) if i % 2 else nn.Linear(WIDTH, WIDTH) for i in range(8))),
         program,
     )
+
+
+class ScaleWithin(nn.Module):
+    """Enters hooks of the user in its own forward, where its weight is attached already."""
+
+    def __init__(self, hooks: Callable[[], AbstractContextManager[object]]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH))
+        self.hooks = hooks
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with self.hooks():
+            return x * self.weight
+
+
+@pytest.mark.parametrize("around", [False, True])
+@pytest.mark.parametrize("name", ["as they are", "in a tuple", "save_on_cpu", "copied"])
+def test_hooks_of_the_user_within_the_forward_of_a_module(name: str, around: bool, nvme_path: Path) -> None:
+    """With `around` there are others of the user around the whole model, too."""
+    hooks = {**SAVED, "in a tuple": lambda: saved_tensors_hooks(lambda t: (t, 1), lambda saved: saved[0])}
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        layers = (ScaleWithin(hooks[name]) if i % 2 else nn.Linear(WIDTH, WIDTH) for i in range(12))
+        return nn.Sequential(*layers)
+
+    def program(run: Run) -> None:
+        for _ in range(3):
+            h = vectors(run.generator)[0]
+            with hooks["as they are"]() if around else nullcontext():
+                loss = run.model(h).square().mean()
+            loss.backward()
+            run.finish_step()
+
+    run_twice(nvme_path, make, program)
