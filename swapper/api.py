@@ -267,9 +267,9 @@ def _budget(
         shares = plan.moves_gradients and (stored or state is not None)
         needs.append(OptimizerNeeds(state, gradient_needs_of(plan.gradient_parts(), stored) if shares else None))
     least = None if parameters is None else parameters.needs
-    if shared is None:
-        return PoolBudget(settings.pool_bytes, needs, least)
-    return PoolBudget(settings.pool_bytes, needs, least, shared.held_bytes, shared.pool.abandoned_bytes)
+    others_bytes, lost_bytes = (shared.held_bytes, shared.pool.abandoned_bytes) if shared else (0, 0)
+    bucket_bytes = settings.following_bucket_bytes
+    return PoolBudget(settings.pool_bytes, needs, least, others_bytes, lost_bytes, bucket_bytes)
 
 
 def _wrap(optimizer: Optimizer, plan: OptimizerPlan, needs: OptimizerNeeds, settings: OffloadConfig) -> None:

@@ -75,3 +75,21 @@ def test_what_a_refusal_asks_for_is_enough(kind: str, optimizers: int, nvme_path
         swapper.of(optimizer).close()
     if "swapper" in vars(model):
         model.swapper.close()  # type: ignore[operator, union-attr]
+
+
+@pytest.mark.parametrize("pool_mib", [5, 9, 17])
+def test_a_refusal_is_enough_where_buckets_follow_the_pool(pool_mib: int, nvme_path: Path) -> None:
+    """A larger pool has larger buckets, which need a larger pool: the refusal names both sizes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(60)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    settings: dict[str, Any] = {"nvme_path": nvme_path, "pool_bytes": pool_mib << 20, **KINDS["everything"]}
+    with pytest.raises(ConfigError) as caught:
+        swapper.offload(model, optimizer, settings)
+    found = re.search(r"pool_bytes to at least (\d+).* Set bucket_bytes to (\d+) too", str(caught.value))
+    assert found, caught.value
+    settings["pool_bytes"], settings["bucket_bytes"] = int(found[1]), int(found[2])
+    swapper.offload(model, optimizer, settings)
+    model(torch.ones(4, 256)).sum().backward()
+    optimizer.step()
+    swapper.of(optimizer).close()

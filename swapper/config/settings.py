@@ -331,6 +331,12 @@ class OffloadConfig(Section, frozen=True):
             return ()
         return self.nvme_path if isinstance(self.nvme_path, tuple) else (self.nvme_path,)
 
+    @property
+    def following_bucket_bytes(self) -> int | None:
+        """`bucket_bytes`, if it was not set and would grow with `pool_bytes`; else None."""
+        follows = "bucket_bytes" not in self.model_fields_set and self.bucket_bytes < DEFAULT_BUCKET_BYTES
+        return self.bucket_bytes if follows else None
+
     @field_validator("offload_optimizer", "offload_gradient", "offload_param", "aio", "checkpoint", mode="before")
     @classmethod
     def _empty_section_is_default(cls, value: object) -> object:

@@ -127,6 +127,8 @@ class PoolBudget:
         parameters: on the drive; None if they stay in memory.
         others_bytes: kept by optimizers that shared the pool before.
         lost_bytes: memory that views of the user keep from the pool for good; parameters have to do without it.
+        bucket_bytes: as the config chose it for this pool; a larger pool would have larger buckets, and need more. None
+            if they stay as they are.
     """
 
     pool_bytes: int
@@ -134,6 +136,7 @@ class PoolBudget:
     parameters: ParameterNeeds | None = None
     others_bytes: int = 0
     lost_bytes: int = 0
+    bucket_bytes: int | None = None
 
     @property
     def needed_bytes(self) -> int:
@@ -153,6 +156,16 @@ class PoolBudget:
         Raises:
             ConfigError: with the first part that has no room, and the `pool_bytes` that would do for all.
         """
+        try:
+            self._check(as_a_whole)
+        except ConfigError as error:
+            if self.bucket_bytes is None:
+                raise
+            raise ConfigError(
+                f"{error}. Set bucket_bytes to {self.bucket_bytes} too: else it grows with the pool"
+            ) from None
+
+    def _check(self, as_a_whole: bool) -> None:
         needed_bytes = self.needed_bytes
         free_bytes = self.pool_bytes - self.others_bytes
         for needs in self.optimizers:
