@@ -131,6 +131,8 @@ def test_same_bits_as_the_plain_run_on_the_device(
     device: str, nvme_path: Path, name: str, precision: str, how: str, state: str
 ) -> None:
     skip_what_is_not_there(name, how)
+    if device != "cuda" and (name, how) == ("SGD", "fused") and precision in ("bf16", "fp16"):
+        pytest.skip("torch's fused SGD for the CPU, which the simulated device runs, is undefined in low precision")
     masters = precision.endswith("masters")
     plain, mine = make_model(device, DTYPES[precision]), make_model(device, DTYPES[precision])
 
