@@ -6,6 +6,7 @@ wrong result in one of them. `sim-poison`, for a test that asks for it, waits fo
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 from collections.abc import Iterator
@@ -55,6 +56,8 @@ class SimCopies(Copies):
 
 def simulated() -> ModuleType:
     """The module `sim_device`. Skips the test where there is none."""
+    if hasattr(ctypes.CDLL(None), "__asan_init"):
+        pytest.skip("not under AddressSanitizer, which knows nothing of the memory of the simulated device")
     if torch.cuda.is_available():
         pytest.skip("torch has one accelerator in a process, and there is CUDA")
     try:
