@@ -441,7 +441,13 @@ def _as_json(found: Report, lines: list[Finding]) -> dict[str, object]:
     backends = [{**backend._asdict(), "auto": backend.backend == found.auto} for backend in found.backends]
     keys = ("section", "name", "value", "change")
     changes = [{key: getattr(line, key) for key in keys} for line in lines if line.mark is Mark.WORSE]
-    return {**asdict(found), "backends": backends, "cufile": found.cufile._asdict(), "changes": changes}
+    # `cuda` was there before `accelerators`, and programs read it.
+    cuda = [
+        {"name": each.name, "memory_bytes": each.memory_bytes} for each in found.accelerators if each.type == "cuda"
+    ]
+    reason = "" if cuda else found.accelerators_reason or "the accelerators are of another type"
+    more = {"backends": backends, "cuda": cuda, "cuda_reason": reason, "cufile": found.cufile._asdict()}
+    return {**asdict(found), **more, "changes": changes}
 
 
 def _print(found: Report, lines: list[Finding]) -> None:

@@ -16,7 +16,7 @@ from device_scenarios import SCENARIOS
 from removed_waits import Site, remove, sites
 
 NOT_YET = "parameter/device_tier.py"
-"""No config leads there yet: what is there is tested when one does."""
+"""Its waits are not taken out: no scenario trains a model whose parameters are on the drive yet."""
 
 MISSED_FIRST_BY: dict[str, tuple[str, str]] = {
     "gradient/copies.py join join": ("gradients on the drive", "sim-lazy"),
