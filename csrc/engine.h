@@ -58,7 +58,7 @@ class Transfer {
     void complete();  // wakes whoever waits; nothing may be in flight any more
 
     const Operation operation_;
-    std::shared_ptr<const File> file_;  // given up when its last part is over, so that nobody has it open for longer than needed
+    std::shared_ptr<const File> file_;  // until its last part is over, or a deleted file would stay open
     char* const data_;
     const uint64_t length_;
     const uint64_t offset_;
