@@ -243,7 +243,6 @@ class OptimizerPlan:
             self._config.bucket_bytes,
             self.remote,
             self._records.get,
-            max((length for _, length in self._records.values()), default=0),
         )
         for known in made:
             known.buckets = ()

@@ -34,6 +34,7 @@ from swapper.optimizer.cuts import CUT_NUMEL, segment_cuts
 from swapper.optimizer.master_codec import ties_bytes_max
 from swapper.optimizer.probe import StateSpec
 from swapper.sizes import ALIGNMENT_BYTES, SMALL_BYTES, round_up
+from swapper.storage.budget import WHOLE
 from swapper.storage.layout import Entry, RecordLayout, plan_record
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import NAMES, PLAIN_DTYPES
@@ -416,22 +417,21 @@ def plan_buckets(
     bucket_bytes: int,
     remote: bool,
     record_of: Callable[[torch.nn.Parameter], tuple[int, int] | None],
-    largest_record_bytes: int,
 ) -> list[Bucket]:
     """Group segments, in order, into buckets of at most `bucket_bytes` of record and scratch (or of one segment).
 
     Args:
-        record_of: number and bytes of the parameter record that has a parameter; None for one that stays in memory.
-        largest_record_bytes: of all those. A step needs all records of a bucket at once, so together they are no longer
-            than that.
+        record_of: number of the parameter record that has a parameter, and its share of room for one; None for a
+            parameter that stays in memory. A step needs all records of a bucket at once, so together they take no more
+            than the longest.
     """
     groups: list[list[Segment]] = []
     total_bytes = 0
-    touched: dict[int, int] = {}  # parameter records that the bucket needs, with their bytes
+    touched: dict[int, int] = {}  # parameter records that the bucket needs, with their shares
     for segment in segments:
         cost_bytes = segment.cost_bytes(remote)
         uses = dict([record]) if (record := record_of(segment.parameter)) is not None else {}
-        too_far = sum({**touched, **uses}.values()) > largest_record_bytes
+        too_far = sum({**touched, **uses}.values()) > WHOLE
         if not groups or total_bytes + cost_bytes > bucket_bytes or too_far:
             groups.append([])
             total_bytes = 0

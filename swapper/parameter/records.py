@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from swapper.errors import ConfigError
 from swapper.io.devices import is_accelerator
 from swapper.parameter.device_sums import DeviceSums
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
-from swapper.storage.budget import ParameterNeeds
+from swapper.storage.budget import WHOLE, ParameterNeeds
 from swapper.storage.layout import Entry, RecordLayout, plan_whole_tensors
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.evicted import is_ordinary
@@ -149,14 +149,19 @@ class ParameterPlan:
         return (None, 0) if needs is None else (needs.device, needs.record_bytes(device_bytes))
 
     def where(self) -> Mapping[torch.Tensor, tuple[int, int]]:
-        """The number of the record of each parameter, and its length in bytes; of those that still exist."""
-        found: Mapping[torch.Tensor, tuple[int, int]] = WeakIdKeyDictionary(
-            {
-                location.parameter: (record.number, record.length_bytes)
-                for record in self.records
-                for location in record.locations
-            }
-        )
+        """The number of the record of each parameter, and its share of room for one; of those that still exist.
+
+        Records whose shares are no more than `WHOLE` together are no longer than the longest, in the pool and on an
+        accelerator.
+        """
+        found: MutableMapping[torch.Tensor, tuple[int, int]] = WeakIdKeyDictionary()
+        longest_bytes = max((record.length_bytes for record in self.records), default=0)
+        on_device_bytes = max(map(device_bytes_of, self.records), default=0)
+        for record in self.records:
+            share = WHOLE * record.length_bytes // longest_bytes
+            if self.device_needs is not None:
+                share = max(share, WHOLE * device_bytes_of(record) // on_device_bytes)
+            found.update((location.parameter, (record.number, share)) for location in record.locations)
         return found
 
 
