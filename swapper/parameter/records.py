@@ -204,7 +204,7 @@ def plan_parameters(
 
     Args:
         model: its parameters are in memory, or on the meta device.
-        bucket_bytes: a record is longer only if one module's parameters are.
+        bucket_bytes: a buffer is longer, but for a few pages, only if one module's parameters are.
         resident_bytes: the first records stay in the pool, as far as they are this long together.
         step_in_backward: records of the last bucket that was stepped stay beside those that backward uses.
 
@@ -288,7 +288,7 @@ def _group(model: torch.nn.Module, bucket_bytes: int) -> tuple[list[ParameterRec
     sharing = _names_by_storage(model)
     others_of_it = OtherTensors(Patience(PATIENCE_S))
     groups: list[list[tuple[str, torch.nn.Parameter]]] = []
-    total_bytes = 0
+    total_bytes = in_buffer_bytes = 0
     for prefix, module in modules_with_parameters(model):
         unit = []
         for name, parameter in module._parameters.items():
@@ -308,13 +308,15 @@ def _group(model: torch.nn.Module, bucket_bytes: int) -> tuple[list[ParameterRec
             else:
                 unit.append((prefix + name, parameter))
         unit_bytes = sum(parameter.nbytes for _, parameter in unit)
+        buffer_bytes = unit_bytes + sum(round_up(p.nbytes, ALIGNMENT_BYTES) for _, p in unit if _has_copy(p))
         if not unit:
             continue
-        if not groups or total_bytes + unit_bytes > min(GROUP_BYTES, bucket_bytes):
+        if not groups or total_bytes + unit_bytes > GROUP_BYTES or in_buffer_bytes + buffer_bytes > bucket_bytes:
             groups.append([])
-            total_bytes = 0
+            total_bytes = in_buffer_bytes = 0
         groups[-1] += unit
         total_bytes += unit_bytes
+        in_buffer_bytes += buffer_bytes
     return [plan_record_of(number, group) for number, group in enumerate(groups)], stays
 
 
@@ -381,6 +383,11 @@ def _length_bytes(tensor: torch.Tensor) -> int:
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _has_copy(parameter: torch.nn.Parameter) -> bool:
+    """True if a buffer has the values at two places: see the module's docstring."""
+    return parameter.nbytes % ALIGNMENT_BYTES != 0 or not parameter.is_contiguous()
 
 
 def plan_record_of(number: int, group: Sequence[tuple[str, torch.nn.Parameter]]) -> ParameterRecord:
