@@ -100,7 +100,8 @@ c10::IValue put(const Argument& argument, Place place) {
 
 // Those of which torch tells other shapes, or dtypes, for other devices.
 const std::set<std::string> kOtherOnMeta = {"aten::_embedding_bag", "aten::_embedding_bag_forward_only",
-                                            "aten::native_layer_norm", "aten::native_group_norm"};
+                                            "aten::native_layer_norm", "aten::native_group_norm",
+                                            "aten::native_batch_norm"};
 
 // An operator and what it was called with.
 class Kernel {

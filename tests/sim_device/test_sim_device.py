@@ -505,6 +505,26 @@ def test_kernels_have_the_bits_of_the_cpu(name: str) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("parameters", [None, torch.float32, "as the input"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_batch_norm_has_the_bits_of_the_cpu(dtype: torch.dtype, parameters: Any, training: bool) -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        layer = nn.BatchNorm2d(3, affine=parameters is not None).to(device)
+        if parameters == "as the input":
+            layer.to(dtype)
+        layer.train(training)
+        x = leaf(4, 3, 5, 5).to(device, dtype).detach().requires_grad_()
+        y = layer(x)
+        (y.float() * some(4, 3, 5, 5).to(device)).sum().backward()
+        assert x.grad is not None
+        gradients = [p.grad for p in layer.parameters() if p.grad is not None]
+        return [each.detach().cpu() for each in (y, x.grad, *gradients, *layer.buffers())]
+
+    for a, b in zip(run("cpu"), run("sim"), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
 def test_attention_is_close_to_the_cpu() -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         return [F.scaled_dot_product_attention(q, k, v, is_causal=causal) for causal in (False, True)]
