@@ -16,7 +16,6 @@ namespace {
 constexpr size_t kSpace = size_t{1} << 40;  // addresses of each device
 constexpr size_t kPage = 4096;
 constexpr size_t kAllocationUnit = 512;  // what the statistics count in, as CUDA's do
-constexpr size_t kQuarantine = size_t{32} << 20;
 constexpr size_t kFreedMax = size_t{256} << 20;
 
 size_t round_up(size_t length, size_t unit) {
@@ -54,42 +53,99 @@ void* DeviceMemory::allocate(size_t length, int number, int stream) {
     Device& device = this->device(number);
     const size_t counted = round_up(length, kAllocationUnit);
     if (device.allocated + counted > device.limit) return nullptr;
+    reap();
     const size_t mapped = round_up(length, kPage);
-    std::vector<char*>& found = free_[{number, mapped}];
-    char* address = nullptr;
-    if (!found.empty()) {
-        address = found.back();
-        found.pop_back();
-    } else {
-        // A page between any two: what is out of bounds is nobody's.
-        if (device.next + mapped + kPage > kSpace) throw std::bad_alloc();
-        address = addresses_ + static_cast<size_t>(number) * kSpace + device.next;
-        device.next += mapped + kPage;
-        std::memset(bytes(address), kPoison, mapped);
+    std::optional<Block> block = take_free(stream, mapped);
+    if (!block) {
+        block = take_unused(number, mapped);
+        block->stream = stream;
+        (void)poison(*block);
     }
-    blocks_[address] = {length, number, stream, {}};
+    block->length = length;
+    char* const address = block->address;
+    blocks_.emplace(address, std::move(*block));
     device.allocated += counted;
     device.peak = std::max(device.peak, device.allocated);
     return address;
 }
 
+std::optional<DeviceMemory::Block> DeviceMemory::take_free(int stream, size_t mapped) {
+    if (poison_now) return std::nullopt;
+    const auto found = free_.lower_bound({stream, mapped});
+    if (found == free_.end() || found->first.first != stream || found->first.second > 2 * mapped) {
+        return std::nullopt;
+    }
+    Free free = std::move(found->second.back());
+    found->second.pop_back();
+    if (found->second.empty()) free_.erase(found);
+    free_length_ -= free.block.mapped;
+    look_at(free);
+    return std::move(free.block);
+}
+
+DeviceMemory::Block DeviceMemory::take_unused(int number, size_t mapped) {
+    std::vector<char*>& unused = unused_[{number, mapped}];
+    if (!unused.empty()) {
+        char* const address = unused.back();
+        unused.pop_back();
+        return {address, 0, mapped, number, 0, {}};
+    }
+    // A page between any two: what is out of bounds is nobody's.
+    Device& device = this->device(number);
+    if (device.next + mapped + kPage > kSpace) throw std::bad_alloc();
+    char* const address = addresses_ + static_cast<size_t>(number) * kSpace + device.next;
+    device.next += mapped + kPage;
+    return {address, 0, mapped, number, 0, {}};
+}
+
 void DeviceMemory::free(void* address) {
     const auto found = blocks_.find(static_cast<char*>(address));
     if (found == blocks_.end()) return;
-    Freed freed{static_cast<char*>(address), std::move(found->second), {}};
+    Block block = std::move(found->second);
     blocks_.erase(found);
-    const Block& block = freed.block;
     device(block.device).allocated -= round_up(block.length, kAllocationUnit);
-    freed.after.push_back(scheduler_.mark(block.stream));
-    for (const int stream : block.recorded) freed.after.push_back(scheduler_.mark(stream));
-    if (poison_now && block.recorded.empty()) scheduler_.wait(freed.after.front());
-    freed_length_ += block.length;
-    freed_.push_back(std::move(freed));
-    while (freed_length_ > kFreedMax) {  // Not late any more, but in bounds.
-        for (const Mark mark : freed_.front().after) scheduler_.wait(mark);
-        reap();
+    if (block.recorded.empty()) {
+        give_back(std::move(block));
+    } else {
+        std::vector<Mark> after;
+        for (const int stream : block.recorded) after.push_back(scheduler_.mark(stream));
+        held_length_ += block.mapped;
+        held_.push_back({std::move(block), std::move(after)});
     }
     reap();
+    keep_in_bounds();
+}
+
+void DeviceMemory::give_back(Block block) {
+    block.recorded.clear();
+    const Mark poisoned = poison(block);
+    if (poison_now) scheduler_.wait(poisoned);
+    free_length_ += block.mapped;
+    std::vector<Free>& free = free_[{block.stream, block.mapped}];
+    free.push_back({std::move(block), poisoned});
+}
+
+Mark DeviceMemory::poison(const Block& block) {
+    const auto work = [content = bytes(block.address), length = block.mapped] {
+        std::memset(content, kPoison, length);
+    };
+    scheduler_.append(block.stream, {work, {}, {}, 0, "poison"});
+    return scheduler_.mark(block.stream);
+}
+
+void DeviceMemory::keep_in_bounds() {
+    if (held_length_ + free_length_ > kFreedMax) {  // Not late any more, but in bounds.
+        for (const Held& held : held_) {
+            for (const Mark mark : held.after) scheduler_.wait(mark);
+        }
+        reap();
+        for (const auto& [_, blocks] : free_) {
+            for (const Free& free : blocks) scheduler_.wait(free.poisoned);
+        }
+        release_poisoned();
+    } else if (free_length_ > release_at_) {
+        release_poisoned();
+    }
 }
 
 void DeviceMemory::record(void* address, int stream) {
@@ -111,41 +167,51 @@ int DeviceMemory::device_of(const void* address) const {
 }
 
 void DeviceMemory::reap() {
-    if (freed_.empty()) return;
-    const auto in_use = [this](const Freed& freed) {
-        return !std::all_of(freed.after.begin(), freed.after.end(),
+    if (held_.empty()) return;
+    const auto in_use = [this](const Held& held) {
+        return !std::all_of(held.after.begin(), held.after.end(),
                             [this](Mark mark) { return scheduler_.reached(mark); });
     };
-    const auto unused = std::stable_partition(freed_.begin(), freed_.end(), in_use);
-    for (auto freed = unused; freed != freed_.end(); ++freed) poison(*freed);
-    freed_.erase(unused, freed_.end());
-    while (quarantine_length_ > kQuarantine) look_at_oldest();
-}
-
-void DeviceMemory::poison(const Freed& freed) {
-    std::memset(bytes(freed.address), kPoison, freed.block.length);
-    freed_length_ -= freed.block.length;
-    quarantine_length_ += freed.block.length;
-    quarantine_.push_back({freed.address, freed.block, {}});
-}
-
-void DeviceMemory::look_at_oldest() {
-    const Freed freed = std::move(quarantine_.front());
-    quarantine_.pop_front();
-    const size_t length = freed.block.length;
-    quarantine_length_ -= length;
-    auto* const content = static_cast<unsigned char*>(bytes(freed.address));
-    if (length > 0 && (content[0] != kPoison || std::memcmp(content, content + 1, length - 1) != 0)) {
-        note("device memory was written to after it was freed: " + std::to_string(length) +
-             " bytes of stream " + std::to_string(freed.block.stream));
-        std::memset(content, kPoison, length);
+    const auto unused = std::stable_partition(held_.begin(), held_.end(), in_use);
+    for (auto held = unused; held != held_.end(); ++held) {
+        held_length_ -= held->block.mapped;
+        give_back(std::move(held->block));
     }
-    free_[{freed.block.device, round_up(length, kPage)}].push_back(freed.address);
+    held_.erase(unused, held_.end());
+}
+
+void DeviceMemory::look_at(const Free& free) {
+    if (!scheduler_.reached(free.poisoned) || free.block.mapped == 0) return;
+    auto* const content = static_cast<unsigned char*>(bytes(free.block.address));
+    if (content[0] == kPoison && std::memcmp(content, content + 1, free.block.mapped - 1) == 0) return;
+    note("device memory was written to after it was freed: " + std::to_string(free.block.length) +
+         " bytes of stream " + std::to_string(free.block.stream));
+    std::memset(content, kPoison, free.block.mapped);
+}
+
+void DeviceMemory::release_poisoned() {
+    for (auto& [_, blocks] : free_) {
+        std::vector<Free> left;
+        for (Free& free : blocks) {
+            if (!scheduler_.reached(free.poisoned)) {
+                left.push_back(std::move(free));
+                continue;
+            }
+            look_at(free);
+            free_length_ -= free.block.mapped;
+            unused_[{free.block.device, free.block.mapped}].push_back(free.block.address);
+        }
+        blocks = std::move(left);
+    }
+    std::erase_if(free_, [](const auto& blocks) { return blocks.second.empty(); });
+    release_at_ = std::max(kKept, 2 * free_length_);
 }
 
 std::vector<std::string> DeviceMemory::take_violations() {
     reap();
-    while (!quarantine_.empty()) look_at_oldest();
+    for (const auto& [_, blocks] : free_) {
+        for (const Free& free : blocks) look_at(free);
+    }
     return std::exchange(violations_, {});
 }
 

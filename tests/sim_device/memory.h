@@ -4,9 +4,16 @@
 // this folder knows. So the host crashes wherever it touches device memory, and nothing ever has to be
 // protected anew.
 //
-// Memory that was freed is poisoned as soon as the work that may use it is over, as a caching allocator
-// counts that: all that its own stream has to do by then, and the streams that were recorded. It is given out
-// again late, so that a copy that comes later still is found to have written to it.
+// [Note: whose memory] As with the caching allocator of CUDA, a block that is freed is at once free for the
+// stream that it was allocated on, which may be given it again while work that was queued earlier still uses
+// it. Of a block that was recorded for other streams that is so when they have done what they had to do when
+// it was freed. Poison is written when the stream gets there: to a block that is freed, and to one that comes
+// from elsewhere. So all of this is seen, whoever has the memory next:
+//
+//     another stream uses memory that was freed, and was not recorded     it reads poison
+//     another stream does not wait for the one that memory is of          poison is written over its work
+//     another stream writes to memory that was freed                      the poison is gone, or others'
+//     values
 #pragma once
 
 #include <array>
@@ -14,6 +21,7 @@
 #include <cstdint>
 #include <deque>
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -24,7 +32,8 @@
 namespace sim {
 
 constexpr int kDevices = 2;
-constexpr unsigned char kPoison = 0xFF;  // NaN in every floating type
+constexpr unsigned char kPoison = 0xFF;     // NaN in every floating type
+constexpr size_t kKept = size_t{32} << 20;  // poisoned memory that stays with its streams
 
 class DeviceMemory {
   public:
@@ -42,9 +51,9 @@ class DeviceMemory {
     void* bytes(const void* address) const;  // throws std::runtime_error if it is not of a device
     int device_of(const void* address) const;
 
-    // Poisons what was freed and is not used any more.
+    // Gives recorded memory that is not used any more to the streams that it is of.
     void reap();
-    // What went wrong since the last call. All freed memory that was poisoned is looked at.
+    // What went wrong since the last call. All memory that is free and poisoned by now is looked at.
     std::vector<std::string> take_violations();
     void note(std::string violation) { violations_.push_back(std::move(violation)); }
 
@@ -54,33 +63,46 @@ class DeviceMemory {
     };
     Device& device(int number) { return devices_.at(static_cast<size_t>(number)); }
 
-    bool poison_now =
-        false;  // free waits for the stream that the memory is of, so that it is poisoned at once
+    // Memory that is freed is waited for and poisoned at once, and nobody is given it for a while.
+    bool poison_now = false;
 
   private:
     struct Block {
-        size_t length;
+        char* address;
+        size_t length;  // as asked for
+        size_t mapped;
         int device, stream;
         std::set<int> recorded;
     };
-    struct Freed {
-        char* address;
+    struct Held {
         Block block;
         std::vector<Mark> after;
     };
+    struct Free {
+        Block block;
+        Mark poisoned;
+    };
 
-    void poison(const Freed& freed);
-    void look_at_oldest();
+    std::optional<Block> take_free(int stream, size_t mapped);
+    Block take_unused(int device, size_t mapped);
+    Mark poison(const Block& block);
+    void give_back(Block block);
+    void look_at(const Free& free);
+    void release_poisoned();
+    void keep_in_bounds();
 
     Scheduler& scheduler_;
     char* addresses_ = nullptr;
     char* bytes_ = nullptr;
     std::array<Device, kDevices> devices_;
-    std::map<const char*, Block> blocks_;
-    std::deque<Freed> freed_;       // still in use
-    std::deque<Freed> quarantine_;  // poisoned
-    size_t freed_length_ = 0, quarantine_length_ = 0;
-    std::map<std::pair<int, size_t>, std::vector<char*>> free_;  // by device and length; poisoned
+    std::map<const char*, Block> blocks_;  // in use
+    std::deque<Held> held_;                // recorded for streams that may still use it
+    std::map<std::pair<int, size_t>, std::vector<Free>>
+        free_;  // by stream and mapped length, the last one last
+    std::map<std::pair<int, size_t>, std::vector<char*>>
+        unused_;  // by device and mapped length; of no stream
+    size_t held_length_ = 0, free_length_ = 0;
+    size_t release_at_ = kKept;  // `free_length_` from which on poisoned memory is taken from its streams
     std::vector<std::string> violations_;
 };
 

@@ -32,19 +32,26 @@ int Scheduler::add_stream(int device) {
 }
 
 void Scheduler::push(int number, Task task) {
-    Stream& stream = streams_.at(static_cast<size_t>(number));
-    double due_us = std::max(now_us_, stream.last_due_us) + task.takes_us;
-    if (mode_ == Mode::lazy) {
-        due_us = kNever;
-    } else if (mode_ == Mode::random) {
+    double delay_us = 0;
+    if (mode_ == Mode::random) {
         const uint64_t drawn = random_();
         const double share = static_cast<double>(drawn >> 1) * 0x1p-63;
-        if ((drawn & 1) != 0) due_us += max_delay_us_ * share;
+        if ((drawn & 1) != 0) delay_us = max_delay_us_ * share;
     }
-    stream.last_due_us = due_us;
-    stream.queue.push_back({std::move(task), due_us});
+    queue(streams_.at(static_cast<size_t>(number)), std::move(task), delay_us);
     polls_.clear();
     tick();
+}
+
+void Scheduler::append(int number, Task task) {
+    queue(streams_.at(static_cast<size_t>(number)), std::move(task), 0);
+}
+
+void Scheduler::queue(Stream& stream, Task task, double delay_us) {
+    const bool is_lazy = mode_ == Mode::lazy;
+    const double due_us = is_lazy ? kNever : std::max(now_us_, stream.last_due_us) + task.takes_us + delay_us;
+    stream.last_due_us = due_us;
+    stream.queue.push_back({std::move(task), due_us});
 }
 
 Mark Scheduler::mark(int number) const {

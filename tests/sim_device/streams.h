@@ -55,6 +55,8 @@ class Scheduler {
     int stream_count() const { return static_cast<int>(streams_.size()); }
 
     void push(int stream, Task task);
+    // The same, for what takes no call, and so no time. It comes right after what is before it in its stream.
+    void append(int stream, Task task);
     Mark mark(int stream) const;
     bool reached(Mark mark) const;
 
@@ -85,6 +87,7 @@ class Scheduler {
     };
 
     bool is_due(const Stream& stream) const;
+    void queue(Stream& stream, Task task, double delay_us);
     void run_next(Stream& stream);
 
     std::vector<Stream> streams_;

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerators import simulated
+from accelerators import SETTINGS, simulated
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -205,6 +205,65 @@ def test_writes_to_memory_that_was_freed_are_found(sim: Any) -> None:
     torch.accelerator.current_stream().synchronize()
     assert "written to after it was freed" in sim.violations()[0]
     assert sim.violations() == []
+
+
+def test_memory_that_is_freed_is_its_streams_at_once_and_no_other_streams() -> None:
+    values, other, result = torch.ones(1000, device="sim"), torch.Stream("sim"), torch.zeros(1000).pin_memory()
+    torch.accelerator.synchronize()
+    with other:
+        result.copy_(values, non_blocking=True)  # Nobody is told.
+    address = values.data_ptr()
+    del values
+    with other:
+        assert torch.empty(1000, device="sim").data_ptr() != address
+    values = torch.full((1000,), 7.0, device="sim")
+    assert values.data_ptr() == address
+    torch.accelerator.current_stream().synchronize()
+    other.synchronize()
+    assert bool((result == 7).all())
+
+
+def test_memory_that_is_recorded_comes_back_when_its_other_streams_have_come_so_far() -> None:
+    values, other, result = torch.ones(1000, device="sim"), torch.Stream("sim"), torch.zeros(1000).pin_memory()
+    torch.accelerator.synchronize()
+    with other:
+        result.copy_(values, non_blocking=True)
+    values.record_stream(other)
+    address = values.data_ptr()
+    del values
+    others = [torch.full((1000,), 7.0, device="sim") for _ in range(3)]
+    torch.accelerator.current_stream().synchronize()
+    assert address not in [each.data_ptr() for each in others] and bool((result == 0).all())
+    other.synchronize()
+    assert torch.empty(1000, device="sim").data_ptr() == address
+    assert bool((result == 1).all())
+
+
+@pytest.mark.parametrize("is_new", [False, True])
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_stream_that_uses_anothers_memory_waits_for_what_had_it_before(waits: bool, is_new: bool) -> None:
+    source, other = torch.ones(1000 + is_new * 5000).pin_memory(), torch.Stream("sim")
+    before = [torch.zeros(1000, device="sim") for _ in range(2)]
+    before[0] += 1
+    address = before.pop().data_ptr()
+    values = torch.empty(len(source), device="sim")
+    assert (values.data_ptr() == address) != is_new
+    if waits:
+        other.wait_stream(torch.accelerator.current_stream())
+    with other:
+        values.copy_(source, non_blocking=True)
+    other.synchronize()
+    assert bool((values == 1).all()) == waits
+
+
+def test_memory_of_many_streams_is_bounded() -> None:
+    addresses = set()
+    for number in range(400):
+        with torch.Stream("sim"):
+            values = torch.full((1 << 18,), float(number), device="sim")
+            addresses.add(values.data_ptr())
+            assert number % 50 or values.sum().item() == number << 18
+    assert len(addresses) <= 257
 
 
 def test_statistics_and_the_limit(sim: Any) -> None:
@@ -446,6 +505,26 @@ def test_kernels_have_the_bits_of_the_cpu(name: str) -> None:
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("parameters", [None, torch.float32, "as the input"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_batch_norm_has_the_bits_of_the_cpu(dtype: torch.dtype, parameters: Any, training: bool) -> None:
+    def run(device: str) -> list[torch.Tensor]:
+        layer = nn.BatchNorm2d(3, affine=parameters is not None).to(device)
+        if parameters == "as the input":
+            layer.to(dtype)
+        layer.train(training)
+        x = leaf(4, 3, 5, 5).to(device, dtype).detach().requires_grad_()
+        y = layer(x)
+        (y.float() * some(4, 3, 5, 5).to(device)).sum().backward()
+        assert x.grad is not None
+        gradients = [p.grad for p in layer.parameters() if p.grad is not None]
+        return [each.detach().cpu() for each in (y, x.grad, *gradients, *layer.buffers())]
+
+    for a, b in zip(run("cpu"), run("sim"), strict=True):
+        assert a.dtype == b.dtype and torch.equal(a, b)
+
+
 def test_attention_is_close_to_the_cpu() -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         return [F.scaled_dot_product_attention(q, k, v, is_causal=causal) for causal in (False, True)]
@@ -527,6 +606,48 @@ def test_optimizers_have_the_bits_of_the_cpu(name: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(train("cpu"), train("sim"), strict=True))
 
 
+@pytest.mark.parametrize("settings", ["sim-lazy", "sim-random", "sim-poison"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_training_has_the_bits_of_the_cpu_however_late_memory_is_used(sim: Any, settings: str, autocast: bool) -> None:
+    """A program that waits and records where it should: its batches come on a stream of their own, by memory of theirs.
+
+    With autocast those of a device where all is done at once, as the CPU's own lists of operators are others.
+    """
+
+    def train(device: str) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        scaler = torch.amp.GradScaler(device, enabled=autocast, init_scale=256.0)
+        batches = [some(8, 16) * factor for factor in (1, 2, 3, 4, 5, 6)]
+        losses = []
+        if device == "sim":
+            batches = [batch.pin_memory() for batch in batches]
+            copies = torch.Stream("sim")
+        for batch in batches:
+            x = batch
+            if device == "sim":
+                with copies:
+                    x = batch.to("sim", non_blocking=True)
+                    x = x * 1
+                torch.accelerator.current_stream().wait_stream(copies)
+                x.record_stream(torch.accelerator.current_stream())
+            with torch.autocast(device, torch.float16, enabled=autocast):
+                loss = (model(x) - x).square().mean()
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            losses.append(loss.detach())
+            del x, loss
+        return [each.detach().cpu() for each in (*model.parameters(), *losses)]
+
+    sim.configure("eager")
+    expected = train("sim" if autocast else "cpu")
+    sim.configure(**SETTINGS[settings])
+    assert all(torch.equal(a, b) for a, b in zip(expected, train("sim"), strict=True))
+
+
 def test_autocast_and_a_scaler() -> None:
     model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 8)).to("sim")
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -558,3 +679,21 @@ def test_kernels_wait_for_nothing_but_values(sim: Any) -> None:
     optimizer.step()
     assert not begun.query()
     assert sim.waiting_operators() == before
+
+
+def test_bits_are_those_of_one_thread() -> None:
+    """Whichever thread runs a kernel, and however many it may use."""
+    values = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
+    matrix = torch.randn(300, 500, generator=torch.Generator().manual_seed(0))
+    before, found, on_host = torch.get_num_threads(), [], []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            on_host.append(values.sum().item())
+            found.append((values.to("sim").sum().item(), (matrix.to("sim") @ matrix.to("sim").t()).cpu()))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert len(set(on_host)) > 1  # Else this tells nothing.
+    for total, product in found:
+        assert total == on_host[0] and torch.equal(product, found[0][1])
