@@ -238,10 +238,12 @@ def _plan(
         if plan.device.type == "meta":
             raise ConfigError("the parameters are on the meta device and have no values; give the model memory first")
         if asked.device == "none" and swaps_state and plan.on_accelerator:
-            raise ConfigError(
-                "offload_optimizer.device: none can neither keep master weights nor step gradients that are offloaded "
-                "for a model on a GPU; use device: cpu"
+            text = (
+                "offload_optimizer.device: none keeps state on the accelerator only where its class keeps it; with "
+                "master weights, step_in_backward or gradients that are offloaded it is in page-locked memory of the "
+                "host, as with device: cpu"
             )
+            warn_once(log, text)
         plans.append(plan)
     return plans
 

@@ -178,7 +178,7 @@ def train(
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "masters"])
 @pytest.mark.parametrize("gradient", ["nvme", "cpu", "none"])
-@pytest.mark.parametrize("state", ["nvme", "cpu"])
+@pytest.mark.parametrize("state", ["nvme", "cpu", "none"])
 @pytest.mark.usefixtures("_short_records")
 def test_with_parameters_state_and_gradients_anywhere(
     state: str,
