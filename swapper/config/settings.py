@@ -148,8 +148,8 @@ class OffloadOptimizerConfig(Section, frozen=True):
 
     master_weights: bool = Field(default=False, strict=True)
     """Keep an fp32 master copy of every bf16 and fp16 parameter, and step on that: mixed-precision training. fp32
-    parameters need none and get none. With device "none" the masters live in memory of the host. Changes what the optimizer
-    computes, so default and off: false."""
+    parameters need none and get none. With device "none" the masters live in memory of the host. Changes what the
+    optimizer computes, so default and off: false."""
 
     encoding: Literal["exact", "bf16", "int8"] = "exact"
     """How the state is written. "exact" loses nothing; "bf16" and "int8" move fewer bytes and are lossy. Default and
