@@ -140,7 +140,7 @@ class DeviceBucket(OpenBucket):
     def _counts(self, memory: Memory | None) -> torch.Tensor:
         """The counts of ties, int64, one for each segment. Each needs more room in the header than this takes."""
         if memory is None:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         return memory.view(0, len(self.bucket.segments), torch.int64)
 
     # --- The way back ----------------------------------------------------------------------------------------------

@@ -257,8 +257,8 @@ class OptimizerPlan:
             [segment for known in made for segment in known.segments],
             self._config.bucket_bytes,
             self.remote,
+            self.moves_gradients,
             self._records.get,
-            max((length for _, length in self._records.values()), default=0),
         )
         for known in made:
             known.buckets = ()
@@ -418,6 +418,7 @@ class OptimizerPlan:
             master=master,
             bucket_bytes=self._config.bucket_bytes,
             remote=self.remote,
+            moves_gradient=self.moves_gradients,
             numel_max=DEVICE_SEGMENT_NUMEL if self.on_device else SEGMENT_NUMEL,
         )
 

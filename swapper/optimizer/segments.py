@@ -35,6 +35,7 @@ from swapper.optimizer.cuts import CUT_NUMEL, segment_cuts
 from swapper.optimizer.master_codec import ties_bytes_max
 from swapper.optimizer.probe import StateSpec
 from swapper.sizes import ALIGNMENT_BYTES, SMALL_BYTES, round_up
+from swapper.storage.budget import WHOLE
 from swapper.storage.layout import Entry, RecordLayout, plan_record
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import NAMES, PLAIN_DTYPES
@@ -318,10 +319,13 @@ class Segment:
         # Each of at most four pieces starts at a multiple of 64 bytes.
         return round_up(per_element * self.numel, ALIGNMENT_BYTES) + 4 * ALIGNMENT_BYTES if per_element else 0
 
-    def cost_bytes(self, remote: bool) -> int:
-        """Bytes that it adds to its bucket's record and scratch, at most."""
+    def cost_bytes(self, remote: bool, moves_gradient: bool) -> int:
+        """Bytes that it adds to its bucket's record and scratch, at most; or to its gradients, if they move, and if
+        that is more.
+        """
         stored = sum(round_up(spec.nbytes, ALIGNMENT_BYTES) for spec in self.stored_specs)
-        return stored + self.tie_bytes_max + self.scratch_bytes(remote)
+        gradient = self.numel * self.of.dtype.itemsize if moves_gradient else 0
+        return max(stored + self.tie_bytes_max + self.scratch_bytes(remote), gradient)
 
 
 def as_shaped(flat: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -412,6 +416,7 @@ def plan_segments(
     master: str,
     bucket_bytes: int,
     remote: bool,
+    moves_gradient: bool,
     numel_max: int = SEGMENT_NUMEL,
 ) -> list[Segment]:
     """Cut one parameter.
@@ -422,18 +427,21 @@ def plan_segments(
         low_precision, threads: see `segment_cuts`.
         master: see `Segment`.
         bucket_bytes: most bytes of one segment's record and scratch; exceeded only where `segmented` is False.
+        moves_gradient: its gradient is evicted; of that, too, a segment has at most `bucket_bytes`.
         numel_max: most elements of one segment, with the same exception.
     """
     moving = tuple(spec for spec in specs if spec.dtype in PLAIN_DTYPES and spec.nbytes >= SMALL_BYTES)
     dtypes = {spec.key: spec.dtype for spec in specs}
     whole = Segment(of, 0, of.numel, True, master, moving, dtypes)
-    if not segmented or (whole.cost_bytes(remote) <= bucket_bytes and of.numel <= numel_max):
+    if not segmented or (whole.cost_bytes(remote, moves_gradient) <= bucket_bytes and of.numel <= numel_max):
         return [whole]
     like = [spec for spec in moving if spec.shape == tuple(of.parameter.shape)]
     # In eighths of a byte, because the ties of a split master take one bit.
     eighths = 8 * (sum(spec.dtype.itemsize for spec in like) + whole.scratch_bytes_per_element(remote))
     if whole.master_moves:
         eighths += 8 * 2 + 1 if whole.is_split else 8 * 4
+    if moves_gradient:
+        eighths = max(eighths, 8 * of.dtype.itemsize)
     room_bytes = bucket_bytes - ALIGNMENT_BYTES * (len(like) + 8)
     numel_max = max(min(8 * room_bytes // max(eighths, 1), numel_max), CUT_NUMEL)
     segments = []
@@ -449,23 +457,24 @@ def plan_buckets(
     segments: Sequence[Segment],
     bucket_bytes: int,
     remote: bool,
+    moves_gradients: bool,
     record_of: Callable[[torch.nn.Parameter], tuple[int, int] | None],
-    largest_record_bytes: int,
 ) -> list[Bucket]:
     """Group segments, in order, into buckets of at most `bucket_bytes` of record and scratch (or of one segment).
 
     Args:
-        record_of: number and bytes of the parameter record that has a parameter; None for one that stays in memory.
-        largest_record_bytes: of all those. A step needs all records of a bucket at once, so together they are no longer
-            than that.
+        moves_gradients: they are evicted: of those, too, a bucket has at most `bucket_bytes`.
+        record_of: number of the parameter record that has a parameter, and its share of room for one; None for a
+            parameter that stays in memory. A step needs all records of a bucket at once, so together they take no more
+            than the longest.
     """
     groups: list[list[Segment]] = []
     total_bytes = 0
-    touched: dict[int, int] = {}  # parameter records that the bucket needs, with their bytes
+    touched: dict[int, int] = {}  # parameter records that the bucket needs, with their shares
     for segment in segments:
-        cost_bytes = segment.cost_bytes(remote)
+        cost_bytes = segment.cost_bytes(remote, moves_gradients)
         uses = dict([record]) if (record := record_of(segment.parameter)) is not None else {}
-        too_far = sum({**touched, **uses}.values()) > largest_record_bytes
+        too_far = sum({**touched, **uses}.values()) > WHOLE
         if not groups or total_bytes + cost_bytes > bucket_bytes or too_far:
             groups.append([])
             total_bytes = 0

@@ -689,3 +689,21 @@ def test_kernels_wait_for_nothing_but_values(sim: Any) -> None:
     optimizer.step()
     assert not begun.query()
     assert sim.waiting_operators() == before
+
+
+def test_bits_are_those_of_one_thread() -> None:
+    """Whichever thread runs a kernel, and however many it may use."""
+    values = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
+    matrix = torch.randn(300, 500, generator=torch.Generator().manual_seed(0))
+    before, found, on_host = torch.get_num_threads(), [], []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            on_host.append(values.sum().item())
+            found.append((values.to("sim").sum().item(), (matrix.to("sim") @ matrix.to("sim").t()).cpu()))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert len(set(on_host)) > 1  # Else this tells nothing.
+    for total, product in found:
+        assert total == on_host[0] and torch.equal(product, found[0][1])
