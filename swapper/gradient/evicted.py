@@ -35,14 +35,15 @@ class EvictedGradients:
     """The gradients of an optimizer's parameters, as far as they are in records. The `GradientHome` of those.
 
     Args:
+        optimizer: the end of which closes this; None if nothing does. Only a weak reference is kept.
         pool: where buffers come from.
         store: where records go; None keeps them all in the pool.
     """
 
-    def __init__(self, pool: BufferPool, store: TensorStore | None) -> None:
+    def __init__(self, optimizer: object | None, pool: BufferPool, store: TensorStore | None) -> None:
         self.metrics = Metrics()
         self._store = store
-        self._cache = RecordCache(pool, store, self.metrics)
+        self._cache = RecordCache(pool, store, self.metrics, owner=optimizer)
         self._copies = GradientCopies()
         self._pid = os.getpid()
         self._lock = threading.RLock()
