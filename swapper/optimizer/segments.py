@@ -29,6 +29,7 @@ from typing import Any, Protocol
 
 import torch
 
+from swapper.errors import SwapError
 from swapper.io.checksums import checksum
 from swapper.optimizer.cuts import CUT_NUMEL, segment_cuts
 from swapper.optimizer.master_codec import ties_bytes_max
@@ -105,7 +106,7 @@ class OptimizerParameter:
     """A parameter that an optimizer has, or had. See [Note: parameters come and go].
 
     Attributes:
-        numel, dtype, stride, device_type: as they were when its state was laid out.
+        numel, dtype, stride, device: as they were when its state was laid out.
         segments: hold its state, in order.
         buckets: have its segments, in order.
         group: number of its group; None while it is in none, so that it is not stepped.
@@ -124,7 +125,7 @@ class OptimizerParameter:
         self.numel = parameter.numel()
         self.dtype = parameter.dtype
         self.stride = tuple(parameter.stride())
-        self.device_type = parameter.device.type
+        self.device = parameter.device
         self.segments: tuple[Segment, ...] = ()
         self.buckets: tuple[Bucket, ...] = ()
         self.group: int | None = None
@@ -155,11 +156,44 @@ class OptimizerParameter:
         """True of `parameter` itself, and not of another that has the `id` which it had."""
         return self._reference() is parameter
 
+    def check_unchanged(self, parameter: torch.nn.Parameter) -> None:
+        """Refuse `parameter`, which this is of, if its size, dtype or order in memory are not what they were.
+
+        Raises:
+            SwapError: naming what changed.
+        """
+        if parameter.numel() != self.numel or parameter.dtype != self.dtype:
+            raise self.changed(parameter)
+        in_memory_order = bool(self.segments) and (not self.segments[0].whole or bool(self.segments[0].master))
+        if in_memory_order and not _same_order(parameter, self.stride):
+            raise SwapError(
+                f"a parameter had strides {self.stride} when its optimizer was wrapped and now has "
+                f"{tuple(parameter.stride())}, and its state lies in the order of its memory; convert the model (its "
+                "memory format) first, then make the optimizer and wrap it"
+            )
+
+    def changed(self, parameter: torch.nn.Parameter) -> SwapError:
+        """The error that says what `parameter`, which this is of, was and is."""
+        return SwapError(
+            f"a parameter was {self.numel} x {self.dtype} on {self.device} when its optimizer was wrapped and is now "
+            f"{parameter.numel()} x {parameter.dtype} on {parameter.device}; move and convert the model first, then "
+            "make the optimizer and wrap it"
+        )
+
     def unhook(self) -> None:
         """Do not look at its gradients any more."""
         hook, self.hook = self.hook, None
         if hook is not None:
             hook.remove()
+
+
+def _same_order(parameter: torch.Tensor, stride: tuple[int, ...]) -> bool:
+    """True if the elements of a parameter are in the order in memory that `stride` gives them."""
+    mine = tuple(parameter.stride())
+    return mine == stride or (
+        len(mine) == len(stride)
+        and all(a == b for size, a, b in zip(parameter.shape, mine, stride, strict=True) if size > 1)
+    )
 
 
 @dataclass(eq=False, slots=True)

@@ -97,6 +97,14 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
     return self.cpu().item();
 }
 
+// As on CUDA: `model.to` and `tensor.data = other` take the tensor from one device to the other.
+bool has_compatible_type(const at::Tensor& self, const at::Tensor& other) {
+    const auto is_dense = [](const at::Tensor& tensor) {
+        return tensor.layout() == at::kStrided && (tensor.is_cpu() || tensor.device().type() == kDeviceType);
+    };
+    return is_dense(self) == is_dense(other) && self.layout() == other.layout();
+}
+
 void record_stream(at::Tensor& self, c10::Stream stream) {
     Entered()->memory.record(self.storage().mutable_data(), static_cast<int>(stream.id()));
 }
@@ -129,6 +137,16 @@ void start_convolution_backward(const c10::OperatorHandle& op, torch::jit::Stack
     const int64_t channels = transposed ? weight.size(1) * groups : weight.size(0);
     stack->insert(stack->begin() + static_cast<ptrdiff_t>(first + 3), std::vector<int64_t>{channels});
     start_kernel(convolution_backward(), stack);
+}
+
+// Of integers too, as on CUDA: models that route tokens to experts count them so.
+void start_histc(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    const size_t first = stack->size() - op.schema().arguments().size();
+    const at::Tensor given = (*stack)[first].toTensor();
+    const bool is_integral = at::isIntegralType(given.scalar_type(), true);
+    if (is_integral) (*stack)[first] = given.to(at::kDouble);
+    start_kernel(op, stack);
+    if (is_integral) stack->back() = stack->back().toTensor().to(given.scalar_type());
 }
 
 // SDPBackend::math: of operators that have kernels.
@@ -225,6 +243,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_copy_from_and_resize", copy_from_and_resize);
     m.impl("_local_scalar_dense", local_scalar_dense);
     m.impl("record_stream", record_stream);
+    m.impl("_has_compatible_shallow_copy_type", has_compatible_type);
     m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&start_convolution>());
     m.impl("convolution_backward_overrideable",
            torch::CppFunction::makeFromBoxedFunction<&start_convolution_backward>());
@@ -232,6 +251,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     for (const char* const name : {"native_layer_norm", "native_group_norm"}) {
         m.impl(name, torch::CppFunction::makeFromBoxedFunction<&start>());
     }
+    m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&start_histc>());
     m.impl("_fused_sdp_choice", fused_sdp_choice);
     m.impl("native_dropout", native_dropout);
     m.impl("_thnn_fused_lstm_cell", lstm_cell);

@@ -304,6 +304,16 @@ def test_two_devices() -> None:
     assert model.weight.grad is not None and model.weight.grad.device.index == 1
 
 
+def test_a_model_is_moved_in_place() -> None:
+    """As on CUDA, an optimizer that was made before still has its parameters."""
+    model = nn.Linear(4, 4)
+    parameters = list(model.parameters())
+    for device in ("sim:1", "cpu", "sim:0"):
+        model.to(device)(torch.ones(2, 4, device=device)).sum().backward()
+        assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+        assert all(t is not None and str(t.device) == device for p in parameters for t in (p, p.grad))
+
+
 def test_a_forked_child_is_refused() -> None:
     values = torch.ones(10, device="sim")
     reading, writing = os.pipe()
@@ -523,6 +533,12 @@ def test_batch_norm_has_the_bits_of_the_cpu(dtype: torch.dtype, parameters: Any,
 
     for a, b in zip(run("cpu"), run("sim"), strict=True):
         assert a.dtype == b.dtype and torch.equal(a, b)
+
+
+def test_integers_are_counted_as_on_cuda() -> None:
+    """For which the CPU has no kernel: models that route tokens to experts do so."""
+    counts = torch.histc(INDICES.to("sim"), bins=6, min=0, max=5)
+    assert counts.dtype == torch.int64 and counts.tolist() == torch.bincount(INDICES, minlength=6).tolist()
 
 
 def test_attention_is_close_to_the_cpu() -> None:
