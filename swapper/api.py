@@ -27,12 +27,11 @@ from swapper.parameter.building import ModelBuilder, device_of, initialisers_of
 from swapper.parameter.records import ParameterPlan, check_devices, plan_parameters
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.progress import warn_once
-from swapper.session import Shared
+from swapper.session import Shared, pool_of_parameters
 from swapper.sizes import PAGE_BYTES
 from swapper.storage.budget import OptimizerNeeds, PoolBudget
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.store import TensorStore
 from swapper.tensors import homes
 from swapper.tensors.evicted import let_viewed_stay
 from swapper.tensors.grad_modes import outside_of_inference
@@ -179,7 +178,7 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
                 swapper.share_pool(shares.parameters)
             else:
                 number = next(_owners)
-                pool, store, release = _pool_of_parameters(settings, device, parameters.kept_bytes)
+                pool, store, release = pool_of_parameters(settings, device, parameters.kept_bytes)
                 # The last step that can fail. It then gives all values back itself.
                 swapper = _made(
                     lambda: ParameterSwapper(
@@ -319,17 +318,6 @@ def _swap_gradients(
     store, kept_bytes = (shared.store, 0) if needs.gradients.stored else (None, needs.gradients.total_bytes)
     release = shared.hold(kept_bytes, needs.gradients.total_bytes)
     return _made(lambda: GradientSwapper(*made, shared.pool, limit_bytes, store, release), release)
-
-
-def _pool_of_parameters(
-    settings: OffloadConfig, device: torch.device | None, kept_bytes: int, step_bytes: int = 0
-) -> tuple[BufferPool | GrowingPool, TensorStore | None, Callable[[], None]]:
-    """The pool and the store of parameters, and what releases them. Without a drive the pool is their own."""
-    if settings.offload_param.device == "cpu":
-        own = GrowingPool(kept_bytes, device=device, step_bytes=step_bytes)
-        return own, None, own.close
-    shared = Shared.of(settings, device)
-    return shared.pool, shared.store, shared.hold(0, 0)  # They make memory of the pool ready as they come.
 
 
 def _made(make: Callable[[], _MadeT], release: Callable[[], object]) -> _MadeT:
@@ -490,7 +478,7 @@ def _builder(settings: OffloadConfig, device: torch.device) -> ModelBuilder:
     with outside_of_inference():  # What is made here is used outside of that mode too.
         number, bucket_bytes, pool_bytes = next(_owners), settings.bucket_bytes, settings.pool_bytes
         device_bytes = settings.offload_param.device_bytes or pool_bytes
-        pool, store, release = _pool_of_parameters(settings, device, 0, bucket_bytes)
+        pool, store, release = pool_of_parameters(settings, device, 0, bucket_bytes)
         return _made(
             lambda: ModelBuilder(number, bucket_bytes, pool_bytes, pool, store, release, device, device_bytes), release
         )
