@@ -90,22 +90,26 @@ def test_averages_of_weights(what: str, callback: Any, nvme_path: Path) -> None:
     assert run(strategy_of(nvme_path, what)) == run("auto")
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("what", WHAT)
 def test_everything_after_fit(what: str, nvme_path: Path, trained: torch.device) -> None:
-    """And memory of the device does not grow from one fit to the next."""
+    """Parameters stay where they are; in between, next to nothing is on the device."""
 
     def run(strategy: Any) -> list[Any]:
         trainer = fit(strategy)
         model = trainer.lightning_module
+        swapped = vars(model).get("swapper")
+        assert (swapped is not None) == (strategy != "auto" and what in (EVERYTHING, "host"))
         found, taken = [facts(trainer)], set()
         for epochs in (4, 6):
             found.append(bits(trainer.validate(model, loader(), verbose=False)))
             found.append(bits(trainer.test(model, loader(4), verbose=False)))
             found.append(bits(trainer.predict(model, loader(4))))
             taken.add(torch.accelerator.memory_allocated(trained))
+            assert swapped is None or swapped._tier.used_bytes == 0
             trainer.fit_loop.max_epochs = epochs
             trainer.fit(model, loader(), loader())
+            assert vars(model).get("swapper") is swapped
             found.append(facts(trainer))
         assert len(taken) == 1
         return found
@@ -182,7 +186,7 @@ class Large(Net):
         return super().forward(self.body(x))
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(2)
 def test_a_model_that_is_built_on_the_drive_is_never_on_the_device_as_a_whole(
     nvme_path: Path, trained: torch.device
 ) -> None:
