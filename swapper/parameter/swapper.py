@@ -83,11 +83,17 @@ class ParameterSwapper(ParameterOwner):
         try:
             for each in self._all:
                 self._adopt(each)
+                if store is None:  # Else memory of the host would have all values twice.
+                    self._let_formers_go()
             self._install(model)
             self._begin()
         except BaseException:
             self._give_everything_back()
             raise
+        self._let_formers_go()
+
+    def _let_formers_go(self) -> None:
+        """Those that had the parameters before forget them."""
         formers, self._former = self._former, {}
         keepers = [former.keeper for former in formers.values()]  # They live until all is taken over.
         parameters_of: dict[object, list[torch.nn.Parameter]] = {}
