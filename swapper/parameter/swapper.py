@@ -163,6 +163,17 @@ class ParameterSwapper(ParameterOwner):
             for held in self._all:
                 self._cache.wait(held.key)
 
+    def rest(self) -> None:
+        """As `flush`, when the model is not to be used soon: gives the memory of an accelerator back.
+
+        Raises:
+            SwapIOError: a write failed.
+        """
+        self.flush()
+        with self._lock:
+            if self._tier is not None:
+                self._tier.rest()
+
     def settled_records(self) -> list[Held]:
         """The records that have the values of all their parameters, in their files. None if the pool keeps them.
 
