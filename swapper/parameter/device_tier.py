@@ -191,7 +191,6 @@ class DeviceTier:
         self._sums = DeviceSums(device, 0)
         self._used: dict[HeldOnDevice, None] = {}  # since they were last summed
         self._going_down: dict[HeldOnDevice, None] = {}  # in the order in which the copies were started
-        self._short = False  # the device cannot hold all records
         self._moving: HeldOnDevice | None = None  # has `moving` set, perhaps by a call that was cut off
         self._owner_ref = weakref.ref(owner)
 
@@ -221,7 +220,7 @@ class DeviceTier:
         with interrupts_deferred():
             held.used, held.check, held.leaving = True, None, False
             self._used[held] = None
-        if self._short:
+        if self._lacks(device_bytes_of(held.plan)):  # Now or for the next one, whose room this one's work must not delay.
             self._sum_early()
         if not held.on_device:
             self._make_room(device_bytes_of(held.plan))
@@ -377,9 +376,6 @@ class DeviceTier:
         Raises:
             PoolExhausted: what is in use leaves too little.
         """
-        if self._lacks(length_bytes):
-            self._short = True
-            self._sum_early()
         while self._lacks(length_bytes):
             if (victim := self._victim()) is not None:
                 self._evict(victim)
