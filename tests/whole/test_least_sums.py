@@ -24,8 +24,8 @@ from swapper.errors import ConfigError
 from swapper.parameter import records as parameter_records
 from swapper.sizes import parse_size
 
-NUMBERS = range(200) if ALL else (121, 180, 186, 4)
-DEVICE_NUMBERS = range(200) if ALL else (13, 19, 22)
+NUMBERS = range(200) if ALL else (121, 186)
+DEVICE_NUMBERS = range(200) if ALL else (13, 19)
 """Of programs. By default some that found no room before steps in backward gave back what they kept."""
 
 STEPS = 3
