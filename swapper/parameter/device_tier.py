@@ -83,6 +83,8 @@ class HeldOnDevice(Held):
     """`sums` are of the values that the pool, or the file, has."""
     kept: bool = False
     """There is no file: the pool keeps the record."""
+    stays: bool = False
+    """`on_device` stays, once it is there, unless nothing else can go."""
     moving: bool = False
     """The buffer is needed by the call that is being made."""
     stepped: bool = False
@@ -220,7 +222,9 @@ class DeviceTier:
         with interrupts_deferred():
             held.used, held.check, held.leaving = True, None, False
             self._used[held] = None
-        if not held.on_device:
+        if held.on_device:
+            self._owner.metrics.hits += 1
+        else:
             self._make_room(device_bytes_of(held.plan))
             self._lift(held, self._fetch(held))
         self._follow(held)
@@ -308,7 +312,7 @@ class DeviceTier:
             (held.stream,) = current_streams([self.device])
             held.register(self._owner)
             self.used_bytes += length_bytes
-            self._order.hold(held.number)
+            self._order.hold(held.number, fixed=held.stays)
         self._move(None)
 
     def _copy_up(self, held: HeldOnDevice, values: list[torch.Tensor], lease: Lease) -> Copy | None:
@@ -338,7 +342,7 @@ class DeviceTier:
             held = self._records[number]
             assert isinstance(held, HeldOnDevice)
             if held.gone or held.on_device:
-                self._order.hold(number, fixed=held.gone)
+                self._order.hold(number, fixed=held.gone or held.stays)
                 continue
             record = self._cache.records.get(held.key)
             if record is None or record.state not in (RecordState.KEPT, RecordState.ARRIVING):
@@ -372,16 +376,18 @@ class DeviceTier:
         if self._lacks(length_bytes):
             self._sum_early()
         while self._lacks(length_bytes):
-            if (victim := self._victim()) is not None:
+            if (victim := self._first_idle(self._order.last_needed())) is not None:
                 self._evict(victim)
             elif (leaving := next((held for held in self._going_down if held.leaving), None)) is not None:
                 self._land(leaving)
+            elif (victim := self._first_idle(held.number for held in self._records)) is not None:  # One that stays.
+                self._evict(victim)
             else:
                 self._refuse(length_bytes)
 
-    def _victim(self) -> HeldOnDevice | None:
-        """The record that is needed last, of those that nothing uses."""
-        for number in self._order.last_needed():
+    def _first_idle(self, numbers: Iterable[int]) -> HeldOnDevice | None:
+        """The first of these records that is on the device, and that nothing uses."""
+        for number in numbers:
             held = self._records[number]
             assert isinstance(held, HeldOnDevice)
             if held.on_device and not held.leaving and not held.in_use:
@@ -458,7 +464,7 @@ class DeviceTier:
 
     def _sum_early(self) -> None:
         for held in list(self._used):
-            if not held.in_use:
+            if not held.in_use and not held.stays:
                 self._checked(held)
 
     def _checked(self, held: HeldOnDevice) -> Check:
