@@ -400,9 +400,9 @@ class OffloadConfig(Section, frozen=True):
             )
         if parameters.device_bytes is not None and resident_bytes > parameters.device_bytes:
             yield (
-                f"offload_param.device_resident_bytes: {format_size(resident_bytes)} are more than "
-                f"offload_param.device_bytes: {format_size(parameters.device_bytes)}, which they are part of; set it "
-                "to less, or device_bytes to more"
+                f"offload_param.device_bytes: {format_size(parameters.device_bytes)} is too small for "
+                f"device_resident_bytes {format_size(resident_bytes)}, which is part of it; set it to at least "
+                f"{resident_bytes}, or device_resident_bytes to less"
             )
         buckets_bytes = BUCKETS_IN_POOL * self.bucket_bytes
         if buckets_bytes + self._resident_bytes > self.pool_bytes:

@@ -197,7 +197,10 @@ def test_they_go_for_what_would_not_fit(device: str, nvme_path: Path, monkeypatc
     ("settings", "message"),
     [
         ({"device": "none", "device_resident_bytes": 1}, "has no use with offload_param.device: none"),
-        ({"device": "cpu", "device_bytes": 1000, "device_resident_bytes": 1001}, "which they are part of"),
+        (
+            {"device": "cpu", "device_bytes": 1000, "device_resident_bytes": 1001},
+            "device_bytes: 1KB is too small for .* set it to at least 1001",
+        ),
     ],
 )
 def test_what_cannot_be_is_refused_in_the_config(settings: dict[str, Any], message: str) -> None:

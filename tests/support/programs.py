@@ -507,6 +507,7 @@ class Twin:
                 offload_param={
                     "device": place.parameter,
                     "resident_bytes": place.resident_bytes if place.parameter == "nvme" else 0,
+                    "device_resident_bytes": place.resident_bytes if on_device else 0,
                     **({"device_bytes": device_bytes} if on_device else {}),
                 },
             )
