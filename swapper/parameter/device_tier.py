@@ -17,8 +17,8 @@ the device has is brought down before it, if it has changed, and dropped, or rep
 
 [Note: changes behind autograd's back] Before a record leaves the device its values are compared with those that came
 up, by sums (`device_sums`): nothing but a few bytes is downloaded for it. A record of which nothing is left in use is
-summed early if memory is short, so that the result is there when the memory is needed. Whoever uses the record again
-makes that void.
+summed early if memory is short, before work on the next is queued, so that the result is there when the memory is
+needed. Whoever uses the record again makes that void.
 
 [Note: whose memory] Values are allocated on the current stream, which the copy up waits for: what was in that memory
 before may still be read by work that is queued there. Before they are freed their stream waits for the copy up, and
@@ -135,10 +135,7 @@ class HeldOnDevice(Held):
         super(HeldOnDevice, self).write(cache)
 
     def complete(self, lease: Lease) -> int:
-        """Have `lease`, to which the values have come down, as the file is to be. Returns the bytes to write.
-
-        Called once for each copy, in any thread; see `RecordCache.write`.
-        """
+        """As `RecordCache.write` wants it: have `lease` as the file is to be. Returns its bytes. In any thread."""
         self.checksums = self.pack(lease)
         self.changed = False
         return self.plan.file_bytes
@@ -222,9 +219,10 @@ class DeviceTier:
         with interrupts_deferred():
             held.used, held.check, held.leaving = True, None, False
             self._used[held] = None
-        if held.on_device:
-            self._owner.metrics.hits += 1
-        else:
+        if self._lacks(device_bytes_of(held.plan)):  # Else the room for the next one would wait for this one's work.
+            self._sum_early()
+        self._owner.metrics.hits += bool(held.on_device)
+        if not held.on_device:
             self._make_room(device_bytes_of(held.plan))
             self._lift(held, self._fetch(held))
         self._follow(held)
@@ -262,6 +260,11 @@ class DeviceTier:
             if held.down is not None and not held.down.done():
                 return
             self._land(held)
+
+    def rest(self) -> None:
+        """Give the device memory back of all that nothing uses, and whose changes have come down."""
+        while (victim := self._first_idle(range(len(self._records)))) is not None:
+            self._evict(victim)
 
     def _follow(self, held: HeldOnDevice) -> None:
         """Let the current stream wait for the copy up, and the allocator know of it."""
@@ -373,22 +376,19 @@ class DeviceTier:
         Raises:
             PoolExhausted: what is in use leaves too little.
         """
-        if self._lacks(length_bytes):
-            self._sum_early()
         while self._lacks(length_bytes):
             if (victim := self._first_idle(self._order.last_needed())) is not None:
                 self._evict(victim)
             elif (leaving := next((held for held in self._going_down if held.leaving), None)) is not None:
                 self._land(leaving)
-            elif (victim := self._first_idle(held.number for held in self._records)) is not None:  # One that stays.
+            elif (victim := self._first_idle(range(len(self._records)))) is not None:  # One that stays.
                 self._evict(victim)
             else:
                 self._refuse(length_bytes)
 
     def _first_idle(self, numbers: Iterable[int]) -> HeldOnDevice | None:
         """The first of these records that is on the device, and that nothing uses."""
-        for number in numbers:
-            held = self._records[number]
+        for held in map(self._records.__getitem__, numbers):
             assert isinstance(held, HeldOnDevice)
             if held.on_device and not held.leaving and not held.in_use:
                 return held
@@ -464,7 +464,7 @@ class DeviceTier:
 
     def _sum_early(self) -> None:
         for held in list(self._used):
-            if not held.in_use and not held.stays:
+            if held.on_device and not held.in_use and not held.stays:  # Not one whose coming was cut off.
                 self._checked(held)
 
     def _checked(self, held: HeldOnDevice) -> Check:

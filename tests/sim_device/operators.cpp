@@ -139,6 +139,16 @@ void start_convolution_backward(const c10::OperatorHandle& op, torch::jit::Stack
     start_kernel(convolution_backward(), stack);
 }
 
+// Of integers too, as on CUDA: models that route tokens to experts count them so.
+void start_histc(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    const size_t first = stack->size() - op.schema().arguments().size();
+    const at::Tensor given = (*stack)[first].toTensor();
+    const bool is_integral = at::isIntegralType(given.scalar_type(), true);
+    if (is_integral) (*stack)[first] = given.to(at::kDouble);
+    start_kernel(op, stack);
+    if (is_integral) stack->back() = stack->back().toTensor().to(given.scalar_type());
+}
+
 // SDPBackend::math: of operators that have kernels.
 int64_t fused_sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                          const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
@@ -241,6 +251,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     for (const char* const name : {"native_layer_norm", "native_group_norm"}) {
         m.impl(name, torch::CppFunction::makeFromBoxedFunction<&start>());
     }
+    m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&start_histc>());
     m.impl("_fused_sdp_choice", fused_sdp_choice);
     m.impl("native_dropout", native_dropout);
     m.impl("_thnn_fused_lstm_cell", lstm_cell);
@@ -275,6 +286,36 @@ void configure(const std::string& mode, int64_t seed, double max_delay_us, bool 
     world->scheduler.configure(which, static_cast<uint64_t>(seed), max_delay_us);
     world->memory.poison_now = poison_now;
     world->memory.reap();
+}
+
+void keep_time(const std::vector<double>& given) {
+    TORCH_CHECK_VALUE(given.size() == 6, "six speeds are needed");
+    for (size_t i = 0; i < given.size(); ++i) {
+        TORCH_CHECK_VALUE(i == 1 ? given[i] >= 0 : given[i] > 0, "times and speeds must be positive");
+    }
+    const Entered world;
+    world->scheduler.keep_time({given[0], given[1], given[2], given[3], given[4], given[5]});
+    world->memory.poison_now = false;
+    world->memory.reap();
+}
+
+// Now, how long the host has waited, and how long kernels, copies up and copies down took, since `keep_time`.
+// In microseconds.
+std::vector<double> times_us() {
+    const Entered world;
+    const Scheduler& scheduler = world->scheduler;
+    return {scheduler.now_us(),
+            scheduler.waited_us(),
+            scheduler.busy_us(Engine::kernels),
+            scheduler.busy_us(Engine::up),
+            scheduler.busy_us(Engine::down),
+            scheduler.busy_us(Engine::drive)};
+}
+
+// Starts a transfer of the drive on the current stream. It moves nothing.
+void drive(int64_t device, double us) {
+    Entered()->scheduler.push(current_stream(static_cast<int>(device)),
+                              {{}, {}, {}, us, "drive", Engine::drive});
 }
 
 void set_limit(int64_t device, int64_t length) {
@@ -322,8 +363,11 @@ void set_rng_state(int64_t device, const at::Tensor& state) {
 TORCH_LIBRARY(sim, m) {
     m.def("initialize() -> ()", initialize);
     m.def("configure(str mode, int seed, float max_delay_us, bool poison_now) -> ()", configure);
+    m.def("keep_time(float[] speeds) -> ()", keep_time);
+    m.def("times_us() -> float[]", times_us);
     m.def("set_limit(int device, int length) -> ()", set_limit);
     m.def("sleep(int device, float us) -> ()", sleep);
+    m.def("drive(int device, float us) -> ()", drive);
     m.def("host_register(int address, int length) -> ()", host_register);
     m.def("host_unregister(int address) -> ()", host_unregister);
     m.def("violations() -> str[]", violations);
