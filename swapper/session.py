@@ -16,9 +16,10 @@ import torch
 from swapper.config import AioConfig, OffloadConfig
 from swapper.io.handle import AsyncIOHandle
 from swapper.storage.buffers import BufferPool
+from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import TensorStore
 
-__all__ = ["Engines", "Shared", "close_all"]
+__all__ = ["Engines", "Shared", "close_all", "pool_of_parameters"]
 
 
 class Shared:
@@ -129,6 +130,17 @@ class Shared:
             self.pool.close()
         finally:
             self._engines.close()  # Last: the store's files and the pool are registered with them.
+
+
+def pool_of_parameters(
+    config: OffloadConfig, device: torch.device | None, kept_bytes: int, step_bytes: int = 0
+) -> tuple[BufferPool | GrowingPool, TensorStore | None, Callable[[], None]]:
+    """The pool and the store of parameters, and what releases them. Without a drive the pool is their own."""
+    if config.offload_param.device == "cpu":
+        own = GrowingPool(kept_bytes, device=device, step_bytes=step_bytes)
+        return own, None, own.close
+    shared = Shared.of(config, device)
+    return shared.pool, shared.store, shared.hold(0, 0)  # They make memory of the pool ready as they come.
 
 
 class _Engine:

@@ -143,12 +143,13 @@ class OffloadOptimizerConfig(Section, frozen=True):
     device: Literal["none", "cpu", "nvme"] = "none"
     """Where the state is between steps. "nvme": on the drive at `nvme_path`. "cpu": in host memory, for a model on a
     GPU; with a model on the CPU the state only moves to page-locked memory. Default and off: "none", where the
-    optimizer keeps it."""
+    optimizer keeps it; with `master_weights`, `step_in_backward` or gradients that are offloaded it is the same as
+    "cpu", which is said."""
 
     master_weights: bool = Field(default=False, strict=True)
     """Keep an fp32 master copy of every bf16 and fp16 parameter, and step on that: mixed-precision training. fp32
-    parameters need none and get none. With device "none" the masters live in memory. Changes what the optimizer
-    computes, so default and off: false."""
+    parameters need none and get none. With device "none" the masters live in memory of the host. Changes what the
+    optimizer computes, so default and off: false."""
 
     encoding: Literal["exact", "bf16", "int8"] = "exact"
     """How the state is written. "exact" loses nothing; "bf16" and "int8" move fewer bytes and are lossy. Default and

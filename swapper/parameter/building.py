@@ -1,4 +1,4 @@
-"""`ModelBuilder`: parameters are put on disk while their model is still being built.
+"""`ModelBuilder`: parameters are put on disk, or in memory of the host, while their model is still being built.
 
 A model that is larger than memory cannot be built first and taken over then. So each parameter goes to the drive, in a
 record of its own, as soon as the module that has it is complete. It is then an `EvictedParameter`: whatever the rest of
@@ -32,10 +32,11 @@ from swapper.io.devices import is_accelerator
 from swapper.parameter.cache import BY_ADDRESS, Held
 from swapper.parameter.device_tier import HeldOnDevice
 from swapper.parameter.owner import ParameterHome, ParameterOwner
-from swapper.parameter.records import plan_record_of, why_not
+from swapper.parameter.records import device_bytes_of, plan_record_of, why_not
 from swapper.sizes import SMALL_BYTES, format_bytes
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
+from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import make_ordinary, refuse_copy, restore_for_good
@@ -86,7 +87,7 @@ class ModelBuilder(ParameterOwner):
     Args:
         owner: number of this builder among the swappers of the process.
         waiting_bytes: parameters of modules that are not registered in a parent wait in memory up to this much.
-        budget_bytes, pool, store: as for `ParameterOwner`.
+        budget_bytes, pool, store: as for `ParameterOwner`. Without a store there is no budget: the pool grows.
         release: called when it has no parameters any more, and when it is closed.
         device: of the parameters that it takes; the others stay.
         device_bytes: as for `ParameterOwner`, if that is an accelerator.
@@ -99,8 +100,8 @@ class ModelBuilder(ParameterOwner):
         owner: int,
         waiting_bytes: int,
         budget_bytes: int,
-        pool: BufferPool,
-        store: TensorStore,
+        pool: BufferPool | GrowingPool,
+        store: TensorStore | None,
         release: Callable[[], None],
         device: torch.device,
         device_bytes: int,
@@ -250,14 +251,19 @@ class ModelBuilder(ParameterOwner):
             make = Held if self._tier is None else HeldOnDevice
             held = make(plan_record_of(number, [(name, parameter)]), RecordKey(self._owner, "param", number))
             needed_bytes = 2 * held.plan.length_bytes
-            if needed_bytes > self._budget_bytes:
+            if self._store is not None and needed_bytes > self._budget_bytes:
                 raise ConfigError(
                     f"pool_bytes: {format_bytes(self._budget_bytes)} are too little for {name}, a parameter of "
                     f"{format_bytes(parameter.nbytes)}, which needs its place twice; set pool_bytes to at least "
                     f"{needed_bytes}"
                 )
-            assert self._store is not None
-            self._store.plan({held.key: held.plan.file_bytes})
+            if self._store is not None:
+                self._store.plan({held.key: held.plan.file_bytes})
+            else:
+                assert isinstance(held, HeldOnDevice) and self._tier is not None
+                held.kept = True
+                # It fits, for it is there; a `device_bytes` that does not is refused by `offload`.
+                self._tier.limit_bytes = max(self._tier.limit_bytes, device_bytes_of(held.plan))
             self._all.append(held)
             try:
                 self._adopt(held)
@@ -310,6 +316,8 @@ class ModelBuilder(ParameterOwner):
             for parameter in parameters:
                 self._forget(self._home[parameter], parameter)
             self._forget_orphans()
+            if isinstance(self._pool, GrowingPool):
+                self._pool.reserve(0)  # Frees what is empty.
             if not self._home:
                 self.close()
 

@@ -259,6 +259,11 @@ class DeviceTier:
                 return
             self._land(held)
 
+    def rest(self) -> None:
+        """Give the device memory back of all that nothing uses, and whose changes have come down."""
+        while (victim := self._victim()) is not None:
+            self._evict(victim)
+
     def _follow(self, held: HeldOnDevice) -> None:
         """Let the current stream wait for the copy up, and the allocator know of it."""
         self._up.join(held.up)

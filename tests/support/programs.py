@@ -1221,7 +1221,6 @@ REFUSALS = (
     r"step_in_backward: true cannot be combined with (tensors in the same memory|views of one tensor)",
     r"foreach=True: .* are in the same memory",
     r"a sparse gradient came, which can be stepped only on the CPU",
-    r"device: none can neither keep master weights nor step gradients that are offloaded for a model on a GPU",
 )
 """What the swapped twin may refuse, as the documentation says. The program then ends, and is counted as refused."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,7 @@ def draw(number: int, on_device: bool) -> Program:
     dtype = chance.choice([torch.float32, torch.float32, torch.bfloat16])
     parameter = chance.choice(["nvme", "nvme", "nvme", "cpu", "none"]) if on_device else chance.choice(["nvme", "none"])
     state = chance.choice(["nvme", "nvme", "cpu"])
-    return Program(
+    drawn = Program(
         blocks=blocks,
         owners=tuple(owner for owner in owners if owner),
         begin=tuple(chance.choice([0, 0, 1]) for _ in range(3)),
@@ -130,6 +130,7 @@ def draw(number: int, on_device: bool) -> Program:
         group_bytes=chance.choice([4_000, 20_000, 40_000, 1 << 24]),
         resident_kib=chance.choice([0, 0, 0, 40, 150]),
     )
+    return replace(drawn, state="none") if chance.random() < 0.2 else drawn
 
 
 def model_of(program: Program, device: str) -> nn.Sequential:
