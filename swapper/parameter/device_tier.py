@@ -17,8 +17,8 @@ the device has is brought down before it, if it has changed, and dropped, or rep
 
 [Note: changes behind autograd's back] Before a record leaves the device its values are compared with those that came
 up, by sums (`device_sums`): nothing but a few bytes is downloaded for it. A record of which nothing is left in use is
-summed early if memory is short, so that the result is there when the memory is needed. Whoever uses the record again
-makes that void.
+summed early if memory is short, before work on the next is queued, so that the result is there when the memory is
+needed. Whoever uses the record again makes that void.
 
 [Note: whose memory] Values are allocated on the current stream, which the copy up waits for: what was in that memory
 before may still be read by work that is queued there. Before they are freed their stream waits for the copy up, and
@@ -220,6 +220,8 @@ class DeviceTier:
         with interrupts_deferred():
             held.used, held.check, held.leaving = True, None, False
             self._used[held] = None
+        if self._lacks(device_bytes_of(held.plan)):  # Now or for the next one, whose room this one's work must not delay.
+            self._sum_early()
         if not held.on_device:
             self._make_room(device_bytes_of(held.plan))
             self._lift(held, self._fetch(held))
@@ -374,8 +376,6 @@ class DeviceTier:
         Raises:
             PoolExhausted: what is in use leaves too little.
         """
-        if self._lacks(length_bytes):
-            self._sum_early()
         while self._lacks(length_bytes):
             if (victim := self._victim()) is not None:
                 self._evict(victim)
