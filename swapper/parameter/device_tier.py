@@ -220,9 +220,7 @@ class DeviceTier:
         with interrupts_deferred():
             held.used, held.check, held.leaving = True, None, False
             self._used[held] = None
-        if self._lacks(
-            device_bytes_of(held.plan)
-        ):  # Now or for the next one, whose room this one's work must not delay.
+        if self._lacks(device_bytes_of(held.plan)):  # Else the room for the next one would wait for this one's work.
             self._sum_early()
         if not held.on_device:
             self._make_room(device_bytes_of(held.plan))
