@@ -336,7 +336,8 @@ void host_unregister(int64_t address) {
 
 // As the function of builds for CUDA that torch calls `_set_storage_data_ptr_access_error_msg`.
 void refuse_access(int64_t storage, const std::string& message) {
-    reinterpret_cast<c10::StorageImpl*>(storage)->release_data_and_set_meta_custom_data_ptr_error_msg_(message);
+    reinterpret_cast<c10::StorageImpl*>(storage)->release_data_and_set_meta_custom_data_ptr_error_msg_(
+        message);
 }
 
 std::vector<std::string> violations() {
