@@ -270,6 +270,7 @@ def settings_of(program: Program, path: Path, pool_bytes: int, device_bytes: int
         offload_param={
             "device": program.parameter, "device_bytes": device_bytes,
             **(resident if program.parameter == "nvme" else {}),
+            "device_resident_bytes": program.resident_kib << 10 if device_bytes is not None else 0,
         },
     )  # fmt: skip
 
