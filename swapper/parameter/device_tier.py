@@ -136,6 +136,7 @@ class DeviceTier:
             self._used[held] = None
         if self._lacks(device_bytes_of(held.plan)):  # Else the room for the next one would wait for this one's work.
             self._sum_early()
+        self._owner.metrics.hits += bool(held.on_device)
         if not held.on_device:
             self._make_room(device_bytes_of(held.plan))
             self._lift(held)
@@ -177,7 +178,7 @@ class DeviceTier:
 
     def rest(self) -> None:
         """Give the device memory back of all that nothing uses, and whose changes have come down."""
-        while (victim := self._victim()) is not None:
+        while (victim := self._first_idle(range(len(self._records)))) is not None:
             self._evict(victim)
 
     def _follow(self, held: HeldOnDevice) -> None:
@@ -231,7 +232,7 @@ class DeviceTier:
             (held.stream,) = current_streams([self.device])
             held.register(self._owner)
             self.used_bytes += length_bytes
-            self._order.hold(held.number)
+            self._order.hold(held.number, fixed=held.stays)
             if self.direct is not None:
                 self.direct.release(held)
         self._move(None)
@@ -267,7 +268,7 @@ class DeviceTier:
             held = self._records[number]
             assert isinstance(held, HeldOnDevice)
             if held.gone or held.on_device:
-                self._order.hold(number, fixed=held.gone)
+                self._order.hold(number, fixed=held.gone or held.stays)
                 continue
             record = next(filter(None, (cache.records.get(held.key) for cache in self.caches)), None)
             if record is None or record.state not in (RecordState.KEPT, RecordState.ARRIVING):
@@ -299,17 +300,18 @@ class DeviceTier:
             PoolExhausted: what is in use leaves too little.
         """
         while self._lacks(length_bytes):
-            if (victim := self._victim()) is not None:
+            if (victim := self._first_idle(self._order.last_needed())) is not None:
                 self._evict(victim)
             elif (leaving := next((held for held in self._going_down if held.leaving), None)) is not None:
                 self._land(leaving)
+            elif (victim := self._first_idle(range(len(self._records)))) is not None:  # One that stays.
+                self._evict(victim)
             else:
                 self._refuse(length_bytes)
 
-    def _victim(self) -> HeldOnDevice | None:
-        """The record that is needed last, of those that nothing uses."""
-        for number in self._order.last_needed():
-            held = self._records[number]
+    def _first_idle(self, numbers: Iterable[int]) -> HeldOnDevice | None:
+        """The first of these records that is on the device, and that nothing uses."""
+        for held in map(self._records.__getitem__, numbers):
             assert isinstance(held, HeldOnDevice)
             if held.on_device and not held.leaving and not held.in_use:
                 return held
@@ -385,7 +387,7 @@ class DeviceTier:
 
     def _sum_early(self) -> None:
         for held in list(self._used):
-            if held.on_device and not held.in_use:  # Not one whose coming was cut off.
+            if held.on_device and not held.in_use and not held.stays:  # Not one whose coming was cut off.
                 self._checked(held)
 
     def _checked(self, held: HeldOnDevice) -> Check:

@@ -42,6 +42,8 @@ class HeldOnDevice(Held):
     """`sums` are of the values that the pool, or the file, has."""
     kept: bool = False
     """There is no file: the pool keeps the record."""
+    stays: bool = False
+    """`on_device` stays, once it is there, unless nothing else can go."""
     moving: bool = False
     """The buffer is needed by the call that is being made."""
     stepped: bool = False
@@ -92,10 +94,7 @@ class HeldOnDevice(Held):
         super(HeldOnDevice, self).write(cache)
 
     def complete(self, lease: Lease) -> int:
-        """Have `lease`, to which the values have come down, as the file is to be. Returns the bytes to write.
-
-        Called once for each copy, in any thread; see `RecordCache.write`.
-        """
+        """As `RecordCache.write` wants it: have `lease` as the file is to be. Returns its bytes. In any thread."""
         self.checksums = self.pack(lease)
         self.changed = False
         return self.plan.file_bytes
