@@ -75,9 +75,9 @@ class ParameterSwapper(ParameterOwner):
         self._model = weakref.ref(model)
         if plan.summary:
             log.warning("%s\n  model.swapper.stays has the reason for each parameter", plan.summary)
-        for each in self._all if store is None else ():
-            assert isinstance(each, HeldOnDevice)
-            each.kept = True
+        for each in self._all:
+            if isinstance(each, HeldOnDevice):
+                each.kept, each.stays = store is None, each.plan in plan.device_resident
         if store is not None:
             store.plan({held.key: held.plan.file_bytes for held in self._all})
         try:
@@ -162,6 +162,17 @@ class ParameterSwapper(ParameterOwner):
                 held.write_newer(self._cache)
             for held in self._all:
                 self._cache.wait(held.key)
+
+    def rest(self) -> None:
+        """As `flush`, when the model is not to be used soon: gives the memory of an accelerator back.
+
+        Raises:
+            SwapIOError: a write failed.
+        """
+        self.flush()
+        with self._lock:
+            if self._tier is not None:
+                self._tier.rest()
 
     def settled_records(self) -> list[Held]:
         """The records that have the values of all their parameters, in their files. None if the pool keeps them.
