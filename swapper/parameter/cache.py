@@ -265,15 +265,17 @@ class ParameterCache:
         Raises:
             SwapIOError: on leaving: a write could not be started; it will be, before the values go.
         """
-        with self._lock, interrupts_deferred():
-            for held in records:
-                held.late += 1
+        counted: Sequence[Held] = ()
         try:
+            with self._lock, interrupts_deferred():
+                for held in records:
+                    held.late += 1
+                counted = records
             yield
         finally:
             with self._lock, contextlib.ExitStack() as all_of_them:
                 with interrupts_deferred():
-                    for held in records:
+                    for held in counted:
                         held.late -= 1
                 for held in records if not self._closed else ():
                     all_of_them.callback(self._write_back, held)

@@ -78,12 +78,12 @@ class ParameterHome:
     parameter that nobody uses any more is freed at once, not when the garbage collector comes.
     """
 
-    __slots__ = ("number", "reference", "slot", "stride")
+    __slots__ = ("name", "number", "reference", "slot", "stride")
 
     def __init__(self, reference: weakref.ref[Any], held: Held, slot: int) -> None:
         self.reference = reference
         self.number, self.slot = held.number, slot
-        self.stride = held.plan.locations[slot].stride
+        self.name, self.stride = held.plan.locations[slot].name, held.plan.locations[slot].stride
 
     def of_owner(self) -> ParameterOwner:
         """The owner, while there is one."""

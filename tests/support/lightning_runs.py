@@ -9,7 +9,7 @@ from typing import Any
 
 import lightning as L
 import torch
-from lightning.pytorch.accelerators import Accelerator, CUDAAccelerator
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
@@ -21,6 +21,7 @@ import swapper.lightning
 __all__ = [
     "IGNORED_WARNINGS",
     "Net",
+    "accelerator_of",
     "config_of",
     "facts",
     "fit",
@@ -93,6 +94,11 @@ class SimAccelerator(Accelerator):
     @staticmethod
     def name() -> str:
         return "sim"
+
+
+def accelerator_of(device: torch.device) -> Any:
+    """What a Trainer, or Fabric, is given as its accelerator."""
+    return {"cpu": "cpu", "cuda": "cuda"}.get(device.type) or SimAccelerator()
 
 
 class Net(L.LightningModule):
@@ -191,7 +197,7 @@ def trainer_of(strategy: Any = "auto", **options: Any) -> L.Trainer:
         "use_distributed_sampler": False,
     }
     if _device[-1].type != "cpu":
-        quiet["accelerator"] = CUDAAccelerator() if _device[-1].type == "cuda" else SimAccelerator()
+        quiet["accelerator"] = accelerator_of(_device[-1])
         if strategy == "auto":
             strategy = SingleDeviceStrategy(_device[-1])
     return L.Trainer(strategy=strategy, **(quiet | options))
