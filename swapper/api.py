@@ -243,8 +243,8 @@ def _plan_parameters(model: torch.nn.Module, settings: OffloadConfig) -> Paramet
         return None
     if (swapper := _parameters_on(model, settings)) is not None:
         return swapper.plan
-    resident_bytes, in_backward = settings.offload_param.resident_bytes, settings.offload_optimizer.step_in_backward
-    return plan_parameters(model, settings.bucket_bytes, resident_bytes, in_backward)
+    kept, in_backward = settings.offload_param, settings.offload_optimizer.step_in_backward
+    return plan_parameters(model, settings.bucket_bytes, kept.resident_bytes, kept.device_resident_bytes, in_backward)
 
 
 def _budget(

@@ -18,6 +18,7 @@ from swapper.io.handle import AsyncIOHandle
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import TensorStore
+from swapper.storage.writes import wait_for_ends
 
 __all__ = ["Engines", "Shared", "close_all", "pool_of_parameters"]
 
@@ -50,7 +51,7 @@ class Shared:
         Args:
             device: of tensors that are copied to and from the pool, which is locked for it; None for none.
         """
-        shared = cls._all.get(id(config))
+        shared = cls.existing(config)
         if shared is None:
             shared = cls._all[id(config)] = cls(config, device)
         elif device is not None:
@@ -59,7 +60,8 @@ class Shared:
 
     @classmethod
     def existing(cls, config: OffloadConfig) -> Shared | None:
-        """Give the one of this very object, if there is one."""
+        """Give the one of this very object, if there is one. What was dropped has given its part back."""
+        wait_for_ends()
         return cls._all.get(id(config))
 
     @classmethod

@@ -203,6 +203,11 @@ class OffloadParamConfig(Section, frozen=True):
     ahead, and what it takes to see that they were changed. Default: None, what one module uses and the two records that
     come next. What it is must hold at least one module's; an error says how much that is."""
 
+    device_resident_bytes: Size = 0
+    """For a model on an accelerator: bytes of parameters kept in its memory once they are there, so that they are not
+    copied up again; the first ones of the model. What changes is written all the same. Part of `device_bytes`; needs
+    device "nvme" or "cpu". Default and off: 0."""
+
 
 def _add_thread_count(schema: dict[str, Any]) -> None:
     schema["properties"]["thread_count"] = {
@@ -388,6 +393,18 @@ class OffloadConfig(Section, frozen=True):
                     f"{name}.resident_bytes: {format_size(section.resident_bytes)} has no use with {name}.device: "
                     f"{section.device}; use device: nvme or resident_bytes: 0"
                 )
+        parameters = self.offload_param
+        if (resident_bytes := parameters.device_resident_bytes) and parameters.device == "none":
+            yield (
+                f"offload_param.device_resident_bytes: {format_size(resident_bytes)} has no use with "
+                "offload_param.device: none; use device: nvme, device: cpu, or device_resident_bytes: 0"
+            )
+        if parameters.device_bytes is not None and resident_bytes > parameters.device_bytes:
+            yield (
+                f"offload_param.device_bytes: {format_size(parameters.device_bytes)} is too small for "
+                f"device_resident_bytes {format_size(resident_bytes)}, which is part of it; set it to at least "
+                f"{resident_bytes}, or device_resident_bytes to less"
+            )
         buckets_bytes = BUCKETS_IN_POOL * self.bucket_bytes
         if buckets_bytes + self._resident_bytes > self.pool_bytes:
             yield self._pool_sum(buckets_bytes, self._resident_bytes)

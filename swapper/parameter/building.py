@@ -17,7 +17,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -114,6 +114,7 @@ class ModelBuilder(ParameterOwner):
         self._waiting_bytes = waiting_bytes
         self._freed_bytes = 0
         self._waiting: dict[int, tuple[weakref.ref[torch.nn.Parameter], str]] = {}
+        self._added_bytes = 0  # to those that wait, since they were last looked through
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     # --- Building --------------------------------------------------------------------------------------------------
@@ -202,16 +203,21 @@ class ModelBuilder(ParameterOwner):
     def _wait(self, parameter: torch.nn.Parameter, name: str) -> None:
         if home_of(parameter) is None and parameter.device == self._device:
             self._waiting[id(parameter)] = weakref.ref(parameter), name
+            self._added_bytes += parameter.nbytes
 
     def _offload_waiting(self, *, patience: Patience | None = None) -> None:
         """Put on disk those that wait, if they are too many; with `patience` all of them."""
+        if not patience and self._added_bytes <= self._waiting_bytes:
+            return  # Nor are those that are left of them, or were put on disk meanwhile, so many.
         waiting = [(p, name) for reference, name in self._waiting.values() if (p := reference()) is not None]
         if patience or sum(p.nbytes for p, _ in waiting) > self._waiting_bytes:
             self._waiting.clear()
+            self._added_bytes = 0
             others = OtherTensors(patience)
             for parameter, name in waiting:
                 self._offload(parameter, name, others)
-        elif len(waiting) < len(self._waiting):
+        else:
+            self._added_bytes = sum(p.nbytes for p, _ in waiting)
             self._waiting = {id(p): (weakref.ref(p), name) for p, name in waiting}
 
     def _offload(self, parameter: torch.nn.Parameter, name: str, others: OtherTensors) -> None:
@@ -313,8 +319,10 @@ class ModelBuilder(ParameterOwner):
     def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Another owner took over `parameters`; without any left this closes itself."""
         with self._lock:
-            for parameter in parameters:
-                self._forget(self._home[parameter], parameter)
+            forgotten = [(self._home[parameter], parameter) for parameter in parameters]
+            for held, parameter in forgotten:
+                self._forget_values(held, parameter)
+            self._unhook({held for held, _ in forgotten})
             self._forget_orphans()
             if isinstance(self._pool, GrowingPool):
                 self._pool.reserve(0)  # Frees what is empty.
@@ -327,7 +335,8 @@ class ModelBuilder(ParameterOwner):
             values = parameter.detach()
         self._cache.wait(held.key)
         held.gone = True
-        self._unhook(held, parameter)
+        del self._home[parameter]
+        self._unhook({held})
         if self._tier is not None:
             self._forget_record(held)
         else:
@@ -347,21 +356,24 @@ class ModelBuilder(ParameterOwner):
 
     def _forget(self, held: Held, parameter: torch.nn.Parameter) -> None:
         """Forget a parameter that is not ours any more, and its record, unless views of it are left."""
+        self._forget_values(held, parameter)
+        self._unhook({held})
+
+    def _forget_values(self, held: Held, parameter: torch.nn.Parameter) -> None:
         self._cache.wait(held.key)
         if self._tier is not None or not held.has_views():
             held.gone = True
             self._forget_record(held)
-        self._unhook(held, parameter)
+        del self._home[parameter]
 
     def _forget_record(self, held: Held) -> None:
         if self._tier is not None:
             self._tier.forget(held)
         self._cache.forget(held.key)
 
-    def _unhook(self, held: Held, parameter: torch.nn.Parameter) -> None:
-        del self._home[parameter]
+    def _unhook(self, forgotten: Set[Held]) -> None:
         for hooks in self._forward_hooks:
-            hooks.parts = [part for part in hooks.parts if part[0] is not held]
+            hooks.parts = [part for part in hooks.parts if part[0] not in forgotten]
 
     def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
         """A parameter of its own, as modules are copied in construction."""

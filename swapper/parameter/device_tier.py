@@ -83,6 +83,8 @@ class HeldOnDevice(Held):
     """`sums` are of the values that the pool, or the file, has."""
     kept: bool = False
     """There is no file: the pool keeps the record."""
+    stays: bool = False
+    """`on_device` stays, once it is there, unless nothing else can go."""
     moving: bool = False
     """The buffer is needed by the call that is being made."""
     stepped: bool = False
@@ -133,10 +135,7 @@ class HeldOnDevice(Held):
         super(HeldOnDevice, self).write(cache)
 
     def complete(self, lease: Lease) -> int:
-        """Have `lease`, to which the values have come down, as the file is to be. Returns the bytes to write.
-
-        Called once for each copy, in any thread; see `RecordCache.write`.
-        """
+        """As `RecordCache.write` wants it: have `lease` as the file is to be. Returns its bytes. In any thread."""
         self.checksums = self.pack(lease)
         self.changed = False
         return self.plan.file_bytes
@@ -222,6 +221,7 @@ class DeviceTier:
             self._used[held] = None
         if self._lacks(device_bytes_of(held.plan)):  # Else the room for the next one would wait for this one's work.
             self._sum_early()
+        self._owner.metrics.hits += bool(held.on_device)
         if not held.on_device:
             self._make_room(device_bytes_of(held.plan))
             self._lift(held, self._fetch(held))
@@ -263,7 +263,7 @@ class DeviceTier:
 
     def rest(self) -> None:
         """Give the device memory back of all that nothing uses, and whose changes have come down."""
-        while (victim := self._victim()) is not None:
+        while (victim := self._first_idle(range(len(self._records)))) is not None:
             self._evict(victim)
 
     def _follow(self, held: HeldOnDevice) -> None:
@@ -315,7 +315,7 @@ class DeviceTier:
             (held.stream,) = current_streams([self.device])
             held.register(self._owner)
             self.used_bytes += length_bytes
-            self._order.hold(held.number)
+            self._order.hold(held.number, fixed=held.stays)
         self._move(None)
 
     def _copy_up(self, held: HeldOnDevice, values: list[torch.Tensor], lease: Lease) -> Copy | None:
@@ -345,7 +345,7 @@ class DeviceTier:
             held = self._records[number]
             assert isinstance(held, HeldOnDevice)
             if held.gone or held.on_device:
-                self._order.hold(number, fixed=held.gone)
+                self._order.hold(number, fixed=held.gone or held.stays)
                 continue
             record = self._cache.records.get(held.key)
             if record is None or record.state not in (RecordState.KEPT, RecordState.ARRIVING):
@@ -377,17 +377,18 @@ class DeviceTier:
             PoolExhausted: what is in use leaves too little.
         """
         while self._lacks(length_bytes):
-            if (victim := self._victim()) is not None:
+            if (victim := self._first_idle(self._order.last_needed())) is not None:
                 self._evict(victim)
             elif (leaving := next((held for held in self._going_down if held.leaving), None)) is not None:
                 self._land(leaving)
+            elif (victim := self._first_idle(range(len(self._records)))) is not None:  # One that stays.
+                self._evict(victim)
             else:
                 self._refuse(length_bytes)
 
-    def _victim(self) -> HeldOnDevice | None:
-        """The record that is needed last, of those that nothing uses."""
-        for number in self._order.last_needed():
-            held = self._records[number]
+    def _first_idle(self, numbers: Iterable[int]) -> HeldOnDevice | None:
+        """The first of these records that is on the device, and that nothing uses."""
+        for held in map(self._records.__getitem__, numbers):
             assert isinstance(held, HeldOnDevice)
             if held.on_device and not held.leaving and not held.in_use:
                 return held
@@ -463,7 +464,7 @@ class DeviceTier:
 
     def _sum_early(self) -> None:
         for held in list(self._used):
-            if held.on_device and not held.in_use:  # Not one whose coming was cut off.
+            if held.on_device and not held.in_use and not held.stays:  # Not one whose coming was cut off.
                 self._checked(held)
 
     def _checked(self, held: HeldOnDevice) -> Check:

@@ -75,9 +75,9 @@ class ParameterSwapper(ParameterOwner):
         self._model = weakref.ref(model)
         if plan.summary:
             log.warning("%s\n  model.swapper.stays has the reason for each parameter", plan.summary)
-        for each in self._all if store is None else ():
-            assert isinstance(each, HeldOnDevice)
-            each.kept = True
+        for each in self._all:
+            if isinstance(each, HeldOnDevice):
+                each.kept, each.stays = store is None, each.plan in plan.device_resident
         if store is not None:
             store.plan({held.key: held.plan.file_bytes for held in self._all})
         try:

@@ -334,6 +334,12 @@ void host_unregister(int64_t address) {
     Entered()->host.unlock(reinterpret_cast<void*>(address));
 }
 
+// As the function of builds for CUDA that torch calls `_set_storage_data_ptr_access_error_msg`.
+void refuse_access(int64_t storage, const std::string& message) {
+    reinterpret_cast<c10::StorageImpl*>(storage)->release_data_and_set_meta_custom_data_ptr_error_msg_(
+        message);
+}
+
 std::vector<std::string> violations() {
     const Entered world;
     for (int stream = 0; stream < world->scheduler.stream_count(); ++stream) {
@@ -370,6 +376,7 @@ TORCH_LIBRARY(sim, m) {
     m.def("drive(int device, float us) -> ()", drive);
     m.def("host_register(int address, int length) -> ()", host_register);
     m.def("host_unregister(int address) -> ()", host_unregister);
+    m.def("refuse_access(int storage, str message) -> ()", refuse_access);
     m.def("violations() -> str[]", violations);
     m.def("waiting_operators() -> str[]", waiting_operators);
     m.def("device_count() -> int", [] { return static_cast<int64_t>(kDevices); });

@@ -488,7 +488,8 @@ class Twin:
         pool_bytes = 3 * place.bucket_bytes + 2 * place.resident_bytes
         spare_bytes = place.spare_bytes
         on_device = bool(self.program.device) and place.parameter != "none"
-        device_bytes, device_spare_bytes = 4096, place.device_spare_bytes if on_device else 0
+        device_bytes = 4096 + place.resident_bytes
+        device_spare_bytes = place.device_spare_bytes if on_device else 0
         while True:
             config = swapper.OffloadConfig(
                 nvme_path=paths,
@@ -507,6 +508,7 @@ class Twin:
                 offload_param={
                     "device": place.parameter,
                     "resident_bytes": place.resident_bytes if place.parameter == "nvme" else 0,
+                    "device_resident_bytes": place.resident_bytes if on_device else 0,
                     **({"device_bytes": device_bytes} if on_device else {}),
                 },
             )

@@ -24,8 +24,8 @@ from swapper.errors import ConfigError
 from swapper.parameter import records as parameter_records
 from swapper.sizes import parse_size
 
-NUMBERS = range(200) if ALL else (121, 180, 186, 4)
-DEVICE_NUMBERS = range(200) if ALL else (13, 19, 22)
+NUMBERS = range(200) if ALL else (121, 186)
+DEVICE_NUMBERS = range(200) if ALL else (13, 19)
 """Of programs. By default some that found no room before steps in backward gave back what they kept."""
 
 STEPS = 3
@@ -270,6 +270,7 @@ def settings_of(program: Program, path: Path, pool_bytes: int, device_bytes: int
         offload_param={
             "device": program.parameter, "device_bytes": device_bytes,
             **(resident if program.parameter == "nvme" else {}),
+            "device_resident_bytes": program.resident_kib << 10 if device_bytes is not None else 0,
         },
     )  # fmt: skip
 
