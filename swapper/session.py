@@ -21,6 +21,7 @@ from swapper.storage.buffers import BufferPool
 from swapper.storage.device_pool import DevicePool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import TensorStore
+from swapper.storage.writes import wait_for_ends
 
 __all__ = ["Engines", "Shared", "close_all", "pool_of_parameters", "why_not_direct"]
 
@@ -54,7 +55,7 @@ class Shared:
         Args:
             device: of tensors that are copied to and from the pool, which is locked for it; None for none.
         """
-        shared = cls._all.get(id(config))
+        shared = cls.existing(config)
         if shared is None:
             shared = cls._all[id(config)] = cls(config, device)
         elif device is not None:
@@ -63,7 +64,8 @@ class Shared:
 
     @classmethod
     def existing(cls, config: OffloadConfig) -> Shared | None:
-        """Give the one of this very object, if there is one."""
+        """Give the one of this very object, if there is one. What was dropped has given its part back."""
+        wait_for_ends()
         return cls._all.get(id(config))
 
     @classmethod
