@@ -70,6 +70,8 @@ class Scheduler {
     // The first failure of a kernel that ran late, once; empty if there was none.
     std::string take_failure();
 
+    // Runs all that uses it, and returns whether there was anything.
+    bool finish(HostRange range);
     bool uses(HostRange range) const;
     uint64_t done() const { return done_; }  // pieces of work in all
     double now_us() const { return now_us_; }
