@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import random
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from sampling import ALL, SEED
 from torch import nn
 
 import swapper
@@ -77,19 +79,50 @@ def test_what_a_refusal_asks_for_is_enough(kind: str, optimizers: int, nvme_path
         model.swapper.close()  # type: ignore[operator, union-attr]
 
 
+@pytest.mark.parametrize("number", range(60) if ALL else (2, 5, 11))
+def test_the_default_of_bucket_bytes_fits_the_pool(number: int, nvme_path: Path) -> None:
+    """Whatever goes to the drive, a pool in which each module fits some ten times is not refused."""
+    chance = random.Random(str(number + 1000 * SEED))
+    width = chance.choice([64, 100, 256])
+    pool_bytes = chance.randint(13, 60) * 4 * width * (width + 1)
+    dtype = chance.choice([torch.float32, torch.bfloat16])
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(chance.choice([3, 200])))).to(dtype)
+    make = chance.choice([torch.optim.AdamW, torch.optim.SGD, lambda p: torch.optim.SGD(p, momentum=0.9)])
+    optimizer = make(model.parameters())
+    config = swapper.OffloadConfig(
+        nvme_path=nvme_path,
+        pool_bytes=max(pool_bytes, 1 << 18),
+        offload_optimizer={
+            "device": "nvme",
+            "master_weights": chance.choice([False, True]),
+            "step_in_backward": chance.choice([False, True]),
+        },
+        offload_gradient={"device": chance.choice(["none", "nvme"])},
+        offload_param={"device": chance.choice(["none", "nvme"])},
+    )
+    swapper.offload(model, optimizer, config)
+    for _ in range(2):
+        model(torch.ones(4, width, dtype=dtype)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    swapper.of(optimizer).close()
+
+
 @pytest.mark.parametrize("pool_mib", [5, 9, 17])
 def test_a_refusal_is_enough_where_buckets_follow_the_pool(pool_mib: int, nvme_path: Path) -> None:
     """A larger pool has larger buckets, which need a larger pool: the refusal names both sizes."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(60)))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    made = [torch.optim.AdamW(model[i::2].parameters(), lr=0.1) for i in range(2)]
     settings: dict[str, Any] = {"nvme_path": nvme_path, "pool_bytes": pool_mib << 20, **KINDS["everything"]}
     with pytest.raises(ConfigError) as caught:
-        swapper.offload(model, optimizer, settings)
+        swapper.offload(model, made, settings)
     found = re.search(r"pool_bytes to at least (\d+).* Set bucket_bytes to (\d+) too", str(caught.value))
     assert found, caught.value
     settings["pool_bytes"], settings["bucket_bytes"] = int(found[1]), int(found[2])
-    swapper.offload(model, optimizer, settings)
+    swapper.offload(model, made, settings)
     model(torch.ones(4, 256)).sum().backward()
-    optimizer.step()
-    swapper.of(optimizer).close()
+    for optimizer in made:
+        optimizer.step()
+        swapper.of(optimizer).close()

@@ -325,3 +325,17 @@ def test_nothing_is_submitted_inside_an_assert() -> None:
                 calls = [call.func for call in ast.walk(node.test) if isinstance(call, ast.Call)]
                 bad = [call.attr for call in calls if isinstance(call, ast.Attribute) and call.attr in submitting]
                 assert not bad, f"{path.name}, line {node.lineno}: {bad}"
+
+
+FACTORIES = re.compile(
+    r"torch\.(arange|asarray|as_tensor|empty|empty_permuted|empty_strided|eye|full|linspace|logspace|ones|rand|randint|randn|"
+    r"randperm|scalar_tensor|sparse_coo_tensor|tensor|tril_indices|triu_indices|zeros)"
+)
+
+
+@pytest.mark.parametrize("module", modules())
+def test_a_tensor_is_made_on_a_device_that_the_call_names(module: str) -> None:
+    """Else it is made where the user has asked by `torch.set_default_device` for tensors of his own."""
+    for node in ast.walk(ast.parse(modules()[module].read_text())):
+        if isinstance(node, ast.Call) and FACTORIES.fullmatch(ast.unparse(node.func)):
+            assert {"device", "out", None} & {keyword.arg for keyword in node.keywords}, ast.unparse(node)

@@ -139,7 +139,7 @@ def _probe_file(path: Path, found: Directory) -> None:
     try:
         with AsyncIOHandle(queue_depth=8) as handle, handle.open(name, "rw") as file:
             # One page, on the way that transfers go: some file systems open a file for O_DIRECT, then refuse to use it.
-            page = torch.arange(4096).to(torch.uint8)
+            page = torch.arange(4096, device="cpu").to(torch.uint8)
             back = torch.zeros_like(page)
             handle.write(file, page).wait()
             handle.read(file, back).wait()

@@ -211,7 +211,7 @@ class _Export:
         if not isinstance(value, TensorStream):
             return value
         if value.length_bytes < SMALL_BYTES:
-            flat = torch.empty(value.numel, dtype=value.dtype)
+            flat = torch.empty(value.numel, dtype=value.dtype, device="cpu")
             if data := [*self.pieces(value)]:
                 flat.view(torch.uint8).copy_(torch.cat(data))
         else:

@@ -292,7 +292,7 @@ def _kind_that_fits(state: Mapping[str, Any], notes: list[str]) -> str:
     for name, kind in vars(torch.optim).items():
         if inspect.isclass(kind) and issubclass(kind, Optimizer) and kind is not Optimizer:
             try:
-                defaults = kind([torch.nn.Parameter(torch.zeros(2, 2))]).defaults  # type: ignore[call-arg]
+                defaults = kind([torch.nn.Parameter(torch.zeros(2, 2, device="cpu"))]).defaults  # type: ignore[call-arg]
             except (TypeError, ValueError):
                 continue
             if all(_fits(defaults, group) for group in state["param_groups"]):

@@ -105,7 +105,7 @@ def _bits_now(
     """The values that a parameter has now. See `Bits`."""
     values, stride = parameters[slot].detach().cpu(), saved[slot].stride
     if not same_order(values.shape, stride, memory_stride(values)) or not is_dense(values):
-        values = torch.empty_strided(values.shape, tuple(stride), dtype=values.dtype).copy_(values)
+        values = torch.empty_strided(values.shape, tuple(stride), dtype=values.dtype, device="cpu").copy_(values)
     flat = values.as_strided((values.numel(),), (1,))
     return (flat[start:stop] for start, stop in ranges)
 
@@ -147,7 +147,7 @@ class _StateLoader:
                 continue
             if value.shape == p.shape and is_dense(p) and value.stride() != p.stride():
                 # Fused kernels walk through memory: they take it that state lies as its parameter does.
-                value = torch.empty_strided(p.shape, p.stride(), dtype=value.dtype).copy_(value)
+                value = torch.empty_strided(p.shape, p.stride(), dtype=value.dtype, device="cpu").copy_(value)
             plain = as_plain_state(key, value, p, False)
             state[key] = plain.clone() if plain is given else plain
         return state

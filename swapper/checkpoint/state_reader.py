@@ -250,7 +250,7 @@ class StateReader:
         slices = self._slices[slot]
         if slices[0].segment.whole and key != MASTER:
             return self._elements(slices[0], key, start, stop, dtype)
-        out = torch.empty(stop - start, dtype=dtype)
+        out = torch.empty(stop - start, dtype=dtype, device="cpu")
         first = max(0, bisect.bisect_right(slices, start, key=lambda each: each.segment.start) - 1)
         for each in itertools.takewhile(lambda each: each.segment.start < stop, slices[first:]):
             segment = each.segment
@@ -305,7 +305,7 @@ class StateReader:
         count = _count_ties(low)
         if stop == each.segment.numel and before + count != each.segment.tie_bits:
             raise self._incomplete(each.segment.parameter)
-        masters = torch.empty(stop - start)
+        masters = torch.empty(stop - start, dtype=torch.float32, device="cpu")
         join_master(bits, low, self._packed_ties(each, before, before + count), count, masters)
         return masters
 
@@ -337,7 +337,7 @@ class StateReader:
     def _packed_ties(self, each: _SavedSlice, start: int, stop: int) -> torch.Tensor:
         """Bits `start` to `stop` of a slice's ties, packed from the first byte on."""
         if start == stop:
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         ties = self._checkpoint.table(each.file or "").get("ties")
         if ties is None or stop > each.segment.tie_bits:
             raise self._incomplete(each.segment.parameter)
@@ -345,9 +345,9 @@ class StateReader:
         packed = self._checkpoint.elements(ties, first, each.ties_at_bytes + (stop + 7) // 8, torch.uint8)
         if start % 8 == 0 and stop == each.segment.tie_bits:
             return packed
-        shifts = torch.arange(8, dtype=torch.uint8)
+        shifts = torch.arange(8, dtype=torch.uint8, device="cpu")
         bits = ((packed[:, None] >> shifts) & 1).view(-1)[start % 8 :][: stop - start]
-        whole = torch.zeros(-(-bits.numel() // 8) * 8, dtype=torch.uint8)
+        whole = torch.zeros(-(-bits.numel() // 8) * 8, dtype=torch.uint8, device="cpu")
         whole[: bits.numel()] = bits
         return (whole.view(-1, 8) << shifts).sum(1, dtype=torch.uint8)
 

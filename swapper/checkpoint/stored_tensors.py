@@ -52,6 +52,6 @@ def with_stride(tensor: torch.Tensor, stride: Sequence[int]) -> torch.Tensor:
     """A copy with other strides, of a dense tensor."""
     dtype = tensor.dtype
     # torch warns of empty tensors of some element types.
-    result = torch.empty_strided(tensor.shape, stride, dtype=WORDS.get(dtype.itemsize, dtype)).view(dtype)
+    result = torch.empty_strided(tensor.shape, stride, dtype=WORDS.get(dtype.itemsize, dtype), device="cpu").view(dtype)
     _words(result).copy_(_words(tensor))
     return result

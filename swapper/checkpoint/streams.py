@@ -108,7 +108,7 @@ def _order_of_memory(shape: Sequence[int], stride: Sequence[int]) -> list[int]:
 def _memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A 1-D tensor that is not from the heap, where holes would be left of it."""
     if not numel:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device="cpu")
     return torch.frombuffer(mmap.mmap(-1, numel * dtype.itemsize), dtype=torch.uint8).view(dtype)
 
 
@@ -136,7 +136,7 @@ class _Reordered:
         self._rows = max(1, room // max(1, self._row_numel))
         self._numel = math.prod(sizes)
         self._room: torch.Tensor | None = None
-        self._slab = torch.empty(0, dtype=dtype)
+        self._slab = torch.empty(0, dtype=dtype, device="cpu")
         self._slab_start = 0
 
     def read(self, start: int, stop: int) -> torch.Tensor:

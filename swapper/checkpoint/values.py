@@ -216,7 +216,11 @@ class _Encoder(Walk):
             if dtype in NUMPY_TO_TORCH:
                 return to_stored(torch.from_numpy(values))
             # numpy has no bytes of elements that have none.
-            return torch.from_numpy(values.reshape(-1).view("|u1")) if values.nbytes else torch.empty(0).byte()
+            return (
+                torch.from_numpy(values.reshape(-1).view("|u1"))
+                if values.nbytes
+                else torch.empty(0, device="cpu").byte()
+            )
 
         order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
         name = self._store(id(array), array, stored)

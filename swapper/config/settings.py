@@ -298,8 +298,9 @@ class OffloadConfig(Section, frozen=True):
 
     bucket_bytes: Size = 0
     """Host memory that one bucket may take while it is stepped: state, master, fp32 gradient and encode buffer
-    together. Larger ones make fewer, longer transfers. At least "16KiB". Default: 0, which chooses "64MiB", or a
-    quarter of the pool if that is less."""
+    together. Larger ones make fewer, longer transfers. At least "16KiB". Default: 0, which chooses "64MiB", or if that
+    is less a quarter of the pool, a sixth if gradients or parameters are on the drive too, an eighth if both are, and a
+    seventh or a ninth if parameters are also stepped in backward."""
 
     verify: Literal["none", "crc32c"] = "none"
     """Check what comes back from the drive against a checksum of what was written. "crc32c": a CRC-32C of every block,
@@ -354,7 +355,8 @@ class OffloadConfig(Section, frozen=True):
     @model_validator(mode="after")
     def _choose_bucket_bytes(self) -> OffloadConfig:
         if not self.bucket_bytes:
-            chosen = min(DEFAULT_BUCKET_BYTES, (self.pool_bytes - self._resident_bytes) // 4 // 4096 * 4096)
+            chosen = (self.pool_bytes - self._resident_bytes) // self._parts_of_pool // 4096 * 4096
+            chosen = min(DEFAULT_BUCKET_BYTES, chosen)
             # Around the frozen model's own check; not among the fields that were set, so that a copy chooses anew.
             self.__dict__["bucket_bytes"] = max(chosen, MINIMUM_BUCKET_BYTES)
         return self
@@ -392,6 +394,16 @@ class OffloadConfig(Section, frozen=True):
     @property
     def _resident_bytes(self) -> int:
         return self.offload_optimizer.resident_bytes + self.offload_param.resident_bytes
+
+    @property
+    def _parts_of_pool(self) -> int:
+        """Count of buckets that one optimizer needs in the pool, as `PoolBudget` has it, and one for what rounds up."""
+        parts = BUCKETS_IN_POOL + 1
+        if self.offload_gradient.device == "nvme":
+            parts += 2  # In use and arriving: of SGD with momentum they are as long as its state.
+        if self.offload_param.device == "nvme":
+            parts += 2 + self.offload_optimizer.step_in_backward
+        return parts
 
     def _pool_sum(self, buckets_bytes: int, resident_bytes: int) -> str:
         rest_bytes = (self.pool_bytes - resident_bytes) // BUCKETS_IN_POOL

@@ -78,7 +78,7 @@ def lock_memory(handle: AsyncIOHandle | None, num_elem: int, example: torch.Tens
     exporter = memoryview(memory)
     storage = torch.frombuffer(exporter, dtype=torch.uint8).untyped_storage()
     _locked[slab.address] = _Locked(slab, handle, exporter)
-    return torch.empty(0, dtype=dtype).set_(storage, 0, (numel,), (1,))
+    return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, (numel,), (1,))
 
 
 def free(address: int) -> bool:

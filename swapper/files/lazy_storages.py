@@ -90,4 +90,4 @@ class EvictedStorages:
             return None
         storage = self._of.setdefault(id(source.parameter), EvictedStorage(source))
         memory = torch.UntypedStorage(storage.nbytes())  # type: ignore[no-untyped-call]
-        return storage, torch.empty(0, dtype=source.dtype).set_(memory, 0, source.shape, source.stride)
+        return storage, torch.empty(0, dtype=source.dtype, device="cpu").set_(memory, 0, source.shape, source.stride)

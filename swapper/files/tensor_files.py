@@ -209,7 +209,7 @@ class TensorReader:
     def read(self, tensor: StoredTensor) -> torch.Tensor:
         """The tensor, in memory of its own."""
         if not tensor.length_bytes:
-            return torch.empty(tensor.shape, dtype=tensor.dtype)
+            return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
         data = self.read_bytes(tensor.path, tensor.start_bytes, tensor.stop_bytes)
         if data.data_ptr() % tensor.dtype.itemsize:
             data = data.clone()

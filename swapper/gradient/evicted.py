@@ -202,7 +202,7 @@ class EvictedGradients:
             set_grad_mode(False)
             present = [p for p in parameters if self.has(p)]
             for dtype in {p.dtype for p in present}:
-                change(torch.empty(0, dtype=dtype))  # What has no order raises now.
+                change(torch.empty(0, dtype=dtype, device="cpu"))  # What has no order raises now.
             self._change(present, change)
 
     def _change(self, parameters: Iterable[torch.nn.Parameter], change: Change) -> None:

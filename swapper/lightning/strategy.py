@@ -339,7 +339,9 @@ def _converts(plugin: Precision, module: torch.nn.Module) -> bool:
     dtypes = sorted({p.dtype for p in module.parameters()}, key=str)
     sample = torch.nn.Module()
     for number, dtype in enumerate(dtypes):
-        sample.register_parameter(str(number), torch.nn.Parameter(torch.empty(1, dtype=dtype), requires_grad=False))
+        sample.register_parameter(
+            str(number), torch.nn.Parameter(torch.empty(1, dtype=dtype, device="cpu"), requires_grad=False)
+        )
     return [p.dtype for p in plugin.convert_module(sample).parameters()] != dtypes
 
 

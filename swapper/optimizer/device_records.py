@@ -140,7 +140,7 @@ class DeviceBucket(OpenBucket):
     def _counts(self, memory: Memory | None) -> torch.Tensor:
         """The counts of ties, int64, one for each segment. Each needs more room in the header than this takes."""
         if memory is None:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         return memory.view(0, len(self.bucket.segments), torch.int64)
 
     # --- The way back ----------------------------------------------------------------------------------------------
@@ -205,6 +205,6 @@ def checksums_to_host(segments: Iterable[Segment]) -> None:
     for segment in segments:
         if isinstance(segment.checksum, torch.Tensor) and not segment.is_hole:
             bits = segment.slice_of(segment.parameter.detach())
-            same = bool(sum_of_bits(bits) == segment.checksum)
+            same = sum_of_bits(bits).item() == segment.checksum.item()  # They may be on two devices: see `moved`.
             crc = checksum(bits.cpu().contiguous())
             segment.checksum = crc if same else crc ^ 0xFFFFFFFF  # Of no parameter that anybody knows.

@@ -33,7 +33,7 @@ class Scratch:
         """The next `numel` elements; undefined content; 1-D; starts at a multiple of 64 bytes."""
         length = numel * dtype.itemsize
         if length == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         assert self._lease is not None, "scratch was not planned for"
         view = self._lease.view(self._cursor, numel, dtype)
         self._cursor += round_up(length, ALIGNMENT_BYTES)

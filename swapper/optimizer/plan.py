@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
-from swapper.errors import ConfigError, SwapError
+from swapper.errors import ConfigError
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.probe import StateSpec, is_elementwise, keeps_bits, learn_state, same_bits_for_strides
 from swapper.optimizer.segments import (
@@ -119,6 +119,7 @@ class OptimizerPlan:
         self._parameters: dict[int, OptimizerParameter] = {}  # by `id`; `of` compares the object
         self._dropped: list[Bucket] = []  # for `drop_gone`
         self._next_index = 0
+        self.moved: OptimizerParameter | None = None  # is in a group, and on another device than it was planned on
         self._is_wasteful = False  # more than half of all elements in the buckets are of parameters that are gone
         self.buckets: list[Bucket] = []
         self.extend(optimizer, wanted)
@@ -148,13 +149,24 @@ class OptimizerPlan:
         return bool(self.segments_of(parameter))
 
     def check_unchanged(self, parameter: torch.nn.Parameter) -> None:
-        """Refuse a parameter whose size, dtype, device or order in memory has changed since it was planned.
+        """Refuse a parameter whose size, dtype or order in memory has changed since it was planned.
 
         Raises:
             SwapError: naming what changed.
         """
         if (known := self.of(parameter)) is not None:
-            _check_unchanged(parameter, known)
+            known.check_unchanged(parameter)
+
+    def check_not_moved(self) -> None:
+        """Refuse a step if a parameter in a group is not on the device that it was planned on.
+
+        Its state can be saved and loaded all the same: a Trainer moves a model to the CPU when it has trained it.
+
+        Raises:
+            SwapError: names both devices.
+        """
+        if self.moved is not None:
+            raise self.moved.changed(self.moved.parameter)
 
     # --- Changes ---------------------------------------------------------------------------------------------------
 
@@ -167,9 +179,10 @@ class OptimizerPlan:
 
         Raises:
             ConfigError: one is in the groups more than once.
-            SwapError: the size, dtype, device or order in memory of one has changed since it was planned.
+            SwapError: the size, dtype or order in memory of one has changed since it was planned.
         """
         unknown = []
+        self.moved = None
         members: dict[OptimizerParameter, int] = {}
         seen: set[int] = set()
         for number, group in enumerate(optimizer.param_groups):
@@ -184,8 +197,10 @@ class OptimizerPlan:
                 if known is None:
                     unknown.append(p)
                     continue
-                _check_unchanged(p, known)
+                known.check_unchanged(p)
                 members[known] = number
+                if p.device != known.device:
+                    self.moved = known
                 known.fused = bool(group.get("fused"))
         came = any(known.group is None for known in members)
         left = [known for known in self._parameters.values() if known.group is not None and known not in members]
@@ -242,8 +257,8 @@ class OptimizerPlan:
             [segment for known in made for segment in known.segments],
             self._config.bucket_bytes,
             self.remote,
+            self.moves_gradients,
             self._records.get,
-            max((length for _, length in self._records.values()), default=0),
         )
         for known in made:
             known.buckets = ()
@@ -403,6 +418,7 @@ class OptimizerPlan:
             master=master,
             bucket_bytes=self._config.bucket_bytes,
             remote=self.remote,
+            moves_gradient=self.moves_gradients,
             numel_max=DEVICE_SEGMENT_NUMEL if self.on_device else SEGMENT_NUMEL,
         )
 
@@ -438,7 +454,8 @@ class PlanFollower:
             self._fit_pool()
         backward_steps, gradients = self._arrivals.backward_steps, self._stepper.gradients
         # Not with a window under way, whose stepped buckets would be stepped again: the next call cuts anew.
-        if backward_steps is None or not backward_steps.under_way:
+        # Nor while the model is elsewhere: cuts are tried where it is stepped.
+        if (backward_steps is None or not backward_steps.under_way) and self._plan.moved is None:
             if reason := self._plan.reason_to_cut_anew():
                 self._cut_anew(optimizer, reason)
             self._plan.threads = torch.get_num_threads()
@@ -525,31 +542,6 @@ class PlanFollower:
 def _is_wanted(p: torch.nn.Parameter) -> bool:
     """True if a parameter in a group gets state: a step may come to it."""
     return p.requires_grad or raw_gradient(p) is not None
-
-
-def _check_unchanged(parameter: torch.nn.Parameter, known: OptimizerParameter) -> None:
-    if parameter.numel() != known.numel or parameter.dtype != known.dtype or parameter.device.type != known.device_type:
-        raise SwapError(
-            f"a parameter was {known.numel} x {known.dtype} on {known.device_type} when its optimizer was wrapped and "
-            f"is now {parameter.numel()} x {parameter.dtype} on {parameter.device.type}; move and convert the model "
-            "first, then make the optimizer and wrap it"
-        )
-    in_memory_order = bool(known.segments) and (not known.segments[0].whole or bool(known.segments[0].master))
-    if in_memory_order and not _same_order(parameter, known.stride):
-        raise SwapError(
-            f"a parameter had strides {known.stride} when its optimizer was wrapped and now has "
-            f"{tuple(parameter.stride())}, and its state lies in the order of its memory; convert the model (its "
-            "memory format) first, then make the optimizer and wrap it"
-        )
-
-
-def _same_order(parameter: torch.Tensor, stride: tuple[int, ...]) -> bool:
-    """True if the elements of a parameter are in the order in memory that `stride` gives them."""
-    mine = tuple(parameter.stride())
-    return mine == stride or (
-        len(mine) == len(stride)
-        and all(a == b for size, a, b in zip(parameter.shape, mine, stride, strict=True) if size > 1)
-    )
 
 
 def _is_cut_in_low_precision(known: OptimizerParameter) -> bool:

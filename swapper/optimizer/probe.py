@@ -423,7 +423,7 @@ def _copied(value: torch.Tensor, to_cpu: bool) -> torch.Tensor:
 
 def _seeded(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device = _CPU) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator).to(dtype).to(device)
+    return torch.randn(shape, generator=generator, device="cpu").to(dtype).to(device)
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:

@@ -29,11 +29,13 @@ from typing import Any, Protocol
 
 import torch
 
+from swapper.errors import SwapError
 from swapper.io.checksums import checksum
 from swapper.optimizer.cuts import CUT_NUMEL, segment_cuts
 from swapper.optimizer.master_codec import ties_bytes_max
 from swapper.optimizer.probe import StateSpec
 from swapper.sizes import ALIGNMENT_BYTES, SMALL_BYTES, round_up
+from swapper.storage.budget import WHOLE
 from swapper.storage.layout import Entry, RecordLayout, plan_record
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import NAMES, PLAIN_DTYPES
@@ -104,7 +106,7 @@ class OptimizerParameter:
     """A parameter that an optimizer has, or had. See [Note: parameters come and go].
 
     Attributes:
-        numel, dtype, stride, device_type: as they were when its state was laid out.
+        numel, dtype, stride, device: as they were when its state was laid out.
         segments: hold its state, in order.
         buckets: have its segments, in order.
         group: number of its group; None while it is in none, so that it is not stepped.
@@ -123,7 +125,7 @@ class OptimizerParameter:
         self.numel = parameter.numel()
         self.dtype = parameter.dtype
         self.stride = tuple(parameter.stride())
-        self.device_type = parameter.device.type
+        self.device = parameter.device
         self.segments: tuple[Segment, ...] = ()
         self.buckets: tuple[Bucket, ...] = ()
         self.group: int | None = None
@@ -154,11 +156,44 @@ class OptimizerParameter:
         """True of `parameter` itself, and not of another that has the `id` which it had."""
         return self._reference() is parameter
 
+    def check_unchanged(self, parameter: torch.nn.Parameter) -> None:
+        """Refuse `parameter`, which this is of, if its size, dtype or order in memory are not what they were.
+
+        Raises:
+            SwapError: naming what changed.
+        """
+        if parameter.numel() != self.numel or parameter.dtype != self.dtype:
+            raise self.changed(parameter)
+        in_memory_order = bool(self.segments) and (not self.segments[0].whole or bool(self.segments[0].master))
+        if in_memory_order and not _same_order(parameter, self.stride):
+            raise SwapError(
+                f"a parameter had strides {self.stride} when its optimizer was wrapped and now has "
+                f"{tuple(parameter.stride())}, and its state lies in the order of its memory; convert the model (its "
+                "memory format) first, then make the optimizer and wrap it"
+            )
+
+    def changed(self, parameter: torch.nn.Parameter) -> SwapError:
+        """The error that says what `parameter`, which this is of, was and is."""
+        return SwapError(
+            f"a parameter was {self.numel} x {self.dtype} on {self.device} when its optimizer was wrapped and is now "
+            f"{parameter.numel()} x {parameter.dtype} on {parameter.device}; move and convert the model first, then "
+            "make the optimizer and wrap it"
+        )
+
     def unhook(self) -> None:
         """Do not look at its gradients any more."""
         hook, self.hook = self.hook, None
         if hook is not None:
             hook.remove()
+
+
+def _same_order(parameter: torch.Tensor, stride: tuple[int, ...]) -> bool:
+    """True if the elements of a parameter are in the order in memory that `stride` gives them."""
+    mine = tuple(parameter.stride())
+    return mine == stride or (
+        len(mine) == len(stride)
+        and all(a == b for size, a, b in zip(parameter.shape, mine, stride, strict=True) if size > 1)
+    )
 
 
 @dataclass(eq=False, slots=True)
@@ -284,10 +319,13 @@ class Segment:
         # Each of at most four pieces starts at a multiple of 64 bytes.
         return round_up(per_element * self.numel, ALIGNMENT_BYTES) + 4 * ALIGNMENT_BYTES if per_element else 0
 
-    def cost_bytes(self, remote: bool) -> int:
-        """Bytes that it adds to its bucket's record and scratch, at most."""
+    def cost_bytes(self, remote: bool, moves_gradient: bool) -> int:
+        """Bytes that it adds to its bucket's record and scratch, at most; or to its gradients, if they move, and if
+        that is more.
+        """
         stored = sum(round_up(spec.nbytes, ALIGNMENT_BYTES) for spec in self.stored_specs)
-        return stored + self.tie_bytes_max + self.scratch_bytes(remote)
+        gradient = self.numel * self.of.dtype.itemsize if moves_gradient else 0
+        return max(stored + self.tie_bytes_max + self.scratch_bytes(remote), gradient)
 
 
 def as_shaped(flat: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
@@ -378,6 +416,7 @@ def plan_segments(
     master: str,
     bucket_bytes: int,
     remote: bool,
+    moves_gradient: bool,
     numel_max: int = SEGMENT_NUMEL,
 ) -> list[Segment]:
     """Cut one parameter.
@@ -388,18 +427,21 @@ def plan_segments(
         low_precision, threads: see `segment_cuts`.
         master: see `Segment`.
         bucket_bytes: most bytes of one segment's record and scratch; exceeded only where `segmented` is False.
+        moves_gradient: its gradient is evicted; of that, too, a segment has at most `bucket_bytes`.
         numel_max: most elements of one segment, with the same exception.
     """
     moving = tuple(spec for spec in specs if spec.dtype in PLAIN_DTYPES and spec.nbytes >= SMALL_BYTES)
     dtypes = {spec.key: spec.dtype for spec in specs}
     whole = Segment(of, 0, of.numel, True, master, moving, dtypes)
-    if not segmented or (whole.cost_bytes(remote) <= bucket_bytes and of.numel <= numel_max):
+    if not segmented or (whole.cost_bytes(remote, moves_gradient) <= bucket_bytes and of.numel <= numel_max):
         return [whole]
     like = [spec for spec in moving if spec.shape == tuple(of.parameter.shape)]
     # In eighths of a byte, because the ties of a split master take one bit.
     eighths = 8 * (sum(spec.dtype.itemsize for spec in like) + whole.scratch_bytes_per_element(remote))
     if whole.master_moves:
         eighths += 8 * 2 + 1 if whole.is_split else 8 * 4
+    if moves_gradient:
+        eighths = max(eighths, 8 * of.dtype.itemsize)
     room_bytes = bucket_bytes - ALIGNMENT_BYTES * (len(like) + 8)
     numel_max = max(min(8 * room_bytes // max(eighths, 1), numel_max), CUT_NUMEL)
     segments = []
@@ -415,23 +457,24 @@ def plan_buckets(
     segments: Sequence[Segment],
     bucket_bytes: int,
     remote: bool,
+    moves_gradients: bool,
     record_of: Callable[[torch.nn.Parameter], tuple[int, int] | None],
-    largest_record_bytes: int,
 ) -> list[Bucket]:
     """Group segments, in order, into buckets of at most `bucket_bytes` of record and scratch (or of one segment).
 
     Args:
-        record_of: number and bytes of the parameter record that has a parameter; None for one that stays in memory.
-        largest_record_bytes: of all those. A step needs all records of a bucket at once, so together they are no longer
-            than that.
+        moves_gradients: they are evicted: of those, too, a bucket has at most `bucket_bytes`.
+        record_of: number of the parameter record that has a parameter, and its share of room for one; None for a
+            parameter that stays in memory. A step needs all records of a bucket at once, so together they take no more
+            than the longest.
     """
     groups: list[list[Segment]] = []
     total_bytes = 0
-    touched: dict[int, int] = {}  # parameter records that the bucket needs, with their bytes
+    touched: dict[int, int] = {}  # parameter records that the bucket needs, with their shares
     for segment in segments:
-        cost_bytes = segment.cost_bytes(remote)
+        cost_bytes = segment.cost_bytes(remote, moves_gradients)
         uses = dict([record]) if (record := record_of(segment.parameter)) is not None else {}
-        too_far = sum({**touched, **uses}.values()) > largest_record_bytes
+        too_far = sum({**touched, **uses}.values()) > WHOLE
         if not groups or total_bytes + cost_bytes > bucket_bytes or too_far:
             groups.append([])
             total_bytes = 0

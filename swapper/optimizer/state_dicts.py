@@ -258,7 +258,7 @@ def _write(
             master = segment.slice_of(master) if master.shape == p.shape else master
             master = master.to(device="cpu", dtype=torch.float32).contiguous()
             # Encoded against the parameter that it rounds to, since the model may be loaded after the optimizer.
-            masters[segment] = master, torch.empty(segment.numel, dtype=p.dtype)
+            masters[segment] = master, torch.empty(segment.numel, dtype=p.dtype, device="cpu")
     opened.encode(masters)
 
 
@@ -328,7 +328,7 @@ def as_plain_state(key: str, value: Any, p: torch.nn.Parameter, cast: bool) -> A
 
 def allocate_in_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A 1-D tensor of `numel` elements, of undefined content."""
-    return torch.empty(numel, dtype=dtype)
+    return torch.empty(numel, dtype=dtype, device="cpu")
 
 
 def _allocate_in(mapping: mmap.mmap) -> Allocate:
@@ -338,7 +338,7 @@ def _allocate_in(mapping: mmap.mmap) -> Allocate:
     def allocate(numel: int, dtype: torch.dtype) -> torch.Tensor:
         nonlocal cursor
         if numel == 0:
-            return torch.empty(0, dtype=dtype)
+            return torch.empty(0, dtype=dtype, device="cpu")
         tensor = torch.frombuffer(mapping, dtype=dtype, count=numel, offset=cursor)
         cursor += round_up(numel * dtype.itemsize, ALIGNMENT_BYTES)
         return tensor

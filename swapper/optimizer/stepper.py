@@ -59,6 +59,9 @@ class SwappedParameters(Protocol):
             the parameter's version.
         """
 
+    def written_late(self, parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
+        """Within it what changes of `parameters` is written only if its memory is needed, and else at the end of it."""
+
     def staying(
         self, parameters: Iterable[torch.nn.Parameter], following: Iterable[torch.nn.Parameter]
     ) -> AbstractContextManager[None]:
@@ -171,6 +174,7 @@ class Stepper:
         self._on_host: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # of a bucket: see `SwappedParameters.stepping`
         self._present = ExitStack()
         self._following = ExitStack()  # with an accelerator: of the bucket that is being copied
+        self._late = ExitStack()  # in backward: what the last bucket has changed is written later
         self._edited: dict[OptimizerParameter, bool | torch.Tensor] = {}  # of this step
         self._noted: set[OptimizerParameter] = set()  # those of them that were counted
 
@@ -213,12 +217,18 @@ class Stepper:
     def run_one(self, optimizer: Optimizer, item: Work) -> None:
         """Step one bucket, of a step that `finish` ends. Errors as for `run`.
 
-        The parameter records that it needs stay until the next call or the end: they are then written once.
+        The parameter records that it has changed are written when the next call is over, or at the end, if that changes
+        them too: so once. They are in nobody's way: who needs their memory has them written before.
         """
         fetched = self._begin([item])
         assert fetched is not None
         self._step_bucket(optimizer, item[0], *fetched)
         self._copies.join()  # Whatever uses the parameters next, in this backward or after it, or after it failed.
+        with self._late:
+            self._late = ExitStack()
+            if self.parameters is not None:
+                self._late.enter_context(self.parameters.written_late([each.parameter for each in item[1]]))
+            self._present.close()
         self.stepping = False
 
     def _begin(self, work: Sequence[Work]) -> _Fetched | None:
@@ -233,6 +243,7 @@ class Stepper:
     def finish(self, optimizer: Optimizer) -> None:
         """End the step: apply what the class changed in its groups, give scratch back."""
         self._present.close()
+        self._late.close()
         self._copies.join()
         self.drop_scratch()
         if self._slots is None and self.plan.stored_bytes > self._pool_bytes:
@@ -254,6 +265,7 @@ class Stepper:
             steps.callback(self._class_step.abandon)
             steps.callback(self._forget_edited)
             steps.callback(self._following.close)
+            steps.callback(self._late.close)
             steps.callback(self._present.close)
             steps.callback(self._copies.settle)
             if self._slots is not None:

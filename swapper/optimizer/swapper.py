@@ -370,6 +370,8 @@ class OptimizerSwapper:
         optimizer = self._optimizer()
         self._check_state(optimizer)
         self._follower.follow(optimizer)
+        if operation == "step":
+            self._plan.check_not_moved()
         return optimizer
 
     def _has_in_group(self, parameter: torch.nn.Parameter) -> bool:
@@ -407,6 +409,7 @@ class OptimizerSwapper:
             self.gradients.check()
         bring_back_gradients(parameters_of(optimizer), (self.gradients, self.backward_steps))
         self._follower.follow(optimizer)
+        self._plan.check_not_moved()
         left = self._plan.buckets if self.backward_steps is None else self.backward_steps.left()
         work = self._stepper.work_on(left)
         show = self.metrics.steps == 0 and self._plan.stored_bytes >= SHOW_PROGRESS_BYTES

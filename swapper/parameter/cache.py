@@ -9,9 +9,10 @@ first.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -68,6 +69,8 @@ class Held:
     """Stays in the pool once it is there. What changes is written all the same."""
     gone: bool = False
     """Its values are nowhere: it was given up."""
+    late: int = 0
+    """Count of steps that are about to change it again: until then it is written only if its memory is needed."""
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -231,6 +234,33 @@ class ParameterCache:
         lease = self._cache.fetch(held.key)
         if not held.opened:
             held.open(lease, self, arrived=True)
+
+    def _write_back(self, held: Held) -> None:
+        """Start writing a record that is known to have changed, if no use of it is left. See `Held.late`."""
+        if self._tier is not None:
+            self._tier.release(held)
+        elif held.changed and not held.holds and held.values and not held.late:
+            held.write(self._cache)
+
+    @contextlib.contextmanager
+    def _written_late(self, records: Sequence[Held]) -> Iterator[None]:
+        """Within it `records` that change are written only if their memory is needed, and else at the end of it.
+
+        Raises:
+            SwapIOError: on leaving: a write could not be started; it will be, before the values go.
+        """
+        with self._lock, interrupts_deferred():
+            for held in records:
+                held.late += 1
+        try:
+            yield
+        finally:
+            with self._lock, contextlib.ExitStack() as all_of_them:
+                with interrupts_deferred():
+                    for held in records:
+                        held.late -= 1
+                for held in records if not self._closed else ():
+                    all_of_them.callback(self._write_back, held)
 
     def read_ahead(self) -> None:
         """Start reading what will be used next, as far as the budget goes."""

@@ -38,7 +38,7 @@ class DeviceSums:
     def __init__(self, device: torch.device, longest_bytes: int) -> None:
         self._device = device
         self.length_bytes = self.bytes_for(longest_bytes)
-        self._weights = torch.empty(0, dtype=torch.int64)
+        self._weights = torch.empty(0, dtype=torch.int64, device="cpu")
         self._numel = _words_at_once(longest_bytes)
 
     @staticmethod
@@ -64,7 +64,9 @@ class DeviceSums:
             set_grad_mode(False)
             if self._weights.numel() < self._numel:
                 generator = torch.Generator().manual_seed(_SEED)  # The first are the same, however many there are.
-                weights = torch.randint(-(1 << 62), 1 << 62, (self._numel,), dtype=torch.int64, generator=generator)
+                weights = torch.randint(
+                    -(1 << 62), 1 << 62, (self._numel,), dtype=torch.int64, generator=generator, device="cpu"
+                )
                 self._weights = (weights * 2 + 1).to(self._device)
             return torch.stack([self._sum(each) for each in values])
 
@@ -115,7 +117,7 @@ class Check:
 
 def _on_host(flags: torch.Tensor) -> torch.Tensor:
     """Start copying a few bytes to page-locked memory of torch's own."""
-    there = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True)
+    there = torch.empty(flags.shape, dtype=flags.dtype, pin_memory=True, device="cpu")
     return there.copy_(flags, non_blocking=True)
 
 

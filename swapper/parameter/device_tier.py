@@ -84,6 +84,8 @@ class HeldOnDevice(Held):
     """There is no file: the pool keeps the record."""
     moving: bool = False
     """The buffer is needed by the call that is being made."""
+    stepped: bool = False
+    """The buffer was changed by a step on the CPU, and its write was not started since."""
     check: Check | None = None
     """Says if `on_device` differs from what came up. None if it was used since."""
 
@@ -118,6 +120,7 @@ class HeldOnDevice(Held):
 
     def write(self, cache: RecordCache) -> None:
         """As for a record on the host, when the copy down is over. Nothing is written of one that is kept."""
+        self.stepped = False
         if self.kept:
             self.changed = False
             return
@@ -214,10 +217,14 @@ class DeviceTier:
         self._look_ahead()
 
     def release(self, held: Held) -> None:
-        """A use of `held` is over. What is known to have changed goes down."""
+        """A use of `held` is over. What is known to have changed goes down, unless it is `late`."""
         assert isinstance(held, HeldOnDevice)
+        if held.late:
+            return
         if held.changed_on_device and held.on_device and not held.holds:
             self._send_down(held)
+        elif held.stepped and not held.on_host and held.opened:
+            held.write(self._cache)
 
     def forget(self, held: Held) -> None:
         """Let go of the values on the device: nobody wants them any more, but who has views of them."""
@@ -539,7 +546,7 @@ class DeviceTier:
             lease.transfer.wait()
             lease.transfer = None
         if changing:
-            held.changed, held.summed = True, False
+            held.changed, held.summed, held.stepped = True, False, True
         self._move(None)
 
     def release_on_host(self, held: Held, use: object) -> None:
@@ -558,7 +565,8 @@ class DeviceTier:
             self._up.begin()
             held.up = self._copy_up(held, held.on_device, record.lease)
             self._follow(held)
-        held.write(self._cache)
+        if not held.late:
+            held.write(self._cache)
 
     @contextlib.contextmanager
     def reading(self, held: Held) -> Iterator[None]:

@@ -464,10 +464,7 @@ class ParameterOwner(ParameterCache):
         if slots and not held.attached:
             self.metrics.end_use(held.key)
         held.holds.discard(use)
-        if self._tier is not None:
-            self._tier.release(held)
-        elif held.changed and not held.holds and held.values:
-            held.write(self._cache)
+        self._write_back(held)
         if refused:
             raise SwapError(refused)
 

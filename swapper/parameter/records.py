@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,7 +21,7 @@ from swapper.errors import ConfigError
 from swapper.io.devices import is_accelerator
 from swapper.parameter.device_sums import DeviceSums
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
-from swapper.storage.budget import ParameterNeeds
+from swapper.storage.budget import WHOLE, ParameterNeeds
 from swapper.storage.layout import Entry, RecordLayout, plan_whole_tensors
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.evicted import is_ordinary
@@ -149,14 +149,19 @@ class ParameterPlan:
         return (None, 0) if needs is None else (needs.device, needs.record_bytes(device_bytes))
 
     def where(self) -> Mapping[torch.Tensor, tuple[int, int]]:
-        """The number of the record of each parameter, and its length in bytes; of those that still exist."""
-        found: Mapping[torch.Tensor, tuple[int, int]] = WeakIdKeyDictionary(
-            {
-                location.parameter: (record.number, record.length_bytes)
-                for record in self.records
-                for location in record.locations
-            }
-        )
+        """The number of the record of each parameter, and its share of room for one; of those that still exist.
+
+        Records whose shares are no more than `WHOLE` together are no longer than the longest, in the pool and on an
+        accelerator.
+        """
+        found: MutableMapping[torch.Tensor, tuple[int, int]] = WeakIdKeyDictionary()
+        longest_bytes = max((record.length_bytes for record in self.records), default=0)
+        on_device_bytes = max(map(device_bytes_of, self.records), default=0)
+        for record in self.records:
+            share = WHOLE * record.length_bytes // longest_bytes
+            if self.device_needs is not None:
+                share = max(share, WHOLE * device_bytes_of(record) // on_device_bytes)
+            found.update((location.parameter, (record.number, share)) for location in record.locations)
         return found
 
 
@@ -199,7 +204,7 @@ def plan_parameters(
 
     Args:
         model: its parameters are in memory, or on the meta device.
-        bucket_bytes: a record is longer only if one module's parameters are.
+        bucket_bytes: a buffer is longer, but for a few pages, only if one module's parameters are.
         resident_bytes: the first records stay in the pool, as far as they are this long together.
         step_in_backward: records of the last bucket that was stepped stay beside those that backward uses.
 
@@ -283,7 +288,7 @@ def _group(model: torch.nn.Module, bucket_bytes: int) -> tuple[list[ParameterRec
     sharing = _names_by_storage(model)
     others_of_it = OtherTensors(Patience(PATIENCE_S))
     groups: list[list[tuple[str, torch.nn.Parameter]]] = []
-    total_bytes = 0
+    total_bytes = in_buffer_bytes = 0
     for prefix, module in modules_with_parameters(model):
         unit = []
         for name, parameter in module._parameters.items():
@@ -303,13 +308,15 @@ def _group(model: torch.nn.Module, bucket_bytes: int) -> tuple[list[ParameterRec
             else:
                 unit.append((prefix + name, parameter))
         unit_bytes = sum(parameter.nbytes for _, parameter in unit)
+        buffer_bytes = unit_bytes + sum(round_up(p.nbytes, ALIGNMENT_BYTES) for _, p in unit if _has_copy(p))
         if not unit:
             continue
-        if not groups or total_bytes + unit_bytes > min(GROUP_BYTES, bucket_bytes):
+        if not groups or total_bytes + unit_bytes > GROUP_BYTES or in_buffer_bytes + buffer_bytes > bucket_bytes:
             groups.append([])
-            total_bytes = 0
+            total_bytes = in_buffer_bytes = 0
         groups[-1] += unit
         total_bytes += unit_bytes
+        in_buffer_bytes += buffer_bytes
     return [plan_record_of(number, group) for number, group in enumerate(groups)], stays
 
 
@@ -376,6 +383,11 @@ def _length_bytes(tensor: torch.Tensor) -> int:
 def _some(names: Sequence[str]) -> str:
     shown = ", ".join(names[:3])
     return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
+
+
+def _has_copy(parameter: torch.nn.Parameter) -> bool:
+    """True if a buffer has the values at two places: see the module's docstring."""
+    return parameter.nbytes % ALIGNMENT_BYTES != 0 or not parameter.is_contiguous()
 
 
 def plan_record_of(number: int, group: Sequence[tuple[str, torch.nn.Parameter]]) -> ParameterRecord:

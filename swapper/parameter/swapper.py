@@ -208,6 +208,10 @@ class ParameterSwapper(ParameterOwner):
                     held.note_change()
             yield {}
 
+    def written_late(self, parameters: Iterable[torch.nn.Parameter]) -> contextlib.AbstractContextManager[None]:
+        """Write records that hold some of `parameters` only if their memory is needed, else when this is left."""
+        return self._written_late(self.records_of(parameters))
+
     def staying(
         self, parameters: Iterable[torch.nn.Parameter], following: Iterable[torch.nn.Parameter]
     ) -> contextlib.AbstractContextManager[None]:

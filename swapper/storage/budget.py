@@ -21,7 +21,10 @@ from swapper.errors import ConfigError
 from swapper.sizes import format_bytes
 from swapper.storage.schedule import IN_FLIGHT, READ_AHEAD, Schedule
 
-__all__ = ["BUCKETS_AT_ONCE", "GradientNeeds", "OptimizerNeeds", "ParameterNeeds", "PoolBudget", "Shares"]
+__all__ = ["BUCKETS_AT_ONCE", "WHOLE", "GradientNeeds", "OptimizerNeeds", "ParameterNeeds", "PoolBudget", "Shares"]
+
+WHOLE = 1 << 40
+"""Share of room for one record of parameters that the longest takes. So fine that rounding down hides no byte."""
 
 BUCKETS_AT_ONCE = 2
 """Buckets whose gradients the pool must hold in a step: one in use, one arriving."""

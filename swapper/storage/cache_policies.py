@@ -130,6 +130,10 @@ class Contents(Protocol):
     def pinned(self) -> bool:
         """True while a use of it is not over, so that it stays where it is."""
 
+    @property
+    def late(self) -> int:
+        """Not 0 while it is to be written only if nothing else can go."""
+
     def viewed(self) -> bool:
         """Return True if tensors that are not the owner's share the memory of its buffer."""
 
@@ -182,7 +186,7 @@ class CyclicPolicy(Policy):
                 continue
             if record.state is RecordState.KEPT:
                 transfer = record.lease.transfer
-                if idle_only and transfer is not None and not transfer.done():
+                if idle_only and (contents.late or (transfer is not None and not transfer.done())):
                     continue
                 if contents.viewed():
                     continue

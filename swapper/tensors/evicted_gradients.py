@@ -156,7 +156,7 @@ def hollow(like: torch.Tensor) -> torch.Tensor:
     """One NaN expanded to the shape of `like`, of its dtype and on its device."""
     with outside_of_inference():  # Else a parameter that gets it would be one of that mode, and of no use after it.
         if like.device.type == "cpu":
-            return torch.full((), float("nan"), dtype=like.dtype).expand(like.shape)
+            return torch.full((), float("nan"), dtype=like.dtype, device="cpu").expand(like.shape)
         return _element(like.dtype, like.device).expand(like.shape)
 
 

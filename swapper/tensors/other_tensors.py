@@ -108,7 +108,7 @@ def _holders(tensor: torch.Tensor) -> tuple[int, int]:
     return torch._C._storage_Use_Count(storage._cdata) - 1, sys.getrefcount(storage)
 
 
-_NO_HOLDER = _holders(torch.empty(1))[1]
+_NO_HOLDER = _holders(torch.empty(1, device="cpu"))[1]
 """To the Python object of a storage that nobody has."""
 
 

@@ -62,6 +62,22 @@ def test_master_weights_resume_to_the_bit(name: str, tmp_path: Path) -> None:
     check_resume(tmp_path, OPTIMIZERS[name], "nvme", "cut otherwise", **how)
 
 
+@pytest.mark.parametrize("after", ["cut otherwise", "everything"])
+def test_torch_defaults_are_not_those_of_what_is_loaded(after: str, tmp_path: Path) -> None:
+    """Under `torch.set_default_dtype`, which libraries call while they build a model."""
+    dtype, how = torch.get_default_dtype(), {"dtype": torch.bfloat16, "masters": True}
+    first = Training("nvme", tmp_path, OPTIMIZERS["AdamW"], **how).steps(3)  # type: ignore[arg-type]
+    first.save(tmp_path / "saved").wait()
+    second = Training(after, tmp_path, OPTIMIZERS["AdamW"], **how)  # type: ignore[arg-type]
+    try:
+        torch.set_default_dtype(torch.bfloat16)
+        second.load(tmp_path / "saved")
+    finally:
+        torch.set_default_dtype(dtype)
+    second.losses = first.losses
+    assert second.everything() == first.everything()
+
+
 def some_pairs(ways: list[str]) -> list[tuple[str, str]]:
     """Each of them before and after each third of the others, itself among them."""
     return [(a, b) for i, a in enumerate(ways) for j, b in enumerate(ways) if (i + 2 * j) % 3 == 0]

@@ -2,6 +2,7 @@
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/Parallel.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/as_strided.h>
@@ -20,6 +21,11 @@
 #include "backend.h"
 #include "world.h"
 
+extern "C" {
+[[gnu::weak]] void omp_set_num_threads(int number);
+[[gnu::weak]] int MKL_Set_Num_Threads_Local(int number);
+}
+
 namespace sim {
 namespace {
 
@@ -29,6 +35,27 @@ using torch::jit::Stack;
 class NoWarnings final : public c10::WarningHandler {
   public:
     void process(const c10::Warning&) override {}
+};
+
+// Within it kernels run in one thread. How many they may use is asked of the thread they are in, and may
+// change their bits: they run in whichever thread waits, and autograd's have the number that was set when
+// they began. By the libraries' own functions: torch's sets the number for the whole process.
+class OneThread {
+  public:
+    OneThread() {
+        if (omp_set_num_threads != nullptr) omp_set_num_threads(1);
+        if (MKL_Set_Num_Threads_Local != nullptr) mkl_ = MKL_Set_Num_Threads_Local(1);
+    }
+    ~OneThread() {
+        if (omp_set_num_threads != nullptr) omp_set_num_threads(openmp_);
+        if (MKL_Set_Num_Threads_Local != nullptr) MKL_Set_Num_Threads_Local(mkl_);
+    }
+    OneThread(const OneThread&) = delete;
+    OneThread& operator=(const OneThread&) = delete;
+
+  private:
+    const int openmp_ = at::get_num_threads();
+    int mkl_ = 0;
 };
 
 // Kernels run in whichever thread waits: with the state of none, so that no mode or hook of that thread sees
@@ -50,6 +77,7 @@ class Isolated {
     c10::WarningUtils::WarningHandlerGuard warnings_{&no_warnings_};
     at::AutoDispatchBelowADInplaceOrView below_autograd_;
     at::NoGradGuard no_grad_;
+    OneThread one_thread_;
 };
 
 // One argument of a kernel: a value, or tensors.

@@ -97,6 +97,14 @@ at::Scalar local_scalar_dense(const at::Tensor& self) {
     return self.cpu().item();
 }
 
+// As on CUDA: `model.to` and `tensor.data = other` take the tensor from one device to the other.
+bool has_compatible_type(const at::Tensor& self, const at::Tensor& other) {
+    const auto is_dense = [](const at::Tensor& tensor) {
+        return tensor.layout() == at::kStrided && (tensor.is_cpu() || tensor.device().type() == kDeviceType);
+    };
+    return is_dense(self) == is_dense(other) && self.layout() == other.layout();
+}
+
 void record_stream(at::Tensor& self, c10::Stream stream) {
     Entered()->memory.record(self.storage().mutable_data(), static_cast<int>(stream.id()));
 }
@@ -225,6 +233,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_copy_from_and_resize", copy_from_and_resize);
     m.impl("_local_scalar_dense", local_scalar_dense);
     m.impl("record_stream", record_stream);
+    m.impl("_has_compatible_shallow_copy_type", has_compatible_type);
     m.impl("convolution_overrideable", torch::CppFunction::makeFromBoxedFunction<&start_convolution>());
     m.impl("convolution_backward_overrideable",
            torch::CppFunction::makeFromBoxedFunction<&start_convolution_backward>());

@@ -304,6 +304,16 @@ def test_two_devices() -> None:
     assert model.weight.grad is not None and model.weight.grad.device.index == 1
 
 
+def test_a_model_is_moved_in_place() -> None:
+    """As on CUDA, an optimizer that was made before still has its parameters."""
+    model = nn.Linear(4, 4)
+    parameters = list(model.parameters())
+    for device in ("sim:1", "cpu", "sim:0"):
+        model.to(device)(torch.ones(2, 4, device=device)).sum().backward()
+        assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+        assert all(t is not None and str(t.device) == device for p in parameters for t in (p, p.grad))
+
+
 def test_a_forked_child_is_refused() -> None:
     values = torch.ones(10, device="sim")
     reading, writing = os.pipe()
@@ -679,3 +689,21 @@ def test_kernels_wait_for_nothing_but_values(sim: Any) -> None:
     optimizer.step()
     assert not begun.query()
     assert sim.waiting_operators() == before
+
+
+def test_bits_are_those_of_one_thread() -> None:
+    """Whichever thread runs a kernel, and however many it may use."""
+    values = torch.randn(3_000_001, generator=torch.Generator().manual_seed(0))
+    matrix = torch.randn(300, 500, generator=torch.Generator().manual_seed(0))
+    before, found, on_host = torch.get_num_threads(), [], []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            on_host.append(values.sum().item())
+            found.append((values.to("sim").sum().item(), (matrix.to("sim") @ matrix.to("sim").t()).cpu()))
+            assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(before)
+    assert len(set(on_host)) > 1  # Else this tells nothing.
+    for total, product in found:
+        assert total == on_host[0] and torch.equal(product, found[0][1])

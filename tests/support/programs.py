@@ -21,10 +21,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+from accelerators import simulate
 from interrupts import interrupted_at
 from models import CASES, VOCABULARY, WIDTH, Mlp, tokens, vectors
 from torch import nn
@@ -42,7 +45,18 @@ from swapper.parameter import building
 from swapper.parameter import records as parameter_records
 from swapper.parameter.swapper import ParameterSwapper
 
-__all__ = ["ACTIONS", "Action", "Difference", "Outcome", "Placement", "Program", "generate", "minimised", "perform"]
+__all__ = [
+    "ACTIONS",
+    "Action",
+    "Difference",
+    "Outcome",
+    "Placement",
+    "Program",
+    "generate",
+    "generate_on_device",
+    "minimised",
+    "perform",
+]
 
 LOW_PRECISION = (torch.bfloat16, torch.float16)
 MASTER = "master_param"
@@ -85,6 +99,8 @@ class Placement:
     """The model is made within `swapper.init`."""
     moves_all: bool = False
     """Small state and gradients move as well; else they stay in memory, where most of a small model's would."""
+    step_device: str = "auto"
+    device_spare_bytes: int = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -101,6 +117,8 @@ class Program:
     passes: int = 1
     """Of backward, before each step."""
     threads: int = 1
+    device: str = ""
+    """How a simulated device behaves that the model is on: "lazy" or "random" (see `accelerators`)."""
     placement: Placement = Placement()
     actions: tuple[Action, ...] = ()
 
@@ -388,6 +406,7 @@ class Twin:
         self.program, self.swapped, self.path = program, swapped, path
         self.placement = program.placement
         self.dtype = DTYPES[program.dtype]
+        self.device = "sim" if program.device else "cpu"
         self.make, self.inputs = MODELS[program.model]
         self.saves: dict[int, Saved] = {}
         self.removed: list[tuple[Optimizer, int, nn.Parameter]] = []
@@ -418,7 +437,7 @@ class Twin:
     def _build(self, config: swapper.OffloadConfig | None = None) -> None:
         torch.default_generator.manual_seed(0)
         with contextlib.nullcontext() if config is None else swapper.init(config):
-            self.model = self.make().to(self.dtype)
+            self.model = self.make().to(device=self.device, dtype=self.dtype)
         self.held_out: list[nn.Parameter] = []
         self.optimizers = self._make_optimizers()
 
@@ -452,6 +471,8 @@ class Twin:
         share = max(1, -(-len(parameters) // self.program.groups))
         rate = LEARNING_RATE
         groups = [{"params": parameters[i : i + share], "lr": rate / (1 + i)} for i in range(0, len(parameters), share)]
+        if self.program.device and self.placement.step_device != "device" and "foreach" in signature(cls).parameters:
+            options = {"foreach": options.get("fused", False) and None, **options}  # As it is on the CPU.
         if self.program.optimizer == "adamw tensor lr":
             options = {**options, "capturable": False}
             for group in groups:
@@ -466,6 +487,8 @@ class Twin:
             path.mkdir(exist_ok=True)
         pool_bytes = 3 * place.bucket_bytes + 2 * place.resident_bytes
         spare_bytes = place.spare_bytes
+        on_device = bool(self.program.device) and place.parameter != "none"
+        device_bytes, device_spare_bytes = 4096, place.device_spare_bytes if on_device else 0
         while True:
             config = swapper.OffloadConfig(
                 nvme_path=paths,
@@ -478,11 +501,13 @@ class Twin:
                     "master_weights": place.masters,
                     "step_in_backward": place.in_backward,
                     "resident_bytes": place.resident_bytes if place.optimizer == "nvme" else 0,
+                    **({"step_device": place.step_device} if self.program.device else {}),
                 },
                 offload_gradient={"device": place.gradient},
                 offload_param={
                     "device": place.parameter,
                     "resident_bytes": place.resident_bytes if place.parameter == "nvme" else 0,
+                    **({"device_bytes": device_bytes} if on_device else {}),
                 },
             )
             try:
@@ -491,15 +516,19 @@ class Twin:
                 swapper.offload(self.model, self.optimizers, config)
             except ConfigError as error:
                 found = re.search(r"[Ss]et pool_bytes to at least '?(\d+)", str(error))
+                if found is None and (found := re.search(r"device_bytes: .* set it to at least (\d+)", str(error))):
+                    device_bytes = max(int(found[1]), device_bytes + 4096)
+                    continue
                 if found is None:
                     raise
                 # What one optimizer needs, beside which there may be others.
                 pool_bytes = max(int(found[1]), pool_bytes + 4096)
                 continue
-            if not spare_bytes:
+            if not spare_bytes and not device_spare_bytes:
                 return
             self._end()
             pool_bytes, spare_bytes, built_on_disk = pool_bytes + spare_bytes, 0, False
+            device_bytes, device_spare_bytes = device_bytes + device_spare_bytes, 0
 
     @property
     def parameters_swapped(self) -> bool:
@@ -570,7 +599,9 @@ class Twin:
     def _loss(self) -> torch.Tensor:
         """Of a random batch; noted. Never multiplied by a number: to `step_in_backward` that is what a scaler does."""
         inputs = self.inputs(torch.default_generator)
-        out = self.model(*(x.to(self.dtype) if x.is_floating_point() else x for x in inputs))
+        inputs = [x.to(self.device, self.dtype if x.is_floating_point() else None) for x in inputs]
+        with torch.device(self.device) if self.program.device else contextlib.nullcontext():
+            out = self.model(*inputs)
         out = out if out.dtype is torch.float64 else out.float()
         loss = out.square().mean()
         for adapter in self.adapters:
@@ -692,7 +723,7 @@ class Twin:
         if self.dtype is torch.float16 or self.program.model.startswith("sparse"):
             raise Skip  # torch unscales no gradients of either.
         if self.scaler is None:
-            self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=3)
+            self.scaler = torch.amp.GradScaler(self.device, init_scale=2.0**8, growth_interval=3)
         self._zero(0)
         self.scaler.scale(self._loss()).backward()
         if infinite % 2:
@@ -754,7 +785,7 @@ class Twin:
         """Another `nn.Parameter` in a module, and in the group of the one that was there, or in none."""
         module, name, old = self._at(number)
         with torch.no_grad():
-            new = nn.Parameter(torch.randn(old.shape).to(old.dtype) * 0.1, requires_grad=old.requires_grad)
+            new = nn.Parameter(torch.randn(old.shape).to(old) * 0.1, requires_grad=old.requires_grad)
         setattr(module, name, new)
         self.replaced = True
         for optimizer in self.optimizers:
@@ -784,7 +815,7 @@ class Twin:
         elif self.removed and which % 3 == 0:
             new = [self.removed.pop()[2]]
         else:
-            new = [nn.Parameter((torch.randn(WIDTH, 17) * 0.1).to(self.dtype))]
+            new = [nn.Parameter((torch.randn(WIDTH, 17) * 0.1).to(self.device, self.dtype))]
             self.model.register_parameter(f"adapter{len(self.adapters)}", new[0])
             self.adapters += new
         group = {"params": new, "lr": LEARNING_RATE / 2}
@@ -1189,6 +1220,8 @@ REFUSALS = (
     r"Assign gradients in the parameter's layout",
     r"step_in_backward: true cannot be combined with (tensors in the same memory|views of one tensor)",
     r"foreach=True: .* are in the same memory",
+    r"a sparse gradient came, which can be stepped only on the CPU",
+    r"device: none can neither keep master weights nor step gradients that are offloaded for a model on a GPU",
 )
 """What the swapped twin may refuse, as the documentation says. The program then ends, and is counted as refused."""
 
@@ -1209,6 +1242,20 @@ def limits(moves_all: bool) -> Iterator[None]:
             setattr(module, name, value)
 
 
+@contextlib.contextmanager
+def on_device(settings: str) -> Iterator[None]:
+    """Afterwards nothing may have gone wrong that the simulated device sees."""
+    if not settings:
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        sim_device = simulate(f"sim-{settings}", patch)
+        sim_device.violations()  # Of a program that failed.
+        yield
+        if found := sim_device.violations():
+            raise Difference("violations", "\n".join(found))
+
+
 def perform(program: Program, path: Path) -> Outcome:
     """Run both twins.
 
@@ -1225,6 +1272,7 @@ def perform(program: Program, path: Path) -> Outcome:
     try:
         # torch wants to be told, where a sparse tensor is made, and says so once in a process.
         with (
+            on_device(program.device),
             limits(program.placement.moves_all),
             torch.sparse.check_sparse_tensor_invariants(enable=False),
             warnings.catch_warnings(),
@@ -1299,6 +1347,8 @@ def _act(action: Action, swapped: Twin, plain: Twin, where: str, outcome: Outcom
 def _performed(twin: Twin, action: Action) -> Any:
     """What the action returns, or the exception."""
     torch.default_generator.manual_seed(action.numbers[0])
+    if twin.program.device:
+        torch.get_device_module(twin.device).manual_seed(action.numbers[0])
     try:
         return getattr(twin, action.name)(*action.numbers)
     except Exception as error:
@@ -1397,6 +1447,23 @@ HABITS: tuple[tuple[str, ...], ...] = (
     ("train", "restart", "train", "restart"),
     ("freeze", "train", "restart", "train"),
 )
+
+
+def generate_on_device(seed: int, without: Sequence[str] = ()) -> Program:
+    """The program of a seed, with its model on a device."""
+    program, rng = generate(seed, without), random.Random(seed)
+    place = program.placement
+    return dataclasses.replace(
+        program,
+        device=rng.choice(("lazy", "random")),
+        placement=dataclasses.replace(
+            place,
+            gradient="cpu" if place.gradient == "nvme" and rng.random() < 0.3 else place.gradient,
+            parameter="cpu" if place.parameter == "nvme" and rng.random() < 0.3 else place.parameter,
+            step_device=rng.choice(("auto", "cpu", "device", "device")),
+            device_spare_bytes=rng.choice((0, 8192, 1 << 22)),
+        ),
+    )
 
 
 def generate(seed: int, without: Sequence[str] = ()) -> Program:

@@ -3,6 +3,7 @@
     SWAPPER_PROGRAMS=2000 .venv/bin/pytest -q tests/whole/test_programs.py  # seeds 0 to 1999
     SWAPPER_PROGRAMS=1 SWAPPER_PROGRAMS_SEED=1234 .venv/bin/pytest ...    # the program of one seed
     SWAPPER_PROGRAMS_WITHOUT=replace,interrupt                           # kinds of actions, models, ... left out
+    SWAPPER_DEVICE_PROGRAMS=300 .venv/bin/pytest -k on_a_device ...      # seeds 0 to 299, the model on a device
 
 A program that fails is made smaller as long as it fails in the same way, and printed. What is printed can be pasted
 into `PRINTED` below and run alone.
@@ -16,10 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from programs import Action, Difference, Placement, Program, generate, minimised, perform
+from accelerators import simulated
+from programs import Action, Difference, Placement, Program, generate, generate_on_device, minimised, perform
 from sampling import ALL
 
 COUNT = int(os.environ.get("SWAPPER_PROGRAMS") or (100 if ALL else 20))
+ON_DEVICE = int(os.environ.get("SWAPPER_DEVICE_PROGRAMS") or (30 if ALL else 6))
 SEED = int(os.environ.get("SWAPPER_PROGRAMS_SEED") or 0)
 WITHOUT = [name for name in os.environ.get("SWAPPER_PROGRAMS_WITHOUT", "").split(",") if name]
 
@@ -135,6 +138,14 @@ refused: Counter[str] = Counter()
 @pytest.mark.parametrize("seed", range(SEED, SEED + COUNT))
 def test_the_program_of_this_seed(seed: int, nvme_path: Path) -> None:
     run(generate(seed, WITHOUT), nvme_path, seed)
+
+
+@pytest.mark.usefixtures("leaves_nothing")
+@pytest.mark.parametrize("seed", range(SEED, SEED + ON_DEVICE))
+def test_the_program_of_this_seed_on_a_device(seed: int, nvme_path: Path) -> None:
+    """On the simulated one: its kernels are those of the CPU, so a step has the same bits on either."""
+    simulated()
+    run(generate_on_device(seed, WITHOUT), nvme_path, seed)
 
 
 @pytest.mark.usefixtures("leaves_nothing")
