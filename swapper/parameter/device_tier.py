@@ -22,8 +22,9 @@ makes that void.
 
 [Note: whose memory] Values are allocated on the current stream, which the copy up waits for: what was in that memory
 before may still be read by work that is queued there. Before they are freed their stream waits for the copy up, and
-they stay until the copy down is over. A stream that uses them and is not theirs is recorded. The pool's buffer is kept
-by the copy, which is the transfer of its lease.
+they stay until the copy down is over. A stream that uses them and is not theirs is recorded; who sums them or copies
+them down waits for all streams that have used them. The pool's buffer is kept by the copy, which is the transfer of
+its lease.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ import torch
 
 from swapper.errors import SwapIOError
 from swapper.interrupts import interrupts_deferred
-from swapper.io.devices import Copy, DeviceCopies, current_streams
+from swapper.io.devices import Copy, DeviceCopies, current_streams, on_streams
 from swapper.parameter.cache import DEVICE_TYPES, Held
 from swapper.parameter.device_sums import Check, DeviceSums
 from swapper.parameter.records import device_bytes_of, sums_bytes_of
@@ -66,6 +67,8 @@ class HeldOnDevice(Held):
     """The uses of the pool's buffer that are not over."""
     stream: Any = None
     """The stream that `on_device` was allocated on."""
+    used_on: list[Any] = field(default_factory=list)
+    """The streams that have used `on_device`."""
     up: Copy | None = None
     """The last copy to `on_device`."""
     down: Copy | None = None
@@ -136,9 +139,9 @@ class HeldOnDevice(Held):
         self.opened = []
 
     def forget(self) -> None:
-        """Let go of the values on the device. The copies from and to them are over."""
+        """Let go of the values on the device. Copies to them come before what their stream does from now on."""
         self.unregister()
-        self.on_device = []
+        self.on_device, self.used_on = [], []
 
 
 class DeviceTier:
@@ -230,10 +233,8 @@ class DeviceTier:
         """Let go of the values on the device: nobody wants them any more, but who has views of them."""
         assert isinstance(held, HeldOnDevice)
         self._move(None)
-        if held.down is not None:
-            held.down.wait()
         with interrupts_deferred():
-            held.down = None
+            held.down = None  # It may go on: who forgets the record in the pool waits for it.
             self._going_down.pop(held, None)
         if held.on_device:
             self._free(held)
@@ -253,9 +254,19 @@ class DeviceTier:
         """Let the current stream wait for the copy up, and the allocator know of it."""
         self._up.join(held.up)
         (stream,) = current_streams([self.device])
+        if stream not in held.used_on:
+            held.used_on.append(stream)
         if stream != held.stream:
             for values in held.on_device:
                 values.record_stream(stream)
+
+    def _follow_uses(self, held: HeldOnDevice) -> None:
+        """As `_follow`, and for all that other streams have queued, which may change the values."""
+        (stream,) = current_streams([self.device])
+        for other in held.used_on:
+            if other != stream:
+                stream.wait_stream(other)
+        self._follow(held)
 
     def _fetch(self, held: HeldOnDevice, *, anew: bool = False) -> Lease:
         """Have the record in the pool, and open. With `anew` its content is undefined, but for the header."""
@@ -266,9 +277,6 @@ class DeviceTier:
         lease = self._cache.fetch(held.key)
         if anew:
             self._cache.wait(held.key)
-            if lease.transfer is not None:  # A copy up.
-                lease.transfer.wait()
-                lease.transfer = None
             header = held.plan.layout.header(0)
             lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         if not held.opened:
@@ -429,12 +437,9 @@ class DeviceTier:
 
     def _free(self, held: HeldOnDevice) -> None:
         """Free the values on the device. The copy down is over, if there was one. See [Note: whose memory]."""
-        (stream,) = current_streams([self.device])
         if held.up is not None:
-            if stream == held.stream:
+            with on_streams([held.stream]):
                 self._up.join(held.up)
-            else:
-                held.up.wait()
         with interrupts_deferred():
             held.forget()
             held.up, held.check, held.used, held.leaving = None, None, False, False
@@ -455,7 +460,7 @@ class DeviceTier:
         """Compare the values with those that came up. They are not in use. Waits for nothing."""
         if held.check is None:
             assert held.sums is not None
-            self._up.join(held.up)
+            self._follow_uses(held)
             held.check = Check(self._sums.of(held.on_device), held.sums, self._up)
             self._used.pop(held, None)
         return held.check
@@ -471,6 +476,7 @@ class DeviceTier:
             self._land(held)
         held.changed_on_device = True  # Until it is on its way: the buffer has nothing of it yet.
         lease = self._fetch(held, anew=True)
+        self._follow_uses(held)
         sums = self._sums.of(held.on_device) if held.check is None else held.check.sums
         assert held.sums is not None
         held.sums.copy_(sums)
@@ -540,11 +546,9 @@ class DeviceTier:
         self.bring_down(held)
         if changing and held.on_device and not held.in_use:
             self._free(held)
-        lease = self._fetch(held)
+        self._fetch(held)
         self._cache.wait(held.key)
-        if lease.transfer is not None:  # A copy up.
-            lease.transfer.wait()
-            lease.transfer = None
+        # A copy up may go on. If the buffer is changed meanwhile, that is to values that were freed.
         if changing:
             held.changed, held.summed, held.stepped = True, False, True
         self._move(None)
