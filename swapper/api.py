@@ -296,7 +296,7 @@ def _wrap(optimizer: Optimizer, plan: OptimizerPlan, needs: OptimizerNeeds, sett
     swapper.keep_last = settings.checkpoint.keep_last
     if plan.moves_gradients:
         # After the state: gradients are cut as its buckets are, and a step asks the optimizer's swapper for them.
-        gradients = _swap_gradients(plan, needs, settings)
+        gradients = _swap_gradients(optimizer, plan, needs, settings)
         swapper.attach(gradients=gradients)
         if swapper.backward_steps is not None:
             # Last: from here on a gradient that arrives goes to the steps in backward.
@@ -311,21 +311,22 @@ def _unwrap(optimizers: Iterable[Optimizer]) -> None:
             swapper.unwrap()
 
 
-def _swap_gradients(plan: OptimizerPlan, needs: OptimizerNeeds, settings: OffloadConfig) -> GradientSwapper:
+def _swap_gradients(
+    optimizer: Optimizer, plan: OptimizerPlan, needs: OptimizerNeeds, settings: OffloadConfig
+) -> GradientSwapper:
     parts = plan.gradient_parts()
-    owner, steps = next(_owners), settings.gradient_accumulation_steps
+    made = optimizer, parts, next(_owners), settings.gradient_accumulation_steps
     if needs.gradients is None:  # As for state in memory, a pool that is as large as it has to be.
         own = BufferPool(max(gradient_needs_of(parts, stored=False).total_bytes, PAGE_BYTES), device=plan.device)
-        return _made(lambda: GradientSwapper(parts, owner, steps, own, own.capacity_bytes, None, own.close), own.close)
+        return _made(lambda: GradientSwapper(*made, own, own.capacity_bytes, None, own.close), own.close)
     shared = Shared.of(settings, plan.device)
     # Not for gradients are what all keep so far, this optimizer's state included, and the records of that in a step.
     limit_bytes = settings.pool_bytes - shared.held_bytes
     if needs.state is not None:
         limit_bytes -= needs.state.pool_bytes - needs.state.held_bytes
-    store = shared.store if needs.gradients.stored else None
-    kept_bytes = 0 if needs.gradients.stored else needs.gradients.total_bytes
+    store, kept_bytes = (shared.store, 0) if needs.gradients.stored else (None, needs.gradients.total_bytes)
     release = shared.hold(kept_bytes, needs.gradients.total_bytes)
-    return _made(lambda: GradientSwapper(parts, owner, steps, shared.pool, limit_bytes, store, release), release)
+    return _made(lambda: GradientSwapper(*made, shared.pool, limit_bytes, store, release), release)
 
 
 def _made(make: Callable[[], _MadeT], release: Callable[[], object]) -> _MadeT:

@@ -35,14 +35,15 @@ class EvictedGradients:
     """The gradients of an optimizer's parameters, as far as they are in records. The `GradientHome` of those.
 
     Args:
+        optimizer: the end of which closes this; None if nothing does. Only a weak reference is kept.
         pool: where buffers come from.
         store: where records go; None keeps them all in the pool.
     """
 
-    def __init__(self, pool: BufferPool, store: TensorStore | None) -> None:
+    def __init__(self, optimizer: object | None, pool: BufferPool, store: TensorStore | None) -> None:
         self.metrics = Metrics()
         self._store = store
-        self._cache = RecordCache(pool, store, self.metrics)
+        self._cache = RecordCache(pool, store, self.metrics, owner=optimizer)
         self._copies = GradientCopies()
         self._pid = os.getpid()
         self._lock = threading.RLock()
@@ -247,15 +248,18 @@ class EvictedGradients:
 
     # --- `GradientHome` --------------------------------------------------------------------------------------------
 
-    def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """Return what reading `p.grad` gives: a tensor that is brought back when its values are used."""
+    def gradient_of(self, parameter: torch.nn.Parameter, *, to_clear: bool = False) -> torch.Tensor | None:
+        """Return what reading `p.grad` gives: a tensor that is brought back when its values are used.
+
+        On an accelerator they come at once, unless it is read `to_clear` it.
+        """
         with self._lock:
             gradient = self._of(parameter)
             if gradient is not None and os.getpid() == self._pid and not self._closed:
                 self._join_left(gradient)
             if gradient is None or gradient.state is GradientState.IN_MEMORY:
                 return raw_gradient(parameter)
-            if gradient.device.type != "cpu" and not self._closed:
+            if gradient.device.type != "cpu" and not self._closed and not to_clear:
                 return self.bring_back(parameter)  # Some of torch's functions choose other kernels by the exact class.
             handed = gradient.somebody_has_it()
             if handed is None:

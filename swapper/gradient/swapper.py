@@ -79,6 +79,7 @@ class GradientSwapper(EvictedGradients):
     """Keeps the gradients of an optimizer's parameters out of memory from their arrival to the step.
 
     Args:
+        optimizer: the end of which closes this; None if nothing does. Only a weak reference is kept.
         parts: what each bucket steps on.
         owner: number of this swapper among those of the process; part of every record's key.
         accumulation_steps: micro-batches before a step; norms are taken in the last.
@@ -95,6 +96,7 @@ class GradientSwapper(EvictedGradients):
 
     def __init__(
         self,
+        optimizer: object | None,
         parts: Iterable[GradientPart],
         owner: int,
         accumulation_steps: int,
@@ -103,7 +105,7 @@ class GradientSwapper(EvictedGradients):
         store: TensorStore | None,
         release: Callable[[], None],
     ) -> None:
-        super().__init__(pool, store)
+        super().__init__(optimizer, pool, store)
         self.share_pool(limit_bytes)
         self._owner = owner
         self._accumulation_steps = accumulation_steps

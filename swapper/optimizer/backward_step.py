@@ -218,7 +218,7 @@ class BackwardSteps:
 
     # --- `GradientHome`, of gradients that are gone ------------------------------------------------------------------
 
-    def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+    def gradient_of(self, parameter: torch.nn.Parameter, *, to_clear: bool = False) -> torch.Tensor:
         """The value of `p.grad`: a tensor that raises when its values are used."""
         return evicted_gradient(parameter, self, tuple(parameter.stride()))
 

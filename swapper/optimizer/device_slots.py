@@ -8,7 +8,7 @@ another and the last leaves a third, each on a stream of its own. Nothing of it 
     the caller's stream        waits for the upload before the class steps
     the download from a slot   waits for the class's kernels
     the buffer in the pool     has the upload, then the download, as the transfer of its lease: it is neither written to
-                               the drive nor given to anybody before that is over
+                               the drive nor given to anybody before that is over. Then `RecordWrites` writes it
     the slots                  are freed after a step, and their memory is kept from others until the downloads are over
 """
 

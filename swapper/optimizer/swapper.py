@@ -96,7 +96,7 @@ class OptimizerSwapper:
         self._pool = pool
         self._release = release
         self._released = False
-        self._cache = RecordCache(pool, store, self.metrics)
+        self._cache = RecordCache(pool, store, self.metrics, owner=optimizer)
         records = BucketRecords(self._cache, self.metrics)
         self._stepper = Stepper(class_step(type(optimizer)), plan, pool, pool_bytes, records)
         self._records = StateRecords(plan, records, store)

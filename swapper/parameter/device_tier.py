@@ -24,12 +24,13 @@ makes that void.
 before may still be read by work that is queued there. Before they are freed their stream waits for the copy up, and
 they stay until the copy down is over. A stream that uses them and is not theirs is recorded; who sums them or copies
 them down waits for all streams that have used them. The pool's buffer is kept by the copy, which is the transfer of
-its lease.
+its lease. What has come down is written by the cache's thread, or by `poll`.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -133,6 +134,15 @@ class HeldOnDevice(Held):
             record.lease.transfer.wait()
             record.lease.transfer = None
         super(HeldOnDevice, self).write(cache)
+
+    def complete(self, lease: Lease) -> int:
+        """Have `lease`, to which the values have come down, as the file is to be. Returns the bytes to write.
+
+        Called once for each copy, in any thread; see `RecordCache.write`.
+        """
+        self.checksums = self.pack(lease)
+        self.changed = False
+        return self.plan.file_bytes
 
     def evicted(self) -> None:
         """The buffer is given up."""
@@ -453,7 +463,7 @@ class DeviceTier:
 
     def _sum_early(self) -> None:
         for held in list(self._used):
-            if not held.in_use:
+            if held.on_device and not held.in_use:  # Not one whose coming was cut off.
                 self._checked(held)
 
     def _checked(self, held: HeldOnDevice) -> Check:
@@ -490,6 +500,8 @@ class DeviceTier:
             set_grad_mode(False)
             held.down = lease.transfer = self._down.run(work)
             held.changed, held.changed_on_device = True, False
+            if not held.kept:
+                self._cache.write(held.key, functools.partial(held.complete, lease))
             held.check, held.used = None, held.in_use
             if held.used:
                 self._used[held] = None
@@ -497,11 +509,12 @@ class DeviceTier:
         self._move(None)
 
     def _land(self, held: HeldOnDevice) -> None:
-        """Wait until the values have come down, and start writing them. Frees the device's if they were leaving."""
+        """Wait until the values have come down, and are being written. Frees the device's if they were leaving."""
         if held.down is not None:
             held.down.wait()
-        if self._cache.records.get(held.key) is not None and held.changed:  # Else a pool that was short was faster.
-            held.write(self._cache)
+        if held.kept:
+            held.changed = False
+        self._cache.start_write(held.key)  # Nothing happens if the cache was faster.
         with interrupts_deferred():
             held.down = None
             self._going_down.pop(held, None)

@@ -5,17 +5,12 @@ in flight travels in the lease. A lease that is released while its transfer is i
 when the transfer is done, so no exception, wherever it strikes, can let two owners have one buffer.
 
 [Note: copies from a device] A buffer that is put while a device still copies into it (the copy is the transfer of its
-lease) is written when the copy is over: whoever calls next then starts the write, or waits for the copy if it needs the
-record, or its buffer, before. Between the copy and the write its length is asked for: see `put`.
+lease) is written when the copy is over, by a thread of `RecordWrites` or by the next call, whoever is faster. A call
+that needs the record, or its buffer, before, waits for the copy. Between copy and write its length is asked for: `put`.
 
 [Note: failed writes] A record whose write failed, or the copy before it, keeps its buffer and its transfer, as FAILED.
 Every later call raises the error again, until `discard` or `forget`: the record on disk is neither the old nor the new
 one. (Where the policy rewrites, the record stays KEPT instead, and the error is raised once, by who waits.)
-
-[Note: one cache for each owner] An optimizer, its gradients and a model's parameters each have a `RecordCache`, on one
-pool and store. A cache waits for transfers under its lock, and its owner may die at any moment, in any thread: with one
-lock models in two threads would wait for each other's drives, and an owner that the garbage collector ends would change
-records of another within its call. For buffers caches ask each other by the pool's reclaimers, which wait for no lock.
 """
 
 from __future__ import annotations
@@ -36,6 +31,7 @@ from swapper.storage.cached_records import CachedRecord, CachedRecords, RecordSt
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.storage.transfers import DroppedReads, FailedTransfer
+from swapper.storage.writes import RecordWrites
 
 __all__ = ["RecordCache"]
 
@@ -54,7 +50,7 @@ class RecordCache:
         store: where records go; None keeps every record in the pool for good (`device: cpu`).
         metrics: counts waits and hits.
         policy: what stays and what goes first; None: `ScanPolicy`, or `KeptPolicy` without a store.
-        owner: whose finalizer calls `close`, if it has one. It is kept while the cache is asked for buffers.
+        owner: whose finalizer ends this, if it has one. It is kept while others use the cache on their own.
 
     Attributes:
         lock: held by every call; for owners that change what their policy reads.
@@ -85,6 +81,7 @@ class RecordCache:
         self._policy = policy or (KeptPolicy() if store is None else ScanPolicy())
         self._owner = None if owner is None else weakref.ref(owner)
         self._dropped = DroppedReads()
+        self._writes = RecordWrites(store, metrics, self.records, self._owner)
         pool.add_reclaimer(self._reclaim)
 
     def keep(self, keys: Iterable[RecordKey]) -> None:
@@ -161,6 +158,7 @@ class RecordCache:
         with self.lock:
             record = self.records.get(key)
             assert record is not None, f"{key} was not required"
+            self._start_write(record)
             if record.state is RecordState.ARRIVING:
                 self._wait_for_content(record)
                 self._rest(record, RecordState.KEPT)
@@ -193,16 +191,15 @@ class RecordCache:
                     return lease, False
                 record = self._read(key, lease)
             assert record.state is not RecordState.LIVE, f"{key} is in use already"
-            if follows and record.finish is not None:
-                with interrupts_deferred():
-                    record.finish = None  # It is written after the next `put`.
+            with interrupts_deferred():
+                is_followed = follows and self._writes.withdraw(record)  # It is written after the next `put`.
+                if is_followed:
                     self.records.move(record, RecordState.LIVE, writing=False)
-                self._metrics.hits += 1
-                self._metrics.begin_use(key)
-                return record.lease, True
-            self._start_write(record)
-            self._wait_for_content(record)
-            self._rest(record, RecordState.LIVE)
+                    self._metrics.hits += 1
+            if not is_followed:
+                self._start_write(record)
+                self._wait_for_content(record)
+                self._rest(record, RecordState.LIVE)
             self._metrics.begin_use(key)
             return record.lease, True
 
@@ -255,19 +252,21 @@ class RecordCache:
             record.empty = False
             self._metrics.end_use(key)
             state = RecordState.KEPT if self._store is None or self._policy.keeps(key) else RecordState.LEAVING
-            if record.lease.transfer is not None:
-                record.finish = length if callable(length) else lambda: length
-                self._move(record, state, writing=True)
-            else:
-                self._write(record, length() if callable(length) else length, state)
+            self._write(record, length, state)
             self._collect()
 
-    def write(self, key: RecordKey, length_bytes: int) -> None:
-        """As `put`, of a record that is KEPT, and stays so. No transfer of it is in flight."""
+    def write(self, key: RecordKey, length: int | Callable[[], int]) -> None:
+        """As `put`, of a record that is KEPT, and stays so."""
         with self.lock:
             record = self.records.get(key)
             assert record is not None and record.state is RecordState.KEPT and not record.writing, key
-            self._write(record, length_bytes, RecordState.KEPT)
+            self._write(record, length, RecordState.KEPT)
+
+    def start_write(self, key: RecordKey) -> None:
+        """Wait for the copy of a record by a device, if there is one, and start its write. Errors as for `take`."""
+        with self.lock:
+            if (record := self.records.get(key)) is not None:
+                self._start_write(record)
 
     def wait(self, key: RecordKey) -> None:
         """Wait for the write of a record, if one is in flight. Raises SwapIOError if it failed."""
@@ -346,6 +345,7 @@ class RecordCache:
         """Give back the record's buffer, if it has one, and forget what is stored of it, failed writes included."""
         with self.lock:
             if (record := self.records.get(key)) is not None:
+                self._writes.withdraw(record)
                 with contextlib.suppress(SwapIOError):  # The data that it failed to move are not wanted any more.
                     if record.lease.transfer is not None:
                         record.lease.transfer.wait()
@@ -375,6 +375,7 @@ class RecordCache:
         Takes no lock and raises nothing, as the owner is gone. Files stay.
         """
         for record in list(self.records):
+            self._writes.withdraw(record)
             if record.lease.transfer is not None:
                 try:
                     record.lease.transfer.wait()
@@ -501,16 +502,16 @@ class RecordCache:
         self._metrics.count_read(key, self._store.stored_bytes(key), transfer)
         return record
 
-    def _write(self, record: CachedRecord, length_bytes: int, state: RecordState) -> None:
-        if self._store is None:
-            record.finish = None
-            self._rest(record, state)
-            return
+    def _write(self, record: CachedRecord, length: int | Callable[[], int], state: RecordState) -> None:
         with interrupts_deferred():  # From the start of the transfer a failure is lost data.
-            record.lease.transfer = transfer = self._store.write(record.key, record.lease, length_bytes)
-            record.finish = None
-            self.records.move(record, state, writing=True)
-        self._metrics.count_write(record.key, length_bytes, transfer)
+            if record.lease.transfer is not None:
+                self.records.move(record, state, writing=True)
+                self._writes.start_when_copied(record, length if callable(length) else lambda: length)
+                return
+            length_bytes = length() if callable(length) else length
+            if self._store is not None:
+                self._writes.start(record, length_bytes)
+            self.records.move(record, state, writing=self._store is not None)
 
     def _start_write(self, record: CachedRecord) -> None:
         """If a device copies the record, wait until it has, and start writing it. See [Note: copies from a device].
@@ -520,17 +521,16 @@ class RecordCache:
         """
         if record.finish is None:
             return
-        assert record.lease.transfer is not None
         try:
-            record.lease.transfer.wait()
-            with interrupts_deferred():  # It may change the record, so that it must not be called again.
-                length_bytes = record.finish()
-                record.finish = lambda: length_bytes  # If the write cannot be started, the next call tries that alone.
-        except SwapIOError as error:
-            record.finish, record.lease.transfer = None, FailedTransfer(error)
-            self._move(record, RecordState.FAILED, writing=False)
+            self._writes.finish(record)
+        except SwapIOError:
+            if isinstance(record.lease.transfer, FailedTransfer) and not self._policy.rewrites:
+                with interrupts_deferred():
+                    record.finish = None
+                    self.records.move(record, RecordState.FAILED, writing=False)
             raise
-        self._write(record, length_bytes, record.state)
+        if self._store is None:
+            self._rest(record, record.state)
 
     def _see_written(self, record: CachedRecord) -> bool:
         """Wait for the write of `record`, and let the record leave if it was leaving.
@@ -548,8 +548,9 @@ class RecordCache:
             record.lease.transfer.wait()
         except SwapIOError:
             if self._policy.rewrites:
-                self._policy.write_failed(record.key)
-                self._rest(record, record.state)
+                if record.finish is None:
+                    self._policy.write_failed(record.key)
+                    self._rest(record, record.state)
                 raise
             if record.writing and record.finish is None:
                 self._move(record, RecordState.FAILED, writing=False)
@@ -571,14 +572,12 @@ class RecordCache:
             return
         failure: SwapIOError | None = None
         for record in list(itertools.islice(self.records.writes(), _LOOKS)):
+            is_copied = record.finish is not None  # First: a thread may start the write, and replace the transfer.
             assert record.lease.transfer is not None
             if not record.lease.transfer.done():
                 continue
-            if record.finish is None:
-                self._see_written(record)
-                continue
             try:
-                self._start_write(record)
+                self._start_write(record) if is_copied else self._see_written(record)
             except SwapIOError as error:
                 failure = failure or error
         if failure is not None:

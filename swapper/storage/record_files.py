@@ -65,9 +65,12 @@ class Part:
 
     def unreserved_bytes(self) -> int:
         """Bytes that it will still take of the drive's free space."""
-        if self.reserved or self.file.closed:
+        if self.reserved:
             return 0
-        return max(0, self.share.length_bytes - os.fstat(self.file.fileno()).st_blocks * 512)
+        try:
+            return max(0, self.share.length_bytes - os.fstat(self.file.fileno()).st_blocks * 512)
+        except ValueError:  # It is closed, perhaps just now: a write in another thread goes to a fresh file.
+            return 0
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
@@ -98,6 +99,7 @@ class TensorStore:
         self._drives: list[Drive] = []
         self._records: dict[RecordKey, Record] = {}
         self._tokens = itertools.count()
+        self._counting = threading.Lock()  # Caches start writes in threads of their own.
         self.first_writes = 0
         self.overwrites = 0
         self._finalizer = finalizer(self, _close, self._drives, self._records, self._pid)
@@ -263,8 +265,9 @@ class TensorStore:
         for part, part_bytes in used(record):
             first |= part_bytes > part.written_bytes
             part.written_bytes = max(part.written_bytes, part_bytes)
-        self.first_writes += first
-        self.overwrites += not first
+        with self._counting:
+            self.first_writes += first
+            self.overwrites += not first
         return transfer
 
     def _make_writable(self, key: RecordKey, record: Record, length_bytes: int) -> None:

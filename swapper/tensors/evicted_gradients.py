@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import inspect
+import sys
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -38,11 +40,15 @@ _GRAD = vars(torch._C.TensorBase)["grad"]
 """The attribute as autograd has it, whatever the class of a parameter makes of it."""
 
 
+_CLEAR = {inspect.unwrap(each.zero_grad).__code__ for each in (torch.optim.Optimizer, torch.nn.Module)}
+"""Code that reads `p.grad` to forget it, or to set it to zero."""
+
+
 class GradientHome(Protocol):
     """Brings gradients back."""
 
-    def gradient_of(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
-        """Give what reading `parameter.grad` gives."""
+    def gradient_of(self, parameter: torch.nn.Parameter, *, to_clear: bool = False) -> torch.Tensor | None:
+        """Give what reading `parameter.grad` gives; with `to_clear` to code that does not want its values."""
 
     def bring_back(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Have the gradient in memory again, for good."""
@@ -64,7 +70,9 @@ class GradientEvictedParameter(torch.nn.Parameter):
         if reference is None:
             return raw_gradient(self)
         home: GradientHome | None = reference()
-        return evicted_gradient(self, None, ()) if home is None else home.gradient_of(self)
+        if home is None:
+            return evicted_gradient(self, None, ())
+        return home.gradient_of(self, to_clear=sys._getframe(1).f_code in _CLEAR)
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:

@@ -915,7 +915,7 @@ def test_gradients_that_are_kept_in_the_pool(nvme_path: Path, micro_batches: int
         parts = twin.swapper._plan.gradient_parts()
         total = needs_of(parts, stored=False).total_bytes
         with BufferPool(total) as pool:
-            kept = GradientSwapper(parts, 99, micro_batches, pool, total, None, lambda: None)
+            kept = GradientSwapper(None, parts, 99, micro_batches, pool, total, None, lambda: None)
             twin.swapper.attach(gradients=kept)
             for step in range(4):
                 for _ in range(micro_batches):

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerators import writes_start_with_calls
 from host_device import LateCopies
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -49,6 +50,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU is an accelerator, but not for files: the buffers of a pool are still memory of the host."""
     monkeypatch.setattr(handle, "is_accelerator", lambda device: False)
     monkeypatch.setitem(devices.DEVICES, "cpu", LateCopies)
+    writes_start_with_calls(monkeypatch)
     LateCopies.reset()
     yield
     gc.collect()

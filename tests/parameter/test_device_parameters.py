@@ -454,12 +454,22 @@ class Trained:
 
     Args:
         pool_bytes: so few that records are read and written all the time.
+        short: the device has the least memory for parameters.
     """
 
-    def __init__(self, nvme_path: Path, device: torch.device, pool_bytes: str = "224KiB") -> None:
+    def __init__(
+        self, nvme_path: Path, device: torch.device, pool_bytes: str = "224KiB", *, short: bool = False
+    ) -> None:
         self.device = device
         self.plain, self.model = layers(device, depth=4), layers(device, depth=4)
-        swapper.offload(self.model, config=config_for(nvme_path, pool_bytes=pool_bytes, bucket_bytes="64KiB"))
+        settings: dict[str, Any] = {"pool_bytes": pool_bytes, "bucket_bytes": "64KiB"}
+        if short:
+            with pytest.raises(swapper.ConfigError) as refused:
+                swapper.offload(self.model, config=config_for(nvme_path, device_bytes=1, **settings))
+            found = re.search(r"set it to at least (\d+)", str(refused.value))
+            assert found
+            settings["device_bytes"] = int(found[1])
+        swapper.offload(self.model, config=config_for(nvme_path, **settings))
         self.swapper = swapper_of(self.model)
 
     def run(self, model: nn.Module) -> list[torch.Tensor]:
@@ -519,15 +529,16 @@ def test_ctrl_c_while_what_changed_goes_down(nvme_path: Path, device: torch.devi
     trained.close()
 
 
+@pytest.mark.parametrize("short", [False, True])
 @pytest.mark.usefixtures("_short_records")
 def test_a_read_that_fails_is_an_error_and_the_next_pass_is_right(
-    nvme_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    short: bool, nvme_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = FaultPlan(fail_errno=errno.EIO)
     monkeypatch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
-    trained = Trained(nvme_path, device)
+    trained = Trained(nvme_path, device, short=short)
     failed = 0
-    for n in (1, 2, 3, 5):
+    for n in range(1, 9):
         plan.fail_read_at = n
         try:
             trained.run(trained.model)

@@ -373,7 +373,7 @@ void put_values(const std::vector<std::vector<std::optional<Operand>>>& targets,
         const auto values =
             results[i].isTensor() ? std::vector{results[i].toTensor()} : results[i].toTensorVector();
         for (size_t k = 0; k < values.size(); ++k) {
-            if (!targets[i][k]) continue;
+            if (!targets[i][k] || !values[k].defined()) continue;  // What an output mask leaves out.
             const at::Tensor target = targets[i][k]->on_host();
             TORCH_CHECK(
                 target.sizes() == values[k].sizes() && target.scalar_type() == values[k].scalar_type(),

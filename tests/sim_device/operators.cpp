@@ -139,6 +139,16 @@ void start_convolution_backward(const c10::OperatorHandle& op, torch::jit::Stack
     start_kernel(convolution_backward(), stack);
 }
 
+// Of integers too, as on CUDA: models that route tokens to experts count them so.
+void start_histc(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+    const size_t first = stack->size() - op.schema().arguments().size();
+    const at::Tensor given = (*stack)[first].toTensor();
+    const bool is_integral = at::isIntegralType(given.scalar_type(), true);
+    if (is_integral) (*stack)[first] = given.to(at::kDouble);
+    start_kernel(op, stack);
+    if (is_integral) stack->back() = stack->back().toTensor().to(given.scalar_type());
+}
+
 // SDPBackend::math: of operators that have kernels.
 int64_t fused_sdp_choice(const at::Tensor&, const at::Tensor&, const at::Tensor&,
                          const std::optional<at::Tensor>&, double, bool, std::optional<double>, bool) {
@@ -241,6 +251,7 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     for (const char* const name : {"native_layer_norm", "native_group_norm"}) {
         m.impl(name, torch::CppFunction::makeFromBoxedFunction<&start>());
     }
+    m.impl("histc", torch::CppFunction::makeFromBoxedFunction<&start_histc>());
     m.impl("_fused_sdp_choice", fused_sdp_choice);
     m.impl("native_dropout", native_dropout);
     m.impl("_thnn_fused_lstm_cell", lstm_cell);

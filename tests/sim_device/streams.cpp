@@ -113,6 +113,7 @@ void Scheduler::run_next(Stream& stream) {
         failure_.resize(
             std::min(failure_.size(), failure_.find("\nException raised from")));  // torch's backtrace
     }
+    if (next.task.work) spent_.push_back(std::move(next.task.work));
     ++stream.done;
     ++done_;
 }

@@ -70,6 +70,10 @@ class Scheduler {
     // The first failure of a kernel that ran late, once; empty if there was none.
     std::string take_failure();
 
+    // The work that has run since the last call. To be destroyed without the lock of the world: it may hold
+    // the last reference to a tensor of Python's, which takes Python's lock.
+    std::vector<std::function<void()>> take_spent() { return std::exchange(spent_, {}); }
+
     // Runs all that uses it, and returns whether there was anything.
     bool finish(HostRange range);
     bool uses(HostRange range) const;
@@ -100,6 +104,7 @@ class Scheduler {
     std::map<std::pair<int, uint64_t>, int> polls_;  // of each mark, since something was pushed
     uint64_t done_ = 0;
     std::string failure_;
+    std::vector<std::function<void()>> spent_;
 };
 
 }  // namespace sim

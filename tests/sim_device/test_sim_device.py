@@ -535,6 +535,12 @@ def test_batch_norm_has_the_bits_of_the_cpu(dtype: torch.dtype, parameters: Any,
         assert a.dtype == b.dtype and torch.equal(a, b)
 
 
+def test_integers_are_counted_as_on_cuda() -> None:
+    """For which the CPU has no kernel: models that route tokens to experts do so."""
+    counts = torch.histc(INDICES.to("sim"), bins=6, min=0, max=5)
+    assert counts.dtype == torch.int64 and counts.tolist() == torch.bincount(INDICES, minlength=6).tolist()
+
+
 def test_attention_is_close_to_the_cpu() -> None:
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
         return [F.scaled_dot_product_attention(q, k, v, is_causal=causal) for causal in (False, True)]

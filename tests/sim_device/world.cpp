@@ -55,6 +55,11 @@ std::unique_lock<std::mutex> locked() {
 
 Entered::Entered() : lock_(locked()), world_(shared().world) {}
 
+Entered::~Entered() {
+    const auto spent = world_.scheduler.take_spent();
+    lock_.unlock();
+}
+
 bool is_forked() noexcept {
     return g_forked;
 }

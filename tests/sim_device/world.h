@@ -20,6 +20,9 @@ class Entered {
   public:
     // Throws std::runtime_error in a child of the process that began with it: the streams are the parent's.
     Entered();
+    ~Entered();
+    Entered(const Entered&) = delete;
+    Entered& operator=(const Entered&) = delete;
     World* operator->() const { return &world_; }
     World& operator*() const { return world_; }
 

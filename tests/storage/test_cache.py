@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerators import writes_start_with_calls
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -1071,7 +1072,10 @@ class CopyOfDevice:
         self.over = True
 
 
-def test_ctrl_c_anywhere_loses_no_record_that_a_device_copied_and_finishes_none_twice(nvme_path: Path) -> None:
+def test_ctrl_c_anywhere_loses_no_record_that_a_device_copied_and_finishes_none_twice(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    writes_start_with_calls(monkeypatch)
     with world(nvme_path, buffers=3) as w:
         cache = w.cache()
         for n in range(5000):
@@ -1105,7 +1109,7 @@ def test_ctrl_c_anywhere_loses_no_record_that_a_device_copied_and_finishes_none_
                 cache.evict(key(2))
                 cache.flush()
 
-            interrupted = interrupted_at(n, work, "storage/cache.py", "storage/cached_records.py")
+            interrupted = interrupted_at(n, work, "storage/cache.py", "storage/cached_records.py", "storage/writes.py")
             check_books(cache)
             copy.over = True
             taken = (record := cache.records.get(key(0))) is not None and record.state is RecordState.LIVE

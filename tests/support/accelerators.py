@@ -20,6 +20,7 @@ from repository import ROOT
 from sampling import SEED
 
 from swapper.io.devices import DEVICES, Copies
+from swapper.storage.writes import RecordWrites
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "sim-eager": {"mode": "eager"},
@@ -66,9 +67,24 @@ def simulated() -> ModuleType:
         pytest.skip(str(error))
 
 
-def simulate(settings: str, patch: pytest.MonkeyPatch) -> ModuleType:
-    """Begin a test on the simulated device. Returns the module `sim_device`."""
+def writes_start_with_calls(patch: pytest.MonkeyPatch) -> None:
+    """Have no thread start the writes of what a device has copied: the next call of the cache does it.
+
+    A thread that waits for a simulated device is somebody who waits, so that work would run that no call waited for.
+    """
+    patch.setattr(RecordWrites, "_watch", lambda self, key, copy: None)
+
+
+def simulate(settings: str, patch: pytest.MonkeyPatch, *, threads: bool = False) -> ModuleType:
+    """Begin a test on the simulated device. Returns the module `sim_device`.
+
+    Args:
+        settings: a name in `SETTINGS`.
+        threads: writes start without a call. What a device does is then not the same in each run.
+    """
     sim_device = simulated()
+    if not threads:
+        writes_start_with_calls(patch)
     sim_device.configure(**SETTINGS[settings])
     sim_device.set_limit()
     patch.setitem(DEVICES, "sim", SimCopies)

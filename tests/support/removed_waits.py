@@ -45,6 +45,7 @@ PLACES = (
     "parameter/",
     "storage/buffers.py",
     "storage/cache.py",
+    "storage/writes.py",
 )
 """Where device code is."""
 

@@ -29,7 +29,6 @@ MISSED_FIRST_BY: dict[str, tuple[str, str]] = {
     "io/devices.py settle settle": ("failed step", "sim-random"),
     "io/devices.py run keep": ("temporary parameter", "sim-lazy"),
     "optimizer/stepper.py finish join": ("gradients on the drive", "sim-lazy"),
-    "storage/cache.py _start_write wait": ("gradients flushed", "sim-lazy"),
     "storage/cache.py _wait_for_content wait": ("gradients on the drive", "sim-lazy"),
     "optimizer/stepper.py run_one join": ("step in backward", "sim-lazy"),
 }
@@ -60,6 +59,9 @@ NOT_MISSED: dict[str, str] = {
     "storage/cache.py flush settle": "of writes by the drive; see test_cache",
     "storage/cache.py discard wait": "of what failed",
     "storage/cache.py close wait": "of what is given up with its owner",
+    "storage/writes.py finish settle": "else `_finish` waits, and the lock is held meanwhile",
+    "storage/writes.py _finish wait": "the copy is over: it raises what the device has to say; see test_writes",
+    "storage/writes.py _start_writes settle": "of the thread; see test_writes",
 }
 
 FOUND = [site for site in sites() if site.path != NOT_YET]

@@ -1,0 +1,189 @@
+"""`RecordWrites`: starts the writes of one cache's records; of those that a device still copies, when it has.
+
+[Note: writes without a call] A device may finish copying a record when the thread that trains is elsewhere: in a
+forward, or waiting for data. So that the drive does not wait for it, a thread of our own waits for the copies of a
+cache, one after another, and starts the writes. It only comes first: while `CachedRecord.finish` is set, any call that
+needs the record, or its buffer, does the same itself.
+
+    one owner   `starting` is held while a write is started, or withdrawn. `finish` is None when it is released
+    an error    the record keeps it, as `FailedTransfer`, or keeps `finish` if the write could not be started: the next
+                call of the cache meets it, just as if there were no thread
+    the end     the thread lives while there are copies to wait for. Python waits for it before it ends a program
+    a fork      waits until no write is being started. The child has no such thread, and no use for one
+    finalizers  may take `starting` in the middle of anything, also where a lock is held that a write needs. So the
+                thread keeps the cache's owner alive while it holds `starting`: no finalizer of it can be waiting then
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+
+from swapper.errors import SwapIOError
+from swapper.interrupts import interrupts_deferred
+from swapper.metrics import Metrics
+from swapper.storage.cached_records import CachedRecord, CachedRecords
+from swapper.storage.store import RecordKey, TensorStore
+from swapper.storage.transfers import AnyTransfer, FailedTransfer
+
+__all__ = ["RecordWrites"]
+
+log = logging.getLogger(__name__)
+
+
+class RecordWrites:
+    """Starts the writes of `records`. See [Note: writes without a call].
+
+    Args:
+        store: where records go; None: nothing is written, and records are only completed.
+        metrics: counts writes.
+        records: of a cache, under whose lock all methods are called.
+        owner: what has a finalizer that ends the cache; None if nothing has.
+    """
+
+    def __init__(
+        self, store: TensorStore | None, metrics: Metrics, records: CachedRecords, owner: weakref.ref[object] | None
+    ) -> None:
+        self.starting = threading.RLock()  # Re-entrant: a finalizer may run at any allocation.
+        self._store = store
+        self._metrics = metrics
+        self._records = records
+        self._owner = owner
+        self._copying: deque[tuple[RecordKey, AnyTransfer]] = deque()
+        self._has_thread = False
+        _living.add(self)
+
+    def start(self, record: CachedRecord, length_bytes: int) -> None:
+        """Start writing the first bytes of the buffer of `record`. Nothing else is in flight in it.
+
+        Raises:
+            SwapIOError: it could not be started; nothing has changed.
+        """
+        assert self._store is not None
+        with self.starting:
+            with interrupts_deferred():
+                record.lease.transfer = transfer = self._store.write(record.key, record.lease, length_bytes)
+                record.finish = None
+            self._metrics.count_write(record.key, length_bytes, transfer)
+
+    def start_when_copied(self, record: CachedRecord, finish: Callable[[], int]) -> None:
+        """Have `record` written when its lease's transfer, a copy, is over. To be called with interrupts deferred.
+
+        Args:
+            finish: is called then, once, in any thread; completes the record and gives its length in bytes.
+        """
+        assert record.lease.transfer is not None
+        with self.starting:
+            record.finish = finish
+            if self._store is not None:
+                self._watch(record.key, record.lease.transfer)
+
+    def finish(self, record: CachedRecord) -> None:
+        """If `record` is to be written when it is copied, wait for the copy, complete it, and start writing it.
+
+        Raises:
+            SwapIOError: the copy failed, or `finish`, and the lease's transfer is a `FailedTransfer` from now on; or
+                the write could not be started, which the next call tries again.
+        """
+        transfer = record.lease.transfer
+        if record.finish is not None and transfer is not None:
+            transfer.settle()
+        with self.starting:
+            if record.finish is not None:
+                self._finish(record)
+
+    def withdraw(self, record: CachedRecord) -> bool:
+        """Do not write `record` when it is copied. False if its write was started, or nothing is to be written."""
+        with self.starting:
+            pending, record.finish = record.finish, None
+            return pending is not None
+
+    def _finish(self, record: CachedRecord) -> None:
+        assert record.finish is not None and record.lease.transfer is not None
+        try:
+            record.lease.transfer.wait()
+            with interrupts_deferred():  # It may change the record, so that it must not be called again.
+                length_bytes = record.finish()
+                record.finish = lambda: length_bytes  # If the write cannot be started, the next call tries that alone.
+        except SwapIOError as error:
+            record.lease.transfer = FailedTransfer(error)
+            raise
+        except Exception as error:  # A bug, or no memory: half of it may be done.
+            failed = SwapIOError(errno.EIO, "write", detail=f"completing a record that a device copied: {error!r}")
+            record.lease.transfer = FailedTransfer(failed)
+            raise failed from error
+        if self._store is None:
+            record.finish = None
+        else:
+            self.start(record, length_bytes)
+
+    # --- The thread ------------------------------------------------------------------------------------------------
+
+    def _watch(self, key: RecordKey, copy: AnyTransfer) -> None:
+        self._copying.append((key, copy))
+        if not self._has_thread:
+            thread = threading.Thread(
+                target=_start_writes, args=(weakref.ref(self),), name="swapper-writes", daemon=False
+            )
+            try:
+                thread.start()  # It waits for `starting`, and then finds the copy.
+            except RuntimeError as error:  # No threads are left, or the interpreter ends: calls do it.
+                self._copying.clear()
+                log.debug("writes start with the next call: %s", error)
+            else:
+                self._has_thread = True
+
+    def _next_copy(self) -> tuple[RecordKey, AnyTransfer] | None:
+        """The next copy that the thread is to wait for. None ends it."""
+        with self.starting:
+            if self._copying:
+                return self._copying.popleft()
+            self._has_thread = False
+            return None
+
+    def _start_copied(self, key: RecordKey, copy: AnyTransfer) -> None:
+        """In the thread: `copy` is over. Start the write, if nobody has."""
+        owner = None if self._owner is None else self._owner()
+        if owner is None and self._owner is not None:
+            return
+        with self.starting:
+            record = self._records.get(key)
+            if record is not None and record.finish is not None and record.lease.transfer is copy:
+                with contextlib.suppress(Exception):  # The next call meets it again: see the note.
+                    self._finish(record)
+
+
+def _start_writes(reference: weakref.ref[RecordWrites]) -> None:
+    """The thread. While it waits for a device it keeps nobody alive."""
+    while (writes := reference()) is not None and (found := writes._next_copy()) is not None:
+        del writes
+        key, copy = found
+        with contextlib.suppress(Exception):  # What failed is met by whoever waits for it.
+            copy.settle()
+        if (writes := reference()) is not None:
+            writes._start_copied(key, copy)
+        del writes, found, copy
+
+
+_living: weakref.WeakSet[RecordWrites] = weakref.WeakSet()
+_held: list[RecordWrites] = []
+
+
+def _before_fork() -> None:
+    for writes in list(_living):
+        writes.starting.acquire()
+        _held.append(writes)
+
+
+def _after_fork() -> None:
+    while _held:
+        _held.pop().starting.release()
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
