@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from swapper.io.devices import on_streams
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.parameter import records as parameter_records
 from swapper.parameter.device_sums import DeviceSums
-from swapper.parameter.device_tier import DeviceTier
+from swapper.parameter.device_tier import DeviceTier, HeldOnDevice
 
 WIDE = 128
 DEPTH = 5
@@ -54,21 +54,39 @@ def change_in_forward(model: nn.Module) -> None:
         handle.remove()
 
 
-def evaluate_on_two_streams(model: nn.Module) -> None:
-    """Run forward on the current stream, then on another, then on it again. Each changes weights, and waits for those
-    before it."""
+def use_two_streams(model: nn.Sequential) -> None:
+    """What was brought on one stream is used on another; and what one changes leaves while the other works."""
     device = next(model.parameters()).device
     module: Any = torch.get_device_module(device)
     other, first = module.Stream(device), module.current_stream(device)
-    for stream, before in ((first, other), (other, first), (first, other)):
-        stream.wait_stream(before)
-        with on_streams([stream]):
-            change_in_forward(model)
-            keep_busy(device.type, 200)
+    with torch.no_grad():
+        x = torch.ones(4, WIDE, device=device)
+        for _ in range(2):
+            model(x)
+            other.wait_stream(first)
+            with on_streams([other]):
+                keep_busy(device.type, 500)
+                y = model(x)
+            first.wait_stream(other)
+            model[0][0].bias.data.add_(0 * y.sum())  # type: ignore[index, union-attr]
+        keep_busy(device.type, 500)
+        for number in (4, 3):
+            handle = model[number][0].register_forward_pre_hook(_double)  # type: ignore[index]
+            model[number](x)
+            handle.remove()
+        with on_streams([other]):  # It does not wait.
+            mine = torch.ones(4, WIDE, device=device)
+            for number in (0, 1, 2):
+                model[number](mine)
+        first.wait_stream(other)
+
+
+def _double(module: nn.Module, args: object) -> None:
+    module.bias.data.mul_(2)  # type: ignore[operator, union-attr]
 
 
 @functools.cache
-def expected(device: str, step_device: str, change: Callable[[nn.Module], None]) -> list[torch.Tensor]:
+def expected(device: str, step_device: str, change: Callable[[nn.Sequential], None]) -> list[torch.Tensor]:
     """Parameters after the steps of the plain optimizer, on copies on the host where `step_device` is "cpu"."""
     model = layers(device)
     place = device if step_device == "device" else "cpu"
@@ -97,9 +115,9 @@ def train(
     where: str = "nvme",
     gradients: str = "nvme",
     step_device: str = "cpu",
-    change: Callable[[nn.Module], None] = never,
+    change: Callable[[nn.Sequential], None] = never,
     pool: str = "1MiB",
-    uses: Callable[[nn.Module], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+    uses: Callable[[nn.Sequential], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
 ) -> None:
     """Train, with as little memory on the device as is accepted.
 
@@ -166,12 +184,24 @@ def expected_in_orders(device: str) -> list[torch.Tensor]:
 
 
 def orders(device: str, path: Path, where: str, delay_us: int = 0) -> None:
-    """Passes in changing order, where neither the pool nor the device has room for all. The drive may be slow."""
+    """Passes in changing order, where neither the pool nor the device has room for all. The drive may be slow.
+
+    Memory of the device that a record leaves is others' at once.
+    """
     expected = expected_in_orders(device)
+    others: list[torch.Tensor] = []
+    free = DeviceTier._free
+
+    def free_and_use(self: DeviceTier, held: HeldOnDevice) -> None:
+        lengths = [len(values) for values in held.on_device]
+        free(self, held)
+        others.extend(torch.full((length,), 7.0, device=device) for length in lengths)
+
     plan = FaultPlan(delay_us=delay_us)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parameter_records, "GROUP_BYTES", PER_RECORD_BYTES)
         patch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+        patch.setattr(DeviceTier, "_free", free_and_use)
         model = layers(device)
         pool = {"pool_bytes": "224KiB", "bucket_bytes": "64KiB"} if where == "nvme" else {}
         swapper.offload(model, config=swapper.OffloadConfig(nvme_path=path, offload_param={"device": where}, **pool))
@@ -181,21 +211,23 @@ def orders(device: str, path: Path, where: str, delay_us: int = 0) -> None:
                 assert torch.equal(values.cpu(), dict(model.named_parameters())[name].cpu())
             found += [p.detach().cpu() for p in model.parameters()]
             assert all(map(torch.equal, found, expected))
+            assert all(bool((values == 7).all()) for values in others)
 
 
 @contextlib.contextmanager
 def read_in_the_step(model: nn.Sequential) -> Iterator[None]:
-    """A layer is in use during a step on the CPU; it is read on the device while it is stepped, and after."""
+    """The last layer is in use during a step on the CPU; it is read on the device while it is stepped, and after."""
     read: list[torch.Tensor] = []
     step = DeviceTier.use_on_host
 
-    def use_on_host(self: DeviceTier, *args: Any) -> None:
-        step(self, *args)
-        keep_busy(self.device.type, 500)
-        read.append(views[0] * 1)
+    def use_on_host(self: DeviceTier, records: Sequence[HeldOnDevice], *args: Any) -> None:
+        step(self, records, *args)
+        if any(held.in_use for held in records):
+            keep_busy(self.device.type, 5000)
+            read.append(views[0] * 1)
 
-    with swapper.gathered(model[1]), pytest.MonkeyPatch.context() as patch:
-        views = [model[1][0].weight.data]  # type: ignore[index, union-attr]
+    with swapper.gathered(model[4]), pytest.MonkeyPatch.context() as patch:
+        views = [model[4][0].weight.data]  # type: ignore[index, union-attr]
         before = views[0].cpu()
         patch.setattr(DeviceTier, "use_on_host", use_on_host)
         yield
@@ -226,10 +258,12 @@ def sums(device: str, path: Path) -> None:
 PARAMETER_SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     "parameters on the drive": train,
     "parameters in the pool": functools.partial(train, where="cpu", gradients="cpu"),
+    "parameters changed in the pool": functools.partial(train, where="cpu", gradients="cpu", change=change_in_forward),
     "parameters stepped on the device": functools.partial(train, step_device="device"),
     "parameters changed in forward": functools.partial(train, change=change_in_forward),
-    "parameters used on another stream": functools.partial(train, change=evaluate_on_two_streams, step_device="device"),
+    "parameters used on another stream": functools.partial(train, change=use_two_streams, step_device="device"),
     "parameters in use in the step": functools.partial(train, uses=read_in_the_step),
+    "parameters in use in the pool": functools.partial(train, where="cpu", gradients="cpu", uses=read_in_the_step),
     "parameters in a short pool": functools.partial(orders, where="nvme"),
     "parameters on a slow drive": functools.partial(orders, where="nvme", delay_us=2000),
     "sums of parameters": sums,
