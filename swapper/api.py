@@ -27,7 +27,7 @@ from swapper.parameter.building import ModelBuilder, device_of, initialisers_of
 from swapper.parameter.records import ParameterPlan, check_devices, plan_parameters
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.progress import warn_once
-from swapper.session import Shared
+from swapper.session import Shared, pool_of_parameters
 from swapper.sizes import PAGE_BYTES
 from swapper.storage.budget import OptimizerNeeds, PoolBudget
 from swapper.storage.buffers import BufferPool
@@ -177,15 +177,8 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
             if swapper is not None:
                 swapper.share_pool(shares.parameters)
             else:
-                pool: BufferPool | GrowingPool
-                number, store = next(_owners), None
-                if stored is None:
-                    pool = GrowingPool(parameters.kept_bytes, device=device)
-                    release = pool.close
-                else:
-                    shared = Shared.of(settings, device)
-                    release = shared.hold(0, 0)  # Parameters make memory of the pool ready as they come.
-                    pool, store = shared.pool, shared.store
+                number = next(_owners)
+                pool, store, release = pool_of_parameters(settings, device, parameters.kept_bytes)
                 # The last step that can fail. It then gives all values back itself.
                 swapper = _made(
                     lambda: ParameterSwapper(
@@ -238,10 +231,8 @@ def _plan(
         if plan.device.type == "meta":
             raise ConfigError("the parameters are on the meta device and have no values; give the model memory first")
         if asked.device == "none" and swaps_state and plan.on_accelerator:
-            raise ConfigError(
-                "offload_optimizer.device: none can neither keep master weights nor step gradients that are offloaded "
-                "for a model on a GPU; use device: cpu"
-            )
+            why = "master_weights, step_in_backward or gradients that are offloaded"
+            warn_once(log, f"offload_optimizer.device: none is the same as cpu on {plan.device} with {why}")
         plans.append(plan)
     return plans
 
@@ -252,8 +243,8 @@ def _plan_parameters(model: torch.nn.Module, settings: OffloadConfig) -> Paramet
         return None
     if (swapper := _parameters_on(model, settings)) is not None:
         return swapper.plan
-    resident_bytes, in_backward = settings.offload_param.resident_bytes, settings.offload_optimizer.step_in_backward
-    return plan_parameters(model, settings.bucket_bytes, resident_bytes, in_backward)
+    kept, in_backward = settings.offload_param, settings.offload_optimizer.step_in_backward
+    return plan_parameters(model, settings.bucket_bytes, kept.resident_bytes, kept.device_resident_bytes, in_backward)
 
 
 def _budget(
@@ -381,8 +372,9 @@ def init(config: ConfigLike, device: torch.device | str | None = None) -> Iterat
     as it is, slowly. The files go when the model dies.
 
     Args:
-        config: `offload_param.device` must be nvme. With the same `OffloadConfig` object `offload` shares the pool,
-            engines and run directory; with another one the pools of both exist until it is done.
+        config: `offload_param.device` must be nvme; or cpu for a model on an accelerator, which is then built in memory
+            of the host. With the same `OffloadConfig` object `offload` shares the pool, engines and run directory; with
+            another one the pools of both exist until it is done.
         device: of the model: the CPU, or an accelerator, where its parameters come whenever they are used. What is made
             within this is made there. None: torch's default device (`torch.set_default_device`).
 
@@ -479,17 +471,14 @@ def gathered(
 
 
 def _builder(settings: OffloadConfig, device: torch.device) -> ModelBuilder:
-    if settings.offload_param.device != "nvme":
-        raise ConfigError(
-            f"offload_param.device: {settings.offload_param.device} leaves parameters in memory; set it to nvme, or "
-            "build the model without swapper"
-        )
+    asked = settings.offload_param.device
+    if asked == "none" or (asked == "cpu" and not is_accelerator(device)):
+        text = f"offload_param.device: {asked} leaves parameters on {device} in memory"
+        raise ConfigError(f"{text}; set it to nvme, or build the model without swapper")
     with outside_of_inference():  # What is made here is used outside of that mode too.
-        shared = Shared.of(settings, device)
-        release = shared.hold(0, 0)
-        number, pool, store = next(_owners), shared.pool, shared.store
-        bucket_bytes, pool_bytes = settings.bucket_bytes, settings.pool_bytes
+        number, bucket_bytes, pool_bytes = next(_owners), settings.bucket_bytes, settings.pool_bytes
         device_bytes = settings.offload_param.device_bytes or pool_bytes
+        pool, store, release = pool_of_parameters(settings, device, 0, bucket_bytes)
         return _made(
             lambda: ModelBuilder(number, bucket_bytes, pool_bytes, pool, store, release, device, device_bytes), release
         )

@@ -68,6 +68,9 @@ class CheckReport:
             0 if nothing is written.
         drives: what each would get, if they are several; else empty.
         device_bytes: the most that parameters take at once of the memory of an accelerator that the model is on.
+        step_device_bytes: the most that steps take there besides, if they are made there: three buckets, and what the
+            optimizer's class computes in between for one. Of several optimizers the most, or with `step_in_backward`
+            the sum.
     """
 
     parameter_numel: int
@@ -86,6 +89,7 @@ class CheckReport:
     gradient_bytes: int = 0
     parameter_bytes: int = 0
     device_bytes: int = 0
+    step_device_bytes: int = 0
 
     def __str__(self) -> str:
         rows = [
@@ -117,6 +121,8 @@ class CheckReport:
             rows[3:3] = [("parameters that are moved away", format_bytes(self.parameter_bytes))]
         if self.device_bytes:
             rows[4:4] = [("device memory that they come to", format_bytes(self.device_bytes))]
+        if self.step_device_bytes:
+            rows.append(("device memory of a step", format_bytes(self.step_device_bytes)))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -138,6 +144,8 @@ def make_report(
     device_bytes = 0
     if parameters is not None and (needs := parameters.device_needs) is not None:
         device_bytes = needs.record_bytes(settings.offload_param.device_bytes) + needs.beside_bytes
+    step_bytes = [plan.step_device_bytes for plan in plans]  # In backward all hold their slots until the step.
+    together = sum(step_bytes) if settings.offload_optimizer.step_in_backward else max(step_bytes, default=0)
     state_stored = settings.offload_optimizer.device == "nvme"
     parameters_stored = parameters is not None and settings.offload_param.device == "nvme"
     gradients_stored = settings.offload_gradient.device == "nvme"
@@ -197,6 +205,7 @@ def make_report(
         steps_of_endurance=_TYPICAL_ENDURANCE_BYTES // worn_bytes if worn_bytes else 0,
         drives=drives,
         device_bytes=device_bytes,
+        step_device_bytes=together,
     )
 
 

@@ -16,9 +16,11 @@ import torch
 from swapper.config import AioConfig, OffloadConfig
 from swapper.io.handle import AsyncIOHandle
 from swapper.storage.buffers import BufferPool
+from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import TensorStore
+from swapper.storage.writes import wait_for_ends
 
-__all__ = ["Engines", "Shared", "close_all"]
+__all__ = ["Engines", "Shared", "close_all", "pool_of_parameters"]
 
 
 class Shared:
@@ -49,7 +51,7 @@ class Shared:
         Args:
             device: of tensors that are copied to and from the pool, which is locked for it; None for none.
         """
-        shared = cls._all.get(id(config))
+        shared = cls.existing(config)
         if shared is None:
             shared = cls._all[id(config)] = cls(config, device)
         elif device is not None:
@@ -58,7 +60,8 @@ class Shared:
 
     @classmethod
     def existing(cls, config: OffloadConfig) -> Shared | None:
-        """Give the one of this very object, if there is one."""
+        """Give the one of this very object, if there is one. What was dropped has given its part back."""
+        wait_for_ends()
         return cls._all.get(id(config))
 
     @classmethod
@@ -129,6 +132,17 @@ class Shared:
             self.pool.close()
         finally:
             self._engines.close()  # Last: the store's files and the pool are registered with them.
+
+
+def pool_of_parameters(
+    config: OffloadConfig, device: torch.device | None, kept_bytes: int, step_bytes: int = 0
+) -> tuple[BufferPool | GrowingPool, TensorStore | None, Callable[[], None]]:
+    """The pool and the store of parameters, and what releases them. Without a drive the pool is their own."""
+    if config.offload_param.device == "cpu":
+        own = GrowingPool(kept_bytes, device=device, step_bytes=step_bytes)
+        return own, None, own.close
+    shared = Shared.of(config, device)
+    return shared.pool, shared.store, shared.hold(0, 0)  # They make memory of the pool ready as they come.
 
 
 class _Engine:

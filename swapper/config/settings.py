@@ -143,12 +143,13 @@ class OffloadOptimizerConfig(Section, frozen=True):
     device: Literal["none", "cpu", "nvme"] = "none"
     """Where the state is between steps. "nvme": on the drive at `nvme_path`. "cpu": in host memory, for a model on a
     GPU; with a model on the CPU the state only moves to page-locked memory. Default and off: "none", where the
-    optimizer keeps it."""
+    optimizer keeps it; with `master_weights`, `step_in_backward` or gradients that are offloaded it is the same as
+    "cpu", which is said."""
 
     master_weights: bool = Field(default=False, strict=True)
     """Keep an fp32 master copy of every bf16 and fp16 parameter, and step on that: mixed-precision training. fp32
-    parameters need none and get none. With device "none" the masters live in memory. Changes what the optimizer
-    computes, so default and off: false."""
+    parameters need none and get none. With device "none" the masters live in memory of the host. Changes what the
+    optimizer computes, so default and off: false."""
 
     encoding: Literal["exact", "bf16", "int8"] = "exact"
     """How the state is written. "exact" loses nothing; "bf16" and "int8" move fewer bytes and are lossy. Default and
@@ -201,6 +202,11 @@ class OffloadParamConfig(Section, frozen=True):
     """For a model on an accelerator: most bytes of its memory that parameters take at once, with those that are copied
     ahead, and what it takes to see that they were changed. Default: None, what one module uses and the two records that
     come next. What it is must hold at least one module's; an error says how much that is."""
+
+    device_resident_bytes: Size = 0
+    """For a model on an accelerator: bytes of parameters kept in its memory once they are there, so that they are not
+    copied up again; the first ones of the model. What changes is written all the same. Part of `device_bytes`; needs
+    device "nvme" or "cpu". Default and off: 0."""
 
 
 def _add_thread_count(schema: dict[str, Any]) -> None:
@@ -387,6 +393,18 @@ class OffloadConfig(Section, frozen=True):
                     f"{name}.resident_bytes: {format_size(section.resident_bytes)} has no use with {name}.device: "
                     f"{section.device}; use device: nvme or resident_bytes: 0"
                 )
+        parameters = self.offload_param
+        if (resident_bytes := parameters.device_resident_bytes) and parameters.device == "none":
+            yield (
+                f"offload_param.device_resident_bytes: {format_size(resident_bytes)} has no use with "
+                "offload_param.device: none; use device: nvme, device: cpu, or device_resident_bytes: 0"
+            )
+        if parameters.device_bytes is not None and resident_bytes > parameters.device_bytes:
+            yield (
+                f"offload_param.device_bytes: {format_size(parameters.device_bytes)} is too small for "
+                f"device_resident_bytes {format_size(resident_bytes)}, which is part of it; set it to at least "
+                f"{resident_bytes}, or device_resident_bytes to less"
+            )
         buckets_bytes = BUCKETS_IN_POOL * self.bucket_bytes
         if buckets_bytes + self._resident_bytes > self.pool_bytes:
             yield self._pool_sum(buckets_bytes, self._resident_bytes)

@@ -170,9 +170,8 @@ class Swapping(SwappingStrategy, Strategy):
             if _settings_of.get(optimizer, settings) != settings and swapper_of(optimizer) is not None:
                 unwrap_optimizer(optimizer)  # The module kept it from a Trainer with another config.
         for swapper in _parameter_swappers(module):
-            # An earlier strategy has parameters on the drive: they come back unless `settings` wants them there too.
-            wanted = settings.offload_param.device == "nvme" and swapper is vars(module).get("swapper")
-            if not (wanted and swapper.store is not None and Shared.join(settings, swapper.store)):
+            # An earlier strategy has parameters away: they come back unless `settings` wants them there too.
+            if not (swapper is vars(module).get("swapper") and _keeps(swapper, settings)):
                 swapper.close(keep_values=True)
         if new := [optimizer for optimizer in self.optimizers if swapper_of(optimizer) is None]:
             offload(module, new, settings)
@@ -315,7 +314,9 @@ class Swapping(SwappingStrategy, Strategy):
             super().teardown()
 
     def _trim_pools(self) -> None:
-        """Free what the pools do not need between the calls of a Trainer."""
+        """Free what the pools, and parameters on an accelerator, do not need between the calls of a Trainer."""
+        for swapper in () if self.lightning_module is None else _parameter_swappers(self.lightning_module):
+            swapper.rest()
         for settings in (self._settings, *(_settings_of.get(optimizer) for optimizer in self.optimizers)):
             if settings is not None and (shared := Shared.existing(settings)) is not None:
                 shared.rest()
@@ -332,6 +333,18 @@ def _parameter_swappers(module: torch.nn.Module) -> list[ParameterSwapper]:
     homes = [home for p in module.parameters() if (home := home_of(p)) is not None and not home.temporary]
     keepers = {home.owner: home.keeper for home in homes}.values()
     return [keeper for keeper in keepers if isinstance(keeper, ParameterSwapper)]  # Else using them says it is closed.
+
+
+def _keeps(swapper: ParameterSwapper, settings: OffloadConfig) -> bool:
+    """True if `swapper` has parameters where `settings` want them. From then on it belongs to `settings`."""
+    if swapper.store is not None:
+        return settings.offload_param.device == "nvme" and Shared.join(settings, swapper.store)
+    steps = {"gradient_accumulation_steps": settings.gradient_accumulation_steps}
+    former = swapper.made_with
+    if not isinstance(former, OffloadConfig) or former.model_copy(update=steps) != settings:
+        return False
+    swapper.made_with = settings
+    return True
 
 
 def _converts(plugin: Precision, module: torch.nn.Module) -> bool:

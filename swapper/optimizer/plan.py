@@ -26,7 +26,7 @@ from swapper.optimizer.segments import (
     plan_buckets,
     plan_segments,
 )
-from swapper.optimizer.step_device import has_room, may_step_on_device
+from swapper.optimizer.step_device import has_room, may_step_on_device, step_bytes
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
@@ -349,6 +349,11 @@ class OptimizerPlan:
         if not self.on_device:
             return 0
         return max((bucket.slot_bytes(self.moves_gradients) for bucket in self.buckets), default=0)
+
+    @property
+    def step_device_bytes(self) -> int:
+        """Device memory that a step takes, at most; 0 where it is on the CPU."""
+        return step_bytes(self.slot_bytes, self.scratch_bytes) if self.on_device else 0
 
     @property
     def stored_bytes(self) -> int:

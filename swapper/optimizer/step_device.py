@@ -11,7 +11,7 @@ from swapper.io.devices import free_bytes, is_accelerator
 from swapper.optimizer.device_slots import SLOTS
 from swapper.sizes import format_bytes
 
-__all__ = ["has_room", "may_step_on_device"]
+__all__ = ["has_room", "may_step_on_device", "step_bytes"]
 
 log = logging.getLogger(__name__)
 
@@ -33,6 +33,12 @@ def may_step_on_device(asked: str, device: torch.device) -> bool:
     return asked != "cpu" and is_accelerator(device)
 
 
+def step_bytes(slot_bytes: int, scratch_bytes: int) -> int:
+    """Device memory that steps take, at most. Arguments as for `has_room`."""
+    # As much again as a record: state that the class makes in its first step, and what it computes in between.
+    return (SLOTS + 1) * slot_bytes + scratch_bytes
+
+
 def has_room(device: torch.device, slot_bytes: int, scratch_bytes: int) -> bool:
     """True if steps on `device` have room now. Logs where the steps are made.
 
@@ -40,8 +46,7 @@ def has_room(device: torch.device, slot_bytes: int, scratch_bytes: int) -> bool:
         slot_bytes: of each slot.
         scratch_bytes: what decoded masters and fp32 gradients of a bucket take.
     """
-    # As much again as a record: state that the class makes in its first step, and what it computes in between.
-    needed_bytes = (SLOTS + 1) * slot_bytes + scratch_bytes
+    needed_bytes = step_bytes(slot_bytes, scratch_bytes)
     there_bytes = free_bytes(device)
     if there_bytes is not None and needed_bytes <= there_bytes:
         log.info("steps are made on %s, with up to %s of its memory", device, format_bytes(needed_bytes))

@@ -1,4 +1,4 @@
-"""`ModelBuilder`: parameters are put on disk while their model is still being built.
+"""`ModelBuilder`: parameters are put on disk, or in memory of the host, while their model is still being built.
 
 A model that is larger than memory cannot be built first and taken over then. So each parameter goes to the drive, in a
 record of its own, as soon as the module that has it is complete. It is then an `EvictedParameter`: whatever the rest of
@@ -17,7 +17,7 @@ import functools
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -32,10 +32,11 @@ from swapper.io.devices import is_accelerator
 from swapper.parameter.cache import BY_ADDRESS, Held
 from swapper.parameter.device_tier import HeldOnDevice
 from swapper.parameter.owner import ParameterHome, ParameterOwner
-from swapper.parameter.records import plan_record_of, why_not
+from swapper.parameter.records import device_bytes_of, plan_record_of, why_not
 from swapper.sizes import SMALL_BYTES, format_bytes
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
+from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import make_ordinary, refuse_copy, restore_for_good
@@ -86,7 +87,7 @@ class ModelBuilder(ParameterOwner):
     Args:
         owner: number of this builder among the swappers of the process.
         waiting_bytes: parameters of modules that are not registered in a parent wait in memory up to this much.
-        budget_bytes, pool, store: as for `ParameterOwner`.
+        budget_bytes, pool, store: as for `ParameterOwner`. Without a store there is no budget: the pool grows.
         release: called when it has no parameters any more, and when it is closed.
         device: of the parameters that it takes; the others stay.
         device_bytes: as for `ParameterOwner`, if that is an accelerator.
@@ -99,8 +100,8 @@ class ModelBuilder(ParameterOwner):
         owner: int,
         waiting_bytes: int,
         budget_bytes: int,
-        pool: BufferPool,
-        store: TensorStore,
+        pool: BufferPool | GrowingPool,
+        store: TensorStore | None,
         release: Callable[[], None],
         device: torch.device,
         device_bytes: int,
@@ -113,6 +114,7 @@ class ModelBuilder(ParameterOwner):
         self._waiting_bytes = waiting_bytes
         self._freed_bytes = 0
         self._waiting: dict[int, tuple[weakref.ref[torch.nn.Parameter], str]] = {}
+        self._added_bytes = 0  # to those that wait, since they were last looked through
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
     # --- Building --------------------------------------------------------------------------------------------------
@@ -201,16 +203,21 @@ class ModelBuilder(ParameterOwner):
     def _wait(self, parameter: torch.nn.Parameter, name: str) -> None:
         if home_of(parameter) is None and parameter.device == self._device:
             self._waiting[id(parameter)] = weakref.ref(parameter), name
+            self._added_bytes += parameter.nbytes
 
     def _offload_waiting(self, *, patience: Patience | None = None) -> None:
         """Put on disk those that wait, if they are too many; with `patience` all of them."""
+        if not patience and self._added_bytes <= self._waiting_bytes:
+            return  # Nor are those that are left of them, or were put on disk meanwhile, so many.
         waiting = [(p, name) for reference, name in self._waiting.values() if (p := reference()) is not None]
         if patience or sum(p.nbytes for p, _ in waiting) > self._waiting_bytes:
             self._waiting.clear()
+            self._added_bytes = 0
             others = OtherTensors(patience)
             for parameter, name in waiting:
                 self._offload(parameter, name, others)
-        elif len(waiting) < len(self._waiting):
+        else:
+            self._added_bytes = sum(p.nbytes for p, _ in waiting)
             self._waiting = {id(p): (weakref.ref(p), name) for p, name in waiting}
 
     def _offload(self, parameter: torch.nn.Parameter, name: str, others: OtherTensors) -> None:
@@ -250,14 +257,19 @@ class ModelBuilder(ParameterOwner):
             make = Held if self._tier is None else HeldOnDevice
             held = make(plan_record_of(number, [(name, parameter)]), RecordKey(self._owner, "param", number))
             needed_bytes = 2 * held.plan.length_bytes
-            if needed_bytes > self._budget_bytes:
+            if self._store is not None and needed_bytes > self._budget_bytes:
                 raise ConfigError(
                     f"pool_bytes: {format_bytes(self._budget_bytes)} are too little for {name}, a parameter of "
                     f"{format_bytes(parameter.nbytes)}, which needs its place twice; set pool_bytes to at least "
                     f"{needed_bytes}"
                 )
-            assert self._store is not None
-            self._store.plan({held.key: held.plan.file_bytes})
+            if self._store is not None:
+                self._store.plan({held.key: held.plan.file_bytes})
+            else:
+                assert isinstance(held, HeldOnDevice) and self._tier is not None
+                held.kept = True
+                # It fits, for it is there; a `device_bytes` that does not is refused by `offload`.
+                self._tier.limit_bytes = max(self._tier.limit_bytes, device_bytes_of(held.plan))
             self._all.append(held)
             try:
                 self._adopt(held)
@@ -307,9 +319,13 @@ class ModelBuilder(ParameterOwner):
     def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Another owner took over `parameters`; without any left this closes itself."""
         with self._lock:
-            for parameter in parameters:
-                self._forget(self._home[parameter], parameter)
+            forgotten = [(self._home[parameter], parameter) for parameter in parameters]
+            for held, parameter in forgotten:
+                self._forget_values(held, parameter)
+            self._unhook({held for held, _ in forgotten})
             self._forget_orphans()
+            if isinstance(self._pool, GrowingPool):
+                self._pool.reserve(0)  # Frees what is empty.
             if not self._home:
                 self.close()
 
@@ -319,7 +335,8 @@ class ModelBuilder(ParameterOwner):
             values = parameter.detach()
         self._cache.wait(held.key)
         held.gone = True
-        self._unhook(held, parameter)
+        del self._home[parameter]
+        self._unhook({held})
         if self._tier is not None:
             self._forget_record(held)
         else:
@@ -339,21 +356,24 @@ class ModelBuilder(ParameterOwner):
 
     def _forget(self, held: Held, parameter: torch.nn.Parameter) -> None:
         """Forget a parameter that is not ours any more, and its record, unless views of it are left."""
+        self._forget_values(held, parameter)
+        self._unhook({held})
+
+    def _forget_values(self, held: Held, parameter: torch.nn.Parameter) -> None:
         self._cache.wait(held.key)
         if self._tier is not None or not held.has_views():
             held.gone = True
             self._forget_record(held)
-        self._unhook(held, parameter)
+        del self._home[parameter]
 
     def _forget_record(self, held: Held) -> None:
         if self._tier is not None:
             self._tier.forget(held)
         self._cache.forget(held.key)
 
-    def _unhook(self, held: Held, parameter: torch.nn.Parameter) -> None:
-        del self._home[parameter]
+    def _unhook(self, forgotten: Set[Held]) -> None:
         for hooks in self._forward_hooks:
-            hooks.parts = [part for part in hooks.parts if part[0] is not held]
+            hooks.parts = [part for part in hooks.parts if part[0] not in forgotten]
 
     def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
         """A parameter of its own, as modules are copied in construction."""

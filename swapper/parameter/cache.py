@@ -235,6 +235,22 @@ class ParameterCache:
         if not held.opened:
             held.open(lease, self, arrived=True)
 
+    def _bring_together(self, records: Sequence[Held], use: object, phase: str) -> None:
+        """As `_bring`, for records that are used at once and of which there is the hold `use`."""
+        try:
+            for held in records:
+                self._bring(held, phase)
+            return
+        except PoolExhausted:
+            if self._tier is not None or len(records) == 1:
+                raise
+        # The room that there is may be in pieces: what has come for this use goes, and comes again side by side.
+        for held in records:
+            if held.holds == {use} and not held.attached and not held.viewed() and not held.resident:
+                self._cache.evict(held.key)
+        for held in sorted(records, key=lambda held: held.length_bytes, reverse=True):
+            self._bring(held, phase)
+
     def _write_back(self, held: Held) -> None:
         """Start writing a record that is known to have changed, if no use of it is left. See `Held.late`."""
         if self._tier is not None:
@@ -249,15 +265,17 @@ class ParameterCache:
         Raises:
             SwapIOError: on leaving: a write could not be started; it will be, before the values go.
         """
-        with self._lock, interrupts_deferred():
-            for held in records:
-                held.late += 1
+        counted: Sequence[Held] = ()
         try:
+            with self._lock, interrupts_deferred():
+                for held in records:
+                    held.late += 1
+                counted = records
             yield
         finally:
             with self._lock, contextlib.ExitStack() as all_of_them:
                 with interrupts_deferred():
-                    for held in records:
+                    for held in counted:
                         held.late -= 1
                 for held in records if not self._closed else ():
                     all_of_them.callback(self._write_back, held)

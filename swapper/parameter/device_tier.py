@@ -17,8 +17,8 @@ the device has is brought down before it, if it has changed, and dropped, or rep
 
 [Note: changes behind autograd's back] Before a record leaves the device its values are compared with those that came
 up, by sums (`device_sums`): nothing but a few bytes is downloaded for it. A record of which nothing is left in use is
-summed early if memory is short, so that the result is there when the memory is needed. Whoever uses the record again
-makes that void.
+summed early if memory is short, before work on the next is queued, so that the result is there when the memory is
+needed. Whoever uses the record again makes that void.
 
 [Note: whose memory] Values are allocated on the current stream, which the copy up waits for: what was in that memory
 before may still be read by work that is queued there. Before they are freed their stream waits for the copy up, and
@@ -86,6 +86,8 @@ class HeldOnDevice(Held):
     """`sums` are of the values that the pool, or the file, has."""
     kept: bool = False
     """There is no file: the pool keeps the record."""
+    stays: bool = False
+    """`on_device` stays, once it is there, unless nothing else can go."""
     moving: bool = False
     """The buffer is needed by the call that is being made."""
     stepped: bool = False
@@ -136,10 +138,7 @@ class HeldOnDevice(Held):
         super(HeldOnDevice, self).write(cache)
 
     def complete(self, lease: Lease) -> int:
-        """Have `lease`, to which the values have come down, as the file is to be. Returns the bytes to write.
-
-        Called once for each copy, in any thread; see `RecordCache.write`.
-        """
+        """As `RecordCache.write` wants it: have `lease` as the file is to be. Returns its bytes. In any thread."""
         self.checksums = self.pack(lease)
         self.changed = False
         return self.plan.file_bytes
@@ -223,6 +222,9 @@ class DeviceTier:
         with interrupts_deferred():
             held.used, held.check, held.leaving = True, None, False
             self._used[held] = None
+        if self._lacks(device_bytes_of(held.plan)):  # Else the room for the next one would wait for this one's work.
+            self._sum_early()
+        self._owner.metrics.hits += bool(held.on_device)
         if not held.on_device:
             self._make_room(device_bytes_of(held.plan))
             self._lift(held, self._fetch(held))
@@ -259,6 +261,11 @@ class DeviceTier:
             if held.down is not None and not held.down.done():
                 return
             self._land(held)
+
+    def rest(self) -> None:
+        """Give the device memory back of all that nothing uses, and whose changes have come down."""
+        while (victim := self._first_idle(range(len(self._records)))) is not None:
+            self._evict(victim)
 
     def _follow(self, held: HeldOnDevice) -> None:
         """Let the current stream wait for the copy up, and the allocator know of it."""
@@ -316,7 +323,7 @@ class DeviceTier:
             (held.stream,) = current_streams([self.device])
             held.register(self._owner)
             self.used_bytes += length_bytes
-            self._order.hold(held.number)
+            self._order.hold(held.number, fixed=held.stays)
         self._move(None)
 
     def _copy_up(self, held: HeldOnDevice, values: list[torch.Tensor], lease: Lease) -> Copy | None:
@@ -346,7 +353,7 @@ class DeviceTier:
             held = self._records[number]
             assert isinstance(held, HeldOnDevice)
             if held.gone or held.on_device:
-                self._order.hold(number, fixed=held.gone)
+                self._order.hold(number, fixed=held.gone or held.stays)
                 continue
             record = self._cache.records.get(held.key)
             if record is None or record.state not in (RecordState.KEPT, RecordState.ARRIVING):
@@ -377,20 +384,19 @@ class DeviceTier:
         Raises:
             PoolExhausted: what is in use leaves too little.
         """
-        if self._lacks(length_bytes):
-            self._sum_early()
         while self._lacks(length_bytes):
-            if (victim := self._victim()) is not None:
+            if (victim := self._first_idle(self._order.last_needed())) is not None:
                 self._evict(victim)
             elif (leaving := next((held for held in self._going_down if held.leaving), None)) is not None:
                 self._land(leaving)
+            elif (victim := self._first_idle(range(len(self._records)))) is not None:  # One that stays.
+                self._evict(victim)
             else:
                 self._refuse(length_bytes)
 
-    def _victim(self) -> HeldOnDevice | None:
-        """The record that is needed last, of those that nothing uses."""
-        for number in self._order.last_needed():
-            held = self._records[number]
+    def _first_idle(self, numbers: Iterable[int]) -> HeldOnDevice | None:
+        """The first of these records that is on the device, and that nothing uses."""
+        for held in map(self._records.__getitem__, numbers):
             assert isinstance(held, HeldOnDevice)
             if held.on_device and not held.leaving and not held.in_use:
                 return held
@@ -463,7 +469,7 @@ class DeviceTier:
 
     def _sum_early(self) -> None:
         for held in list(self._used):
-            if held.on_device and not held.in_use:  # Not one whose coming was cut off.
+            if held.on_device and not held.in_use and not held.stays:  # Not one whose coming was cut off.
                 self._checked(held)
 
     def _checked(self, held: HeldOnDevice) -> Check:

@@ -78,12 +78,12 @@ class ParameterHome:
     parameter that nobody uses any more is freed at once, not when the garbage collector comes.
     """
 
-    __slots__ = ("number", "reference", "slot", "stride")
+    __slots__ = ("name", "number", "reference", "slot", "stride")
 
     def __init__(self, reference: weakref.ref[Any], held: Held, slot: int) -> None:
         self.reference = reference
         self.number, self.slot = held.number, slot
-        self.stride = held.plan.locations[slot].stride
+        self.name, self.stride = held.plan.locations[slot].name, held.plan.locations[slot].stride
 
     def of_owner(self) -> ParameterOwner:
         """The owner, while there is one."""
@@ -397,8 +397,7 @@ class ParameterOwner(ParameterCache):
                 return
             for held, _ in use.parts:  # All of them before the first is brought, which could evict another.
                 held.holds.add(use)
-            for held, _ in use.parts:
-                self._bring(held, phase)
+            self._bring_together([held for held, _ in use.parts], use, phase)
             for held, _ in use.parts if self._tier is None else ():
                 self._cache.wait(held.key)
             for held, slots in use.parts:

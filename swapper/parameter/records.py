@@ -126,6 +126,7 @@ class ParameterPlan:
         records: in order of registration.
         stays: why each of the others stays in memory, by name.
         resident: records that stay in the pool.
+        device_resident: records that stay on the accelerator.
         needs: of the pool.
         summary: which parameters stay in memory, why, and what to do; "" if there is nothing to say.
         device_needs: of the accelerator that the parameters are on; None of those on the CPU.
@@ -134,6 +135,7 @@ class ParameterPlan:
     records: list[ParameterRecord]
     stays: dict[str, str]
     resident: set[ParameterRecord]
+    device_resident: set[ParameterRecord]
     needs: ParameterNeeds
     summary: str
     device_needs: DeviceNeeds | None
@@ -198,7 +200,11 @@ class DeviceNeeds:
 
 
 def plan_parameters(
-    model: torch.nn.Module, bucket_bytes: int, resident_bytes: int, step_in_backward: bool
+    model: torch.nn.Module,
+    bucket_bytes: int,
+    resident_bytes: int,
+    device_resident_bytes: int,
+    step_in_backward: bool,
 ) -> ParameterPlan:
     """Plan which parameters of `model` are swapped.
 
@@ -206,6 +212,8 @@ def plan_parameters(
         model: its parameters are in memory, or on the meta device.
         bucket_bytes: a buffer is longer, but for a few pages, only if one module's parameters are.
         resident_bytes: the first records stay in the pool, as far as they are this long together.
+        device_resident_bytes: of a model on an accelerator the first records stay there, as far as they are this long
+            together; `resident_bytes` is then for those after them.
         step_in_backward: records of the last bucket that was stepped stay beside those that backward uses.
 
     Raises:
@@ -213,10 +221,14 @@ def plan_parameters(
     """
     records, stays = _group(model, bucket_bytes)
     summary = _summary_of_what_stays(model, records, stays)
-    resident = _first_of(records, resident_bytes)
-    device_needs = _device_needs(model, records)
+    device_resident: set[ParameterRecord] = set()
+    if records and is_accelerator(records[0].locations[0].parameter.device):
+        device_resident = _first_of(records, device_resident_bytes, device_bytes_of)
+    others = (record for record in records if record not in device_resident)
+    resident = _first_of(others, resident_bytes, lambda record: record.length_bytes)
+    device_needs = _device_needs(model, records, device_resident)
     needs = _needs(model, records, resident, step_in_backward, on_host=device_needs is None)
-    return ParameterPlan(records, stays, resident, needs, summary, device_needs)
+    return ParameterPlan(records, stays, resident, device_resident, needs, summary, device_needs)
 
 
 def check_devices(model: torch.nn.Module) -> None:
@@ -432,12 +444,14 @@ def used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
         yield from module.layers[0].parameters()  # As does this, by those of its first layer alone.
 
 
-def _first_of(records: Iterable[ParameterRecord], resident_bytes: int) -> set[ParameterRecord]:
+def _first_of(
+    records: Iterable[ParameterRecord], resident_bytes: int, length_of: Callable[[ParameterRecord], int]
+) -> set[ParameterRecord]:
     chosen: set[ParameterRecord] = set()
     for record in records:
-        if resident_bytes < record.length_bytes:
+        if resident_bytes < length_of(record):
             break
-        resident_bytes -= record.length_bytes
+        resident_bytes -= length_of(record)
         chosen.add(record)
     return chosen
 
@@ -471,24 +485,30 @@ def _needs(
     return ParameterNeeds(needed, why, sum(record.length_bytes for record in records))
 
 
-def _device_needs(model: torch.nn.Module, records: Sequence[ParameterRecord]) -> DeviceNeeds | None:
+def _device_needs(
+    model: torch.nn.Module, records: Sequence[ParameterRecord], resident: set[ParameterRecord]
+) -> DeviceNeeds | None:
     locations = [location for record in records for location in record.locations]
     device = next((each.parameter.device for each in locations), torch.device("cpu"))
     if not is_accelerator(device):
         return None
     beside = DeviceSums.bytes_for(max(each.length_bytes for each in locations))
     beside += sum(sums_bytes_of(record) for record in records)
-    total = sum(map(device_bytes_of, records))
-    largest = max(map(device_bytes_of, records))
-    together, name = _longest_together(model, records, device_bytes_of)
+    kept = sum(map(device_bytes_of, resident))
+    moving = [record for record in records if record not in resident]
+    total = sum(map(device_bytes_of, moving))
+    largest = max(map(device_bytes_of, moving), default=0)
+    together, name = _longest_together(model, moving, device_bytes_of)
     least = min(max(2 * largest, together), total)
     if together > 2 * largest:
         why = f"{format_bytes(together)} (what {name or 'the model'} uses itself, and the modules it runs in,)"
     else:
         why = f"{format_bytes(least)} (the largest record twice: one in use, one arriving)"
     why += f" + {format_bytes(beside)} (sums of the values)"
-    wanted = min(max(together, largest) + 2 * largest, total)
-    return DeviceNeeds(device, least + beside, max(least, wanted) + beside, beside, why)
+    if kept:
+        why += f" + {format_bytes(kept)} kept resident"
+    wanted = max(least, min(max(together, largest) + 2 * largest, total))
+    return DeviceNeeds(device, least + kept + beside, wanted + kept + beside, beside, why)
 
 
 def _longest_together(

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map_only
 
 from swapper.errors import SwapError
 from swapper.parameter.cache import BY_ADDRESS, DEVICE_TYPES, Held, ParameterCache
-from swapper.tensors.evicted_gradients import hollow
+from swapper.tensors.hollow import hollow_of
 from swapper.tensors.homes import home_of
 
 __all__ = ["in_transform", "refuse_in_transform", "saves_locations", "saving_locations", "watch_hooks_of_users"]
@@ -104,7 +104,7 @@ def _with_checkpoint(
             return pack(tensor)
         if not comes_here():
             return pack(tensor.detach())
-        located = hollow(tensor).as_subclass(_Hollow)
+        located = hollow_of(_Hollow, tensor, tensor.stride())
         located.packed = packed
         return pack(located)
 

@@ -75,19 +75,25 @@ class ParameterSwapper(ParameterOwner):
         self._model = weakref.ref(model)
         if plan.summary:
             log.warning("%s\n  model.swapper.stays has the reason for each parameter", plan.summary)
-        for each in self._all if store is None else ():
-            assert isinstance(each, HeldOnDevice)
-            each.kept = True
+        for each in self._all:
+            if isinstance(each, HeldOnDevice):
+                each.kept, each.stays = store is None, each.plan in plan.device_resident
         if store is not None:
             store.plan({held.key: held.plan.file_bytes for held in self._all})
         try:
             for each in self._all:
                 self._adopt(each)
+                if store is None:  # Else memory of the host would have all values twice.
+                    self._let_formers_go()
             self._install(model)
             self._begin()
         except BaseException:
             self._give_everything_back()
             raise
+        self._let_formers_go()
+
+    def _let_formers_go(self) -> None:
+        """Those that had the parameters before forget them."""
         formers, self._former = self._former, {}
         keepers = [former.keeper for former in formers.values()]  # They live until all is taken over.
         parameters_of: dict[object, list[torch.nn.Parameter]] = {}
@@ -156,6 +162,17 @@ class ParameterSwapper(ParameterOwner):
                 held.write_newer(self._cache)
             for held in self._all:
                 self._cache.wait(held.key)
+
+    def rest(self) -> None:
+        """As `flush`, when the model is not to be used soon: gives the memory of an accelerator back.
+
+        Raises:
+            SwapIOError: a write failed.
+        """
+        self.flush()
+        with self._lock:
+            if self._tier is not None:
+                self._tier.rest()
 
     def settled_records(self) -> list[Held]:
         """The records that have the values of all their parameters, in their files. None if the pool keeps them.

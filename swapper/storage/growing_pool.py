@@ -23,10 +23,12 @@ class GrowingPool:
     Args:
         capacity_bytes: of the first pool; 0 makes none yet.
         device: see `BufferPool`.
+        step_bytes: a pool that is brought later is at least as long.
     """
 
-    def __init__(self, capacity_bytes: int, *, device: torch.device | None = None) -> None:
+    def __init__(self, capacity_bytes: int, *, device: torch.device | None = None, step_bytes: int = 0) -> None:
         self._device = device
+        self._step_bytes = step_bytes
         self._lock = threading.RLock()
         self._pools: list[BufferPool] = []
         if capacity_bytes:
@@ -86,6 +88,7 @@ class GrowingPool:
             pool.close()
 
     def _grow(self, length_bytes: int) -> BufferPool:
-        pool = BufferPool(max(round_up(length_bytes, PAGE_BYTES), PAGE_BYTES), device=self._device)
+        length_bytes = max(round_up(length_bytes, PAGE_BYTES), PAGE_BYTES, self._step_bytes)
+        pool = BufferPool(length_bytes, device=self._device)
         self._pools.append(pool)
         return pool

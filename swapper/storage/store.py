@@ -98,6 +98,7 @@ class TensorStore:
         self._unit_bytes = max(STRIPE_BYTES, *(handle.block_bytes for handle in handles))
         self._drives: list[Drive] = []
         self._records: dict[RecordKey, Record] = {}
+        self._unreserved: dict[RecordKey, None] = {}  # records whose files may still take free space
         self._tokens = itertools.count()
         self._counting = threading.Lock()  # Caches start writes in threads of their own.
         self.first_writes = 0
@@ -151,8 +152,12 @@ class TensorStore:
             for share in plans[key]:
                 held[share.drive] += share.length_bytes
         needed = [after - drive.held_bytes for after, drive in zip(held, self._drives, strict=True)]
-        for part in (part for record in self._records.values() for part in record.parts):
-            needed[part.share.drive] += part.unreserved_bytes()
+        for key in list(self._unreserved):
+            left_bytes = [(part.share.drive, part.unreserved_bytes()) for part in self._records[key].parts]
+            for number, length_bytes in left_bytes:
+                needed[number] += length_bytes
+            if not any(length_bytes for _, length_bytes in left_bytes):
+                del self._unreserved[key]
         self._check_free_space(f"{len(sizes)} records need", needed)
         made: list[RecordKey] = []
         try:
@@ -165,6 +170,7 @@ class TensorStore:
                     drive = self._drives[share.drive]
                     record.parts.append(drive.new_part(key.file_name, share, checksums, share.length_bytes))
                     drive.held_bytes += share.length_bytes
+                self._note_unreserved(key, record)
         except BaseException:
             for key in made:
                 self.forget(key)
@@ -289,6 +295,11 @@ class TensorStore:
         for i, part in fresh.items():
             former, record.parts[i] = record.parts[i], part
             remove(former.file)
+        self._note_unreserved(key, record)
+
+    def _note_unreserved(self, key: RecordKey, record: Record) -> None:
+        if not all(part.reserved for part in record.parts):
+            self._unreserved[key] = None
 
     def _must_stay(self, record: Record, part: Part) -> bool:
         """Tell if somebody else has the part's file. One that was published, and is ours again, is made as it was."""
@@ -510,6 +521,7 @@ class TensorStore:
         record = self._records.pop(key, None)
         if record is None:
             return
+        self._unreserved.pop(key, None)
         for part in record.parts:
             remove(part.file)
             self._drives[part.share.drive].held_bytes -= part.share.length_bytes

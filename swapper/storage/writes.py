@@ -11,7 +11,9 @@ needs the record, or its buffer, does the same itself.
     the end     the thread lives while there are copies to wait for. Python waits for it before it ends a program
     a fork      waits until no write is being started. The child has no such thread, and no use for one
     finalizers  may take `starting` in the middle of anything, also where a lock is held that a write needs. So the
-                thread keeps the cache's owner alive while it holds `starting`: no finalizer of it can be waiting then
+                thread keeps the cache's owner alive while it holds `starting`: no finalizer of it can be waiting then.
+                If nobody else has the owner any more, it ends in the thread: who needs its memory waits for that with
+                `wait_for_ends`
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ from swapper.storage.cached_records import CachedRecord, CachedRecords
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.storage.transfers import AnyTransfer, FailedTransfer
 
-__all__ = ["RecordWrites"]
+__all__ = ["RecordWrites", "wait_for_ends"]
 
 log = logging.getLogger(__name__)
 
@@ -51,13 +53,14 @@ class RecordWrites:
         self, store: TensorStore | None, metrics: Metrics, records: CachedRecords, owner: weakref.ref[object] | None
     ) -> None:
         self.starting = threading.RLock()  # Re-entrant: a finalizer may run at any allocation.
+        self._keeping = threading.Lock()  # held by the thread while it may be the last that has the owner
         self._store = store
         self._metrics = metrics
         self._records = records
         self._owner = owner
         self._copying: deque[tuple[RecordKey, AnyTransfer]] = deque()
         self._has_thread = False
-        _living.add(self)
+        _living[id(self)] = self
 
     def start(self, record: CachedRecord, length_bytes: int) -> None:
         """Start writing the first bytes of the buffer of `record`. Nothing else is in flight in it.
@@ -149,14 +152,16 @@ class RecordWrites:
 
     def _start_copied(self, key: RecordKey, copy: AnyTransfer) -> None:
         """In the thread: `copy` is over. Start the write, if nobody has."""
-        owner = None if self._owner is None else self._owner()
-        if owner is None and self._owner is not None:
-            return
-        with self.starting:
-            record = self._records.get(key)
-            if record is not None and record.finish is not None and record.lease.transfer is copy:
-                with contextlib.suppress(Exception):  # The next call meets it again: see the note.
-                    self._finish(record)
+        with self._keeping:
+            owner = None if self._owner is None else self._owner()
+            if owner is None and self._owner is not None:
+                return
+            with self.starting:
+                record = self._records.get(key)
+                if record is not None and record.finish is not None and record.lease.transfer is copy:
+                    with contextlib.suppress(Exception):  # The next call meets it again: see the note.
+                        self._finish(record)
+            del owner, record  # Its finalizer may run here.
 
 
 def _start_writes(reference: weakref.ref[RecordWrites]) -> None:
@@ -171,19 +176,38 @@ def _start_writes(reference: weakref.ref[RecordWrites]) -> None:
         del writes, found, copy
 
 
-_living: weakref.WeakSet[RecordWrites] = weakref.WeakSet()
-_held: list[RecordWrites] = []
+_living: weakref.WeakValueDictionary[int, RecordWrites] = weakref.WeakValueDictionary()
+_held: dict[int, list[RecordWrites]] = {}  # by thread: several may fork at once
+
+
+def wait_for_ends() -> None:
+    """Wait until what others have dropped while a thread was starting a write of it has ended."""
+    for writes in _all_living():
+        with writes._keeping:
+            pass
+
+
+def _all_living() -> list[RecordWrites]:
+    return [writes for reference in _living.valuerefs() if (writes := reference()) is not None]
 
 
 def _before_fork() -> None:
-    for writes in list(_living):
-        writes.starting.acquire()
-        _held.append(writes)
+    held = _held[threading.get_ident()] = []
+    for writes in _all_living():
+        with interrupts_deferred():
+            writes.starting.acquire()
+            held.append(writes)
 
 
 def _after_fork() -> None:
-    while _held:
-        _held.pop().starting.release()
+    for writes in _held.pop(threading.get_ident(), ()):
+        writes.starting.release()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork)
+def _after_fork_in_child() -> None:
+    _after_fork()
+    _held.clear()
+    _living.clear()  # The threads are the parent's, with what they hold.
+
+
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)

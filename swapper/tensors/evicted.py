@@ -1,23 +1,24 @@
 """Parameters whose values are not in memory.
 
-An evicted parameter stays the object that it was. Its `data` is one NaN expanded to its shape, and its class is
-`EvictedParameter`: functions that ask for metadata are answered as if nothing had happened, all others wait until the
-values are in memory and then run on them as they would have done.
+An evicted parameter stays the object that it was. Its `data` is a hollow tensor, and its class is `EvictedParameter`:
+functions that ask for metadata are answered as if nothing had happened, all others wait until the values are in memory
+and then run on them as they would have done. So do operators that C++ code calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch.autograd.graph import get_gradient_edge
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_iter, tree_map_only
 
 from swapper.errors import SwapError
-from swapper.tensors.evicted_gradients import GradientEvictedParameter, has_evicted_gradient, hollow
+from swapper.tensors.evicted_gradients import GradientEvictedParameter, has_evicted_gradient
 from swapper.tensors.evicted_views import MAKES_PARAMETERS, MAKES_STATE_DICTS, EvictedView, ViewOfParameter, run
+from swapper.tensors.hollow import answer_operators, hollow_out, is_hollow, operators_unanswered
 from swapper.tensors.homes import ADDRESS, HOME, LAYOUT, METADATA, UNFILLED, Call, Home, StandIn, home_of, present
 from swapper.tensors.other_tensors import PATIENCE_S, Patience
 
@@ -90,7 +91,7 @@ def _edges_of(inputs: Sequence[Any]) -> list[Any]:
 
     Backward runs Python code, which must see evicted parameters for what they are: so a call of autograd has none.
     """
-    with torch._C.DisableTorchFunctionSubclass():
+    with torch._C.DisableTorchFunctionSubclass(), operators_unanswered():
         return [get_gradient_edge(p) if isinstance(p, torch.Tensor) else p for p in inputs]
 
 
@@ -107,6 +108,27 @@ def _backward(tensors: Sequence[Any], *, inputs: Sequence[Any], **options: Any) 
     torch.autograd.backward(tensors, inputs=_edges_of(inputs), **options)
 
 
+def _answer(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run an operator that C++ code called with evicted tensors.
+
+    Raises:
+        SwapError: one of them is only a view that was made of an evicted tensor.
+    """
+    for item in tree_iter((args, kwargs)):
+        if not isinstance(item, torch.Tensor) or not is_hollow(item):
+            continue
+        if not isinstance(item, StandIn) or (isinstance(item, EvictedParameter) and home_of(item) is None):
+            raise SwapError(
+                f"{operator} was called with a view ({tuple(item.shape)} x {item.dtype}) that C++ code made of an "
+                "evicted parameter, and which has no values; use the parameter itself, or make the view within "
+                "`with swapper.gathered([parameter])`"
+            )
+    return run(operator, args, kwargs)
+
+
+answer_operators(_answer)
+
+
 def refuse_copy() -> NoReturn:
     """Raise the error of copying or pickling a model."""
     raise SwapError(
@@ -118,10 +140,9 @@ def refuse_copy() -> NoReturn:
 def evict(parameter: torch.nn.Parameter, home: Home) -> None:
     """Take the values away from `parameter`. It keeps its shape, dtype, version, gradient and hooks."""
     parameter.__dict__[HOME] = home
-    values = hollow(parameter)
     if type(parameter) is EvictedParameter or UNFILLED in vars(parameter):  # This is no use of its values.
         parameter.__class__ = torch.nn.Parameter
-    parameter.data = values
+    hollow_out(parameter, home.stride, home.name)
     parameter.__class__ = EvictedParameter
 
 

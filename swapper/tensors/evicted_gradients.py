@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import sys
 import weakref
@@ -14,7 +13,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from swapper.errors import SwapError
-from swapper.tensors.grad_modes import outside_of_inference
+from swapper.tensors.hollow import hollow_of
 from swapper.tensors.homes import LAYOUT, METADATA, Call, StandIn
 
 __all__ = [
@@ -27,7 +26,6 @@ __all__ = [
     "fill_gradient",
     "gradient_attached",
     "has_evicted_gradient",
-    "hollow",
     "raw_gradient",
     "set_gradient_home",
     "set_raw_gradient",
@@ -160,28 +158,14 @@ class EvictedGradient(StandIn):
             )
 
 
-def hollow(like: torch.Tensor) -> torch.Tensor:
-    """One NaN expanded to the shape of `like`, of its dtype and on its device."""
-    with outside_of_inference():  # Else a parameter that gets it would be one of that mode, and of no use after it.
-        if like.device.type == "cpu":
-            return torch.full((), float("nan"), dtype=like.dtype, device="cpu").expand(like.shape)
-        return _element(like.dtype, like.device).expand(like.shape)
-
-
-@functools.cache
-def _element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """The NaN of all that is evicted from an accelerator: making one is work for the device, and for its allocator."""
-    return torch.full((), float("nan"), dtype=dtype, device=device)
-
-
 def evicted_gradient(
     parameter: torch.nn.Parameter, home: GradientHome | None, stride: tuple[int, ...]
 ) -> EvictedGradient:
     """Make what stands for the gradient of `parameter` that `home` has, or nobody, until its values are used."""
-    with outside_of_inference(), torch._C.DisableTorchFunctionSubclass():
-        gradient: EvictedGradient = torch.Tensor._make_subclass(EvictedGradient, hollow(parameter))
-        gradient.parameter, gradient.home = parameter, home
-        gradient.values_stride = stride or tuple(torch.empty(parameter.shape, device="meta").stride())
+    with torch._C.DisableTorchFunctionSubclass():
+        values_stride = stride or tuple(torch.empty(parameter.shape, device="meta").stride())
+        gradient = hollow_of(EvictedGradient, parameter, values_stride)
+        gradient.parameter, gradient.home, gradient.values_stride = parameter, home, values_stride
     return gradient
 
 

@@ -9,6 +9,7 @@ from types import FrameType
 from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
+from torch._compile import _disable_dynamo
 
 __all__ = [
     "ADDRESS",
@@ -37,6 +38,10 @@ UNFILLED = "_swapper_unfilled"
 
 class Home(Protocol):
     """Brings the values of one parameter."""
+
+    @property
+    def name(self) -> str:
+        """Of the parameter, for errors."""
 
     @property
     def stride(self) -> tuple[int, ...]:
@@ -200,9 +205,15 @@ class StandIn(torch.Tensor):
         if name in cls.PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return cls.use(Call(name, func, args, kwargs or {}, sys._getframe(1)))
+        return _use(cls, Call(name, func, args, kwargs or {}, sys._getframe(1)))
 
     @classmethod
     def use(cls, call: Call) -> Any:
         """Answer `call`, which has a tensor of this class among its arguments."""
         raise NotImplementedError
+
+
+@_disable_dynamo
+def _use(stand_in: type[StandIn], call: Call) -> Any:
+    """Call `stand_in.use`. Within a function that torch compiles, this is not to be compiled."""
+    return stand_in.use(call)

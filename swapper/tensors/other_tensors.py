@@ -11,7 +11,7 @@ that drops them:
 To look twice proves nothing about them: both looks may come before that thread runs. So the garbage collector runs, and
 `Patience` gives the GIL to others until they are gone, or for a time that a loaded machine needs to run each thread
 once. Then all tensors are looked through again: what is gone may have left another view. Only a look that finds none
-is believed at once.
+is believed at once. Among millions of objects a look takes a second, so what looks take after the first is limited too.
 """
 
 from __future__ import annotations
@@ -32,16 +32,28 @@ PATIENCE_S = 1.0
 """The most that is waited for tensors that are about to go before a parameter is left in memory."""
 
 
+_LOOKING = 3
+"""Times the seconds of waiting that all looks but the first may take."""
+
+
 class Patience:
     """Waits for what other threads and the garbage collector are about to let go.
 
     Args:
         seconds: the most that all waits take together, beside that of the garbage collector. With 0 there are none.
+            What is looked for after each may take some times as long, and a last look.
     """
 
     def __init__(self, seconds: float) -> None:
         self._left_s = seconds
+        self._looks_left_s = _LOOKING * seconds
         self._pause_s = 0.0
+
+    def count_look(self, seconds: float) -> None:
+        """To look through all tensors once more took so long. Ends all waits if that was too long."""
+        self._looks_left_s -= seconds
+        if self._looks_left_s < 0:
+            self._left_s = 0.0
 
     def outlasted_by(self, condition: Callable[[], bool]) -> bool:
         """True if `condition()` is still true in the end. See [Note: tensors that are about to go]."""
@@ -74,18 +86,26 @@ class OtherTensors:
     def __init__(self, patience: Patience | None = None) -> None:
         self._patience = patience or Patience(0)
         self._by_storage: dict[int, list[weakref.ref[torch.Tensor]]] | None = None
+        self._has_looked = False
 
     def view(self, parameter: torch.nn.Parameter) -> bool:
         """True if such a tensor shares the memory of `parameter`, which is in memory; or somebody has its storage."""
         while is_shared(parameter, ours=1):
             if self._by_storage is None:
-                self._by_storage = _tensors_by_storage()
+                self._look()
             if not self._knows_one(parameter):
                 return False
             if self._patience.outlasted_by(partial(self._knows_one, parameter)):
                 return True
             self._by_storage = None
         return False
+
+    def _look(self) -> None:
+        start_s = time.monotonic()
+        self._by_storage = _tensors_by_storage()
+        if self._has_looked:
+            self._patience.count_look(time.monotonic() - start_s)
+        self._has_looked = True
 
     def _knows_one(self, parameter: torch.nn.Parameter) -> bool:
         assert self._by_storage is not None

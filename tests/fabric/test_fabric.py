@@ -19,7 +19,8 @@ import torch
 from launcher import run_program
 from lightning.fabric import Fabric
 from lightning.fabric.plugins import MixedPrecision, TorchCheckpointIO
-from lightning.fabric.strategies import DDPStrategy
+from lightning.fabric.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning_runs import accelerator_of
 from ranks import in_processes
 from torch import nn
 from torch.optim.lr_scheduler import StepLR
@@ -66,13 +67,23 @@ class Program:
     """A model with two optimizers and a scheduler, set up by Fabric."""
 
     def __init__(
-        self, strategy: Any, precision: str = "32-true", *, separately: bool = False, devices: int = 1, rank: int = 0
+        self,
+        strategy: Any,
+        precision: str = "32-true",
+        *,
+        separately: bool = False,
+        devices: int = 1,
+        rank: int = 0,
+        device: torch.device = torch.device("cpu"),  # noqa: B008
     ) -> None:
-        options: dict[str, Any] = {"precision": precision}
-        if precision == "16-mixed":
-            scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
-            options = {"plugins": [MixedPrecision("16-mixed", "cpu", scaler)]}
-        self.fabric = Fabric(accelerator="cpu", devices=devices, strategy=strategy, **options)
+        options: dict[str, Any] = {"accelerator": accelerator_of(device), "precision": precision}
+        if precision.endswith("mixed"):
+            scaler = torch.amp.GradScaler(device.type, init_scale=256.0) if precision == "16-mixed" else None
+            plugin: Any = MixedPrecision(precision, device.type, scaler)  # type: ignore[arg-type]
+            options = {"accelerator": accelerator_of(device), "plugins": [plugin]}
+        if strategy == "auto" and device.type != "cpu":
+            strategy = SingleDeviceStrategy(device)
+        self.fabric = Fabric(devices=devices, strategy=strategy, **options)
         self.fabric.launch()
         torch.manual_seed(3 + rank)
         with self.fabric.init_module():
@@ -92,7 +103,8 @@ class Program:
     def run(self, start: int, stop: int) -> None:
         for step in range(start, stop):
             seed = step + 100 * self.fabric.global_rank
-            batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
+            batch = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed))
+            batch = batch.to(self.fabric.device, self.dtype)
             loss = self.model(batch).square().mean()
             self.fabric.backward(loss)
             norm = self.fabric.clip_gradients(self.model, self.optimizers[0], max_norm=0.05, error_if_nonfinite=False)
@@ -127,6 +139,31 @@ def test_a_program_ends_in_the_same_bits(what: str, precision: str, nvme_path: P
         assert program.facts() == programs[0].facts()
     assert programs[1].first_class is (EvictedParameter if "parameters" in what else nn.Parameter)
     assert swapper.of(programs[1].optimizers[0].optimizer).stats().bytes_written > 0
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true"])
+@pytest.mark.parametrize("what", [*WHAT, "host"])
+def test_a_program_on_a_device(what: str, precision: str, nvme_path: Path, tmp_path: Path, device: str) -> None:
+    """Resumed from a checkpoint, too, there and on the CPU."""
+    on = torch.device(device, 0)
+    config = config_of(nvme_path, "" if what == "host" else what)
+    if what == "host":
+        config.update({f"offload_{name}": {"device": "cpu"} for name in ("optimizer", "gradient", "param")})
+    programs = [Program("auto", precision, device=on), Program(SwapStrategy(config), precision, device=on)]
+    resumed = [Program(SwapStrategy(config), precision, device=where) for where in (on, torch.device("cpu"))]
+    for program in programs:
+        program.run(0, 3)
+    programs[1].fabric.save(tmp_path / "it.ckpt", programs[1].state())
+    for program in programs:
+        program.run(3, 6)
+    for program in resumed:
+        program.fabric.load(tmp_path / "it.ckpt", program.state())
+        program.run(3, 6)
+    assert programs[1].found == programs[0].found and resumed[0].found == programs[0].found[3:]
+    assert programs[1].facts() == resumed[0].facts() == programs[0].facts()
+    assert programs[1].first_class is (EvictedParameter if "parameters" in what else nn.Parameter)
+    assert {p.device for p in programs[1].plain.parameters()} == {on}
 
 
 @pytest.mark.parametrize("source", ["stock", "full", "directory", "directory-all"])

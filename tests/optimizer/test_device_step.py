@@ -122,7 +122,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.sampled(10)
-@pytest.mark.parametrize("state", ["nvme", "cpu"])
+@pytest.mark.parametrize("state", ["nvme", "cpu", "none"])
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("name", CLASSES)
@@ -157,7 +157,7 @@ def test_same_bits_as_the_plain_run_on_the_device(
 @pytest.mark.parametrize("what", ["", "clip-norm", "clip-value", "scaler", "in-backward"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 @pytest.mark.parametrize("gradients", ["none", "cpu", "nvme"])
-@pytest.mark.parametrize("state", ["nvme", "cpu"])
+@pytest.mark.parametrize("state", ["nvme", "cpu", "none"])
 @pytest.mark.parametrize("how", ["default", "fused"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-masters"])
 def test_gradients_that_are_evicted_are_uploaded_with_their_bucket(
@@ -473,7 +473,7 @@ def test_a_gradient_in_another_layout_is_stepped_if_that_keeps_the_bits(device: 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("what", ["", "in-backward", "micro-batches"])
 @pytest.mark.parametrize("gradients", ["none", "cpu", "nvme"])
-@pytest.mark.parametrize("state", ["nvme", "cpu"])
+@pytest.mark.parametrize("state", ["nvme", "cpu", "none"])
 @pytest.mark.parametrize("how", ["default", "fused"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-masters"])
 def test_parameters_that_are_swapped_too_are_stepped_on_the_device(

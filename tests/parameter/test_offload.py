@@ -9,9 +9,10 @@ import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ import swapper
 from swapper import ConfigError, OffloadConfig, ParameterSwapper, SwapError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.parameter import records as parameter_records
-from swapper.parameter.cache import BY_ADDRESS
+from swapper.parameter.cache import BY_ADDRESS, Held
 from swapper.progress import warn_once
 from swapper.storage.buffers import Lease
 from swapper.storage.store import TensorStore
@@ -238,6 +239,24 @@ def test_an_opening_that_ctrl_c_cut_off_leaves_no_address(nvme_path: Path, monke
 
 
 @pytest.mark.timeout(30)
+def test_a_late_write_that_ctrl_c_cuts_off_at_its_beginning_is_late_no_more(nvme_path: Path) -> None:
+    class Interrupted(list[Held]):
+        def __iter__(self) -> Iterator[Held]:
+            yield from list(self[:])
+            if not interrupted:
+                interrupted.append(True)
+                signal.raise_signal(signal.SIGINT)
+
+    interrupted: list[bool] = []
+    model, optimizer = offloaded(make_config(nvme_path))
+    parameters = swapper_of(model)
+    with pytest.raises(KeyboardInterrupt), parameters._written_late(Interrupted(parameters._all)):
+        pass
+    assert [held.late for held in parameters._all] == [0] * len(parameters._all)
+    parameters.close()
+    swapper.of(optimizer).close()
+
+
 def test_reading_ahead_stops_at_a_record_of_which_nothing_is_stored(nvme_path: Path) -> None:
     """As after an exception while a model is taken over."""
     model, _ = offloaded(make_config(nvme_path))

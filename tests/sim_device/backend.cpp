@@ -248,7 +248,7 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
         Scheduler& scheduler = world->scheduler;
         const auto number = static_cast<int>(stream.id());
         scheduler.push(number,
-                       {[&scheduler, reached_us = fresh.reached_us] { *reached_us = scheduler.now_us(); },
+                       {[&scheduler, reached_us = fresh.reached_us] { *reached_us = scheduler.work_us(); },
                         {},
                         {},
                         0,

@@ -200,6 +200,18 @@ class Kernel {
         return op_.hasTag(at::Tag::data_dependent_output) || op_.hasTag(at::Tag::dynamic_output_shape);
     }
 
+    // How long it takes in the mode "timed", in which it is pushed.
+    double takes_us(const Speeds* speeds, size_t result_length) const {
+        if (speeds == nullptr) return 0;
+        size_t length = result_length;
+        for (const Argument& argument : arguments_) {
+            for (const auto& operand : argument.tensors) {
+                if (operand && operand->is_on_device()) length += operand->span();
+            }
+        }
+        return speeds->of_kernel_us(length, operations());
+    }
+
     // True if results are given to it, whose shape it sets.
     bool has_out() const {
         const auto& described = op_.schema().arguments();
@@ -215,6 +227,18 @@ class Kernel {
     }
 
   private:
+    // Multiplications and additions of products of matrices; of other kernels the bytes say how long they
+    // take.
+    double operations() const {
+        static const std::set<std::string> products = {"aten::mm", "aten::bmm", "aten::addmm",
+                                                       "aten::baddbmm"};
+        const std::string& called = op_.schema().name();
+        if (products.count(called) == 0) return 0;
+        const size_t first = called.find("add") == std::string::npos ? 0 : 1;
+        const auto &one = arguments_[first].tensors[0], &other = arguments_[first + 1].tensors[0];
+        return 2.0 * static_cast<double>(one->numel()) * static_cast<double>(other->columns());
+    }
+
     bool is_written(size_t i) const {
         const auto* const alias = op_.schema().arguments()[i].alias_info();
         return alias != nullptr && alias->isWrite();
@@ -333,16 +357,24 @@ at::Tensor empty_like_on(c10::Device device, const at::Tensor& tensor) {
     return at::empty_strided(tensor.sizes(), tensor.strides(), tensor.options().device(device));
 }
 
-void push(c10::Device device, Task task) {
+using Targets = std::vector<std::vector<std::optional<Operand>>>;
+
+void push_kernel(const Kernel& kernel, const Targets& targets, std::function<void()> work) {
+    size_t length = 0;
+    for (const auto& tensors : targets) {
+        for (const auto& tensor : tensors) length += tensor ? tensor->span() : 0;
+    }
     const Entered world;
-    world->scheduler.push(current_stream(device.index()), std::move(task));
+    const double takes_us = kernel.takes_us(world->scheduler.speeds(), length);
+    world->scheduler.push(current_stream(kernel.device().index()),
+                          {std::move(work), {}, {}, takes_us, kernel.name(), Engine::kernels});
     world->memory.reap();
 }
 
 // Makes tensors on the device for those among `results` that the kernel makes; the others are arguments. Also
 // returns where the values of each are to be put.
 Stack make_results(const Kernel& kernel, c10::ArrayRef<c10::IValue> given, const Stack& results,
-                   std::vector<std::vector<std::optional<Operand>>>* targets) {
+                   Targets* targets) {
     Stack made;
     targets->resize(results.size());
     for (size_t i = 0; i < results.size(); ++i) {
@@ -366,7 +398,7 @@ Stack make_results(const Kernel& kernel, c10::ArrayRef<c10::IValue> given, const
     return made;
 }
 
-void put_values(const std::vector<std::vector<std::optional<Operand>>>& targets, const Stack& results) {
+void put_values(const Targets& targets, const Stack& results) {
     const Isolated isolated;
     for (size_t i = 0; i < targets.size(); ++i) {
         if (targets[i].empty()) continue;
@@ -448,12 +480,11 @@ void start_kernel(const c10::OperatorHandle& op, Stack* stack) {
     auto kernel = std::make_shared<Kernel>(op, given);
     const c10::DeviceGuard guard(kernel->device());
     std::optional<Stack> inferred = infer(*kernel, given);
-    std::vector<std::vector<std::optional<Operand>>> targets;
+    Targets targets;
     Stack made;
     if (inferred) {
         made = make_results(*kernel, given, *inferred, &targets);
-        push(kernel->device(),
-             {[kernel, targets] { put_values(targets, kernel->run()); }, {}, {}, 0, kernel->name()});
+        push_kernel(*kernel, targets, [kernel, targets] { put_values(targets, kernel->run()); });
     } else {
         // As on CUDA: the host waits for values that it needs. What is computed comes late again.
         Stack results;
@@ -469,8 +500,7 @@ void start_kernel(const c10::OperatorHandle& op, Stack* stack) {
             g_waiting.insert(kernel->name());
         }
         made = make_results(*kernel, given, results, &targets);
-        push(kernel->device(),
-             {[kernel, targets, results] { put_values(targets, results); }, {}, {}, 0, kernel->name()});
+        push_kernel(*kernel, targets, [kernel, targets, results] { put_values(targets, results); });
     }
     torch::jit::drop(*stack, count);
     for (c10::IValue& result : made) stack->push_back(std::move(result));
@@ -514,11 +544,16 @@ at::Tensor start_copy(const at::Tensor& given, const at::Tensor& destination, bo
         // As CUDA: it waits for the current stream of the other device, which waits for it.
         const int other = current_stream(index_of(destination.device()));
         scheduler.push(stream, {{}, scheduler.mark(other), {}, 0, "wait"});
-        scheduler.push(stream, {work, {}, {}, 0, "copy"});
+        scheduler.push(stream, {work, {}, {}, 0, "copy"});  // Takes no time: nothing that is timed makes one.
         scheduler.push(other, {{}, scheduler.mark(stream), {}, 0, "wait"});
         return destination;
     }
-    scheduler.push(stream, {work, {}, host, 0, "copy"});
+    const Engine engine = source.is_cpu()        ? Engine::up
+                          : destination.is_cpu() ? Engine::down
+                                                 : Engine::kernels;
+    const Speeds* const speeds = scheduler.speeds();
+    const double takes_us = speeds == nullptr ? 0 : speeds->of_copy_us(engine, from.span());
+    scheduler.push(stream, {work, {}, host, takes_us, "copy", engine});
     const bool is_waited_for =
         (destination.is_cpu() && !is_late_to_host) || (source.is_cpu() && !non_blocking);
     if (is_waited_for) scheduler.wait(scheduler.mark(stream));

@@ -27,6 +27,8 @@ class Operand {
     bool is_on_device() const { return on_device_; }
     const void* address() const { return address_; }
     c10::ScalarType dtype() const { return dtype_; }
+    int64_t numel() const { return c10::multiply_integers(sizes_); }
+    int64_t columns() const { return sizes_.empty() ? 1 : sizes_.back(); }
     size_t span() const { return span_; }  // bytes from the first element to the end of the last
 
   private:

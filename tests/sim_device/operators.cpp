@@ -288,6 +288,36 @@ void configure(const std::string& mode, int64_t seed, double max_delay_us, bool 
     world->memory.reap();
 }
 
+void keep_time(const std::vector<double>& given) {
+    TORCH_CHECK_VALUE(given.size() == 6, "six speeds are needed");
+    for (size_t i = 0; i < given.size(); ++i) {
+        TORCH_CHECK_VALUE(i == 1 ? given[i] >= 0 : given[i] > 0, "times and speeds must be positive");
+    }
+    const Entered world;
+    world->scheduler.keep_time({given[0], given[1], given[2], given[3], given[4], given[5]});
+    world->memory.poison_now = false;
+    world->memory.reap();
+}
+
+// Now, how long the host has waited, and how long kernels, copies up and copies down took, since `keep_time`.
+// In microseconds.
+std::vector<double> times_us() {
+    const Entered world;
+    const Scheduler& scheduler = world->scheduler;
+    return {scheduler.now_us(),
+            scheduler.waited_us(),
+            scheduler.busy_us(Engine::kernels),
+            scheduler.busy_us(Engine::up),
+            scheduler.busy_us(Engine::down),
+            scheduler.busy_us(Engine::drive)};
+}
+
+// Starts a transfer of the drive on the current stream. It moves nothing.
+void drive(int64_t device, double us) {
+    Entered()->scheduler.push(current_stream(static_cast<int>(device)),
+                              {{}, {}, {}, us, "drive", Engine::drive});
+}
+
 void set_limit(int64_t device, int64_t length) {
     Entered()->memory.device(static_cast<int>(device)).limit = static_cast<size_t>(length);
 }
@@ -302,6 +332,12 @@ void host_register(int64_t address, int64_t length) {
 
 void host_unregister(int64_t address) {
     Entered()->host.unlock(reinterpret_cast<void*>(address));
+}
+
+// As the function of builds for CUDA that torch calls `_set_storage_data_ptr_access_error_msg`.
+void refuse_access(int64_t storage, const std::string& message) {
+    reinterpret_cast<c10::StorageImpl*>(storage)->release_data_and_set_meta_custom_data_ptr_error_msg_(
+        message);
 }
 
 std::vector<std::string> violations() {
@@ -333,10 +369,14 @@ void set_rng_state(int64_t device, const at::Tensor& state) {
 TORCH_LIBRARY(sim, m) {
     m.def("initialize() -> ()", initialize);
     m.def("configure(str mode, int seed, float max_delay_us, bool poison_now) -> ()", configure);
+    m.def("keep_time(float[] speeds) -> ()", keep_time);
+    m.def("times_us() -> float[]", times_us);
     m.def("set_limit(int device, int length) -> ()", set_limit);
     m.def("sleep(int device, float us) -> ()", sleep);
+    m.def("drive(int device, float us) -> ()", drive);
     m.def("host_register(int address, int length) -> ()", host_register);
     m.def("host_unregister(int address) -> ()", host_unregister);
+    m.def("refuse_access(int storage, str message) -> ()", refuse_access);
     m.def("violations() -> str[]", violations);
     m.def("waiting_operators() -> str[]", waiting_operators);
     m.def("device_count() -> int", [] { return static_cast<int64_t>(kDevices); });

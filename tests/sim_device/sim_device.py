@@ -10,13 +10,26 @@ Raises:
 from __future__ import annotations
 
 import os
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import torch
 
-__all__ = ["configure", "host_register", "host_unregister", "set_limit", "sleep", "violations", "waiting_operators"]
+__all__ = [
+    "Speeds",
+    "Times",
+    "configure",
+    "host_register",
+    "host_unregister",
+    "keep_time",
+    "set_limit",
+    "sleep",
+    "times",
+    "violations",
+    "waiting_operators",
+]
 
 LIBRARY = Path(
     os.environ.get("SIM_DEVICE_LIBRARY", Path(__file__).parents[2] / "build" / "sim_device" / "libsim_device.so")
@@ -35,6 +48,64 @@ def configure(mode: str = "random", seed: int = 0, max_delay_us: float = 300, po
             sees that, though the memory was not given to anybody else.
     """
     torch.ops.sim.configure(mode, seed, max_delay_us, poison_now)
+
+
+@dataclass(frozen=True)
+class Speeds:
+    """Of a device that keeps time, and of the host that drives it. See [Note: the clock] in `streams.h`.
+
+    Attributes:
+        call_us: what each call of the device takes the host. To ask if something is over takes a tenth.
+        kernel_us: what each kernel takes, besides the longer of what its bytes and its operations take.
+        memory_bps: bytes per second of kernels: of all their arguments and results.
+        operations_per_s: of products of matrices.
+        up_bps, down_bps: bytes per second of copies from and to the host.
+    """
+
+    call_us: float = 5
+    kernel_us: float = 2
+    memory_bps: float = 1e12
+    operations_per_s: float = 100e12
+    up_bps: float = 25e9
+    down_bps: float = 25e9
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds by the clock of a device that keeps time.
+
+    Attributes:
+        now_s: of the host.
+        waited_s: how long of it the host has waited.
+        kernels_s, up_s, down_s, drive_s: how long kernels ran, copies from and to the host, and the drive. Of what has
+            begun, all of it.
+    """
+
+    now_s: float
+    waited_s: float
+    kernels_s: float
+    up_s: float
+    down_s: float
+    drive_s: float
+
+    def since(self, former: Times) -> Times:
+        """The differences."""
+        return Times(*(mine - other for mine, other in zip(astuple(self), astuple(former), strict=True)))
+
+
+def keep_time(speeds: Speeds) -> None:
+    """Let work take a set time from now on, until `configure`: what a program takes is the same on any machine.
+
+    Raises:
+        ValueError: a time is negative, or a speed is not positive.
+    """
+    per_us = (speeds.memory_bps, speeds.operations_per_s, speeds.up_bps, speeds.down_bps)
+    torch.ops.sim.keep_time([speeds.call_us, speeds.kernel_us, *(each / 1e6 for each in per_us)])
+
+
+def times() -> Times:
+    """The times since `keep_time`; `now_s` is since the process began."""
+    return Times(*(us / 1e6 for us in torch.ops.sim.times_us()))
 
 
 def violations() -> list[str]:

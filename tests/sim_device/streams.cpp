@@ -48,6 +48,10 @@ void Scheduler::append(int number, Task task) {
 }
 
 void Scheduler::queue(Stream& stream, Task task, double delay_us) {
+    if (mode_ == Mode::timed) {
+        stream.queue.push_back({std::move(task), now_us_});
+        return;
+    }
     const bool is_lazy = mode_ == Mode::lazy;
     const double due_us = is_lazy ? kNever : std::max(now_us_, stream.last_due_us) + task.takes_us + delay_us;
     stream.last_due_us = due_us;
@@ -70,6 +74,10 @@ bool Scheduler::is_due(const Stream& stream) const {
 }
 
 void Scheduler::tick() {
+    if (mode_ == Mode::timed) {
+        pass(speeds_.call_us);
+        return;
+    }
     now_us_ += kCallUs;
     for (bool moved = true; moved;) {
         moved = false;
@@ -83,6 +91,10 @@ void Scheduler::tick() {
 }
 
 bool Scheduler::poll(Mark mark) {
+    if (mode_ == Mode::timed) {
+        pass(speeds_.call_us / 10);
+        return reached(mark);
+    }
     const bool was_reached = reached(mark);
     tick();
     if (!was_reached && !reached(mark) && ++polls_[{mark.stream, mark.position}] > kPolls) {
@@ -94,6 +106,10 @@ bool Scheduler::poll(Mark mark) {
 
 // Streams wait for marks that are older than the wait itself, so this recurses once for each stream at most.
 void Scheduler::wait(Mark mark) {
+    if (mode_ == Mode::timed) {
+        wait_timed(mark);
+        return;
+    }
     const auto number = static_cast<size_t>(mark.stream);
     while (streams_.at(number).done < mark.position) {
         if (const auto after = streams_[number].queue.front().task.after) wait(*after);
@@ -105,7 +121,11 @@ void Scheduler::run_next(Stream& stream) {
     Queued next = std::move(stream.queue.front());
     stream.queue.pop_front();
     // What runs in the mode "lazy" has no time of its own: it takes what it takes, from now on.
-    now_us_ = next.due_us == kNever ? now_us_ + next.task.takes_us : std::max(now_us_, next.due_us);
+    if (next.due_us == kNever) {
+        now_us_ += next.task.takes_us;
+    } else if (mode_ != Mode::timed) {
+        now_us_ = std::max(now_us_, next.due_us);
+    }
     try {
         if (next.task.work) next.task.work();
     } catch (const std::exception& error) {

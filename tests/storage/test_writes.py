@@ -21,9 +21,12 @@ from typing import Any
 
 import pytest
 
+from swapper.config import OffloadConfig
 from swapper.errors import SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.metrics import Metrics
+from swapper.session import Shared
+from swapper.storage import writes
 from swapper.storage.buffers import BufferPool, Lease
 from swapper.storage.cache import RecordCache
 from swapper.storage.store import RecordKey, TensorStore
@@ -212,6 +215,39 @@ def test_who_waits_for_a_device_keeps_nobody_alive(nvme_path: Path) -> None:
         until(lambda: is_in_file(nvme_path, 0, 5))
 
 
+def test_who_needs_what_an_owner_had_waits_for_its_end_in_the_thread(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Owner:
+        pass
+
+    with cache_of(nvme_path) as cache:
+        assert cache._store is not None
+        write, inside, go_on, ended = cache._store.write, threading.Event(), threading.Event(), threading.Event()
+
+        def slow(*args: Any) -> Any:
+            inside.set()
+            go_on.wait()
+            return write(*args)
+
+        def end() -> None:
+            time.sleep(0.02)
+            ended.set()
+
+        monkeypatch.setattr(cache._store, "write", slow)
+        owner = Owner()
+        weakref.finalize(owner, end)
+        mine = RecordCache(cache.pool, cache._store, Metrics(), owner=owner)
+        put(mine, 0, 5).end()
+        inside.wait()
+        del owner
+        assert not ended.is_set()
+        threading.Timer(0.02, go_on.set).start()
+        Shared.existing(OffloadConfig(nvme_path=nvme_path, pool_bytes="16MiB"))
+        assert ended.is_set()
+        mine.flush()
+
+
 @pytest.mark.parametrize("end", ["discard", "close"])
 def test_what_is_discarded_or_closed_is_not_written(nvme_path: Path, end: str) -> None:
     with cache_of(nvme_path) as cache:
@@ -335,6 +371,47 @@ def test_a_fork_waits_until_no_write_is_being_started(nvme_path: Path, monkeypat
         until(lambda: is_in_file(nvme_path, 0, 5))
         assert cache._writes.starting.acquire(blocking=False), "the fork has not released it"
         cache._writes.starting.release()
+
+
+def test_threads_that_fork_at_once_release_what_they_hold_themselves(nvme_path: Path) -> None:
+    class Starting:
+        """Others are faster than who releases it."""
+
+        def __init__(self) -> None:
+            self.lock = threading.RLock()
+
+        def acquire(self) -> bool:
+            return self.lock.acquire()
+
+        def release(self) -> None:
+            self.lock.release()
+            time.sleep(0.005)
+
+    def fork() -> None:
+        for _ in range(4):
+            writes._before_fork()
+            time.sleep(0.02)
+            writes._after_fork()
+
+    with cache_of(nvme_path) as cache:
+        cache._writes.starting = starting = Starting()  # type: ignore[assignment]
+        forking = [threading.Thread(target=fork, daemon=True) for _ in range(3)]
+        for thread in forking:
+            thread.start()
+        for thread in forking:
+            thread.join(20)
+        assert not any(thread.is_alive() for thread in forking)
+        assert starting.lock.acquire(blocking=False)
+
+
+def test_a_child_does_not_wait_for_a_thread_of_its_parent(nvme_path: Path) -> None:
+    with cache_of(nvme_path) as cache, cache._writes._keeping:
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)  # A deadlock ends it.
+            writes.wait_for_ends()
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_a_program_that_ends_waits_for_the_copies(nvme_path: Path) -> None:

@@ -21,6 +21,7 @@ from sampling import SEED
 
 from swapper.io.devices import DEVICES, Copies
 from swapper.storage.writes import RecordWrites
+from swapper.tensors import hollow
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "sim-eager": {"mode": "eager"},
@@ -88,6 +89,8 @@ def simulate(settings: str, patch: pytest.MonkeyPatch, *, threads: bool = False)
     sim_device.configure(**SETTINGS[settings])
     sim_device.set_limit()
     patch.setitem(DEVICES, "sim", SimCopies)
+    if hasattr(torch.ops.sim, "refuse_access"):  # A library that was built before has none.
+        patch.setattr(hollow, "_refuse_access", torch.ops.sim.refuse_access)  # As where torch was built for CUDA.
     return sim_device
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import lightning as L
 import torch
+from lightning.pytorch.accelerators import Accelerator
 from lightning.pytorch.plugins import MixedPrecision, Precision
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 from twins import bits
@@ -18,6 +21,7 @@ import swapper.lightning
 __all__ = [
     "IGNORED_WARNINGS",
     "Net",
+    "accelerator_of",
     "config_of",
     "facts",
     "fit",
@@ -25,6 +29,7 @@ __all__ = [
     "optimizer_facts",
     "precision_of",
     "strategy_of",
+    "trained_on",
     "trainer_of",
 ]
 
@@ -43,6 +48,57 @@ IGNORED_WARNINGS = [
     "ignore:You're resuming from a checkpoint that ended before the epoch ended",
     "ignore:Be aware that when using `ckpt_path`",
 ]
+
+
+_device = [torch.device("cpu")]
+"""What Trainers train on is the last."""
+
+
+@contextmanager
+def trained_on(device: torch.device) -> Iterator[None]:
+    """Within it Trainers train on `device`, those with the stock strategy too."""
+    _device.append(device)
+    try:
+        yield
+    finally:
+        _device.pop()
+
+
+class SimAccelerator(Accelerator):
+    """Lightning's view of the simulated devices."""
+
+    def setup_device(self, device: torch.device) -> None:
+        torch.accelerator.set_device_index(device.index)
+
+    def teardown(self) -> None: ...
+
+    def get_device_stats(self, device: Any) -> dict[str, Any]:
+        return {"allocated_bytes": torch.accelerator.memory_allocated(device)}
+
+    @staticmethod
+    def parse_devices(devices: Any) -> Any:
+        return devices
+
+    @staticmethod
+    def get_parallel_devices(devices: Any) -> list[torch.device]:
+        return [torch.device("sim", index) for index in range(devices)]
+
+    @staticmethod
+    def auto_device_count() -> int:
+        return torch.accelerator.device_count()
+
+    @staticmethod
+    def is_available() -> bool:
+        return torch.accelerator.current_accelerator() == torch.device("sim")
+
+    @staticmethod
+    def name() -> str:
+        return "sim"
+
+
+def accelerator_of(device: torch.device) -> Any:
+    """What a Trainer, or Fabric, is given as its accelerator."""
+    return {"cpu": "cpu", "cuda": "cuda"}.get(device.type) or SimAccelerator()
 
 
 class Net(L.LightningModule):
@@ -119,9 +175,12 @@ def strategy_of(nvme_path: Path, what: str = "state", *, format: str | None = No
 
 
 def precision_of(precision: str) -> dict[str, Any]:
-    """The Trainer's arguments for a precision. Lightning itself refuses 16-mixed on the CPU; torch does not."""
+    """The Trainer's arguments for a precision. Lightning knows mixed ones, and scalers, of some devices only."""
+    kind = _device[-1].type
     if precision == "16-mixed":
-        return {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=256.0))]}
+        return {"plugins": [MixedPrecision("16-mixed", kind, torch.amp.GradScaler(kind, init_scale=256.0))]}
+    if precision == "bf16-mixed":
+        return {"plugins": [MixedPrecision("bf16-mixed", kind)]}
     return {"precision": precision}
 
 
@@ -137,6 +196,10 @@ def trainer_of(strategy: Any = "auto", **options: Any) -> L.Trainer:
         "enable_model_summary": False,
         "use_distributed_sampler": False,
     }
+    if _device[-1].type != "cpu":
+        quiet["accelerator"] = accelerator_of(_device[-1])
+        if strategy == "auto":
+            strategy = SingleDeviceStrategy(_device[-1])
     return L.Trainer(strategy=strategy, **(quiet | options))
 
 

@@ -488,7 +488,8 @@ class Twin:
         pool_bytes = 3 * place.bucket_bytes + 2 * place.resident_bytes
         spare_bytes = place.spare_bytes
         on_device = bool(self.program.device) and place.parameter != "none"
-        device_bytes, device_spare_bytes = 4096, place.device_spare_bytes if on_device else 0
+        device_bytes = 4096 + place.resident_bytes
+        device_spare_bytes = place.device_spare_bytes if on_device else 0
         while True:
             config = swapper.OffloadConfig(
                 nvme_path=paths,
@@ -507,6 +508,7 @@ class Twin:
                 offload_param={
                     "device": place.parameter,
                     "resident_bytes": place.resident_bytes if place.parameter == "nvme" else 0,
+                    "device_resident_bytes": place.resident_bytes if on_device else 0,
                     **({"device_bytes": device_bytes} if on_device else {}),
                 },
             )
@@ -1221,7 +1223,6 @@ REFUSALS = (
     r"step_in_backward: true cannot be combined with (tensors in the same memory|views of one tensor)",
     r"foreach=True: .* are in the same memory",
     r"a sparse gradient came, which can be stepped only on the CPU",
-    r"device: none can neither keep master weights nor step gradients that are offloaded for a model on a GPU",
 )
 """What the swapped twin may refuse, as the documentation says. The program then ends, and is counted as refused."""
 

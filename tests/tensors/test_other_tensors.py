@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,8 @@ from torch import nn
 from twins import bits, config_for, small_records, swapper_of
 
 import swapper
+from swapper.tensors import other_tensors
+from swapper.tensors.other_tensors import OtherTensors, Patience
 
 NAME = "blocks.2.0.weight"
 GOES_AFTER_S = 0.1
@@ -171,3 +174,25 @@ def test_a_storage_that_the_user_keeps_follows_the_parameter(nvme_path: Path) ->
     assert {name: bits(p.detach()) for name, p in model.named_parameters()} == expected
     del storage
     swapper_of(model).close()
+
+
+def test_looks_through_many_objects_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each view is handed on while it is waited for, and a look takes as long as among a million objects."""
+    parameter = nn.Parameter(torch.ones(8))
+    held = [parameter.data]
+    now_s, looks = [0.0], [0]
+    look = other_tensors._tensors_by_storage
+
+    def sleep(seconds: float) -> None:
+        now_s[0] += seconds
+        held[0] = held[0].detach()
+
+    def slow_look() -> Any:
+        now_s[0] += 0.6
+        looks[0] += 1
+        return look()
+
+    monkeypatch.setattr(other_tensors, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(other_tensors, "_tensors_by_storage", slow_look)
+    assert OtherTensors(Patience(1.0)).view(parameter)
+    assert looks[0] > 4 and now_s[0] < 6

@@ -18,6 +18,7 @@ import torch
 
 import swapper
 from swapper.errors import SwapError
+from swapper.parameter import records
 from swapper.storage.buffers import BufferPool
 from swapper.storage.recycled_files import RecycledFiles
 
@@ -184,6 +185,34 @@ def test_a_step_in_backward_does_the_same_for_each_bucket(nvme_path: Path) -> No
         return found
 
     check_growth(lines)
+
+
+def test_a_model_is_built_and_taken_over_with_the_same_work_for_each_parameter(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "GROUP_BYTES", 1 << 15)
+    lines: dict[str, dict[int, int]] = {"built": {}, "many wait": {}, "taken over": {}}
+    for count in (FEW, MANY):
+        config = swapper.OffloadConfig(
+            nvme_path=nvme_path, pool_bytes="4MiB", bucket_bytes="256KiB", offload_param={"device": "nvme"}
+        )
+        models: list[torch.nn.Module] = []
+
+        def build(config: Any = config, count: int = count, models: Any = models) -> None:
+            with swapper.init(config):
+                models.append(torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(count))))
+
+        def wait(config: Any = config, count: int = count) -> None:
+            """Each is only waiting when the next is made."""
+            with swapper.init(config):
+                torch.nn.ParameterList(torch.empty(4) for _ in range(10 * count))
+
+        lines["built"][count] = lines_of(build)
+        lines["taken over"][count] = lines_of(lambda c=config, m=models: swapper.offload(m[0], config=c))  # type: ignore[misc]
+        models[0].swapper.close()  # type: ignore[operator, union-attr]
+        lines["many wait"][count] = lines_of(wait)
+    for way in lines.values():
+        check_growth(way.__getitem__)
 
 
 def test_the_pool_does_the_same_for_each_lease() -> None:

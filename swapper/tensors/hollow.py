@@ -1,0 +1,138 @@
+"""Hollow tensors: they have a shape, strides, a dtype and a device, and no memory. Evicted tensors are made of them.
+
+[Note: what C++ sees] Only Python code asks `__torch_function__` before it uses a tensor. TorchScript, extensions,
+autograd, collectives and whatever runs within `DisableTorchFunctionSubclass` work on the tensor as it is, so it must
+not look like one with values. Two things see to that:
+
+- It has a dispatch key that no kernel of torch is for, `DeferredInit`. The fallback of that key is Python code of ours,
+  and the dispatcher calls it in place of every operator that gets such a tensor, before autograd. Within a
+  `TorchDispatchMode` torch does not find that fallback, and raises.
+- Its storage has a length and no memory. Torch raises where C++ code asks for an address to write to, for one of a
+  type, or for a storage to share or to save. Builds for CUDA and ROCm let a storage raise whatever is asked; in others
+  C++ code that asks for `const void*` gets nullptr.
+
+Torch compares the keys of tensors on devices of other makers (PrivateUse1) when `data` is set, so those have none. They
+share one NaN, whose storage raises where torch, or the module of the device, can let it.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, TypeVar
+
+import torch
+
+from swapper.tensors.grad_modes import outside_of_inference
+
+__all__ = ["answer_operators", "hollow_of", "hollow_out", "is_hollow", "operators_unanswered"]
+
+_TensorT = TypeVar("_TensorT", bound=torch.Tensor)
+
+_NAME = "DeferredInit"
+_UNANSWERED = ("_has_compatible_shallow_copy_type", "is_same_size", "dense_dim", "sparse_dim")
+"""Operators that read no values: `p.data = values` calls the first."""
+
+_COMPATIBLE = frozenset({"cpu", "cuda", "xpu", "mps", "hpu", "mtia"})
+"""Types of devices whose tensors torch lets change their dispatch keys in `p.data = ...`: not those of other makers."""
+
+_ACCESS = (
+    "{} is evicted, and C++ code asks for the address of its values; use it in the forward of its module, or within "
+    "`with swapper.gathered([parameter])`"
+)
+
+_log = logging.getLogger("swapper")
+
+_keys: torch._C.DispatchKeySet | None = None
+_libraries: list[torch.library.Library] = []
+"""What is registered stays so as long as these live."""
+
+
+class _NoMemory(torch.Tensor):
+    """What torch makes without memory has to be of such a class. No tensor of it is given away."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        raise AssertionError(func)
+
+
+def answer_operators(answer: Callable[..., Any]) -> None:
+    """From now on `answer(operator, *args, **kwargs)` is called in place of operators that get hollow tensors.
+
+    Called once. Where this torch does not know how, hollow tensors are NaN, as the log says.
+    """
+    global _keys
+    library: Any = torch.library.Library
+    try:
+        operators, fallbacks = (library(name, "IMPL") for name in ("aten", "_"))
+        fallbacks.fallback(answer, _NAME)  # First: it fails if somebody else has the key.
+        for name in _UNANSWERED:
+            operators.impl(name, torch.library.fallthrough_kernel, _NAME)
+        _libraries.extend((operators, fallbacks))
+        _keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_NAME))
+    except (AttributeError, RuntimeError) as error:
+        _log.warning("what C++ code reads of evicted parameters unforeseen is NaN, without an error: %s", error)
+
+
+def hollow_out(tensor: torch.Tensor, stride: tuple[int, ...], name: str) -> None:
+    """Take the memory away from `tensor`, for which `.data = ...` is no use of it.
+
+    Args:
+        stride: that it shall have. It is expanded where there is no key.
+        name: of it, for errors.
+    """
+    with outside_of_inference():  # Else a parameter would be one of that mode, and of no use after it.
+        tensor.data = _hollow(tensor, stride, name)
+
+
+def hollow_of(cls: type[_TensorT], like: torch.Tensor, stride: tuple[int, ...]) -> _TensorT:
+    """Make a hollow tensor of class `cls`, of the shape, dtype and device of `like`."""
+    with outside_of_inference(), torch._C.DisableTorchFunctionSubclass():
+        made: _TensorT = torch.Tensor._make_subclass(cls, torch.empty(0, dtype=like.dtype, device=like.device))
+        made.data = _hollow(like, stride, f"a tensor of shape {tuple(like.shape)}")
+        return made
+
+
+def _hollow(like: torch.Tensor, stride: tuple[int, ...], name: str) -> torch.Tensor:
+    """What `data` may be set to outside of inference mode. In that mode torch would dispatch to the class of it."""
+    if _keys is None or like.device.type not in _COMPATIBLE:
+        return _nan(like.dtype, like.device, _refuse_access).expand(like.shape)
+    made: torch.Tensor = torch.Tensor._make_wrapper_subclass(
+        _NoMemory, like.shape, strides=stride, dtype=like.dtype, device=like.device, _extra_dispatch_keys=_keys
+    )
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    if _refuse_access is not None:
+        _refuse_access(made.untyped_storage()._cdata, _ACCESS.format(name))
+    return made
+
+
+_refuse_access: Callable[[int, str], None] | None = getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
+"""Lets the storage of that address raise when anybody asks for its own. Builds for CUDA and ROCm have it."""
+
+
+@functools.cache
+def _nan(dtype: torch.dtype, device: torch.device, refuse: Callable[[int, str], None] | None) -> torch.Tensor:
+    """What all share that have no key: making one is work for a device, and for its allocator."""
+    element = torch.full((), float("nan"), dtype=dtype, device=device)
+    if refuse is not None:
+        refuse(element.untyped_storage()._cdata, _ACCESS.format("a tensor"))
+    return element
+
+
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """True if `tensor` is hollow, or a view of one that is."""
+    return _keys is not None and (torch._C._dispatch_keys(tensor) & _keys).raw_repr() != 0
+
+
+def operators_unanswered() -> AbstractContextManager[object]:
+    """Within it operators work on hollow tensors themselves: those that make views do so."""
+    guard: AbstractContextManager[object] = nullcontext() if _keys is None else torch._C._ExcludeDispatchKeyGuard(_keys)
+    return guard
