@@ -22,9 +22,8 @@ needed. Whoever uses the record again makes that void.
 
 [Note: whose memory] Values are allocated on the current stream, which the copy up waits for: what was in that memory
 before may still be read by work that is queued there. Before they are freed their stream waits for the copy up, and
-they stay until the copy down is over. A stream that uses them and is not theirs is recorded; who sums them or copies
-them down waits for all streams that have used them. The pool's buffer is kept by the copy, which is the transfer of
-its lease. What has come down is written by the cache's thread, or by `poll`.
+they stay until the copy down is over. A stream that uses them and is not theirs is recorded; sums and copies down wait
+for all that have. The pool's buffer is kept by the copy, its lease's transfer. The cache's thread writes, or `poll`.
 """
 
 from __future__ import annotations
@@ -68,7 +67,7 @@ class HeldOnDevice(Held):
     """The uses of the pool's buffer that are not over."""
     stream: Any = None
     """The stream that `on_device` was allocated on."""
-    used_on: list[Any] = field(default_factory=list)
+    used_on: set[Any] = field(default_factory=set)
     """The streams that have used `on_device`."""
     up: Copy | None = None
     """The last copy to `on_device`."""
@@ -150,7 +149,7 @@ class HeldOnDevice(Held):
     def forget(self) -> None:
         """Let go of the values on the device. Copies to them come before what their stream does from now on."""
         self.unregister()
-        self.on_device, self.used_on = [], []
+        self.on_device, self.used_on = [], set()
 
 
 class DeviceTier:
@@ -271,8 +270,7 @@ class DeviceTier:
         """Let the current stream wait for the copy up, and the allocator know of it."""
         self._up.join(held.up)
         (stream,) = current_streams([self.device])
-        if stream not in held.used_on:
-            held.used_on.append(stream)
+        held.used_on.add(stream)
         if stream != held.stream:
             for values in held.on_device:
                 values.record_stream(stream)
@@ -280,9 +278,8 @@ class DeviceTier:
     def _follow_uses(self, held: HeldOnDevice) -> None:
         """As `_follow`, and for all that other streams have queued, which may change the values."""
         (stream,) = current_streams([self.device])
-        for other in held.used_on:
-            if other != stream:
-                stream.wait_stream(other)
+        for other in held.used_on - {stream}:
+            stream.wait_stream(other)
         self._follow(held)
 
     def _fetch(self, held: HeldOnDevice, *, anew: bool = False) -> Lease:
@@ -567,8 +564,7 @@ class DeviceTier:
             self._free(held)
         self._fetch(held)
         self._cache.wait(held.key)
-        # A copy up may go on. If the buffer is changed meanwhile, that is to values that were freed.
-        if changing:
+        if changing:  # A copy up that goes on is to values that were freed.
             held.changed, held.summed, held.stepped = True, False, True
         self._move(None)
 
