@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from swapper.check import CheckReport, DriveReport, make_report
+from swapper.check import CheckReport, DriveReport, make_report, staging_bytes
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
 from swapper.files.weights import load_weights
@@ -162,8 +162,8 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
     stored = parameters if settings.offload_param.device == "nvme" else None  # Others have a pool of their own.
     budget = _budget(plans, settings, stored, Shared.existing(settings))
     budget.check()
-    asked = settings.offload_param.device_bytes
-    device, device_bytes = (None, 0) if parameters is None else parameters.on_device(asked)
+    staging = 0 if parameters is None or swapper is not None else staging_bytes(parameters, settings)
+    room = None if parameters is None else parameters.room(settings.offload_param.device_bytes, staging)
     try:
         # State and gradients leave memory before parameters do: an optimizer that sets itself up then finds parameters
         # in memory, and does not read each of them from the drive.
@@ -177,13 +177,14 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
             if swapper is not None:
                 swapper.share_pool(shares.parameters)
             else:
-                number = next(_owners)
+                number, device = next(_owners), None if room is None else room.device
                 pool, store, release = pool_of_parameters(settings, device, parameters.kept_bytes)
+                if room is not None and staging:
+                    memory, release = Shared.of(settings, device).staging(staging, room.device, release)
+                    room = room._replace(staging=memory)
                 # The last step that can fail. It then gives all values back itself.
                 swapper = _made(
-                    lambda: ParameterSwapper(
-                        model, number, parameters, shares.parameters, pool, store, release, device_bytes
-                    ),
+                    lambda: ParameterSwapper(model, number, parameters, shares.parameters, pool, store, release, room),
                     release,
                 )
                 object.__setattr__(model, "swapper", swapper)

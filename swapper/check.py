@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,13 +17,15 @@ from swapper.gradient.records import can_leave
 from swapper.gradient.records import needs_of as gradient_needs_of
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.parameter.records import ParameterPlan
-from swapper.session import Engines
+from swapper.session import Engines, why_not_direct
 from swapper.sizes import format_bytes
 from swapper.storage.budget import PoolBudget
 from swapper.storage.mounts import check_nvme_paths, file_systems
 from swapper.storage.speed import measure_speeds
 
-__all__ = ["CheckReport", "DriveReport", "make_report"]
+__all__ = ["CheckReport", "DriveReport", "make_report", "staging_bytes"]
+
+log = logging.getLogger(__name__)
 
 _TYPICAL_ENDURANCE_BYTES = 600 * 10**12
 
@@ -143,7 +147,8 @@ def make_report(
 
     device_bytes = 0
     if parameters is not None and (needs := parameters.device_needs) is not None:
-        device_bytes = needs.record_bytes(settings.offload_param.device_bytes) + needs.beside_bytes
+        asked, staging = settings.offload_param.device_bytes, staging_bytes(parameters, settings, tries=False)
+        device_bytes = needs.record_bytes(asked, staging) + needs.beside_bytes + staging
     step_bytes = [plan.step_device_bytes for plan in plans]  # In backward all hold their slots until the step.
     together = sum(step_bytes) if settings.offload_optimizer.step_in_backward else max(step_bytes, default=0)
     state_stored = settings.offload_optimizer.device == "nvme"
@@ -207,6 +212,29 @@ def make_report(
         device_bytes=device_bytes,
         step_device_bytes=together,
     )
+
+
+def staging_bytes(parameters: ParameterPlan, settings: OffloadConfig, *, tries: bool = True) -> int:
+    """Device memory through which records of parameters come without the pool; 0 if they do not: logs why, once.
+
+    Args:
+        parameters: of a model.
+        settings: where they go.
+        tries: False: try no drive, and log nothing.
+    """
+    needs = parameters.device_needs
+    if needs is None or settings.offload_param.device != "nvme":
+        return 0
+    reason = needs.why_not_direct(settings.offload_param.device_bytes)
+    reason = reason or why_not_direct(settings, needs.device if tries else None)
+    if reason and tries:
+        _say_once(reason)
+    return 0 if reason else needs.staging_bytes
+
+
+@functools.cache
+def _say_once(reason: str) -> None:
+    log.info("records of parameters go between the drive and the device through the pool: %s", reason)
 
 
 def _check_drives(settings: OffloadConfig, stored_bytes: int) -> tuple[tuple[DriveReport, ...], int]:

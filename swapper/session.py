@@ -14,13 +14,16 @@ from typing import ClassVar, Protocol
 import torch
 
 from swapper.config import AioConfig, OffloadConfig
+from swapper.errors import SwapIOError
+from swapper.io.gds import GDSHandle, probe_cufile
 from swapper.io.handle import AsyncIOHandle
 from swapper.storage.buffers import BufferPool
+from swapper.storage.device_pool import DevicePool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import TensorStore
 from swapper.storage.writes import wait_for_ends
 
-__all__ = ["Engines", "Shared", "close_all", "pool_of_parameters"]
+__all__ = ["Engines", "Shared", "close_all", "pool_of_parameters", "why_not_direct"]
 
 
 class Shared:
@@ -35,6 +38,7 @@ class Shared:
         self._wanted_bytes = 0
         self._engines = Engines(config)
         self.handles = self._engines.handles
+        self._direct: Engines | None = None
         with ExitStack() as undo:
             undo.callback(self._engines.close)
             # The store comes first: an error of a path is raised before memory is taken.
@@ -117,6 +121,40 @@ class Shared:
             raise
         return release
 
+    def staging(
+        self, pool_bytes: int, device: torch.device, release: Callable[[], None]
+    ) -> tuple[DevicePool, Callable[[], None]]:
+        """Make a pool in the memory of an accelerator, whose leases the store moves by cuFile.
+
+        Args:
+            pool_bytes: its length.
+            device: the accelerator.
+            release: from `hold`; called after an exception.
+
+        Returns:
+            The pool, and a function that closes it and then calls `release`.
+
+        Raises:
+            torch.OutOfMemoryError: the device has not so much memory.
+        """
+        try:
+            if self._direct is None:
+                self._direct = Engines(self._configs[0], GDSHandle)
+            handles = [handle for handle in self._direct.handles if isinstance(handle, GDSHandle)]
+            self.store.use_for_devices(handles)
+            pool = DevicePool(pool_bytes, *handles, device=device)
+        except BaseException:
+            release()
+            raise
+
+        def close() -> None:
+            try:
+                pool.close()
+            finally:
+                release()
+
+        return pool, close
+
     def rest(self) -> None:
         """Give the pool's memory back to the system until it is used again, except records that no drive has."""
         while self.pool.reclaim():
@@ -131,7 +169,8 @@ class Shared:
             self.store.close()
             self.pool.close()
         finally:
-            self._engines.close()  # Last: the store's files and the pool are registered with them.
+            # Last: the store's files and the pool are registered with them.
+            close_all([self._engines] if self._direct is None else [self._direct, self._engines])
 
 
 def pool_of_parameters(
@@ -157,10 +196,10 @@ class _Engine:
         self._users = 0
 
     @classmethod
-    def of(cls, settings: AioConfig, drive: object) -> _Engine:
+    def of(cls, make: type[AsyncIOHandle], settings: AioConfig, drive: object) -> _Engine:
         """Give the one of these settings on this drive; make it if there is none that works."""
-        # The class is part of the key, because tests replace it; the process too: a child cannot use its parent's.
-        key = (AsyncIOHandle, settings, drive, os.getpid())
+        # The process is part of the key, too: a child cannot use its parent's.
+        key = (make, settings, drive, os.getpid())
         with cls._lock:
             engine = cls._all.get(key)
             if engine is not None:
@@ -171,7 +210,7 @@ class _Engine:
                 engine._users -= 1
             engine = cls(
                 key,
-                AsyncIOHandle(
+                make(
                     backend=settings.backend,
                     block_bytes=settings.block_size,
                     queue_depth=settings.queue_depth,
@@ -200,16 +239,20 @@ class Engines:
 
     Configs of equal settings share the engine of a drive: several models, or fits of which the earlier still live.
 
+    Args:
+        config: has the settings.
+        kind: class of the handles; None: `AsyncIOHandle`.
+
     Attributes:
         handles: in the order of `nvme_paths`.
     """
 
-    def __init__(self, config: OffloadConfig) -> None:
+    def __init__(self, config: OffloadConfig, kind: type[AsyncIOHandle] | None = None) -> None:
         self._engines: list[_Engine] = []
         with ExitStack() as undo:
             undo.callback(self.close)
             for drive in _drives(config.nvme_paths):
-                self._engines.append(_Engine.of(config.aio, drive))
+                self._engines.append(_Engine.of(kind or AsyncIOHandle, config.aio, drive))  # Tests replace the class.
             undo.pop_all()
         self.handles = [engine.handle for engine in self._engines]
 
@@ -233,6 +276,25 @@ def close_all(opened: Sequence[_Closes]) -> None:
             failures.append(error)
     if failures:
         raise failures[0]
+
+
+def why_not_direct(config: OffloadConfig, device: torch.device | None) -> str:
+    """Say why records cannot go between the drives of `config` and `device` without the pool; "" if they can.
+
+    Writes and reads a file on each drive, and removes it; not with None for the device, where "" is less certain.
+    """
+    if config.aio.gds == "off":
+        return "aio.gds is off"
+    if config.verify != "none":
+        return f"verify: {config.verify} takes checksums of records on the host"
+    found = probe_cufile()
+    if not found.available or device is None:
+        return found.reason
+    try:
+        with GDSHandle() as handle:
+            return next(filter(None, (handle.why_not_direct(path, device) for path in config.nvme_paths)), "")
+    except SwapIOError as error:
+        return str(error)
 
 
 def _drives(paths: Sequence[Path]) -> list[object]:

@@ -123,7 +123,7 @@ def _explain(model: type[Section], error: ErrorDetails) -> list[str]:
             text = _unknown_key(owner, name)
         case "literal_error" if field is not None:
             words = [str(word) for word in get_args(field.annotation)]
-            near = difflib.get_close_matches(str(value).lower(), words, n=1)
+            near = difflib.get_close_matches(value.lower(), words, n=1) if isinstance(value, str) else ()
             hint = f"; did you mean {near[0]!r}?" if near else ""
             text = f"{show(value)} is not one of {', '.join(words)}{hint}"
         case "bool_type":

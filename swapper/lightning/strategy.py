@@ -76,9 +76,9 @@ class Swapping(SwappingStrategy, Strategy):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
-        """Build models on the drive within it, if the config has parameters there."""
-        on_drive = self.offload_config.offload_param.device == "nvme"
-        with super().tensor_init_context(empty_init), init(self._settings) if on_drive else nullcontext():
+        """Build models within it whose parameters are where the config has them."""
+        swapped = self._builds_swapped(self.root_device)
+        with super().tensor_init_context(empty_init), init(self._settings) if swapped else nullcontext():
             yield
 
     def setup(self, trainer: Trainer) -> None:

@@ -30,9 +30,9 @@ from torch.nn.modules.module import (
 from swapper.errors import ConfigError, SwapError
 from swapper.io.devices import is_accelerator
 from swapper.parameter.cache import BY_ADDRESS, Held
-from swapper.parameter.device_tier import HeldOnDevice
+from swapper.parameter.held_on_device import HeldOnDevice
 from swapper.parameter.owner import ParameterHome, ParameterOwner
-from swapper.parameter.records import device_bytes_of, plan_record_of, why_not
+from swapper.parameter.records import DeviceRoom, device_bytes_of, plan_record_of, why_not
 from swapper.sizes import SMALL_BYTES, format_bytes
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
@@ -90,7 +90,7 @@ class ModelBuilder(ParameterOwner):
         budget_bytes, pool, store: as for `ParameterOwner`. Without a store there is no budget: the pool grows.
         release: called when it has no parameters any more, and when it is closed.
         device: of the parameters that it takes; the others stay.
-        device_bytes: as for `ParameterOwner`, if that is an accelerator.
+        device_bytes: the most that records may take at once of its memory, if that is an accelerator.
     """
 
     home_type = _BuilderHome
@@ -106,8 +106,8 @@ class ModelBuilder(ParameterOwner):
         device: torch.device,
         device_bytes: int,
     ) -> None:
-        tier = (device, device_bytes) if is_accelerator(device) else ()
-        super().__init__([], AccessOrder([], start=0), budget_bytes, pool, store, release, *tier)
+        room = DeviceRoom(device, device_bytes) if is_accelerator(device) else None
+        super().__init__([], AccessOrder([], start=0), budget_bytes, pool, store, release, room)
         self._begin()
         self._device = device
         self._owner = owner

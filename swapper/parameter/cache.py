@@ -36,7 +36,7 @@ from swapper.tensors.other_tensors import is_shared
 if TYPE_CHECKING:
     from swapper.parameter.device_tier import DeviceTier
 
-__all__ = ["BY_ADDRESS", "DEVICE_TYPES", "Held", "ParameterCache", "finalize"]
+__all__ = ["BY_ADDRESS", "DEVICE_TYPES", "Held", "ParameterCache", "finalize", "in_file"]
 
 BY_ADDRESS: dict[tuple[torch.device, int], tuple[weakref.ref[ParameterCache], Held, int]] = {}
 """By the address at which values in memory begin: whose they are, in which record, and the slot of the parameter.
@@ -108,7 +108,7 @@ class Held:
             with outside_of_inference():  # They outlive that mode.
                 values = lease.own_view(location.offset_bytes, location.numel, location.dtype)
             if arrived and location.offset_bytes != location.file_offset_bytes:
-                location.view(values).copy_(_in_file(lease, location).view(location.shape))
+                location.view(values).copy_(in_file(lease, location).view(location.shape))
             opened.append(values)
         # Until here nobody has seen the values, and all of it can be done again.
         with interrupts_deferred():  # `evicted` takes back the addresses of `opened`, and no others.
@@ -138,7 +138,7 @@ class Held:
         """Copy the values that the file has elsewhere to there. Returns the checksum of each parameter's."""
         for location, values in zip(self.plan.locations, self.opened, strict=True):
             if location.offset_bytes != location.file_offset_bytes:
-                _in_file(lease, location).view(location.shape).copy_(location.view(values))
+                in_file(lease, location).view(location.shape).copy_(location.view(values))
         return [checksum(values) for values in self.opened]
 
     def write(self, cache: RecordCache) -> None:
@@ -217,6 +217,11 @@ class ParameterCache:
         self._closed = False
         self._order = order
         self._tier: DeviceTier | None = None  # of a model on an accelerator
+
+    @property
+    def _caches(self) -> list[RecordCache]:
+        """Those that records are in."""
+        return [self._cache] if self._tier is None else self._tier.caches
 
     def _bring(self, held: Held, phase: str) -> None:
         """Have `held`, of which there is a hold, in memory and open. Starts to read what will be used after it."""
@@ -327,12 +332,13 @@ class ParameterCache:
 
 
 def finalize(
-    records: list[Held], cache: RecordCache, store: TensorStore | None, release: Callable[[], None], pid: int
+    records: list[Held], caches: Sequence[RecordCache], store: TensorStore | None, release: Callable[[], None], pid: int
 ) -> None:
     """Wait for what is in flight, delete the files and give the memory back."""
     if os.getpid() != pid:
         return
-    cache.close()
+    for cache in caches:
+        cache.close()
     for held in records:
         held.forget()
         if store is not None:
@@ -340,7 +346,7 @@ def finalize(
     release()
 
 
-def _in_file(lease: Lease, location: ParameterLocation) -> torch.Tensor:
+def in_file(lease: Lease, location: ParameterLocation) -> torch.Tensor:
     """The values of a parameter where the file has them, in the order of indices, 1-D."""
     data = lease.tensor[location.file_offset_bytes : location.file_offset_bytes + location.length_bytes]
     if location.file_offset_bytes % location.dtype.itemsize == 0:

@@ -32,8 +32,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -42,114 +41,22 @@ from swapper.interrupts import interrupts_deferred
 from swapper.io.devices import Copy, DeviceCopies, current_streams, on_streams
 from swapper.parameter.cache import DEVICE_TYPES, Held
 from swapper.parameter.device_sums import Check, DeviceSums
-from swapper.parameter.records import device_bytes_of, sums_bytes_of
+from swapper.parameter.direct_records import DirectRecords
+from swapper.parameter.held_on_device import HeldOnDevice
+from swapper.parameter.records import DeviceRoom, device_bytes_of, sums_bytes_of
 from swapper.sizes import format_bytes
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import Lease, PoolExhausted
 from swapper.storage.cache import RecordCache
 from swapper.storage.cached_records import RecordState
+from swapper.storage.store import TensorStore
 from swapper.storage.transfers import BothTransfers
 from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_grad_mode
 
 if TYPE_CHECKING:
     from swapper.parameter.cache import ParameterCache
 
-__all__ = ["DeviceTier", "HeldOnDevice"]
-
-
-@dataclass(eq=False, slots=True)
-class HeldOnDevice(Held):
-    """A record of a model on an accelerator. What the policy of the pool asks is about the pool's buffer."""
-
-    on_device: list[torch.Tensor] = field(default_factory=list)
-    """The values of each parameter on the device, 1-D, in storages of their own; empty while they are not there."""
-    on_host: set[object] = field(default_factory=set)
-    """The uses of the pool's buffer that are not over."""
-    stream: Any = None
-    """The stream that `on_device` was allocated on."""
-    used_on: set[Any] = field(default_factory=set)
-    """The streams that have used `on_device`."""
-    up: Copy | None = None
-    """The last copy to `on_device`."""
-    down: Copy | None = None
-    """A copy from it, until the record is written."""
-    used: bool = False
-    """`on_device` may have been changed since it came up, or since `check`."""
-    changed_on_device: bool = False
-    """`on_device` is known to be newer than the pool's copy. See [Note: which copy is the newest]."""
-    leaving: bool = False
-    """`on_device` goes when `down` is over."""
-    sums: torch.Tensor | None = None
-    """Of the values as they came up, on the device."""
-    summed: bool = False
-    """`sums` are of the values that the pool, or the file, has."""
-    kept: bool = False
-    """There is no file: the pool keeps the record."""
-    stays: bool = False
-    """`on_device` stays, once it is there, unless nothing else can go."""
-    moving: bool = False
-    """The buffer is needed by the call that is being made."""
-    stepped: bool = False
-    """The buffer was changed by a step on the CPU, and its write was not started since."""
-    check: Check | None = None
-    """Says if `on_device` differs from what came up. None if it was used since."""
-
-    @property
-    def values(self) -> list[torch.Tensor]:
-        """Those on the device."""
-        return self.on_device
-
-    @property
-    def in_use(self) -> bool:
-        """True if the values on the device must stay where they are."""
-        return bool(self.holds or self.attached) or self.has_views()
-
-    def note_change(self) -> None:
-        """The values on the device are about to be changed."""
-        self.changed_on_device = True
-
-    # --- Of the pool's buffer ---
-
-    @property
-    def pinned(self) -> bool:
-        """True while the buffer is used."""
-        return bool(self.on_host) or self.moving
-
-    def viewed(self) -> bool:
-        """False: nobody is given views of the buffer that outlive its use."""
-        return False
-
-    def is_newer(self) -> bool:
-        """Return True if the buffer is newer than the file."""
-        return self.changed
-
-    def write(self, cache: RecordCache) -> None:
-        """As for a record on the host, when the copy down is over. Nothing is written of one that is kept."""
-        self.stepped = False
-        if self.kept:
-            self.changed = False
-            return
-        record = cache.records.get(self.key)
-        assert record is not None
-        if not record.writing and record.lease.transfer is not None:
-            record.lease.transfer.wait()
-            record.lease.transfer = None
-        super(HeldOnDevice, self).write(cache)
-
-    def complete(self, lease: Lease) -> int:
-        """As `RecordCache.write` wants it: have `lease` as the file is to be. Returns its bytes. In any thread."""
-        self.checksums = self.pack(lease)
-        self.changed = False
-        return self.plan.file_bytes
-
-    def evicted(self) -> None:
-        """The buffer is given up."""
-        self.opened = []
-
-    def forget(self) -> None:
-        """Let go of the values on the device. Copies to them come before what their stream does from now on."""
-        self.unregister()
-        self.on_device, self.used_on = [], set()
+__all__ = ["DeviceTier"]
 
 
 class DeviceTier:
@@ -159,12 +66,14 @@ class DeviceTier:
         owner: brings records into the pool.
         cache: of the pool.
         records: by number; none is on the device. May grow.
-        order: in which the pool's records are used.
-        device: an accelerator.
-        limit_bytes: the most that records may take on the device at once, beside what is needed to sum them.
+        order: in which the pool's records are used; with `room.staging`, those that come without the pool.
+        room: what records may have on the device.
+        store: of the records, if there is one.
 
     Attributes:
-        device, limit_bytes: as given.
+        device, limit_bytes: as in `room`.
+        direct: brings records without the pool; None if nothing does.
+        caches: those that records are in, the pool's first.
         used_bytes: of the device memory that records take now.
 
     Not thread-safe: called under the lock of the cache.
@@ -176,13 +85,17 @@ class DeviceTier:
         cache: RecordCache,
         records: Sequence[Held],
         order: AccessOrder,
-        device: torch.device,
-        limit_bytes: int,
+        room: DeviceRoom,
+        store: TensorStore | None,
     ) -> None:
+        self.device = device = room.device
         DEVICE_TYPES.add(device.type)
-        self.device = device
-        self.limit_bytes = limit_bytes
+        self.limit_bytes = room.limit_bytes
         self.used_bytes = 0
+        self.direct: DirectRecords | None = None
+        if room.staging is not None and store is not None:
+            self.direct = DirectRecords(room.staging, store, owner.metrics, records, order)
+        self.caches = [cache] if self.direct is None else [cache, self.direct.cache]
         self._cache = cache
         self._records = records
         self._pool_order = order
@@ -215,8 +128,8 @@ class DeviceTier:
             PoolExhausted: there is no room for them.
         """
         assert isinstance(held, HeldOnDevice)
-        self._pool_order.note(Use(phase, held.number))
-        self._order.note(Use(phase, held.number))
+        for order in (self._order, self._pool_order if self.direct is None else self.direct):
+            order.note(Use(phase, held.number))
         self.poll()
         with interrupts_deferred():
             held.used, held.check, held.leaving = True, None, False
@@ -226,7 +139,7 @@ class DeviceTier:
         self._owner.metrics.hits += bool(held.on_device)
         if not held.on_device:
             self._make_room(device_bytes_of(held.plan))
-            self._lift(held, self._fetch(held))
+            self._lift(held)
         self._follow(held)
         self._look_ahead()
 
@@ -286,7 +199,7 @@ class DeviceTier:
         """Have the record in the pool, and open. With `anew` its content is undefined, but for the header."""
         self._move(held)
         self._cache.require(held.key, held.length_bytes, anew=anew)
-        if not anew:
+        if not anew and self.direct is None:
             self._owner.read_ahead()
         lease = self._cache.fetch(held.key)
         if anew:
@@ -305,8 +218,10 @@ class DeviceTier:
         if held is not None:
             held.moving = True
 
-    def _lift(self, held: HeldOnDevice, lease: Lease) -> None:
-        """Start copying a record to the device, from the pool. There is room. After an exception it is not there."""
+    def _lift(self, held: HeldOnDevice) -> None:
+        """Start copying a record to its tensors on the device. There is room. After an exception it is not there."""
+        direct = None if self.direct is None or self._cache.records.get(held.key) is not None else self.direct
+        lease = self._fetch(held) if direct is None else direct.fetch(held, self._cache)
         length_bytes = device_bytes_of(held.plan)
         with outside_of_inference():  # They outlive that mode.
             values = [torch.empty(each.numel, dtype=each.dtype, device=self.device) for each in held.plan.locations]
@@ -315,17 +230,23 @@ class DeviceTier:
         self._sums.fit(max(each.length_bytes for each in held.plan.locations))
         self._up.begin()  # See [Note: whose memory].
         with interrupts_deferred():
-            held.up = self._copy_up(held, values, lease)
+            held.up = self._copy_up(held, values, lease, direct)
             held.on_device = values
             (held.stream,) = current_streams([self.device])
             held.register(self._owner)
             self.used_bytes += length_bytes
             self._order.hold(held.number, fixed=held.stays)
+            if self.direct is not None:
+                self.direct.release(held)
         self._move(None)
 
-    def _copy_up(self, held: HeldOnDevice, values: list[torch.Tensor], lease: Lease) -> Copy | None:
+    def _copy_up(
+        self, held: HeldOnDevice, values: list[torch.Tensor], lease: Lease, direct: DirectRecords | None = None
+    ) -> Copy | None:
+        pairs = [*zip(values, held.opened, strict=True)] if direct is None else direct.pairs(held, values, lease)
+
         def work() -> None:
-            for there, here in zip(values, held.opened, strict=True):
+            for there, here in pairs:
                 there.copy_(here, non_blocking=self._up.non_blocking)
             if not held.summed:
                 assert held.sums is not None
@@ -336,7 +257,7 @@ class DeviceTier:
             copy = self._up.run(work)
         held.summed = True
         if copy is not None:
-            record, former = self._cache.records.get(held.key), lease.transfer
+            record, former = (self._cache if direct is None else direct.cache).records.get(held.key), lease.transfer
             assert record is not None
             if record.writing and former is not None:  # The write is still to be seen; earlier copies up are not.
                 lease.transfer = BothTransfers(former.first if isinstance(former, BothTransfers) else former, copy)
@@ -352,7 +273,7 @@ class DeviceTier:
             if held.gone or held.on_device:
                 self._order.hold(number, fixed=held.gone or held.stays)
                 continue
-            record = self._cache.records.get(held.key)
+            record = next(filter(None, (cache.records.get(held.key) for cache in self.caches)), None)
             if record is None or record.state not in (RecordState.KEPT, RecordState.ARRIVING):
                 return
             if record.state is RecordState.ARRIVING and record.lease.transfer and not record.lease.transfer.done():
@@ -361,7 +282,7 @@ class DeviceTier:
                 if not self._spare():
                     return
             try:
-                self._lift(held, self._fetch(held))
+                self._lift(held)
             except (SwapIOError, torch.OutOfMemoryError):  # Who needs it tries again, and is told.
                 return
 
@@ -562,6 +483,8 @@ class DeviceTier:
         self.bring_down(held)
         if changing and held.on_device and not held.in_use:
             self._free(held)
+        if self.direct is not None:
+            self.direct.release(held)
         self._fetch(held)
         self._cache.wait(held.key)
         if changing:  # A copy up that goes on is to values that were freed.

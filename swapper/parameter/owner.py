@@ -29,7 +29,7 @@ from swapper.parameter.cache import Held, ParameterCache, finalize
 from swapper.parameter.device_tier import DeviceTier
 from swapper.parameter.forward_hooks import Forward, ForwardHooks
 from swapper.parameter.mapped_copies import MappedCopies
-from swapper.parameter.records import ParameterLocation, modules_with_parameters, used_by
+from swapper.parameter.records import DeviceRoom, ParameterLocation, modules_with_parameters, used_by
 from swapper.parameter.saved_tensors import in_transform, refuse_in_transform, saves_locations, saving_locations
 from swapper.sizes import format_bytes
 from swapper.storage.access_order import AccessOrder
@@ -135,8 +135,7 @@ class ParameterOwner(ParameterCache):
         budget_bytes: the most of the pool that records may hold.
         pool, store: give buffers, and keep the records; without a store, of a model on an accelerator, the pool does.
         release: called once, when this is closed or dies.
-        device: of the parameters, if that is an accelerator; else None.
-        device_bytes: the most of its memory that records may take at once, beside what `DeviceSums` takes.
+        room: what records may have of the accelerator that the parameters are on; None for the CPU.
     """
 
     home_type: type[ParameterHome] = ParameterHome
@@ -149,12 +148,12 @@ class ParameterOwner(ParameterCache):
         pool: BufferPool | GrowingPool,
         store: TensorStore | None,
         release: Callable[[], None],
-        device: torch.device | None = None,
-        device_bytes: int = 0,
+        room: DeviceRoom | None = None,
     ) -> None:
-        super().__init__(records, order, budget_bytes, pool, store)
-        if device is not None:
-            self._tier = DeviceTier(self, self._cache, records, order, device, device_bytes)
+        direct = room is not None and room.staging is not None  # Then the pool's records have an order of their own.
+        super().__init__(records, AccessOrder() if direct else order, budget_bytes, pool, store)
+        if room is not None:
+            self._tier = DeviceTier(self, self._cache, records, order, room, store)
         self._release_pool = release
         self._reference = weakref.ref(self)
         self._threads = threading.local()
@@ -173,7 +172,7 @@ class ParameterOwner(ParameterCache):
 
     def _begin(self) -> None:
         """All is taken over: from now on the death of this deletes the files and releases the pool."""
-        self._finalizer = finalizer(self, finalize, self._all, self._cache, self._store, self._release_pool, self._pid)
+        self._finalizer = finalizer(self, finalize, self._all, self._caches, self._store, self._release_pool, self._pid)
 
     def close(self, *, keep_values: bool = False) -> None:
         """Undo everything: remove the hooks, delete the files, give the memory back. Idempotent.

@@ -13,6 +13,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
@@ -22,6 +23,7 @@ from swapper.io.devices import is_accelerator
 from swapper.parameter.device_sums import DeviceSums
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
 from swapper.storage.budget import WHOLE, ParameterNeeds
+from swapper.storage.device_pool import DevicePool
 from swapper.storage.layout import Entry, RecordLayout, plan_whole_tensors
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.evicted import is_ordinary
@@ -32,6 +34,7 @@ from swapper.tensors.strides import is_dense, is_plain
 __all__ = [
     "GROUP_BYTES",
     "DeviceNeeds",
+    "DeviceRoom",
     "ParameterLocation",
     "ParameterPlan",
     "ParameterRecord",
@@ -63,6 +66,9 @@ _ADVICE = {
 
 _DEVICE_BLOCK_BYTES = 512
 """What allocators of accelerators round up to."""
+
+_STAGED_AT_ONCE = 3
+"""Records that come to a device without the pool: two arrive while one is copied to its parameters' tensors."""
 
 GROUP_BYTES = 16 << 20
 """Small modules that follow one another share a record of about this size: one long transfer instead of many short."""
@@ -145,10 +151,10 @@ class ParameterPlan:
         """Length of a pool that has all records."""
         return sum(round_up(record.length_bytes, PAGE_BYTES) for record in self.records)
 
-    def on_device(self, device_bytes: int | None) -> tuple[torch.device | None, int]:
-        """The accelerator, and the bytes for records there, as `DeviceNeeds.record_bytes`. (None, 0) for the CPU."""
+    def room(self, device_bytes: int | None, staging_bytes: int) -> DeviceRoom | None:
+        """Give what records may have of an accelerator's memory, still without staging. None for the CPU."""
         needs = self.device_needs
-        return (None, 0) if needs is None else (needs.device, needs.record_bytes(device_bytes))
+        return None if needs is None else DeviceRoom(needs.device, needs.record_bytes(device_bytes, staging_bytes))
 
     def where(self) -> Mapping[torch.Tensor, tuple[int, int]]:
         """The number of the record of each parameter, and its share of room for one; of those that still exist.
@@ -167,6 +173,20 @@ class ParameterPlan:
         return found
 
 
+class DeviceRoom(NamedTuple):
+    """The memory of an accelerator that records may have.
+
+    Attributes:
+        device: the accelerator.
+        limit_bytes: the most that records may take at once, beside what is needed to sum them, and `staging`.
+        staging: memory there that records come to without the pool; None if none do.
+    """
+
+    device: torch.device
+    limit_bytes: int
+    staging: DevicePool | None = None
+
+
 @dataclass(frozen=True)
 class DeviceNeeds:
     """The needs of the parameters of one model of an accelerator's memory.
@@ -176,6 +196,7 @@ class DeviceNeeds:
         least_bytes: what will do.
         wanted_bytes: what lets the next two records come while one module runs.
         beside_bytes: the part of either that sums take, and not records.
+        staging_bytes: what is needed besides for records to come without the pool.
         why: `least_bytes` in words.
     """
 
@@ -183,10 +204,21 @@ class DeviceNeeds:
     least_bytes: int
     wanted_bytes: int
     beside_bytes: int
+    staging_bytes: int
     why: str
 
-    def record_bytes(self, device_bytes: int | None) -> int:
-        """Bytes for records, of the `device_bytes` that the user gives, or does not.
+    def why_not_direct(self, device_bytes: int | None) -> str:
+        """Say why `device_bytes`, which the user gives, or does not, have no room for staging; "" if they have."""
+        needed_bytes = self.least_bytes + self.staging_bytes
+        if device_bytes is None or device_bytes >= needed_bytes:
+            return ""
+        return (
+            f"offload_param.device_bytes: {format_bytes(device_bytes)} have no room for {_STAGED_AT_ONCE} records that "
+            f"arrive; set it to at least {needed_bytes}"
+        )
+
+    def record_bytes(self, device_bytes: int | None, staging_bytes: int = 0) -> int:
+        """Bytes for records, of the `device_bytes` that the user gives, or does not; of those given, less staging.
 
         Raises:
             ConfigError: they are too few.
@@ -196,7 +228,7 @@ class DeviceNeeds:
                 f"offload_param.device_bytes: {format_bytes(device_bytes)} are too few for the parameters on "
                 f"{self.device}: {self.why} are needed; set it to at least {self.least_bytes}"
             )
-        return (self.wanted_bytes if device_bytes is None else device_bytes) - self.beside_bytes
+        return (self.wanted_bytes if device_bytes is None else device_bytes - staging_bytes) - self.beside_bytes
 
 
 def plan_parameters(
@@ -508,7 +540,10 @@ def _device_needs(
     if kept:
         why += f" + {format_bytes(kept)} kept resident"
     wanted = max(least, min(max(together, largest) + 2 * largest, total))
-    return DeviceNeeds(device, least + kept + beside, wanted + kept + beside, beside, why)
+    staging = min(
+        _STAGED_AT_ONCE * max(record.file_bytes for record in records), sum(record.file_bytes for record in records)
+    )
+    return DeviceNeeds(device, least + kept + beside, wanted + kept + beside, beside, staging, why)
 
 
 def _longest_together(

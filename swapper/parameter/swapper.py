@@ -11,9 +11,9 @@ from contextlib import contextmanager
 import torch
 
 from swapper.parameter.cache import Held, finalize
-from swapper.parameter.device_tier import HeldOnDevice
+from swapper.parameter.held_on_device import HeldOnDevice
 from swapper.parameter.owner import ParameterOwner, parts_of
-from swapper.parameter.records import ParameterPlan
+from swapper.parameter.records import DeviceRoom, ParameterPlan
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
@@ -38,7 +38,7 @@ class ParameterSwapper(ParameterOwner):
         budget_bytes: the most of the pool that records may hold; at least `plan.needs.least_bytes`.
         pool, store: give buffers, and keep the records; without a store, of a model on an accelerator, the pool does.
         release: called once, when this is closed or dies.
-        device_bytes: the most that records may take on an accelerator at once; at least what one module uses.
+        room: what records may have of an accelerator; at least what one module uses.
 
     Attributes:
         made_with: for who has made this: the config.
@@ -58,7 +58,7 @@ class ParameterSwapper(ParameterOwner):
         pool: BufferPool | GrowingPool,
         store: TensorStore | None,
         release: Callable[[], None],
-        device_bytes: int = 0,
+        room: DeviceRoom | None = None,
     ) -> None:
         self.plan = plan
         count = len(plan.records)
@@ -67,9 +67,9 @@ class ParameterSwapper(ParameterOwner):
         backward = [Use("backward", i) for i in reversed(range(count))]
         step = [Use("step", i) for i in range(count)]
         order = AccessOrder([*evaluation, *forward, *backward, *step], start=count)
-        make, device = (Held, None) if plan.device_needs is None else (HeldOnDevice, plan.device_needs.device)
+        make = Held if room is None else HeldOnDevice
         held = [make(r, RecordKey(owner, "param", r.number), resident=r in plan.resident) for r in plan.records]
-        super().__init__(held, order, budget_bytes, pool, store, release, device, device_bytes)
+        super().__init__(held, order, budget_bytes, pool, store, release, room)
         if self._tier is not None:
             self._tier.expect([*evaluation, *forward, *backward], start=count)
         self._model = weakref.ref(model)
@@ -120,7 +120,7 @@ class ParameterSwapper(ParameterOwner):
                 self._cache.forget(held.key)
         self._closed = True
         self._remove_hooks()
-        finalize(self._all, self._cache, self._store, lambda: None, self._pid)
+        finalize(self._all, self._caches, self._store, lambda: None, self._pid)
 
     def _is_taken(self, parameter: torch.nn.Parameter) -> bool:
         """True if nobody else has the values of `parameter`."""
@@ -161,7 +161,8 @@ class ParameterSwapper(ParameterOwner):
                     self._tier.bring_down(held)
                 held.write_newer(self._cache)
             for held in self._all:
-                self._cache.wait(held.key)
+                for cache in self._caches:
+                    cache.wait(held.key)
 
     def rest(self) -> None:
         """As `flush`, when the model is not to be used soon: gives the memory of an accelerator back.

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import MethodType
 
 import torch
@@ -18,6 +19,7 @@ from swapper.finalizers import finalizer
 from swapper.io.devices import Copies, copies_of, is_accelerator
 from swapper.io.handle import AsyncIOHandle, Slab
 from swapper.sizes import PAGE_BYTES, round_up
+from swapper.storage.pool_memory import PoolMemory
 from swapper.storage.transfers import AnyTransfer
 
 __all__ = ["BufferPool", "Lease", "PoolExhausted"]
@@ -189,7 +191,7 @@ class Lease:
         typed = self._typed.get(dtype)
         if typed is None:
             typed = self._typed[dtype] = whole[: self.length_bytes // itemsize * itemsize].view(dtype)
-        return typed.as_strided(shape, stride, (self._extent.start + offset_bytes) // itemsize)
+        return typed.as_strided(shape, stride, typed.storage_offset() + offset_bytes // itemsize)
 
     def pool_has(self, tensor: torch.Tensor) -> bool:
         """Return True if `tensor`, which is strided, may be in the memory of the lease's pool. An empty one may."""
@@ -202,8 +204,7 @@ class Lease:
         """As `view`, with a storage of its own: how many tensors share it says whether any use is left."""
         self.view(offset_bytes, numel, dtype)
         assert self._pool is not None
-        start = self._extent.start + offset_bytes
-        return torch.frombuffer(self._pool._slab, dtype=dtype, count=numel, offset=start)
+        return self._pool._own_view(self._extent.start + offset_bytes, numel, dtype)
 
     def release(self) -> None:
         """Give the memory back, at once or when `transfer` is over. Idempotent; never waits."""
@@ -265,8 +266,7 @@ class BufferPool:
         self.peak_used_bytes = 0
         self._pid = os.getpid()
         self._handles = handles
-        self._slab = Slab(self.capacity_bytes, 0)
-        self._memory = torch.frombuffer(self._slab, dtype=torch.uint8)
+        self._slab, self._memory = self._reserve(device)
         self._free = _FreePieces(self.capacity_bytes)
         # Not for `close`, which a finalizer may call at any allocation, in a thread that holds it.
         self._lock = threading.Lock()
@@ -278,8 +278,9 @@ class BufferPool:
         self._closed = False
         self._devices: dict[str, Copies] = {}  # types of devices that the memory is to be locked for
         self._locks: dict[str, Copies] = {}  # those that it is locked for, and what unlocks it
+        withdraw = [functools.partial(self._withdraw, handle, self._slab) for handle in handles]
         self._finalizer = finalizer(
-            self, _unregister, self._slab, handles, self._locks, (self._given_back, self._busy), self._pid
+            self, _unregister, self._slab, withdraw, self._locks, (self._given_back, self._busy), self._pid
         )
         self.make_ready(self.capacity_bytes if ready_bytes is None else ready_bytes)
         if device is not None:
@@ -344,7 +345,7 @@ class BufferPool:
             if stop >= self._slab.ready_bytes:
                 return
             for handle in self._handles:
-                handle.unregister(self._slab)
+                self._withdraw(handle, self._slab)
             self._unlock_for_devices()
             try:
                 self._slab.shrink(stop)
@@ -479,7 +480,31 @@ class BufferPool:
             copies.page_lock(self._slab.address, self._slab.ready_bytes)
             self._locks[name] = copies
         for handle in self._handles:
-            handle.register(self._slab)
+            self._announce(handle, self._slab)
+
+    # --- The memory itself, which another kind of pool has elsewhere ---
+
+    def _reserve(self, device: torch.device | None) -> tuple[PoolMemory, torch.Tensor]:
+        """Reserve the addresses of the pool, of which nothing is ready. Also as a tensor: uint8, 1-D."""
+        slab = Slab(self.capacity_bytes, 0)
+        return slab, torch.frombuffer(slab, dtype=torch.uint8)
+
+    def _own_view(self, start_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        assert isinstance(self._slab, Slab)
+        return torch.frombuffer(self._slab, dtype=dtype, count=numel, offset=start_bytes)
+
+    @staticmethod
+    def _announce(handle: AsyncIOHandle, memory: PoolMemory) -> None:
+        """Tell an engine of the memory that is ready."""
+        assert isinstance(memory, Slab)
+        handle.register(memory)
+
+    @staticmethod
+    def _withdraw(handle: AsyncIOHandle, memory: PoolMemory) -> None:
+        """Undo `_announce`, if the engine is still open."""
+        assert isinstance(memory, Slab)
+        if not handle.closed:
+            handle.unregister(memory)
 
     def _collect(self) -> None:
         """Free what was given back and is at rest. Under the lock.
@@ -537,8 +562,8 @@ class BufferPool:
 
 
 def _unregister(
-    slab: Slab,
-    handles: tuple[AsyncIOHandle, ...],
+    slab: PoolMemory,
+    withdraw: Iterable[Callable[[], None]],
     locks: dict[str, Copies],
     given_back: tuple[deque[_Extent], ...],
     pid: int,
@@ -549,9 +574,8 @@ def _unregister(
     with contextlib.ExitStack() as steps:  # The last that was added comes first; each is made, whatever others raise.
         for copies in locks.values():
             steps.callback(copies.page_unlock, slab.address)
-        for handle in handles:
-            if not handle.closed:
-                steps.callback(handle.unregister, slab)
+        for step in withdraw:
+            steps.callback(step)
         for extent in [extent for extents in given_back for extent in list(extents)]:
             if extent.transfer is not None:
                 steps.callback(extent.transfer.settle)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from swapper.errors import SwapIOError
+from swapper.io.gds import GDSHandle
 from swapper.io.handle import AsyncIOHandle, Checksums
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.layout import Share
@@ -26,6 +27,7 @@ class Drive:
         directory: the run's.
         lock: the descriptor that holds the lock of the directory; empty once it is given back.
         handle: does the transfers.
+        direct: does those of memory of a device; None where there are none.
         recycled: files that new ones are made of.
         held_bytes: of planned records.
         bps: speed in bytes per second, or 1 of a drive that is alone.
@@ -34,6 +36,7 @@ class Drive:
     directory: Path
     lock: list[int]
     handle: AsyncIOHandle
+    direct: GDSHandle | None = None
     recycled: RecycledFiles = field(init=False)
     held_bytes: int = 0
     bps: int = 1

@@ -20,6 +20,7 @@ from swapper.errors import SwapError, SwapIOError, renewed
 from swapper.finalizers import finalizer
 from swapper.interrupts import interrupts_deferred
 from swapper.io.checksums import join_checksums
+from swapper.io.gds import GDSHandle
 from swapper.io.handle import AsyncIOHandle, Checksums, Transfer
 from swapper.sizes import PAGE_BYTES, format_bytes, round_up
 from swapper.storage.atomic import all_at_once
@@ -121,6 +122,11 @@ class TensorStore:
     def directories(self) -> list[Path]:
         """The run's directory on each drive."""
         return [drive.directory for drive in self._drives]
+
+    def use_for_devices(self, handles: Sequence[GDSHandle]) -> None:
+        """Let `handles`, one for each drive, move leases of device memory. They must outlive the store."""
+        for drive, handle in zip(self._drives, handles, strict=True):
+            drive.direct = handle
 
     def file_systems(self) -> list[FileSystem]:
         """The free space of the drives now; `members` are indices in `directories`.
@@ -497,7 +503,8 @@ class TensorStore:
         """A call for each part, which starts the transfer of its share of the record's first `length_bytes`."""
         for share, file, checksums in ((part.share, part.file, part.checksums) for part in record.parts):
             if share.start_bytes < length_bytes or not share.start_bytes:
-                handle = self._drives[share.drive].handle
+                drive = self._drives[share.drive]
+                handle = drive.direct if drive.direct is not None and not lease.tensor.is_cpu else drive.handle
                 start = handle.read if operation == "read" else handle.write
                 tensor = lease.tensor[share.start_bytes : min(share.stop_bytes, length_bytes)]
                 noted = checksums if self._verify or operation == "write" else None

@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, show
+from swapper.io.devices import is_accelerator
 from swapper.optimizer.swapper import OptimizerSwapper
 
 if TYPE_CHECKING:
@@ -65,6 +66,11 @@ class SwappingStrategy:
         self.offload_config = config
         self._wanted_format = checkpoint_format
         self._own_io: CheckpointIO = self.files()
+
+    def _builds_swapped(self, device: torch.device) -> bool:
+        """True if parameters of models for `device` are swapped as they are made."""
+        asked = self.offload_config.offload_param.device
+        return asked == "nvme" or (asked == "cpu" and is_accelerator(device))
 
     @property
     def checkpoint_io(self) -> CheckpointIO:

@@ -147,6 +147,7 @@ def test_verify_is_a_word() -> None:
     assert OffloadConfig().verify == "none"
     assert OffloadConfig(verify="crc32c").verify == "crc32c"
     assert refused(verify="crc32") == "verify: 'crc32' is not one of none, crc32c; did you mean 'crc32c'?"
+    assert refused(aio={"gds": None}) == "aio.gds: None is not one of auto, on, off"
     assert refused(verify=True).startswith("verify: True is not one of none, crc32c")
 
 

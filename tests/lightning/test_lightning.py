@@ -13,6 +13,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning as L
@@ -623,7 +624,8 @@ def test_a_model_whose_parameters_are_on_the_drive_stays_on_its_device(
     trainer = trainer_of(swapper.lightning.SwapStrategy({}))
     strategy = trainer.strategy
     monkeypatch.setattr(type(strategy), "root_device", device)
-    monkeypatch.setattr(sys.modules[Swapping.__module__], "_parameter_swappers", lambda module: [1] if swapped else [])
+    swappers = [SimpleNamespace(rest=lambda: None)] if swapped else []
+    monkeypatch.setattr(sys.modules[Swapping.__module__], "_parameter_swappers", lambda module: swappers)
     strategy.connect(module)
     strategy.model_to_device()
     strategy.teardown()

@@ -187,8 +187,9 @@ class Large(Net):
 
 
 @pytest.mark.sampled(2)
-def test_a_model_that_is_built_on_the_drive_is_never_on_the_device_as_a_whole(
-    nvme_path: Path, trained: torch.device
+@pytest.mark.parametrize("what", [EVERYTHING, "host"])
+def test_a_model_that_is_built_away_is_never_on_the_device_as_a_whole(
+    what: str, nvme_path: Path, trained: torch.device
 ) -> None:
     def run(strategy: Any) -> tuple[Any, int]:
         before = torch.accelerator.memory_allocated(trained)
@@ -197,7 +198,7 @@ def test_a_model_that_is_built_on_the_drive_is_never_on_the_device_as_a_whole(
         peak_bytes = torch.accelerator.max_memory_allocated(trained) - before
         return facts(trainer), peak_bytes
 
-    mine, swapped_bytes = run(strategy_of(nvme_path, EVERYTHING))
+    mine, swapped_bytes = run(strategy_of(nvme_path, what))
     stock, plain_bytes = run("auto")
     assert mine == stock
     assert swapped_bytes < plain_bytes / 2

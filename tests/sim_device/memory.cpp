@@ -13,7 +13,6 @@
 namespace sim {
 namespace {
 
-constexpr size_t kSpace = size_t{1} << 40;  // addresses of each device
 constexpr size_t kPage = 4096;
 constexpr size_t kAllocationUnit = 512;  // what the statistics count in, as CUDA's do
 constexpr size_t kFreedMax = size_t{256} << 20;
@@ -24,7 +23,7 @@ size_t round_up(size_t length, size_t unit) {
 
 char* map(int access) {
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
-    void* const mapped = ::mmap(nullptr, kSpace * kDevices, access, flags, -1, 0);
+    void* const mapped = ::mmap(nullptr, kAddresses, access, flags, -1, 0);
     if (mapped == MAP_FAILED)
         throw std::system_error(errno, std::generic_category(), "sim: map device memory");
     return static_cast<char*>(mapped);
@@ -37,16 +36,16 @@ DeviceMemory::DeviceMemory(Scheduler& scheduler) : scheduler_(scheduler) {
     try {
         bytes_ = map(PROT_READ | PROT_WRITE);
     } catch (...) {
-        ::munmap(addresses_, kSpace * kDevices);
+        ::munmap(addresses_, kAddresses);
         throw;
     }
-    (void)::madvise(bytes_, kSpace * kDevices, MADV_DONTDUMP);
-    (void)::madvise(bytes_, kSpace * kDevices, MADV_DONTFORK);  // a child may not use it
+    (void)::madvise(bytes_, kAddresses, MADV_DONTDUMP);
+    (void)::madvise(bytes_, kAddresses, MADV_DONTFORK);  // a child may not use it
 }
 
 DeviceMemory::~DeviceMemory() {
-    ::munmap(bytes_, kSpace * kDevices);
-    ::munmap(addresses_, kSpace * kDevices);
+    ::munmap(bytes_, kAddresses);
+    ::munmap(addresses_, kAddresses);
 }
 
 void* DeviceMemory::allocate(size_t length, int number, int stream) {
@@ -156,7 +155,7 @@ void DeviceMemory::record(void* address, int stream) {
 
 void* DeviceMemory::bytes(const void* address) const {
     const char* const at = static_cast<const char*>(address);
-    if (at < addresses_ || at >= addresses_ + kSpace * kDevices) {
+    if (at < addresses_ || at >= addresses_ + kAddresses) {
         throw std::runtime_error("sim: not an address of a device");
     }
     return bytes_ + (at - addresses_);

@@ -32,6 +32,8 @@
 namespace sim {
 
 constexpr int kDevices = 2;
+constexpr size_t kSpace = size_t{1} << 40;  // addresses of each device
+constexpr size_t kAddresses = kSpace * kDevices;
 constexpr unsigned char kPoison = 0xFF;     // NaN in every floating type
 constexpr size_t kKept = size_t{32} << 20;  // poisoned memory that stays with its streams
 
@@ -48,6 +50,7 @@ class DeviceMemory {
     // `stream` uses the memory too: it is not reused before all that the stream has to do when it is freed.
     void record(void* address, int stream);
 
+    const char* addresses() const { return addresses_; }
     void* bytes(const void* address) const;  // throws std::runtime_error if it is not of a device
     int device_of(const void* address) const;
 

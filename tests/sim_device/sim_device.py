@@ -21,6 +21,7 @@ __all__ = [
     "Speeds",
     "Times",
     "configure",
+    "dma_window",
     "host_register",
     "host_unregister",
     "keep_time",
@@ -134,6 +135,14 @@ def host_register(address: int, length_bytes: int) -> None:
 def host_unregister(address: int) -> None:
     """Undo `host_register`. No copy may be in flight, and the memory must be mapped yet."""
     torch.ops.sim.host_unregister(address)
+
+
+def dma_window() -> tuple[int, int, int]:
+    """Start and length of the addresses of all devices, and the distance from an address to its byte on the host.
+
+    For what stands for a driver that moves bytes to and from devices without a kernel. No stream waits for it.
+    """
+    return torch.ops.sim.dma_window()
 
 
 def sleep(us: float, device: int | str | torch.device | None = None) -> None:

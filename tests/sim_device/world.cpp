@@ -9,6 +9,13 @@
 #include <stdexcept>
 #include <utility>
 
+extern "C" {
+// Of Python.h, which this is not built with.
+[[gnu::weak]] int PyGILState_Check();
+[[gnu::weak]] void* PyEval_SaveThread();
+[[gnu::weak]] void PyEval_RestoreThread(void* state);
+}
+
 namespace sim {
 namespace {
 
@@ -48,7 +55,16 @@ std::unique_lock<std::mutex> locked() {
             "the "
             "start method 'spawn'");
     }
-    return std::unique_lock(shared().mutex);
+    std::unique_lock lock(shared().mutex, std::try_to_lock);
+    if (!lock) {
+        // Who has the lock may need Python's, as a kernel does that puts the hooks of a thread back. Some of
+        // torch's calls, as the query of an event, come here with it.
+        void* const python =
+            PyGILState_Check != nullptr && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+        lock.lock();
+        if (python != nullptr) PyEval_RestoreThread(python);
+    }
+    return lock;
 }
 
 }  // namespace

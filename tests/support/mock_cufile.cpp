@@ -48,9 +48,19 @@ Status fails_with(const char* name) {
     return {static_cast<int>(values[name]), values[name] == 5011 ? 999 : 0};
 }
 
+// The byte at an address of the simulated device, which the host cannot touch there: see `dma_window`. Under
+// the lock.
+char* byte_at(char* address) {
+    const auto at = reinterpret_cast<intptr_t>(address);
+    const long start = values["device_start"];
+    const bool on_device = at >= start && at - start < values["device_length"];
+    return on_device ? address + values["device_distance"] : address;
+}
+
 ssize_t move(bool read, void* handle_, char* base, size_t length, off_t offset, off_t base_offset) {
     auto* const handle = static_cast<Handle*>(handle_);
     long most, result, error, delay;
+    char* bytes;
     {
         const std::lock_guard<std::mutex> lock(mutex);
         ++values[read ? "reads" : "writes"];
@@ -71,6 +81,8 @@ ssize_t move(bool read, void* handle_, char* base, size_t length, off_t offset, 
         }
         result = now ? values["result"] : 0;
         error = now ? values["errno"] : 0;
+        bytes = byte_at(base + base_offset);
+        values[read ? "bytes_read" : "bytes_written"] += static_cast<long>(length);
         ++in_use[handle];
         ++in_use[base];
         values["at_once_max"] = std::max(values["at_once_max"], ++values["at_once"]);
@@ -82,8 +94,8 @@ ssize_t move(bool read, void* handle_, char* base, size_t length, off_t offset, 
         moved = result != 0 ? result : -1;
     } else {
         const size_t part = std::min(length, static_cast<size_t>(most));
-        moved = read ? ::pread(handle->buffered, base + base_offset, part, offset)
-                     : ::pwrite(handle->buffered, base + base_offset, part, offset);
+        moved = read ? ::pread(handle->buffered, bytes, part, offset)
+                     : ::pwrite(handle->buffered, bytes, part, offset);
     }
     const int number = errno;
     const std::lock_guard<std::mutex> lock(mutex);

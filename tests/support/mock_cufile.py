@@ -13,6 +13,7 @@ from pathlib import Path
 
 import host_device
 import pytest
+import torch
 from host_device import HostCopies
 
 from swapper.io import bounce, devices, gds
@@ -70,6 +71,30 @@ def mock(mock_path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Ite
     settled(mock)
     assert mock["open_buffers"] == 0
     assert not HostCopies.locked
+    mock.reset()
+
+
+@pytest.fixture
+def direct(
+    device: str | torch.device, mock_path: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Iterator[Mock]:
+    """The mock in its direct mode, for memory of the simulated device: see `accelerators`."""
+    from accelerators import simulated  # Not before pytest has taken it for a plugin.
+
+    if not str(device).startswith("sim"):
+        pytest.skip("the mock moves bytes of the simulated device")
+    with AsyncIOHandle() as handle, handle.open(tmp_path / "probe", "rw") as file:
+        if not file.direct:
+            pytest.skip(f"needs a file system with O_DIRECT: {file.direct_reason}")
+    monkeypatch.setenv(gds.LIBRARY_VARIABLE, mock_path)
+    monkeypatch.setattr(gds, "_NVIDIA_FS", tmp_path / "no-nvidia-fs")
+    gds._warn_once.cache_clear()
+    mock = Mock(mock_path)
+    mock.reset()
+    mock["device_start"], mock["device_length"], mock["device_distance"] = simulated().dma_window()
+    yield mock
+    settled(mock)
+    assert mock["open_buffers"] == 0
     mock.reset()
 
 

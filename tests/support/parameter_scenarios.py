@@ -18,7 +18,8 @@ from swapper.io.devices import on_streams
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.parameter import records as parameter_records
 from swapper.parameter.device_sums import DeviceSums
-from swapper.parameter.device_tier import DeviceTier, HeldOnDevice
+from swapper.parameter.device_tier import DeviceTier
+from swapper.parameter.held_on_device import HeldOnDevice
 
 WIDE = 128
 DEPTH = 5

@@ -81,16 +81,23 @@ def bits(value: Any) -> Any:
 
 _device: list[torch.device] = []
 """The accelerator that models and what they are called with are moved to, if there is one."""
+_roomy: list[tuple[bool, str]] = [(False, "cpu")]
+"""Whether parameters have more than the least of its memory, and where steps are."""
 
 
 @contextmanager
-def models_on(device: torch.device) -> Iterator[None]:
-    """Within it `run_twice` moves models to an accelerator, and what they are called with. A step is on the CPU."""
+def models_on(device: torch.device, *, roomy: bool = False, step_device: str = "cpu") -> Iterator[None]:
+    """Within it `run_twice` moves models to an accelerator, and what they are called with.
+
+    With `roomy` parameters have the memory there that is the default, else the least.
+    """
     _device.append(device)
+    _roomy.append((roomy, step_device))
     try:
         yield
     finally:
         _device.pop()
+        _roomy.pop()
 
 
 def _move(model: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, Optimizer]:
@@ -106,7 +113,7 @@ def _move(model: nn.Module, make_optimizer: MakeOptimizer) -> tuple[nn.Module, O
     model.register_forward_pre_hook(move, with_kwargs=True)
     optimizer = make_optimizer(model)
     for group in optimizer.param_groups:
-        if "foreach" in group:
+        if "foreach" in group and _roomy[-1][1] == "cpu":
             group["foreach"] = False  # As it is on the CPU, where the twin is stepped.
     return model, optimizer
 
@@ -193,7 +200,7 @@ def offloaded(
     With `built_on_disk` it is made within `swapper.init`.
     """
     pool_bytes = 3 * BUCKET_BYTES
-    device_bytes = 1 if _device else None
+    device_bytes = 1 if _device and not _roomy[-1][0] else None
     while True:
         config = _config(nvme_path, pool_bytes, optimizer_device, device_bytes)
         try:
@@ -222,7 +229,7 @@ def _config(nvme_path: Path, pool_bytes: int, optimizer_device: str, device_byte
         nvme_path=nvme_path,
         pool_bytes=pool_bytes,
         bucket_bytes=BUCKET_BYTES,
-        offload_optimizer={"device": optimizer_device, "step_device": "cpu"},
+        offload_optimizer={"device": optimizer_device, "step_device": _roomy[-1][1]},
         offload_param={"device": "nvme", "device_bytes": device_bytes},
     )
 

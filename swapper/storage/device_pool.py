@@ -1,0 +1,62 @@
+"""`DevicePool`: a pool in the memory of an accelerator, for records that never pass through the host's.
+
+[Note: direct] `GDSHandle` moves the buffers of this pool between the drive and the device by cuFile, which maps the
+memory once. Nothing else differs from a pool of the host, and a cache of records does not know which it has. A copy
+between a buffer and other memory of the device, on a side stream, is the transfer of the buffer's lease as ever. The
+drive begins when the stream that called for it is so far. Who wants bytes of a buffer on the host copies them there.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from swapper.io.devices import copies_of
+from swapper.io.gds import GDSHandle
+from swapper.io.handle import AsyncIOHandle
+from swapper.storage.buffers import BufferPool
+from swapper.storage.pool_memory import DeviceMemory, PoolMemory
+
+__all__ = ["DevicePool"]
+
+
+class DevicePool(BufferPool):
+    """A `BufferPool` in the memory of an accelerator. See [Note: direct].
+
+    Args:
+        pool_bytes: rounded up to 4096; allocated at once, by torch.
+        handles: they move its buffers.
+        device: where it is.
+
+    Raises:
+        ValueError: `pool_bytes` is not positive.
+        torch.OutOfMemoryError: the device has not so much memory.
+    """
+
+    def __init__(self, pool_bytes: int, *handles: GDSHandle, device: torch.device) -> None:
+        super().__init__(pool_bytes, *handles, device=device)
+        copies_of(device).settle_all()  # What was in that memory before may still be in use.
+
+    def lock_for(self, device: torch.device) -> None:
+        """Do nothing: the device needs no help with its own memory."""
+
+    def trim(self) -> None:
+        """Do nothing: the memory stays as long as the pool."""
+
+    def _reserve(self, device: torch.device | None) -> tuple[PoolMemory, torch.Tensor]:
+        assert device is not None
+        memory = DeviceMemory(self.capacity_bytes, device)
+        return memory, memory.tensor
+
+    def _own_view(self, start_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return self._memory[start_bytes : start_bytes + numel * dtype.itemsize].view(dtype)
+
+    @staticmethod
+    def _announce(handle: AsyncIOHandle, memory: PoolMemory) -> None:
+        assert isinstance(handle, GDSHandle) and isinstance(memory, DeviceMemory)
+        handle.pin(memory.tensor)
+
+    @staticmethod
+    def _withdraw(handle: AsyncIOHandle, memory: PoolMemory) -> None:
+        assert isinstance(handle, GDSHandle) and isinstance(memory, DeviceMemory)
+        if not handle.closed:
+            handle.unpin(memory.tensor)
