@@ -21,8 +21,9 @@ Tensors = Any  # a tensor, or a tree of lists of them
 
 @pytest.fixture(autouse=True)
 def sim() -> Iterator[Any]:
-    """The module `sim_device`, in the mode "lazy"."""
+    """The module `sim_device`, in the mode "lazy". The host computes in one thread, as the device does."""
     module = simulated()
+    torch.set_num_threads(1)  # Restored after each test.
     module.configure("lazy")
     module.violations()
     yield module
