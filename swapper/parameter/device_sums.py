@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from swapper.io.devices import Copy, DeviceCopies
+from swapper.io.devices import Copy, DeviceCopies, current_streams
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 
 __all__ = ["Check", "DeviceSums"]
@@ -68,6 +68,8 @@ class DeviceSums:
                     -(1 << 62), 1 << 62, (self._numel,), dtype=torch.int64, generator=generator, device="cpu"
                 )
                 self._weights = (weights * 2 + 1).to(self._device)
+            (stream,) = current_streams([self._device])
+            self._weights.record_stream(stream)  # They are summed with on several, and longer ones may replace them.
             return torch.stack([self._sum(each) for each in values])
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:

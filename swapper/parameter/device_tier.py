@@ -22,8 +22,8 @@ needed. Whoever uses the record again makes that void.
 
 [Note: whose memory] Values are allocated on the current stream, which the copy up waits for: what was in that memory
 before may still be read by work that is queued there. Before they are freed their stream waits for the copy up, and
-they stay until the copy down is over. A stream that uses them and is not theirs is recorded. The pool's buffer is kept
-by the copy, which is the transfer of its lease. What has come down is written by the cache's thread, or by `poll`.
+they stay until the copy down is over. A stream that uses them and is not theirs is recorded; sums and copies down wait
+for all that have. The pool's buffer is kept by the copy, its lease's transfer. The cache's thread writes, or `poll`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import torch
 
 from swapper.errors import SwapIOError
 from swapper.interrupts import interrupts_deferred
-from swapper.io.devices import Copy, DeviceCopies, current_streams
+from swapper.io.devices import Copy, DeviceCopies, current_streams, on_streams
 from swapper.parameter.cache import DEVICE_TYPES, Held
 from swapper.parameter.device_sums import Check, DeviceSums
 from swapper.parameter.direct_records import DirectRecords
@@ -157,10 +157,8 @@ class DeviceTier:
         """Let go of the values on the device: nobody wants them any more, but who has views of them."""
         assert isinstance(held, HeldOnDevice)
         self._move(None)
-        if held.down is not None:
-            held.down.wait()
         with interrupts_deferred():
-            held.down = None
+            held.down = None  # It may go on: who forgets the record in the pool waits for it.
             self._going_down.pop(held, None)
         if held.on_device:
             self._free(held)
@@ -185,9 +183,17 @@ class DeviceTier:
         """Let the current stream wait for the copy up, and the allocator know of it."""
         self._up.join(held.up)
         (stream,) = current_streams([self.device])
+        held.used_on.add(stream)
         if stream != held.stream:
             for values in held.on_device:
                 values.record_stream(stream)
+
+    def _follow_uses(self, held: HeldOnDevice) -> None:
+        """As `_follow`, and for all that other streams have queued, which may change the values."""
+        (stream,) = current_streams([self.device])
+        for other in held.used_on - {stream}:
+            stream.wait_stream(other)
+        self._follow(held)
 
     def _fetch(self, held: HeldOnDevice, *, anew: bool = False) -> Lease:
         """Have the record in the pool, and open. With `anew` its content is undefined, but for the header."""
@@ -198,9 +204,6 @@ class DeviceTier:
         lease = self._cache.fetch(held.key)
         if anew:
             self._cache.wait(held.key)
-            if lease.transfer is not None:  # A copy up.
-                lease.transfer.wait()
-                lease.transfer = None
             header = held.plan.layout.header(0)
             lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         if not held.opened:
@@ -368,12 +371,9 @@ class DeviceTier:
 
     def _free(self, held: HeldOnDevice) -> None:
         """Free the values on the device. The copy down is over, if there was one. See [Note: whose memory]."""
-        (stream,) = current_streams([self.device])
         if held.up is not None:
-            if stream == held.stream:
+            with on_streams([held.stream]):
                 self._up.join(held.up)
-            else:
-                held.up.wait()
         with interrupts_deferred():
             held.forget()
             held.up, held.check, held.used, held.leaving = None, None, False, False
@@ -394,7 +394,7 @@ class DeviceTier:
         """Compare the values with those that came up. They are not in use. Waits for nothing."""
         if held.check is None:
             assert held.sums is not None
-            self._up.join(held.up)
+            self._follow_uses(held)
             held.check = Check(self._sums.of(held.on_device), held.sums, self._up)
             self._used.pop(held, None)
         return held.check
@@ -410,6 +410,7 @@ class DeviceTier:
             self._land(held)
         held.changed_on_device = True  # Until it is on its way: the buffer has nothing of it yet.
         lease = self._fetch(held, anew=True)
+        self._follow_uses(held)
         sums = self._sums.of(held.on_device) if held.check is None else held.check.sums
         assert held.sums is not None
         held.sums.copy_(sums)
@@ -484,12 +485,9 @@ class DeviceTier:
             self._free(held)
         if self.direct is not None:
             self.direct.release(held)
-        lease = self._fetch(held)
+        self._fetch(held)
         self._cache.wait(held.key)
-        if lease.transfer is not None:  # A copy up.
-            lease.transfer.wait()
-            lease.transfer = None
-        if changing:
+        if changing:  # A copy up that goes on is to values that were freed.
             held.changed, held.summed, held.stepped = True, False, True
         self._move(None)
 

@@ -26,6 +26,8 @@ class HeldOnDevice(Held):
     """The uses of the pool's buffer that are not over."""
     stream: Any = None
     """The stream that `on_device` was allocated on."""
+    used_on: set[Any] = field(default_factory=set)
+    """The streams that have used `on_device`."""
     up: Copy | None = None
     """The last copy to `on_device`."""
     down: Copy | None = None
@@ -104,6 +106,6 @@ class HeldOnDevice(Held):
         self.opened = []
 
     def forget(self) -> None:
-        """Let go of the values on the device. The copies from and to them are over."""
+        """Let go of the values on the device. Copies to them come before what their stream does from now on."""
         self.unregister()
-        self.on_device = []
+        self.on_device, self.used_on = [], set()

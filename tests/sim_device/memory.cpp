@@ -247,7 +247,7 @@ void HostMemory::lock(const void* address, size_t length) {
 void HostMemory::unlock(const void* address) {
     const auto found = locked_.find(static_cast<const char*>(address));
     if (found == locked_.end()) throw std::runtime_error("sim: the memory is not page-locked");
-    if (scheduler_.uses({found->first, found->second})) {
+    if (scheduler_.finish({found->first, found->second})) {  // Before it is unmapped.
         device_.note("memory of the host was unlocked while copies from or to it were in flight");
     }
     const auto start = reinterpret_cast<uintptr_t>(found->first) / kPage * kPage;

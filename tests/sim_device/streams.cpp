@@ -142,6 +142,20 @@ std::string Scheduler::take_failure() {
     return std::exchange(failure_, {});
 }
 
+bool Scheduler::finish(HostRange range) {
+    bool found = false;
+    for (int number = 0; number < stream_count(); ++number) {
+        const Stream& stream = streams_[static_cast<size_t>(number)];
+        uint64_t position = 0;
+        for (size_t i = 0; i < stream.queue.size(); ++i) {
+            if (overlap(stream.queue[i].task.host, range)) position = stream.done + i + 1;
+        }
+        found |= position > 0;
+        wait({number, position});
+    }
+    return found;
+}
+
 bool Scheduler::uses(HostRange range) const {
     for (const Stream& stream : streams_) {
         for (const Queued& queued : stream.queue) {

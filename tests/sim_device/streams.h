@@ -114,6 +114,8 @@ class Scheduler {
     // the last reference to a tensor of Python's, which takes Python's lock.
     std::vector<std::function<void()>> take_spent() { return std::exchange(spent_, {}); }
 
+    // Runs all that uses it, and returns whether there was anything.
+    bool finish(HostRange range);
     bool uses(HostRange range) const;
     uint64_t done() const { return done_; }  // pieces of work in all
     double now_us() const { return now_us_; }

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from parameter_scenarios import PARAMETER_SCENARIOS
 from torch import nn
 
 import swapper
@@ -213,4 +214,5 @@ SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     "temporary gradient": functools.partial(temporaries, what="gradient"),
     "temporary parameter": functools.partial(temporaries, what="parameter"),
     "failed step": failed_step,
+    **PARAMETER_SCENARIOS,
 }

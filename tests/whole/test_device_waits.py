@@ -15,9 +15,6 @@ from accelerators import SETTINGS, simulate
 from device_scenarios import SCENARIOS
 from removed_waits import Site, remove, sites
 
-NOT_YET = ("parameter/device_tier.py", "parameter/held_on_device.py")
-"""Their waits are not taken out: no scenario trains a model whose parameters are on the drive yet."""
-
 MISSED_FIRST_BY: dict[str, tuple[str, str]] = {
     "gradient/copies.py join join": ("gradients on the drive", "sim-lazy"),
     "gradient/swapper.py _take begin": ("gradients on the drive", "sim-lazy"),
@@ -31,11 +28,37 @@ MISSED_FIRST_BY: dict[str, tuple[str, str]] = {
     "optimizer/stepper.py finish join": ("gradients on the drive", "sim-lazy"),
     "storage/cache.py _wait_for_content wait": ("gradients on the drive", "sim-lazy"),
     "optimizer/stepper.py run_one join": ("step in backward", "sim-lazy"),
+    "parameter/device_sums.py differs wait": ("parameters changed in forward", "sim-lazy"),
+    "parameter/device_sums.py of record_stream": ("sums of parameters", "sim-lazy"),
+    "parameter/device_tier.py bring _follow": ("parameters on the drive", "sim-lazy"),
+    "parameter/device_tier.py _follow join": ("parameters on the drive", "sim-lazy"),
+    "parameter/device_tier.py _follow_uses wait_stream": ("parameters used on another stream", "sim-lazy"),
+    "parameter/device_tier.py _bring_to_host wait": ("parameters on the drive", "sim-lazy"),
+    "parameter/device_tier.py _lift begin": ("parameters stepped on the device", "sim-lazy"),
+    "parameter/device_tier.py _copy_up transfer": ("parameters in a short pool", "sim-random"),
+    "parameter/device_tier.py _copy_up transfer 1": ("parameters on a slow drive", "sim-lazy"),
+    "parameter/device_tier.py _free join": ("parameters in changing order", "sim-lazy"),
+    "parameter/device_tier.py _land wait": ("parameters changed in the pool", "sim-lazy"),
+    "parameter/device_tier.py _send_down begin": ("parameters stepped on the device", "sim-random"),
+    "parameter/device_tier.py _send_down transfer": ("parameters stepped on the device", "sim-lazy"),
+    "parameter/device_tier.py release_on_host _follow": ("parameters in use in the pool", "sim-lazy"),
+    "gradient/swapper.py _take transfer": ("step on the device with gradients", "sim-lazy"),
+    "gradient/swapper.py _take transfer 1": ("step on the device with gradients", "sim-lazy"),
+    "optimizer/stepper.py abandon settle": ("failed step", "sim-random"),
+    "optimizer/stepper.py _join join": ("step on the device", "sim-lazy"),
+    "optimizer/stepper.py _step_bucket _join": ("step on the device", "sim-lazy"),
+    "optimizer/device_slots.py take follow": ("step on the device", "sim-lazy"),
+    "optimizer/device_slots.py fill transfer": ("step on the device", "sim-lazy"),
+    "optimizer/device_slots.py join join": ("step on the device", "sim-lazy"),
+    "optimizer/device_slots.py empty begin": ("step on the device", "sim-lazy"),
+    "optimizer/device_slots.py empty transfer": ("step on the device", "sim-lazy"),
 }
 """Where it is worth to look first; others are missed by a plain step. It only saves time."""
 
 NOT_MISSED: dict[str, str] = {
     "gradient/copies.py wait_later join": "of gradients that come outside of a backward; see test_device_copies",
+    "gradient/copies.py wait_later join 1": "of gradients that the user reads before the step, which joins too",
+    "gradient/copies.py wait_later settle": "bounds what is in flight: 256 MiB, which no scenario has",
     "gradient/evicted.py clip_grad_norm_ join": "as the one before: a backward joins at its end",
     "gradient/swapper.py _take wait": "of a gradient that the user changed between two passes",
     "gradient/swapper.py _take settle": "of an error in the middle of a gradient; see test_device_copies",
@@ -44,27 +67,43 @@ NOT_MISSED: dict[str, str] = {
     "io/bounce.py _fail settle": "of an error of the device; see test_device_tensors",
     "io/bounce.py _give_up settle": "of an error of the thread; see test_device_tensors",
     "io/devices.py settle_all synchronize": "before memory of others is unlocked; see test_buffers",
+    "io/devices.py settle_all synchronize 1": "the same, for CUDA",
     "io/devices.py synchronize synchronize": "of programs that measure",
     "io/devices.py settle wait": "of errors, and of gradients beyond 256 MiB in flight",
     "io/devices.py follow follow": "of parameters on a device, which no config leads to yet",
     "io/devices.py run settle": "of an error of the device; see test_device_copies",
-    "optimizer/device_slots.py hold begin": "of memory reused in the middle of its former work; the simulator does not",
+    "io/gds.py why_not_direct synchronize": "needs cuFile; see test_gds",
+    "optimizer/device_slots.py hold begin": "of what had the memory before; see test_device_step_waits",
     "optimizer/device_slots.py wait settle": "of a step on the device that failed: no scenario yet",
     "optimizer/device_slots.py wait settle 1": "as the one before",
+    "optimizer/stepper.py abandon wait": "as the one before",
+    "parameter/building.py let_stay wait": "of writes by the drive; see test_init",
+    "parameter/building.py _forget_values wait": "as the one before",
+    "parameter/device_tier.py _fetch wait": "of writes by the drive, of which the buffer is changed",
+    "parameter/device_tier.py _follow record_stream": "what uses values is waited for before they go, by their sums; "
+    "but not while a step on the CPU changes what the pool has, for which there is no scenario",
+    "parameter/device_tier.py _follow_uses _follow": "of sums that one stream takes and another stores: no scenario",
+    "parameter/device_tier.py release_on_host begin": "of reads of a view in a step on the CPU: the host mostly waits "
+    "for them, as it brings the next bucket",
+    "parameter/held_on_device.py write wait": "of a copy up whose buffer is written and then others': no scenario",
     "storage/buffers.py _unlock_for_devices settle_all": "all leases are back by then; see test_buffers",
     "storage/buffers.py _wait_for_one settle": "who wants a lease only tries again",
+    "storage/buffers.py _unregister settle": "of a pool that is closed while others have leases; see test_buffers",
     "storage/cache.py _see_written wait": "of writes by the drive; see test_lost_writes",
     "storage/cache.py _collect wait": "of writes that failed: raises why",
     "storage/cache.py _wait_for_write settle": "who wants room only tries again",
     "storage/cache.py flush settle": "of writes by the drive; see test_cache",
     "storage/cache.py discard wait": "of what failed",
+    "storage/cache.py flush settle 1": "as the one before, of records that were dropped",
+    "storage/cache.py close wait 1": "of reads by the drive that were dropped",
     "storage/cache.py close wait": "of what is given up with its owner",
+    "storage/device_pool.py __init__ settle_all": "of memory that is about to be registered for direct storage",
     "storage/writes.py finish settle": "else `_finish` waits, and the lock is held meanwhile",
     "storage/writes.py _finish wait": "the copy is over: it raises what the device has to say; see test_writes",
     "storage/writes.py _start_writes settle": "of the thread; see test_writes",
 }
 
-FOUND = [site for site in sites() if site.path not in NOT_YET]
+FOUND = sites()
 
 
 def test_no_line_is_for_a_call_that_is_gone() -> None:

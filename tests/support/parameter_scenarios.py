@@ -1,0 +1,272 @@
+"""As `device_scenarios`, with parameters that are on the drive, or in the pool, and come to the device to be used."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerators import keep_busy
+from torch import nn
+
+import swapper
+from swapper.io.devices import on_streams
+from swapper.io.handle import AsyncIOHandle, FaultPlan
+from swapper.parameter import records as parameter_records
+from swapper.parameter.device_sums import DeviceSums
+from swapper.parameter.device_tier import DeviceTier
+from swapper.parameter.held_on_device import HeldOnDevice
+
+WIDE = 128
+DEPTH = 5
+STEPS = 3
+PER_RECORD_BYTES = 20_000
+"""So that each layer is a record."""
+
+
+def layers(device: str) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDE, WIDE), nn.GELU()) for _ in range(DEPTH))).to(device)
+
+
+def loss_of(model: nn.Module, device: str, seed: int) -> torch.Tensor:
+    x = torch.randn(4, WIDE, generator=torch.Generator().manual_seed(seed)).to(device)
+    return (model(x) - x).square().mean()
+
+
+def never(model: nn.Module) -> None:
+    """Do nothing."""
+
+
+def change_in_forward(model: nn.Module) -> None:
+    """Change weights behind autograd's back, while they are in use, and run forward."""
+
+    def hook(module: nn.Module, args: object) -> None:
+        module.weight.data.mul_(0.875)  # type: ignore[operator, union-attr]
+
+    handles = [layer[0].register_forward_pre_hook(hook) for layer in model]  # type: ignore[union-attr, index]
+    with torch.no_grad():
+        model(torch.ones(4, WIDE, device=next(model.parameters()).device))
+    for handle in handles:
+        handle.remove()
+
+
+def use_two_streams(model: nn.Sequential) -> None:
+    """What was brought on one stream is used on another; and what one changes leaves while the other works."""
+    device = next(model.parameters()).device
+    module: Any = torch.get_device_module(device)
+    other, first = module.Stream(device), module.current_stream(device)
+    with torch.no_grad():
+        x = torch.ones(4, WIDE, device=device)
+        for _ in range(2):
+            model(x)
+            other.wait_stream(first)
+            with on_streams([other]):
+                keep_busy(device.type, 500)
+                y = model(x)
+            first.wait_stream(other)
+            model[0][0].bias.data.add_(0 * y.sum())  # type: ignore[index, union-attr]
+        keep_busy(device.type, 500)
+        for number in (4, 3):
+            handle = model[number][0].register_forward_pre_hook(_double)  # type: ignore[index]
+            model[number](x)
+            handle.remove()
+        with on_streams([other]):  # It does not wait.
+            mine = torch.ones(4, WIDE, device=device)
+            for number in (0, 1, 2):
+                model[number](mine)
+        first.wait_stream(other)
+
+
+def _double(module: nn.Module, args: object) -> None:
+    module.bias.data.mul_(2)  # type: ignore[operator, union-attr]
+
+
+@functools.cache
+def expected(device: str, step_device: str, change: Callable[[nn.Sequential], None]) -> list[torch.Tensor]:
+    """Parameters after the steps of the plain optimizer, on copies on the host where `step_device` is "cpu"."""
+    model = layers(device)
+    place = device if step_device == "device" else "cpu"
+    copies = [nn.Parameter(p.detach().to(place, copy=True)) for p in model.parameters()]
+    optimizer = torch.optim.AdamW(copies, lr=1e-2)
+    for step in range(STEPS):
+        loss_of(model, device, step).backward()
+        with torch.no_grad():
+            for p, mine in zip(model.parameters(), copies, strict=True):
+                assert p.grad is not None
+                mine.grad, p.grad = p.grad.to(place), None
+        optimizer.step()
+        with torch.no_grad():
+            for p, mine in zip(model.parameters(), copies, strict=True):
+                p.copy_(mine)
+        change(model)
+        with torch.no_grad():
+            for p, mine in zip(model.parameters(), copies, strict=True):
+                mine.copy_(p)
+    return [p.detach().cpu() for p in model.parameters()]
+
+
+def train(
+    device: str,
+    path: Path,
+    where: str = "nvme",
+    gradients: str = "nvme",
+    step_device: str = "cpu",
+    change: Callable[[nn.Sequential], None] = never,
+    pool: str = "1MiB",
+    uses: Callable[[nn.Sequential], contextlib.AbstractContextManager[object]] = contextlib.nullcontext,
+) -> None:
+    """Train, with as little memory on the device as is accepted.
+
+    Args:
+        change: is called after each step.
+        uses: is in effect during steps.
+    """
+    values = expected(device, step_device, change)
+    model = layers(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parameter_records, "GROUP_BYTES", PER_RECORD_BYTES)
+        config = swapper.OffloadConfig(
+            nvme_path=path,
+            pool_bytes=pool,
+            bucket_bytes="96KiB",
+            offload_optimizer={"device": "nvme", "step_device": step_device},
+            offload_gradient={"device": gradients},
+            offload_param={"device": where},
+        )
+        swapper.offload(model, optimizer, config)
+        for step in range(STEPS):
+            loss_of(model, device, step).backward()
+            with uses(model):
+                optimizer.step()
+            optimizer.zero_grad()
+            change(model)
+    with contextlib.ExitStack() as stack:
+        stack.callback(swapper.of(optimizer).close)
+        stack.callback(model.swapper.close)  # type: ignore[union-attr, operator]
+        for p, q in zip(model.parameters(), values, strict=True):
+            assert torch.equal(p.detach().cpu(), q)
+
+
+ORDERS = [(0, 1, 2, 3, 4), (0, 1, 2, 3, 4), (0, 1, 4), (3, 1), (0, 1, 2, 3, 4), (2,), (4, 0, 3), (0, 1, 2, 3, 4)]
+
+
+def run_in_orders(model: nn.Sequential, device: str) -> list[torch.Tensor]:
+    """Gradients of passes through some layers, of which some are changed behind autograd's back."""
+
+    def hook(module: nn.Module, args: object) -> None:
+        module.bias.data.add_(0.125)  # type: ignore[operator, union-attr]
+
+    for number in (1, 3):
+        model[number][0].register_forward_pre_hook(hook)  # type: ignore[index, union-attr]
+    gradients: list[torch.Tensor] = []
+    for order in ORDERS:
+        x = torch.ones(4, WIDE, device=device)
+        y = x
+        for number in order:
+            y = model[number](y)
+        (y - x).square().mean().backward()
+        for p in model.parameters():
+            if p.grad is not None:
+                gradients.append(p.grad)
+                p.grad = None
+    return gradients
+
+
+@functools.cache
+def expected_in_orders(device: str) -> list[torch.Tensor]:
+    model = layers(device)
+    return [each.detach().cpu() for each in (*run_in_orders(model, device), *model.parameters())]
+
+
+def orders(device: str, path: Path, where: str, delay_us: int = 0) -> None:
+    """Passes in changing order, where neither the pool nor the device has room for all. The drive may be slow.
+
+    Memory of the device that a record leaves is others' at once.
+    """
+    expected = expected_in_orders(device)
+    others: list[torch.Tensor] = []
+    free = DeviceTier._free
+
+    def free_and_use(self: DeviceTier, held: HeldOnDevice) -> None:
+        lengths = [len(values) for values in held.on_device]
+        free(self, held)
+        others.extend(torch.full((length,), 7.0, device=device) for length in lengths)
+
+    plan = FaultPlan(delay_us=delay_us)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parameter_records, "GROUP_BYTES", PER_RECORD_BYTES)
+        patch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+        patch.setattr(DeviceTier, "_free", free_and_use)
+        model = layers(device)
+        pool = {"pool_bytes": "224KiB", "bucket_bytes": "64KiB"} if where == "nvme" else {}
+        swapper.offload(model, config=swapper.OffloadConfig(nvme_path=path, offload_param={"device": where}, **pool))
+        with contextlib.closing(model.swapper):  # type: ignore[arg-type]
+            found = [each.detach().cpu() for each in run_in_orders(model, device)]
+            for name, values in model.state_dict().items():
+                assert torch.equal(values.cpu(), dict(model.named_parameters())[name].cpu())
+            found += [p.detach().cpu() for p in model.parameters()]
+            assert all(map(torch.equal, found, expected))
+            assert all(bool((values == 7).all()) for values in others)
+
+
+@contextlib.contextmanager
+def read_in_the_step(model: nn.Sequential) -> Iterator[None]:
+    """The last layer is in use during a step on the CPU; it is read on the device while it is stepped, and after."""
+    read: list[torch.Tensor] = []
+    step = DeviceTier.use_on_host
+
+    def use_on_host(self: DeviceTier, records: Sequence[HeldOnDevice], *args: Any) -> None:
+        step(self, records, *args)
+        if any(held.in_use for held in records):
+            keep_busy(self.device.type, 5000)
+            read.append(views[0] * 1)
+
+    with swapper.gathered(model[4]), pytest.MonkeyPatch.context() as patch:
+        views = [model[4][0].weight.data]  # type: ignore[index, union-attr]
+        before = views[0].cpu()
+        patch.setattr(DeviceTier, "use_on_host", use_on_host)
+        yield
+        after = views[0] * 1
+        assert torch.equal(read[0].cpu(), before)
+        assert torch.equal(after.cpu(), views[0].cpu()) and not torch.equal(after.cpu(), before)
+        views.clear()
+
+
+def sums(device: str, path: Path) -> None:
+    """Values are summed on one stream while longer ones come on another."""
+    on = torch.device(device, 0)
+    summed, values = DeviceSums(on, 4000), torch.arange(1000, dtype=torch.int32, device=on)
+    other = torch.get_device_module(on).Stream(on)
+    torch.accelerator.synchronize()
+    with on_streams([other]):
+        first = summed.of([values])
+        torch.accelerator.synchronize()
+    keep_busy(device, 500)
+    second = summed.of([values])
+    summed.fit(8000)
+    with on_streams([other]):
+        summed.of([values])
+        other.synchronize()
+    assert torch.equal(first.cpu(), second.cpu())
+
+
+PARAMETER_SCENARIOS: dict[str, Callable[[str, Path], None]] = {
+    "parameters on the drive": train,
+    "parameters in the pool": functools.partial(train, where="cpu", gradients="cpu"),
+    "parameters changed in the pool": functools.partial(train, where="cpu", gradients="cpu", change=change_in_forward),
+    "parameters stepped on the device": functools.partial(train, step_device="device"),
+    "parameters changed in forward": functools.partial(train, change=change_in_forward),
+    "parameters used on another stream": functools.partial(train, change=use_two_streams, step_device="device"),
+    "parameters in use in the step": functools.partial(train, uses=read_in_the_step),
+    "parameters in use in the pool": functools.partial(train, where="cpu", gradients="cpu", uses=read_in_the_step),
+    "parameters in a short pool": functools.partial(orders, where="nvme"),
+    "parameters on a slow drive": functools.partial(orders, where="nvme", delay_us=2000),
+    "sums of parameters": sums,
+    "parameters in changing order": functools.partial(orders, where="cpu"),
+}
