@@ -81,7 +81,7 @@ class RecordCache:
         self._policy = policy or (KeptPolicy() if store is None else ScanPolicy())
         self._owner = None if owner is None else weakref.ref(owner)
         self._dropped = DroppedReads()
-        self._writes = RecordWrites(store, metrics, self.records, self._owner)
+        self._writes = RecordWrites(store, metrics, self.records, self._owner, repeats=self._policy.rewrites)
         pool.add_reclaimer(self._reclaim)
 
     def keep(self, keys: Iterable[RecordKey]) -> None:

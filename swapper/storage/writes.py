@@ -47,10 +47,17 @@ class RecordWrites:
         metrics: counts writes.
         records: of a cache, under whose lock all methods are called.
         owner: what has a finalizer that ends the cache; None if nothing has.
+        repeats: what completes a record may be called again after it failed.
     """
 
     def __init__(
-        self, store: TensorStore | None, metrics: Metrics, records: CachedRecords, owner: weakref.ref[object] | None
+        self,
+        store: TensorStore | None,
+        metrics: Metrics,
+        records: CachedRecords,
+        owner: weakref.ref[object] | None,
+        *,
+        repeats: bool,
     ) -> None:
         self.starting = threading.RLock()  # Re-entrant: a finalizer may run at any allocation.
         self._keeping = threading.Lock()  # held by the thread while it may be the last that has the owner
@@ -58,6 +65,7 @@ class RecordWrites:
         self._metrics = metrics
         self._records = records
         self._owner = owner
+        self._repeats = repeats
         self._copying: deque[tuple[RecordKey, AnyTransfer]] = deque()
         self._has_thread = False
         _living[id(self)] = self
@@ -79,7 +87,8 @@ class RecordWrites:
         """Have `record` written when its lease's transfer, a copy, is over. To be called with interrupts deferred.
 
         Args:
-            finish: is called then, once, in any thread; completes the record and gives its length in bytes.
+            finish: is called then, in any thread; completes the record and gives its length in bytes. Once, but with
+                `repeats` again after it failed.
         """
         assert record.lease.transfer is not None
         with self.starting:
@@ -92,7 +101,7 @@ class RecordWrites:
 
         Raises:
             SwapIOError: the copy failed, or `finish`, and the lease's transfer is a `FailedTransfer` from now on; or
-                the write could not be started, which the next call tries again.
+                the write could not be started, or what may be repeated failed: the next call tries again.
         """
         transfer = record.lease.transfer
         if record.finish is not None and transfer is not None:
@@ -119,7 +128,8 @@ class RecordWrites:
             raise
         except Exception as error:  # A bug, or no memory: half of it may be done.
             failed = SwapIOError(errno.EIO, "write", detail=f"completing a record that a device copied: {error!r}")
-            record.lease.transfer = FailedTransfer(failed)
+            if not self._repeats:
+                record.lease.transfer = FailedTransfer(failed)
             raise failed from error
         if self._store is None:
             record.finish = None

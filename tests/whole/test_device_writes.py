@@ -24,6 +24,8 @@ from training import same_bits
 
 import swapper
 from swapper.errors import SwapIOError
+from swapper.parameter.held_on_device import HeldOnDevice
+from swapper.storage.buffers import Lease
 from swapper.storage.store import RecordKey, TensorStore
 
 pytestmark = pytest.mark.timeout(120)
@@ -226,3 +228,32 @@ def test_a_drive_that_is_full_is_met_by_a_call(
 
 def on_host(model: nn.Module) -> list[torch.Tensor]:
     return [p.detach().cpu() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("settings", ["sim-lazy", "sim-random"])
+def test_a_record_that_could_not_be_completed_once_is_completed_by_the_next_call(
+    settings: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where memory is short: the values are in the pool, and nothing of them is lost."""
+    complete, calls = HeldOnDevice.complete, 0
+
+    def failing(held: HeldOnDevice, lease: Lease) -> int:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise MemoryError("once")
+        return complete(held, lease)
+
+    with simulated_threads(settings, monkeypatch):
+        model = make_model()
+        optimizer = offloaded(nvme_path, model, "optim grad param")
+        expected = [p.detach().cpu() + 1 for p in model.parameters()]
+        monkeypatch.setattr(HeldOnDevice, "complete", failing)
+        for _ in range(2):  # The first fails, unless the thread was there before.
+            with contextlib.suppress(SwapIOError):
+                for p, values in zip(model.parameters(), expected, strict=True):
+                    p.data.copy_(values)
+                flush(model, optimizer)
+        assert calls > 1
+        assert all(same_bits(p.cpu(), q) for p, q in zip(model.parameters(), expected, strict=True))
+        close(model, optimizer)
