@@ -24,7 +24,7 @@ from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.probe import refuse_unsupported
 from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.parameter.building import ModelBuilder, device_of, initialisers_of
-from swapper.parameter.records import ParameterPlan, check_devices, plan_parameters
+from swapper.parameter.records import ParameterPlan, check_devices, check_torch, plan_parameters
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.progress import warn_once
 from swapper.session import Shared, pool_of_parameters
@@ -351,6 +351,7 @@ def _moves_parameters(model: torch.nn.Module, settings: OffloadConfig) -> bool:
 def _check_can_be_offloaded(model: torch.nn.Module) -> None:
     if isinstance(vars(model).get("swapper"), ParameterSwapper):
         raise ConfigError("this model is offloaded already; call model.swapper.close(keep_values=True) first")
+    check_torch()
     check_devices(model)
 
 
@@ -476,6 +477,7 @@ def _builder(settings: OffloadConfig, device: torch.device) -> ModelBuilder:
     if asked == "none" or (asked == "cpu" and not is_accelerator(device)):
         text = f"offload_param.device: {asked} leaves parameters on {device} in memory"
         raise ConfigError(f"{text}; set it to nvme, or build the model without swapper")
+    check_torch()
     with outside_of_inference():  # What is made here is used outside of that mode too.
         number, bucket_bytes, pool_bytes = next(_owners), settings.bucket_bytes, settings.pool_bytes
         device_bytes = settings.offload_param.device_bytes or pool_bytes

@@ -39,6 +39,7 @@ __all__ = [
     "ParameterPlan",
     "ParameterRecord",
     "check_devices",
+    "check_torch",
     "device_bytes_of",
     "modules_with_parameters",
     "plan_parameters",
@@ -261,6 +262,19 @@ def plan_parameters(
     device_needs = _device_needs(model, records, device_resident)
     needs = _needs(model, records, resident, step_in_backward, on_host=device_needs is None)
     return ParameterPlan(records, stays, resident, device_resident, needs, summary, device_needs)
+
+
+def check_torch() -> None:
+    """Refuse a torch that does not say which hooks for saved tensors are in force: those before 2.8.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    if not hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks"):
+        raise ConfigError(
+            f"offload_param needs PyTorch 2.8 or newer, and this is {torch.__version__}; install that, or use "
+            "offload_param.device: none (the optimizer's state and gradients can be offloaded)"
+        )
 
 
 def check_devices(model: torch.nn.Module) -> None:

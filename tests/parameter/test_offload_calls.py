@@ -186,3 +186,19 @@ def test_check_needs_for_several_optimizers_what_offload_then_takes(
                 swapper.of(optimizer).close()
     assert accepted
     capsys.readouterr()
+
+
+def test_a_torch_before_2_8_is_refused_by_name(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For parameters alone: the state of an optimizer can be swapped there."""
+    monkeypatch.delattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    model = Mlp(3)
+    with pytest.raises(swapper.ConfigError, match=r"offload_param needs PyTorch 2\.8 or newer"):
+        swapper.offload(model, config=config_for(nvme_path))
+    with pytest.raises(swapper.ConfigError, match="needs PyTorch"), swapper.init(config_for(nvme_path)):
+        Mlp(3)
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = swapper.OffloadConfig(nvme_path=nvme_path, offload_optimizer={"device": "nvme"})
+    swapper.wrap_optimizer(optimizer, config)
+    model(torch.randn(2, 48)).sum().backward()
+    optimizer.step()
+    swapper.of(optimizer).close()
