@@ -211,7 +211,7 @@ def test_ctrl_c_in_a_pass(direct: Mock, nvme_path: Path, device: torch.device) -
     trained = Trained(nvme_path, device)
     trained.check()
     before = torch.accelerator.memory_allocated(device)
-    for at in places(1, 60):
+    for at in places(5, 60):
         if not interrupted_at(at, lambda: trained.evaluated(trained.model), "parameter/di", "parameter/device_"):
             break
         gc.collect()
