@@ -68,8 +68,8 @@ class DeviceSums:
                     -(1 << 62), 1 << 62, (self._numel,), dtype=torch.int64, generator=generator, device="cpu"
                 )
                 self._weights = (weights * 2 + 1).to(self._device)
-            (stream,) = current_streams([self._device])
-            self._weights.record_stream(stream)  # They are summed with on several, and longer ones may replace them.
+            for stream in current_streams([self._device]):
+                self._weights.record_stream(stream)  # Longer ones may replace them while several sum with them.
             return torch.stack([self._sum(each) for each in values])
 
     def _sum(self, values: torch.Tensor) -> torch.Tensor:

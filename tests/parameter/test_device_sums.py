@@ -8,11 +8,17 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from swapper.parameter import device_sums
 from swapper.parameter.device_sums import DeviceSums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.float8_e4m3fn, torch.complex64]
 LENGTHS = [1, 2, 3, 5, 64, 1000, 4097, (1 << 20) + 77]
 """Of which some are no whole number of words, and one is two pieces in most dtypes."""
+
+
+@pytest.fixture(autouse=True)
+def _no_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device_sums, "current_streams", lambda devices: [])
 
 
 def bytes_of(values: torch.Tensor) -> torch.Tensor:
