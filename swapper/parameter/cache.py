@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -231,6 +231,22 @@ class ParameterCache:
         lease = self._cache.fetch(held.key)
         if not held.opened:
             held.open(lease, self, arrived=True)
+
+    def _bring_together(self, records: Sequence[Held], use: object, phase: str) -> None:
+        """As `_bring`, for records that are used at once and of which there is the hold `use`."""
+        try:
+            for held in records:
+                self._bring(held, phase)
+            return
+        except PoolExhausted:
+            if self._tier is not None or len(records) == 1:
+                raise
+        # The room that there is may be in pieces: what has come for this use goes, and comes again side by side.
+        for held in records:
+            if held.holds == {use} and not held.attached and not held.viewed() and not held.resident:
+                self._cache.evict(held.key)
+        for held in sorted(records, key=lambda held: held.length_bytes, reverse=True):
+            self._bring(held, phase)
 
     def read_ahead(self) -> None:
         """Start reading what will be used next, as far as the budget goes."""

@@ -397,8 +397,7 @@ class ParameterOwner(ParameterCache):
                 return
             for held, _ in use.parts:  # All of them before the first is brought, which could evict another.
                 held.holds.add(use)
-            for held, _ in use.parts:
-                self._bring(held, phase)
+            self._bring_together([held for held, _ in use.parts], use, phase)
             for held, _ in use.parts if self._tier is None else ():
                 self._cache.wait(held.key)
             for held, slots in use.parts:

@@ -3,7 +3,8 @@
 [Note: pools in pieces] A record that is in use cannot be moved, and one in the middle of a short pool may leave no
 piece that is long enough for the next, though their sum is what the pool must hold. So in pools of a few records
 `CyclicPolicy` chooses a buffer from the end of the pool where less is in use, and what lies in between goes first. A
-record that is in memory and lies badly is evicted, and read again to a better location, before it is used.
+record that is in memory and lies badly is evicted, and read again to a better location, before it is used. Where that
+was not enough for several that are used at once, those that have come go again, and come side by side.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import random
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -36,6 +37,7 @@ from swapper.api import offload
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
 from swapper.storage.buffers import PoolExhausted
+from swapper.storage.cache_policies import CyclicPolicy
 
 
 def step(run: Run, label: str = "step") -> None:
@@ -656,6 +658,27 @@ def test_fast_paths_of_evaluation_are_taken(
                 run.note("evaluated", run.model(*case.inputs(run.generator)))
         assert calls[0] > 0
         run.note("calls", calls[0])
+
+    run_twice(nvme_path, case.make, program, spare_bytes=case.spare_bytes, watch=False)
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("name", ["torch encoder", "multi-head attention"])
+def test_a_pool_in_pieces_has_room_for_what_is_used_at_once(
+    name: str, seed: int, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where records lie depends on which transfers were over first: here it is drawn."""
+    case, rng = CASES[name], random.Random(seed)
+    monkeypatch.setattr(CyclicPolicy, "prefers_high", lambda *_: rng.random() < 0.5)
+
+    def program(run: Run) -> None:
+        loss_of(run, case.inputs).backward()
+        run.finish_step()
+        run.model.eval()
+        for _ in range(3):
+            with torch.inference_mode():
+                run.note("evaluated", run.model(*case.inputs(run.generator)))
 
     run_twice(nvme_path, case.make, program, spare_bytes=case.spare_bytes, watch=False)
 
