@@ -108,6 +108,8 @@ def live(path: Path, mode: str, expected: list[str], writing: int) -> None:
         with Checkpoint(each) as checkpoint:
             for name in checkpoint.index.files:
                 checkpoint.verify(name)
+    for new in path.glob(".swapper-new-*"):  # Killed before it was locked: it might be another run just starting.
+        os.utime(new, (0, 0))
     model, optimizer = make(path)
     turn = 0
     if found:
