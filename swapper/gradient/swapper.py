@@ -43,7 +43,7 @@ from swapper.gradient.records import (
 )
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
-from swapper.storage.malloc_trim import return_free_memory
+from swapper.storage.malloc_trim import FreedMemory
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted_gradients import (
     bring_back_gradients,
@@ -57,9 +57,6 @@ from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 __all__ = ["GradientSwapper", "Window"]
 
 log = logging.getLogger(__name__)
-
-_FREED_BYTES = 32 << 20
-"""Bytes of gradients that left memory, after which the heap is told to let go of them."""
 
 _AHEAD = 32
 """Gradients looked ahead at in the order of arrival."""
@@ -115,7 +112,7 @@ class GradientSwapper(EvictedGradients):
         self._numbers = itertools.count()  # of records and of gradients
         self._order = AccessOrder()  # of arrival
         self._arrived: set[int] = set()  # numbers of the gradients that came in the backward that is going on
-        self._freed_bytes = 0
+        self._freed = FreedMemory()
         self._collecting = False  # [Note: distributed]
         self._tasks: set[int] = set()
         self._window_ref: weakref.ref[Window] | None = None  # Weak, as it has what has this.
@@ -295,10 +292,8 @@ class GradientSwapper(EvictedGradients):
         """Add `fresh` to what is evicted, if anything is, and evict it."""
         before = gradient.state
         gradient.arrived += 1
-        if self._freed_bytes >= _FREED_BYTES:
-            return_free_memory()
-            self._freed_bytes = 0
-        self._freed_bytes += fresh.nbytes if fresh.device.type == "cpu" else 0
+        if fresh.device.type == "cpu":
+            self._freed.add(fresh.nbytes)
         norm_type = self._norm_type
         if self._stepping:
             self._stepping = self._clipped = False

@@ -29,7 +29,7 @@ from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, grou
 from swapper.progress import ProgressBar
 from swapper.storage.buffers import BufferPool, PoolExhausted
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.malloc_trim import return_free_memory
+from swapper.storage.malloc_trim import FreedMemory, return_free_memory
 from swapper.tensors.evicted_gradients import gradient_attached, raw_gradient
 from swapper.tensors.strides import same_layout
 
@@ -163,6 +163,7 @@ class Stepper:
         self._device = plan.device if plan.on_device else torch.device("cpu")
         self._pool = pool
         self._pool_bytes = pool_bytes
+        self._freed = FreedMemory(64 << 20)
         self._records = records
         self._copies = DeviceCopies(plan.device)
         self._slots = DeviceSlots(plan.device) if plan.on_device else None
@@ -451,6 +452,8 @@ class Stepper:
             if made_state and opened.lease is not None:
                 states.clear()
                 return_free_memory()
+            elif self.plan.stored_bytes > self._pool_bytes:
+                self._freed.add(bucket.length_bytes)  # About what the class made on the way to its results.
         self.done += 1
 
     def _join(self, optimizer: Optimizer, opened: DeviceBucket, operands: Sequence[Operand]) -> None:

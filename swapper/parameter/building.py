@@ -37,7 +37,7 @@ from swapper.sizes import SMALL_BYTES, format_bytes
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.malloc_trim import return_free_memory
+from swapper.storage.malloc_trim import FreedMemory
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import make_ordinary, refuse_copy, restore_for_good
 from swapper.tensors.homes import HOME, TemporaryHome, home_of
@@ -112,7 +112,7 @@ class ModelBuilder(ParameterOwner):
         self._device = device
         self._owner = owner
         self._waiting_bytes = waiting_bytes
-        self._freed_bytes = 0
+        self._freed = FreedMemory(waiting_bytes)
         self._waiting: dict[int, tuple[weakref.ref[torch.nn.Parameter], str]] = {}
         self._added_bytes = 0  # to those that wait, since they were last looked through
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -276,11 +276,7 @@ class ModelBuilder(ParameterOwner):
             except BaseException:
                 self._give_up(held)
                 raise
-            self._freed_bytes += parameter.nbytes
-            if self._freed_bytes > self._waiting_bytes:
-                # Small tensors that stay are between large ones that left: the next would not fit the holes.
-                self._freed_bytes = 0
-                return_free_memory()
+            self._freed.add(parameter.nbytes)
 
     def _give_up(self, held: Held) -> None:
         """Undo a failed `_adopt`: the parameter still has its values, unless all was done."""
