@@ -200,9 +200,10 @@ class DeviceGuard final : public c10::impl::DeviceGuardImplInterface {
     void synchronizeDevice(c10::DeviceIndex index) const override {
         const Entered world;
         const int device = index < 0 ? current_device() : index;
-        for (int stream = 0; stream < world->scheduler.stream_count(); ++stream) {
-            if (world->scheduler.device_of(stream) == device) {
-                world->scheduler.wait(world->scheduler.mark(stream));
+        Scheduler& scheduler = world->scheduler;
+        for (int stream = 0; stream < scheduler.stream_count(); ++stream) {
+            if (scheduler.device_of(stream) == device && !scheduler.reached(scheduler.mark(stream))) {
+                scheduler.wait(scheduler.mark(stream));
             }
         }
         waited(*world);

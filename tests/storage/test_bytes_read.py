@@ -31,6 +31,7 @@ class Part:
     length_bytes: int
     pinned: bool = False
     resident: bool = False
+    late: int = 0
 
     def viewed(self) -> bool:
         return False
