@@ -10,7 +10,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -559,23 +559,25 @@ class OptimizerSwapper:
         if self._guard.is_forked:
             self._released = True
             return
-        self._stepper.abandon()
+        with ExitStack() as steps:  # Each is done, whatever those before it raise. The last that is added comes first.
+            steps.callback(self._give_back)
+            steps.callback(self._cache.flush)
+            steps.callback(self._stepper.abandon)
+
+    def _give_back(self) -> None:
+        self._arrivals.drop_window()
+        self._follower.forget(self._plan.buckets)
+        for bucket in self._plan.buckets:
+            for segment in bucket.segments:
+                segment.forget()
+        if self.gradients is not None:
+            self.gradients.close()
         try:
-            self._cache.flush()
-        finally:
-            self._arrivals.drop_window()
-            self._follower.forget(self._plan.buckets)
-            for bucket in self._plan.buckets:
-                for segment in bucket.segments:
-                    segment.forget()
-            if self.gradients is not None:
-                self.gradients.close()
-            try:
-                self._release()
-            except Exception:
-                self._released = True
-                raise
+            self._release()
+        except Exception:
             self._released = True
+            raise
+        self._released = True
 
 
 def _finalize(swapper: OptimizerSwapper) -> None:
