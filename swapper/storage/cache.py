@@ -341,11 +341,17 @@ class RecordCache:
         """Give back the record's buffer, if it has one, and forget what is stored of it, failed writes included."""
         with self.lock:
             if (record := self.records.get(key)) is not None:
-                self._writes.withdraw(record)
+                with interrupts_deferred():  # What will not be written must not be taken for written.
+                    withdrawn, transfer = self._writes.withdraw(record), record.lease.transfer
+                    if withdrawn:
+                        self._give_up(record)
+                        if self._store is not None:
+                            self._store.discard(key)
                 with contextlib.suppress(SwapIOError):  # The data that it failed to move are not wanted any more.
-                    if record.lease.transfer is not None:
-                        record.lease.transfer.wait()
-                self._give_up(record)
+                    if transfer is not None:
+                        transfer.wait()
+                if not withdrawn:
+                    self._give_up(record)
                 self._metrics.end_use(key)
             if self._store is not None:
                 self._store.discard(key)
