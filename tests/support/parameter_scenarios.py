@@ -255,6 +255,45 @@ def sums(device: str, path: Path) -> None:
     assert torch.equal(first.cpu(), second.cpu())
 
 
+def memory_of_others(device: str, path: Path) -> None:
+    """Parameters come to memory that others leave, and leave it to others, while the device has yet to read it."""
+    torch.accelerator.synchronize()
+    model, x = layers(device), torch.ones(4, WIDE, device=device)
+    with torch.no_grad():
+        expected = [each(x).cpu() for each in model]
+    config = swapper.OffloadConfig(nvme_path=path, offload_param={"device": "nvme"}, pool_bytes="1MiB")
+    swapper.offload(model, config=config)
+    keeps_the_pool, _ = swapper.offload(layers(device), config=config)
+    others = [torch.full((length,), 7.0, device=device) for length in (4, WIDE, WIDE * WIDE) for _ in range(9)]
+    torch.accelerator.synchronize()
+    keep_busy(device, 500)
+    read = [each * 1 for each in others]
+    others.clear()
+    with torch.no_grad():
+        found = [each(x) for each in model]
+        keep_busy(device, 5000)
+        found[-1] = model[-1](x)
+    model.swapper.close()  # type: ignore[operator, union-attr]
+    others.append(torch.full((4,), 7.0, device=device))
+    torch.accelerator.synchronize()
+    keeps_the_pool.swapper.close()  # type: ignore[operator, union-attr]
+    assert all(map(torch.equal, [each.cpu() for each in found], expected))
+    assert all(bool((each == 7).all()) for each in read)
+
+
+def converted(device: str, path: Path) -> None:
+    """Parameters are converted while the model is built: the record of each goes when the device has yet to read it."""
+    with torch.device(device):
+        expected = [p.detach().double().cpu() for p in layers(device).parameters()]
+    config = swapper.OffloadConfig(nvme_path=path, offload_param={"device": "nvme"})
+    with swapper.init(config, device=device):
+        model = layers(device)
+        keep_busy(device, 5000)
+        model.double()
+    found = [p.detach().cpu() for p in model.parameters()]
+    assert all(map(torch.equal, found, expected))
+
+
 PARAMETER_SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     "parameters on the drive": train,
     "parameters in the pool": functools.partial(train, where="cpu", gradients="cpu"),
@@ -267,5 +306,7 @@ PARAMETER_SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     "parameters in a short pool": functools.partial(orders, where="nvme"),
     "parameters on a slow drive": functools.partial(orders, where="nvme", delay_us=2000),
     "sums of parameters": sums,
+    "parameters in memory of others": memory_of_others,
+    "parameters converted": converted,
     "parameters in changing order": functools.partial(orders, where="cpu"),
 }
