@@ -984,7 +984,7 @@ def test_a_finalizer_may_recycle_in_the_middle_of_recycling(tmp_path: Path) -> N
 
     running = threading.Thread(target=run, daemon=True)
     running.start()
-    running.join(20)
+    running.join(240)
     assert not running.is_alive()
     assert len(nested) == 4 and len(taken) == len(set(taken)) == 8 and recycled.total_bytes == 0
     assert all(path.stat().st_size == PAGE_BYTES for path in taken)
