@@ -566,7 +566,7 @@ class OptimizerSwapper:
             self._released = True
             return
         with ExitStack() as steps:  # Each is done, whatever those before it raise. The last that is added comes first.
-            steps.callback(self._let_go)
+            steps.callback(self._release_part)
             if self.gradients is not None:
                 steps.callback(self.gradients.close)
             steps.callback(self._stepper.drop_slots)
@@ -581,7 +581,7 @@ class OptimizerSwapper:
             for segment in bucket.segments:
                 segment.forget()
 
-    def _let_go(self) -> None:
+    def _release_part(self) -> None:
         try:
             self._release()
         except Exception:
