@@ -301,6 +301,29 @@ def test_writes_start_without_a_call(
     twins.close()
 
 
+def test_writes_do_not_wait_for_what_comes_after_the_step(
+    direct: Mock, nvme_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated().configure("lazy")  # A stream that nobody waits for does nothing.
+    monkeypatch.setattr(RecordWrites, "_watch", WATCH)
+    twins = Twins(nvme_path, device)
+    for _ in range(2):
+        twins.step()
+    twins.swapper.flush()
+    twins.mine.backward(9)
+    before = direct["bytes_written"]
+    twins.optimizer.step()
+    twins.mine.weights[0].detach().clone()
+    reached = torch.get_device_module(device).Event()
+    reached.record()
+    deadline_s = time.monotonic() + 60
+    while direct["bytes_written"] < before + twins.swapper.stats().state_bytes:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    assert not reached.query()
+    twins.swapper.close()
+
+
 def test_a_bucket_that_grows_gets_longer_slots(direct: Mock, nvme_path: Path, device: torch.device) -> None:
     twins = Twins(nvme_path, device)
     twins.step()
