@@ -364,14 +364,15 @@ def test_failed_transfer_has_nothing_in_flight(backend: str, tmp_path: Path, ope
         assert memory.eq(3).all() and path.read_bytes() == now
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("late", [None, "always", "once"])
 @pytest.mark.parametrize("operation", ["read", "write"])
-def test_failure_of_the_device_is_a_failure_of_the_transfer(tmp_path: Path, operation: str, late: bool) -> None:
+def test_failure_of_the_device_is_a_failure_of_the_transfer(tmp_path: Path, operation: str, late: str | None) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"\1" * (10 * CHUNK))
     memory = torch.zeros(10 * CHUNK, dtype=torch.uint8)
     HostCopies.delay_s = 0.02
     HostCopies.fail_at, HostCopies.fail_late_at = (0, 3) if late else (3, 0)
+    HostCopies.tells_once = late == "once"
     with make_handle() as handle, handle.open(path, "rw") as file:
         start = handle.read if operation == "read" else handle.write
         with pytest.raises(SwapIOError, match="illegal memory access") as raised:
@@ -448,9 +449,9 @@ def test_a_helper_thread_that_dies_leaves_nobody_waiting(tmp_path: Path, monkeyp
         monkeypatch.setattr(bounce.Bounce, "_begin", die)
         transfer = handle.write(file, random_bytes(100))
         with pytest.raises(SwapIOError, match="MemoryError"):
-            transfer.wait(10)
+            transfer.wait(240)
         for thread in helper_threads():
-            thread.join(10)
+            thread.join(240)
         with pytest.raises(SwapError):
             handle.write(file, random_bytes(100))
         assert handle.in_flight == 0
@@ -479,7 +480,7 @@ def test_wait_times_out_and_the_transfer_goes_on(tmp_path: Path) -> None:
             with pytest.raises(TimeoutError):
                 transfer.wait(timeout)
         assert not transfer.done() and handle.in_flight == 1
-        assert transfer.wait(30.0) == 4 * CHUNK
+        assert transfer.wait(240.0) == 4 * CHUNK
         assert handle.in_flight == 0
 
 
@@ -490,7 +491,7 @@ def test_there_is_a_helper_thread_only_while_there_is_work(tmp_path: Path) -> No
         (thread,) = helper_threads()
         assert not thread.daemon
         transfer.wait()
-        thread.join(10)
+        thread.join(240)
         assert not helper_threads()
 
 
@@ -552,7 +553,7 @@ def test_handle_collected_on_its_own_helper_thread_is_closed_after_the_work(tmp_
     transfer = box[0].write(box[0].open(tmp_path / "file", "w"), random_bytes(8 * CHUNK))
     assert transfer.wait() == 8 * CHUNK
     for thread in helper_threads():
-        thread.join(10)
+        thread.join(240)
     assert not box and not HostCopies.locked
     with pytest.raises(SwapError, match="closed"):
         ledger.engine.write(None, 0, 0, 0, 0, None)  # type: ignore[arg-type]
@@ -571,7 +572,7 @@ devices.DEVICES["cpu"] = HostCopies
 handle = AsyncIOHandle(faults=FaultPlan(delay_us=50000))
 handle.write(handle.open({str(tmp_path / "file")!r}, "w"), torch.ones({40 << 20}, dtype=torch.uint8))
 """
-    run_program([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
+    run_program([sys.executable, "-W", "error", "-c", program], check=True, timeout=240)
     assert (tmp_path / "file").read_bytes() == b"\1" * (40 << 20)
 
 
