@@ -138,7 +138,8 @@ class RecordWrites:
         if self._store is None:
             record.finish = None
         else:
-            self.start(record, length_bytes)
+            with record.lease.apart():  # It was waited for. What streams do by now has no part in it.
+                self.start(record, length_bytes)
 
     # --- The thread ------------------------------------------------------------------------------------------------
 
