@@ -180,8 +180,8 @@ class DeviceTier:
 
     def settle(self) -> None:
         """Wait for what the current stream has to do, and for copies up before it. Errors as for `Copy.wait`."""
-        if (over := self._up.reached()) is not None:
-            over.wait()
+        if (reached := self._up.reached()) is not None:
+            reached.wait()
 
     def rest(self) -> None:
         """Give the device memory back of all that nothing uses, and whose changes have come down."""
