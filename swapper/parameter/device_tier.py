@@ -178,7 +178,7 @@ class DeviceTier:
                 return
             self._land(held)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait for what the current stream has to do, and for copies up before it. Errors as for `Copy.wait`."""
         if (reached := self._up.reached()) is not None:
             reached.wait()

@@ -192,7 +192,7 @@ class ParameterOwner(ParameterCache):
                 for held in self._all:
                     self._restore_values(held)
                 if self._tier is not None:
-                    self._tier.settle()
+                    self._tier.wait()
                 self._home.clear()
             self._closed = True
             self._remove_hooks()

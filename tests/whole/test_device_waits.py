@@ -89,7 +89,7 @@ NOT_MISSED: dict[str, str] = {
     "parameter/device_tier.py _bring_to_host wait": "of writes by the drive, which the one after the step replaces",
     "parameter/device_tier.py _fetch wait": "of writes by the drive, of which the buffer is changed",
     "parameter/device_tier.py _follow_uses _follow": "of sums that one stream takes and another stores: no scenario",
-    "parameter/device_tier.py settle wait": "of errors; see test_device_failures",
+    "parameter/device_tier.py wait wait": "of errors; see test_device_failures",
     "parameter/device_tier.py release_on_host begin": "of reads of a view in a step on the CPU: the host mostly waits "
     "for them, as it brings the next bucket",
     "parameter/device_tier.py forget follow": "of what is forgotten while it comes down: no scenario",
