@@ -180,8 +180,13 @@ class DeviceTier:
             self._evict(victim)
 
     def _follow(self, held: HeldOnDevice) -> None:
-        """Let the current stream wait for the copy up, and the allocator know of it."""
+        """Let the current stream wait for the copies, and the allocator know of it.
+
+        Whoever changes the values and changes them back comes after the copy down, which would else be of between.
+        """
         self._up.join(held.up)
+        if held.down is not None:
+            self._down.join(held.down)
         (stream,) = current_streams([self.device])
         held.used_on.add(stream)
         if stream != held.stream:
@@ -429,6 +434,7 @@ class DeviceTier:
             held.check, held.used = None, held.in_use
             if held.used:
                 self._used[held] = None
+                self._down.join(held.down)  # As in `_follow`: there are views of the values.
             self._going_down[held] = None
         self._move(None)
 
