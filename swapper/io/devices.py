@@ -109,9 +109,14 @@ class Copies:
 
     def run(self, work: Callable[[], object]) -> Event:
         """Call `work`, which starts several operations on tensors; the event says when they are done."""
-        with self._module.stream(self._stream):
+        with self.allocating():
             work()
         return self._mark(self._stream)
+
+    def allocating(self) -> contextlib.AbstractContextManager[object]:
+        """Within it memory is allocated on the stream of the copies."""
+        stream: contextlib.AbstractContextManager[object] = self._module.stream(self._stream)
+        return stream
 
     def keep(self, tensor: torch.Tensor) -> None:
         """Let nobody else have the memory of a device tensor before the copies so far are done."""
@@ -322,6 +327,13 @@ class DeviceCopies:
             if tensor.device.type == self._device.type:
                 self._copies.keep(tensor)
         return Copy(self._last)
+
+    def allocating(self) -> contextlib.AbstractContextManager[object]:
+        """Within it memory is allocated on the stream of the copies: where it was used before, they were.
+
+        Before such a tensor is freed the copies must `follow` its last use, or the streams that use it are recorded.
+        """
+        return contextlib.nullcontext() if self._copies is None else self._copies.allocating()
 
     def join(self, copy: Copy | None = None) -> None:
         """Let the current stream wait for `copy`, and so for those before it; None: for all so far."""

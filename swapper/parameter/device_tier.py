@@ -20,10 +20,13 @@ up, by sums (`device_sums`): nothing but a few bytes is downloaded for it. A rec
 summed early if memory is short, before work on the next is queued, so that the result is there when the memory is
 needed. Whoever uses the record again makes that void.
 
-[Note: whose memory] Values are allocated on the current stream, which the copy up waits for: what was in that memory
-before may still be read by work that is queued there. Before they are freed their stream waits for the copy up, and
-they stay until the copy down is over. A stream that uses them and is not theirs is recorded; sums and copies down wait
-for all that have. The pool's buffer is kept by the copy, its lease's transfer. The cache's thread writes, or `poll`.
+[Note: whose memory] Values are allocated on the stream of copies up, where free memory is reused in the order of the
+copies: so a copy up waits for nothing that other streams have to do. Before values are freed that stream waits for
+their last use: the sums that they were compared by, or else all that the streams which have used them have to do by
+then; or the copy down, for which they stay. Of values that others have views of, and at the end, these streams are
+recorded instead. Sums and copies down wait for all streams that have used the values. Sums that are made with a copy
+up are in memory of the current stream, so such a copy waits for it. The pool's buffer is kept by the copy, its lease's
+transfer. The cache's thread writes, or `poll`.
 """
 
 from __future__ import annotations
@@ -158,7 +161,7 @@ class DeviceTier:
         assert isinstance(held, HeldOnDevice)
         self._move(None)
         with interrupts_deferred():
-            held.down = None  # It may go on: who forgets the record in the pool waits for it.
+            held.down = None  # It may go on, of whatever comes there: who forgets the record in the pool waits for it.
             self._going_down.pop(held, None)
         if held.on_device:
             self._free(held)
@@ -180,7 +183,7 @@ class DeviceTier:
             self._evict(victim)
 
     def _follow(self, held: HeldOnDevice) -> None:
-        """Let the current stream wait for the copies, and the allocator know of it.
+        """Let the current stream wait for the copies, and note that it uses the values.
 
         Whoever changes the values and changes them back comes after the copy down, which would else be of between.
         """
@@ -189,9 +192,6 @@ class DeviceTier:
             self._down.join(held.down)
         (stream,) = current_streams([self.device])
         held.used_on.add(stream)
-        if stream != held.stream:
-            for values in held.on_device:
-                values.record_stream(stream)
 
     def _follow_uses(self, held: HeldOnDevice) -> None:
         """As `_follow`, and for all that other streams have queued, which may change the values."""
@@ -229,15 +229,16 @@ class DeviceTier:
         lease = self._fetch(held) if direct is None else direct.fetch(held, self._cache)
         length_bytes = device_bytes_of(held.plan)
         with outside_of_inference():  # They outlive that mode.
-            values = [torch.empty(each.numel, dtype=each.dtype, device=self.device) for each in held.plan.locations]
+            with self._up.allocating():  # See [Note: whose memory].
+                values = [torch.empty(each.numel, dtype=each.dtype, device=self.device) for each in held.plan.locations]
             if held.sums is None:
                 held.sums = torch.empty(len(values), dtype=torch.int64, device=self.device)
         self._sums.fit(max(each.length_bytes for each in held.plan.locations))
-        self._up.begin()  # See [Note: whose memory].
+        if not held.summed:
+            self._up.begin()
         with interrupts_deferred():
             held.up = self._copy_up(held, values, lease, direct)
             held.on_device = values
-            (held.stream,) = current_streams([self.device])
             held.register(self._owner)
             self.used_bytes += length_bytes
             self._order.hold(held.number, fixed=held.stays)
@@ -376,9 +377,12 @@ class DeviceTier:
 
     def _free(self, held: HeldOnDevice) -> None:
         """Free the values on the device. The copy down is over, if there was one. See [Note: whose memory]."""
-        if held.up is not None:
-            with on_streams([held.stream]):
-                self._up.join(held.up)
+        if not held.has_views():
+            if held.used and (held.check is None or not held.check.done()):
+                for stream in held.used_on:
+                    with on_streams([stream]):
+                        self._up.begin()
+            held.used_on.clear()
         with interrupts_deferred():
             held.forget()
             held.up, held.check, held.used, held.leaving = None, None, False, False

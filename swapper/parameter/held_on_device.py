@@ -24,10 +24,8 @@ class HeldOnDevice(Held):
     """The values of each parameter on the device, 1-D, in storages of their own; empty while they are not there."""
     on_host: set[object] = field(default_factory=set)
     """The uses of the pool's buffer that are not over."""
-    stream: Any = None
-    """The stream that `on_device` was allocated on."""
     used_on: set[Any] = field(default_factory=set)
-    """The streams that have used `on_device`."""
+    """The streams that have used `on_device`, and that copies up do not follow yet."""
     up: Copy | None = None
     """The last copy to `on_device`."""
     down: Copy | None = None
@@ -106,6 +104,9 @@ class HeldOnDevice(Held):
         self.opened = []
 
     def forget(self) -> None:
-        """Let go of the values on the device. Copies to them come before what their stream does from now on."""
+        """Let go of the values on the device. Their memory is nobody's before `used_on` have come so far."""
         self.unregister()
+        for values in self.on_device:
+            for stream in self.used_on:
+                values.record_stream(stream)
         self.on_device, self.used_on = [], set()

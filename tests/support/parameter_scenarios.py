@@ -327,20 +327,6 @@ def written_in_vain(device: str, path: Path) -> None:
             assert stepped == 2 and torch.equal(weight.detach().cpu(), expected)
 
 
-def used_when_given_up(device: str, path: Path) -> None:
-    """Parameters go while another stream has yet to use them, and others get the memory."""
-    with offloaded(device, path) as (model, _), torch.no_grad():
-        x = torch.ones(4, WIDE, device=device)
-        expected = model[4](x).cpu()
-        other = torch.get_device_module(device).Stream(device)
-        with on_streams([other]):
-            keep_busy(device, 5000)
-            y = model[4](x)
-    others = [torch.full((length,), 7.0, device=device) for length in (WIDE * WIDE, WIDE) for _ in range(DEPTH)]
-    other.synchronize()
-    assert torch.equal(y.cpu(), expected) and all(bool((each == 7).all()) for each in others)
-
-
 @contextlib.contextmanager
 def scaling(layer: Any, factor: float) -> Iterator[None]:
     """Each forward multiplies the bias, behind autograd's back."""
@@ -399,6 +385,10 @@ def cut_off_arrival(device: str, path: Path) -> None:
         with swapper.gathered(model[4]):
             expected = model[4][0].weight.detach().cpu()
         model.swapper.rest()
+        with model.swapper._tier._up.allocating():  # What is there before they come.
+            others = [torch.full((length,), 7.0, device=device) for length in (WIDE, WIDE * WIDE) * DEPTH]
+        torch.accelerator.synchronize()
+        others.clear()
         with contextlib.suppress(KeyboardInterrupt), patch.context() as during:
             during.setattr(DeviceTier, "_lift", cut_off)
             model[4](torch.ones(4, WIDE, device=device))
@@ -406,6 +396,45 @@ def cut_off_arrival(device: str, path: Path) -> None:
         model.swapper.rest()
         with swapper.gathered(model[4]):
             assert torch.equal(model[4][0].weight.detach().cpu(), expected)
+
+
+def memory_of_others(device: str, path: Path) -> None:
+    """Parameters come to memory that others leave, and leave it to others, while the device has yet to read it."""
+    torch.accelerator.synchronize()
+    model, x = layers(device), torch.ones(4, WIDE, device=device)
+    with torch.no_grad():
+        expected = [each(x).cpu() for each in model]
+    config = swapper.OffloadConfig(nvme_path=path, offload_param={"device": "nvme"}, pool_bytes="1MiB")
+    swapper.offload(model, config=config)
+    keeps_the_pool, _ = swapper.offload(layers(device), config=config)
+    others = [torch.full((length,), 7.0, device=device) for length in (4, WIDE, WIDE * WIDE) for _ in range(9)]
+    torch.accelerator.synchronize()
+    keep_busy(device, 500)
+    read = [each * 1 for each in others]
+    others.clear()
+    with torch.no_grad():
+        found = [each(x) for each in model]
+        keep_busy(device, 5000)
+        found[-1] = model[-1](x)
+    model.swapper.close()  # type: ignore[operator, union-attr]
+    others.append(torch.full((4,), 7.0, device=device))
+    torch.accelerator.synchronize()
+    keeps_the_pool.swapper.close()  # type: ignore[operator, union-attr]
+    assert all(map(torch.equal, [each.cpu() for each in found], expected))
+    assert all(bool((each == 7).all()) for each in read)
+
+
+def converted(device: str, path: Path) -> None:
+    """Parameters are converted while the model is built: the record of each goes when the device has yet to read it."""
+    with torch.device(device):
+        expected = [p.detach().double().cpu() for p in layers(device).parameters()]
+    config = swapper.OffloadConfig(nvme_path=path, offload_param={"device": "nvme"})
+    with swapper.init(config, device=device):
+        model = layers(device)
+        keep_busy(device, 5000)
+        model.double()
+    found = [p.detach().cpu() for p in model.parameters()]
+    assert all(map(torch.equal, found, expected))
 
 
 PARAMETER_SCENARIOS: dict[str, Callable[[str, Path], None]] = {
@@ -422,10 +451,11 @@ PARAMETER_SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     "parameters stepped while they are read": stepped_on_the_host,
     "parameters changed while they are written": changed_while_written,
     "parameters whose write fails": written_in_vain,
-    "parameters given up while they are used": used_when_given_up,
     "parameters changed while they leave": functools.partial(changed_while_leaving, by_view=False),
     "views changed while parameters leave": functools.partial(changed_while_leaving, by_view=True),
     "parameters whose arrival is cut off": cut_off_arrival,
     "sums of parameters": sums,
+    "parameters in memory of others": memory_of_others,
+    "parameters converted": converted,
     "parameters in changing order": functools.partial(orders, where="cpu"),
 }
