@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from swapper.check import CheckReport, DriveReport, make_report, staging_bytes
+from swapper.check import CheckReport, DriveReport, check_direct, make_report, staging_bytes, state_goes_direct
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
 from swapper.files.weights import load_weights
@@ -91,6 +91,7 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
         )
     with outside_of_inference():  # What is made here is used outside of that mode too.
         plans = _plan([optimizer], settings, {})
+        check_direct(plans, None, settings)
         budget = _budget(plans, settings, None, Shared.existing(settings))
         budget.check()
         try:
@@ -159,6 +160,7 @@ def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: 
         tensors = dict([*model.named_parameters(), *model.named_buffers()])
         check_memory(tensors, [p for each in optimizers for p in parameters_of(each)])
     plans = _plan(optimizers, settings, {} if parameters is None else parameters.where())
+    check_direct(plans, parameters, settings)
     stored = parameters if settings.offload_param.device == "nvme" else None  # Others have a pool of their own.
     budget = _budget(plans, settings, stored, Shared.existing(settings))
     budget.check()
@@ -267,6 +269,7 @@ def _budget(
 def _wrap(optimizer: Optimizer, plan: OptimizerPlan, needs: OptimizerNeeds, settings: OffloadConfig) -> None:
     """Move the state of `optimizer`, and its gradients. After an exception it may be wrapped: see `_unwrap`."""
     pool: BufferPool | GrowingPool
+    direct = state_goes_direct(plan, settings)
     if needs.state is not None:
         shared = Shared.of(settings, plan.device)  # Makes run directories, engines and the pool, if it is the first.
         pool_bytes = settings.pool_bytes - shared.held_bytes  # Before `hold`, which counts this optimizer in.
@@ -277,9 +280,11 @@ def _wrap(optimizer: Optimizer, plan: OptimizerPlan, needs: OptimizerNeeds, sett
         pool, store = GrowingPool(pool_bytes, device=plan.device), None
         release = pool.close
     try:
+        # Engines for cuFile come before the swapper, so that they end after it.
+        make_slots = Shared.of(settings, plan.device).device_pools(plan.device) if direct else None
         # Plans files, moves out the state there is, and replaces `step` on the object last. If it fails before that,
         # the object is as it was, and only the hold on the pool is left to be undone.
-        OptimizerSwapper(optimizer, plan, pool, pool_bytes, store, release)
+        OptimizerSwapper(optimizer, plan, pool, pool_bytes, store, release, make_slots)
     except BaseException:
         if getattr(optimizer, "swapper", None) is None:  # Else it was wrapped already, and `unwrap` releases.
             release()

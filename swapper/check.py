@@ -13,8 +13,10 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
+from swapper.errors import ConfigError
 from swapper.gradient.records import can_leave
 from swapper.gradient.records import needs_of as gradient_needs_of
+from swapper.optimizer.device_slots import SLOTS
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.parameter.records import ParameterPlan
 from swapper.session import Engines, why_not_direct
@@ -23,7 +25,14 @@ from swapper.storage.budget import PoolBudget
 from swapper.storage.mounts import check_nvme_paths, file_systems
 from swapper.storage.speed import measure_speeds
 
-__all__ = ["CheckReport", "DriveReport", "make_report", "staging_bytes"]
+__all__ = [
+    "CheckReport",
+    "DriveReport",
+    "check_direct",
+    "make_report",
+    "staging_bytes",
+    "state_goes_direct",
+]
 
 log = logging.getLogger(__name__)
 
@@ -140,6 +149,7 @@ def make_report(
     settings: OffloadConfig,
 ) -> CheckReport:
     """See `swapper.check`."""
+    check_direct(plans, parameters, settings)
     state_bytes = sum(plan.stored_bytes for plan in plans)
     all_parts = [plan.gradient_parts() if plan.moves_gradients else [] for plan in plans]
     gradient_bytes = [gradient_needs_of(parts, stored=True).total_bytes for parts in all_parts]
@@ -149,8 +159,10 @@ def make_report(
     if parameters is not None and (needs := parameters.device_needs) is not None:
         asked, staging = settings.offload_param.device_bytes, staging_bytes(parameters, settings, tries=False)
         device_bytes = needs.record_bytes(asked, staging) + needs.beside_bytes + staging
-    step_bytes = [plan.step_device_bytes for plan in plans]  # In backward all hold their slots until the step.
-    together = sum(step_bytes) if settings.offload_optimizer.step_in_backward else max(step_bytes, default=0)
+    # Slots to which records come without the pool stay. In backward all hold theirs until the step.
+    stay = [state_goes_direct(plan, settings, tries=False) * SLOTS * plan.slot_bytes for plan in plans]
+    go = [plan.step_device_bytes - slots for plan, slots in zip(plans, stay, strict=True)]
+    together = sum(stay) + (sum(go) if settings.offload_optimizer.step_in_backward else max(go, default=0))
     state_stored = settings.offload_optimizer.device == "nvme"
     parameters_stored = parameters is not None and settings.offload_param.device == "nvme"
     gradients_stored = settings.offload_gradient.device == "nvme"
@@ -221,20 +233,68 @@ def staging_bytes(parameters: ParameterPlan, settings: OffloadConfig, *, tries: 
         parameters: of a model.
         settings: where they go.
         tries: False: try no drive, and log nothing.
+
+    Raises:
+        ConfigError: they do not, and `aio.gds` is on.
     """
     needs = parameters.device_needs
     if needs is None or settings.offload_param.device != "nvme":
         return 0
     reason = needs.why_not_direct(settings.offload_param.device_bytes)
     reason = reason or why_not_direct(settings, needs.device if tries else None)
-    if reason and tries:
-        _say_once(reason)
+    if reason:
+        _say("records of parameters go", reason, settings, tries)
     return 0 if reason else needs.staging_bytes
 
 
+def state_goes_direct(plan: OptimizerPlan, settings: OffloadConfig, *, tries: bool = True) -> bool:
+    """Tell if state that is stepped on a device goes there and back without the pool; logs why not, once.
+
+    Args:
+        plan: of the state.
+        settings: where it goes.
+        tries: False: try no drive, and log nothing.
+
+    Raises:
+        ConfigError: it does not, and `aio.gds` is on.
+    """
+    if not plan.on_device or settings.offload_optimizer.device != "nvme":
+        return False
+    reason = why_not_direct(settings, plan.device if tries else None)
+    if reason:
+        _say("optimizer state goes", reason, settings, tries)
+    return not reason
+
+
+def check_direct(plans: Sequence[OptimizerPlan], parameters: ParameterPlan | None, settings: OffloadConfig) -> None:
+    """Refuse `aio.gds: on` where no record has both ends on a device and its drive. Tries no drive.
+
+    Raises:
+        ConfigError: naming what would change that.
+    """
+    state = any(plan.on_device for plan in plans) and settings.offload_optimizer.device == "nvme"
+    on_device = parameters is not None and parameters.device_needs is not None
+    if settings.aio.gds == "on" and not state and not (on_device and settings.offload_param.device == "nvme"):
+        raise ConfigError(
+            "aio.gds: on moves records between the drive and an accelerator, and here none go there: that needs a "
+            "model on the accelerator, and offload_param.device: nvme, or offload_optimizer: {device: nvme, "
+            "step_device: device}. Set these, or use aio.gds: auto"
+        )
+
+
+def _say(what: str, reason: str, settings: OffloadConfig, tries: bool) -> None:
+    if settings.aio.gds == "on":
+        raise ConfigError(
+            f"aio.gds: on asks for GPUDirect Storage, and {what} through the pool here: {reason}. Mend that, or use "
+            "aio.gds: auto"
+        )
+    if tries:
+        _say_once(what, reason)
+
+
 @functools.cache
-def _say_once(reason: str) -> None:
-    log.info("records of parameters go between the drive and the device through the pool: %s", reason)
+def _say_once(what: str, reason: str) -> None:
+    log.info("%s between the drive and the device through the pool: %s", what, reason)
 
 
 def _check_drives(settings: OffloadConfig, stored_bytes: int) -> tuple[tuple[DriveReport, ...], int]:

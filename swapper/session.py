@@ -121,10 +121,22 @@ class Shared:
             raise
         return release
 
+    def device_pools(self, device: torch.device) -> Callable[[int], DevicePool]:
+        """Make engines for cuFile, which the store then moves memory of an accelerator with. For who holds this.
+
+        Returns:
+            What makes a pool of so many bytes there; raises `torch.OutOfMemoryError` where there are not so many.
+        """
+        if self._direct is None:
+            self._direct = Engines(self._configs[0], GDSHandle)
+        handles = [handle for handle in self._direct.handles if isinstance(handle, GDSHandle)]
+        self.store.use_for_devices(handles)
+        return lambda pool_bytes: DevicePool(pool_bytes, *handles, device=device)
+
     def staging(
         self, pool_bytes: int, device: torch.device, release: Callable[[], None]
     ) -> tuple[DevicePool, Callable[[], None]]:
-        """Make a pool in the memory of an accelerator, whose leases the store moves by cuFile.
+        """Make a pool in the memory of an accelerator, see `device_pools`, and what closes it.
 
         Args:
             pool_bytes: its length.
@@ -138,11 +150,7 @@ class Shared:
             torch.OutOfMemoryError: the device has not so much memory.
         """
         try:
-            if self._direct is None:
-                self._direct = Engines(self._configs[0], GDSHandle)
-            handles = [handle for handle in self._direct.handles if isinstance(handle, GDSHandle)]
-            self.store.use_for_devices(handles)
-            pool = DevicePool(pool_bytes, *handles, device=device)
+            pool = self.device_pools(device)(pool_bytes)
         except BaseException:
             release()
             raise

@@ -39,7 +39,7 @@ def test_a_program_does_what_it_does_when_it_is_executed(name: str) -> None:
     for start in (Program, subprocess.Popen):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
         with start(words, **pipes, text=True) as process:
-            stdout, stderr = process.communicate("in\n", timeout=30)
+            stdout, stderr = process.communicate("in\n", timeout=240)
         ends.append((process.returncode, stdout, (stderr.splitlines() or [""])[-1]))
     assert ends[0] == ends[1]
 

@@ -299,7 +299,7 @@ def _translate_aio(document: dict[str, Any], inner: dict[str, Any], unhonoured: 
         if threads is not None and values.setdefault("intra_op_parallelism", threads) != threads:
             unhonoured.append(f"aio.{key} ({threads}): another number of threads is given too, and used")
     if _take(aio, "use_gds") is True:
-        unhonoured.append("aio.use_gds: aio.gds is auto, with which bytes go through the pool in this version")
+        unhonoured.append("aio.use_gds: aio.gds is auto, with which bytes go through the pool where they must")
     if _rest(aio):
         unhonoured.append(f"{_rest(aio, 'aio.')}: swapper has no such setting")
     return values

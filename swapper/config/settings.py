@@ -62,7 +62,6 @@ BUCKETS_IN_POOL = 3
 _NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
     # A version that brings one of these deletes its row here, and "Not there yet" in the field's docstring.
     "offload_optimizer.encoding": (("bf16", "int8"), "use encoding: exact"),
-    "aio.gds": (("on",), "use gds: auto"),
 }
 """Settings of the design that this version cannot honour: the values that it refuses, and the advice."""
 
@@ -253,9 +252,9 @@ class AioConfig(Section, frozen=True):
 
     gds: Annotated[Literal["auto", "on", "off"], BeforeValidator(_parse_switch)] = "auto"
     """Whether records of a model on a GPU go between the drive and its memory by GPUDirect Storage (cuFile), without
-    the pool. "auto": where that works; the log says why not. "on": an error where it does not. Default: "auto"; off:
-    "off". Not there yet: "on"; and with "auto" only parameters are read so, without `verify`. What is written, state
-    and gradients go through the pool."""
+    the pool: parameters that are read, and state that is stepped there. "auto": where that works; the log says why not.
+    "on": an error where it does not, as with `verify`. Gradients, and parameters that are written, go through the pool.
+    Default: "auto"; off: "off"."""
 
     @field_validator("block_size", mode="after")
     @classmethod

@@ -34,12 +34,12 @@ _DAMAGED = -1
 
 
 class DeviceBucket(OpenBucket):
-    """A bucket whose record is being copied to a slot. Made when the record is in the pool.
+    """A bucket whose record is being copied to a slot, or is in one. Made when the record is in the pool, or there.
 
     Args:
-        lease: the record's buffer; None if nothing of the bucket moves.
+        lease: the record's buffer, in the pool or the slot itself; None if nothing of the bucket moves.
         filled: the buffer has a record, and is not new.
-        slot: where the record comes to; None if neither it nor a gradient does.
+        slot: where the record comes to, or is; None if neither it nor a gradient comes.
 
     Attributes:
         when_joined: is called by `join`, when the current stream waits.
@@ -65,7 +65,7 @@ class DeviceBucket(OpenBucket):
         if lease is not None:
             assert slot is not None
             self.memory = slot
-            if filled:
+            if filled and not slot.holds_record:
                 slots.fill(slot, lease, bucket.layout.payload_bytes, bucket.used_bytes())
 
     def join(self) -> None:
@@ -146,27 +146,38 @@ class DeviceBucket(OpenBucket):
     # --- The way back ----------------------------------------------------------------------------------------------
 
     def leave(self) -> None:
-        """Start copying the record back to the pool, when the current stream has come so far; give the slot back."""
+        """Start copying the record back to the pool, when the current stream has come so far; give the slot back.
+
+        One that is in the slot is its lease's until it is written.
+        """
         slot, self._slot, self.memory, self.when_joined = self._slot, None, None, []
-        if slot is not None and self.lease is not None:
+        if slot is None:
+            return
+        if self.lease is None or slot.holds_record:
+            self._slots.leave(slot)
+        else:
             tail_bytes = sum(segment.tie_bytes_max for segment in self.bucket.segments)
             self._slots.empty(slot, self.lease, self.bucket.layout.tail_offset_bytes + tail_bytes)
-        elif slot is not None:
-            self._slots.leave(slot)
+        self._slots.give_back(slot)
 
     def finish(self) -> int:
-        """Put the record, which is in the pool again, in the form in which it is stored. Returns its length in bytes.
+        """Put the record, whose step is over, in the form in which it is stored. Returns its length in bytes.
 
-        Called by whoever waits for the copy, in any thread.
+        It is in the pool again, or in its slot, where nothing else uses it. Called by whoever waits for that, in any
+        thread.
 
         Raises:
             SwapIOError: a stored master was damaged.
         """
+        assert self.lease is not None
+        return self._finish() if self.lease.tensor.is_cpu else self._slots.change(self._finish)
+
+    def _finish(self) -> int:
         bucket, lease = self.bucket, self.lease
         assert lease is not None
-        counts = self._counts(lease)
+        counts = self._counts(lease).tolist() if self._counted else []
         for position in self._counted:
-            count = int(counts[position])
+            count = counts[position]
             if count == _DAMAGED:
                 raise SwapIOError(
                     errno.EBADMSG, "read", detail="a stored master is damaged: its ties are not as many as said"

@@ -11,9 +11,15 @@ another and the last leaves a third, each on a stream of its own. Nothing of it 
                                given to anybody before that is over. Then `RecordWrites` writes it. A step that fails
                                before the download is started waits for all copies (`wait`)
     the slots                  are freed after a step, and their memory is kept from others until the downloads are over
+
+Where records come without the pool a slot is a buffer of device memory, and what was in it has left before it is given
+out: see [Note: direct slots] in `direct_state`.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -22,6 +28,8 @@ from swapper.sizes import ALIGNMENT_BYTES, round_up
 from swapper.storage.buffers import Lease
 
 __all__ = ["SLOTS", "DeviceSlots", "Slot"]
+
+_T = TypeVar("_T")
 
 SLOTS = 3
 """One that a record comes to, one that is in use, one that a record leaves."""
@@ -36,14 +44,28 @@ class Slot:
         ready: what the class's kernels wait for: all uploads so far, or without any what was in the slot has left.
         left: what was in the slot has left; None if nothing was.
         cursor: where the next gradient comes.
+        lease: the buffer that the memory is, on the device; None of memory that stays the slots' own.
+        holds_record: that is the record's own, from which it is written.
+        filled: and it has been read.
     """
 
-    def __init__(self, memory: torch.Tensor) -> None:
+    def __init__(
+        self,
+        memory: torch.Tensor,
+        record_bytes: int = 0,
+        lease: Lease | None = None,
+        *,
+        holds_record: bool = False,
+        filled: bool = False,
+    ) -> None:
         self.memory = memory
         self.address = memory.data_ptr()
         self.ready: Copy | None = None
         self.left: Copy | None = None
-        self.cursor = 0
+        self.cursor = round_up(record_bytes, ALIGNMENT_BYTES)
+        self.lease = lease
+        self.holds_record = holds_record
+        self.filled = filled
 
     def view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """As `Lease.view`."""
@@ -67,6 +89,7 @@ class DeviceSlots:
         self._device = device
         self._up = DeviceCopies(device)
         self._down = DeviceCopies(device)
+        self._aside = DeviceCopies(device)
         self._slots: list[Slot] = []
         self._next = 0
 
@@ -77,6 +100,10 @@ class DeviceSlots:
                 Slot(torch.empty(length_bytes, dtype=torch.uint8, device=self._device)) for _ in range(SLOTS)
             ]
             self._up.begin()  # What had the memory before may still be in use on the current stream.
+
+    def follow_caller(self) -> None:
+        """Let what comes to slots that are not these' own wait for all that the current stream has to do by now."""
+        self._up.begin()
 
     def drop(self) -> None:
         """Give the memory back. Idempotent."""
@@ -125,5 +152,24 @@ class DeviceSlots:
         slot.left = lease.transfer = self._down.copy(lease.tensor[:length_bytes], slot.memory[:length_bytes])
 
     def leave(self, slot: Slot) -> None:
-        """What is in `slot` is of no more use, when the current stream has come so far."""
+        """What is in `slot` is of no more use, or is only to be written, when the current stream has come so far."""
         slot.left = self._down.reached()
+
+    def give_back(self, slot: Slot) -> None:
+        """Nothing but what is on its way from `slot` needs it any more."""
+        if slot.lease is not None:
+            slot.lease.transfer = slot.left
+            if not slot.holds_record:
+                slot.lease.release()
+
+    def change(self, work: Callable[[], _T]) -> _T:
+        """What `work` gives, which changes a slot that no stream uses. It is over when this returns. In any thread.
+
+        Raises:
+            SwapIOError: the device failed.
+        """
+        results: list[_T] = []
+        done = self._aside.run(lambda: results.append(work()))
+        if done is not None:
+            done.wait()
+        return results[0]

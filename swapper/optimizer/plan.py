@@ -478,7 +478,7 @@ class PlanFollower:
         """Plan those of `parameters` that are not planned yet, and have room for their records."""
         parameters = [p for p in parameters if not self._plan.is_planned(p)]
         if parameters:
-            self._records.cache.drop_prefetched()
+            self._records.drop_prefetched()
             self._arrivals.drop_window()  # The new ones may need a larger scratch.
             self.add(self._plan.extend(optimizer, parameters))
 
@@ -494,7 +494,7 @@ class PlanFollower:
             if self._state.store is not None:
                 others_bytes = self._pool.capacity_bytes - self._pool_bytes
                 schedule = self._plan.schedule().checked(self._pool_bytes, others_bytes)
-                self._records.cache.keep(self._plan.buckets[i].key for i in schedule.resident)
+                self._records.keep(self._plan.buckets[i] for i in schedule.resident)
                 lengths = {bucket.key: bucket.length_bytes for bucket in buckets if bucket.length_bytes}
                 self._state.store.plan(lengths, summed=True)
         except BaseException:
@@ -527,7 +527,7 @@ class PlanFollower:
         gathered = self._state.gather(outside, self._state.allocator(outside))
         state = [(p, gathered[id(p)]) for p in outside if id(p) in gathered]
         wanted = [p for p in parameters_of(optimizer) if _is_wanted(p)]
-        self._records.cache.drop_prefetched()
+        self._records.drop_prefetched()
         self._arrivals.drop_window()  # The new cuts may need a larger scratch.
         with self._guard.replacing("cutting optimizer state anew"):
             self._plan.threads = torch.get_num_threads()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,6 +18,7 @@ from swapper.storage.buffers import Lease
 from swapper.storage.cache import RecordCache
 
 if TYPE_CHECKING:
+    from swapper.optimizer.direct_state import DirectState
     from swapper.optimizer.stepper import SwappedGradients
 
 __all__ = ["BucketRecords", "Masters", "OpenBucket", "Prefetcher", "Work"]
@@ -176,17 +178,68 @@ class BucketRecords:
     """The records of one optimizer's buckets, in a cache that holds those that are in memory.
 
     A bucket of which nothing moves has no record: then there is nothing to stage, to write or to forget.
+
+    Attributes:
+        cache: of the pool.
+        direct: has records in memory of a device: see [Note: one of two caches] in `direct_state`. None if none are.
     """
 
-    def __init__(self, cache: RecordCache, metrics: Metrics) -> None:
+    def __init__(self, cache: RecordCache, metrics: Metrics, direct: DirectState | None = None) -> None:
         self.cache = cache
+        self.direct = direct
         self._metrics = metrics
         self._resets: torch.Tensor | None = None
         self._unplanned: set[str] = set()
 
-    def stage(self, bucket: Bucket) -> bool:
-        """Start reading the record. False if there is no room for it."""
-        return not bucket.length_bytes or self.cache.stage(bucket.key, bucket.length_bytes)
+    @property
+    def caches(self) -> list[RecordCache]:
+        """Those that records are in, the pool's first."""
+        direct = None if self.direct is None else self.direct.cache
+        return [self.cache] if direct is None else [self.cache, direct]
+
+    @property
+    def drops(self) -> int:
+        """Count of records that were prefetched and dropped."""
+        return sum(cache.drops for cache in self.caches)
+
+    def keep(self, buckets: Iterable[Bucket]) -> None:
+        """From now on the records of `buckets` stay in the pool once they are there, and no others."""
+        keys = frozenset(bucket.key for bucket in buckets)
+        self.cache.keep(keys)
+        if self.direct is not None:
+            self.direct.resident = keys
+
+    def flush(self) -> None:
+        """Wait until everything is written. Raises SwapIOError as the caches do, when all was waited for."""
+        with ExitStack() as steps:
+            for cache in self.caches:
+                steps.callback(cache.flush)
+
+    def recover(self) -> None:
+        """Give back what was taken and not put, and drop what was prefetched."""
+        for cache in self.caches:
+            cache.recover()
+
+    def release_live(self) -> None:
+        """Give back what was taken and not put."""
+        for cache in self.caches:
+            cache.release_live()
+
+    def drop_prefetched(self) -> None:
+        """Drop what was only prefetched."""
+        for cache in self.caches:
+            cache.drop_prefetched()
+
+    def stage(self, bucket: Bucket, *, for_step: bool = False) -> bool:
+        """Start reading the record: with `for_step` to where a step takes it. False if there is no room for it."""
+        if not bucket.length_bytes:
+            return True
+        if self.direct is not None and for_step and self.direct.takes(bucket):
+            return self.direct.stage(bucket)
+        # One that is there, and wanted on the host, goes when it is taken.
+        return (self.direct is not None and self.direct.has(bucket)) or self.cache.stage(
+            bucket.key, bucket.length_bytes
+        )
 
     def take(self, bucket: Bucket) -> OpenBucket:
         """Bring the record in and wait for it. Its buffer is the caller's until `put` or `release`.
@@ -199,6 +252,7 @@ class BucketRecords:
 
     def take_lease(self, bucket: Bucket) -> tuple[Lease | None, bool]:
         """As `take`: the buffer, and False if it is new. None if nothing of the bucket moves."""
+        self._leave_device(bucket)
         return self.cache.take(bucket.key, bucket.length_bytes) if bucket.length_bytes else (None, False)
 
     def put(self, opened: OpenBucket) -> None:
@@ -210,12 +264,19 @@ class BucketRecords:
     def wait_written(self, bucket: Bucket) -> None:
         """If an accelerator still copies the record, or the drive writes it, wait until that is over."""
         if bucket.length_bytes:
+            self._leave_device(bucket)
             self.cache.wait(bucket.key)
 
+    def _leave_device(self, bucket: Bucket) -> None:
+        if self.direct is not None:
+            self.direct.leave(bucket)
+
     def put_when_copied(self, opened: OpenBucket, finish: Callable[[], int]) -> None:
-        """`put` of a record to which an accelerator still copies; `finish` then completes it and gives its length."""
+        """`put` of a record that an accelerator still copies or uses; `finish` completes it and gives its length."""
         if opened.lease is not None:
-            self.cache.put(opened.bucket.key, finish)
+            direct = self.direct if self.direct is not None and self.direct.has(opened.bucket) else None
+            cache = self.cache if direct is None or direct.cache is None else direct.cache
+            cache.put(opened.bucket.key, finish)
 
     def put_whole(self, opened: OpenBucket, length_bytes: int) -> None:
         """`put` of a record that has its header already."""
@@ -229,11 +290,13 @@ class BucketRecords:
     def discard(self, bucket: Bucket) -> None:
         """Forget what is stored of the record. Its file stays, for what is written next."""
         if bucket.length_bytes:
-            self.cache.discard(bucket.key)
+            for cache in self.caches:
+                cache.discard(bucket.key)
 
     def forget(self, bucket: Bucket) -> None:
         """`discard`, and delete the file."""
         if bucket.length_bytes:
+            self.discard(bucket)
             self.cache.forget(bucket.key)
 
     def count_resets_later(self, resets: torch.Tensor) -> None:
@@ -277,6 +340,8 @@ class Prefetcher:
     Args:
         work: of the scan, in order.
         done: buckets that are not needed any more; grows while the scan goes on.
+        gradients: of a step: those that are evicted.
+        for_step: the records come to where steps take them.
     """
 
     def __init__(
@@ -285,8 +350,11 @@ class Prefetcher:
         work: Sequence[Work],
         done: Container[Bucket] = (),
         gradients: SwappedGradients | None = None,
+        *,
+        for_step: bool = False,
     ) -> None:
         self._records = records
+        self._for_step = for_step
         self._work = work
         self._done = done
         self._gradients = gradients
@@ -316,7 +384,7 @@ class Prefetcher:
             for segment in active:
                 if not self._gradients.stage(segment.parameter, segment.start):
                     return False
-        return self._records.stage(bucket)
+        return self._records.stage(bucket, for_step=self._for_step)
 
     def _count_drops(self) -> int:
-        return self._records.cache.drops + (0 if self._gradients is None else self._gradients.drops)
+        return self._records.drops + (0 if self._gradients is None else self._gradients.drops)

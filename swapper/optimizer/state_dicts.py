@@ -60,7 +60,7 @@ class StateRecords:
         buckets = [bucket for bucket in self.plan.buckets if bucket in reached]
         self.checksums_to_host(states)
         show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
-        self.bucket_records.cache.release_live()
+        self.bucket_records.release_live()
         try:
             with modes_kept():
                 set_grad_mode(False)
@@ -73,7 +73,7 @@ class StateRecords:
                             states[segment.of].add(opened, segment)
                     self.bucket_records.release(opened)
         except BaseException:
-            self.bucket_records.cache.recover()
+            self.bucket_records.recover()
             raise
         for state in states.values():
             if state.edited:

@@ -167,6 +167,7 @@ class Stepper:
         self._records = records
         self._copies = DeviceCopies(plan.device)
         self._slots = DeviceSlots(plan.device) if plan.on_device else None
+        self._direct = records.direct
         self._slot: Slot | None = None  # of the bucket that is being brought
         self._changes: list[Callable[[], object]] = []  # of its gradients, when they are in the slot
         self._looks_ahead = plan.on_accelerator  # brings a bucket while the one before is stepped
@@ -187,7 +188,7 @@ class Stepper:
 
     def prefetcher(self, work: Sequence[Work], done: Container[Bucket] = ()) -> Prefetcher:
         """Reads ahead of a scan over `work`: records, and gradients that are evicted. See `Prefetcher`."""
-        return Prefetcher(self._records, work, done, self.gradients)
+        return Prefetcher(self._records, work, done, self.gradients, for_step=True)
 
     def run(self, optimizer: Optimizer, work: Sequence[Work], show: bool) -> None:
         """Step `work`, then `finish`. With `show` a progress bar is shown.
@@ -235,7 +236,11 @@ class Stepper:
     def _begin(self, work: Sequence[Work]) -> _Fetched | None:
         self.hold_scratch()
         if self._slots is not None:
-            self._slots.hold(self.plan.slot_bytes)
+            if self._direct is not None:
+                self._direct.hold(self.plan.slot_bytes)
+                self._slots.follow_caller()
+            else:
+                self._slots.hold(self.plan.slot_bytes)
         present = self._bring(work, 0)  # Before what is present goes: what both need stays.
         self._present.close()
         self._present = present
@@ -274,7 +279,7 @@ class Stepper:
 
     def recover(self) -> None:
         """Give back records that were taken and not put, and drop what was prefetched."""
-        self._records.cache.recover()
+        self._records.recover()
 
     def widen(self, optimizer: Optimizer) -> None:
         """Show the optimizer its own groups, hooks and state again. Idempotent."""
@@ -305,6 +310,15 @@ class Stepper:
             self._slots.drop()
             self._slot, self._changes, self._gradient_slices = None, [], {}
 
+    def drop_slots(self) -> None:
+        """Give back the slots to which records come without the pool, when all is written; a step takes new ones.
+
+        Raises:
+            SwapIOError: a write failed, and was not discarded.
+        """
+        if self._direct is not None:
+            self._direct.drop()
+
     def has_gradient(self, p: torch.nn.Parameter) -> bool:
         """True if `p` has a gradient, in memory or evicted."""
         return raw_gradient(p) is not None if self.gradients is None else self.gradients.has(p)
@@ -333,7 +347,11 @@ class Stepper:
             return stack
         bucket, active = work[i]
         if self._slots is not None:
-            self._slot, self._changes = self._slots.take(bucket.length_bytes), []
+            direct, self._changes = self._direct, []
+            if direct is None:
+                self._slot = self._slots.take(bucket.length_bytes)
+            else:
+                self._slot = direct.take(bucket, self.gradients is not None)
         try:
             if self.parameters is not None:
                 stepped = [segment.parameter for segment in active]
@@ -342,6 +360,9 @@ class Stepper:
                 self._take_gradients(self.gradients, active, stack)
         except BaseException:
             stack.close()
+            if self._direct is not None:
+                slot, self._slot = self._slot, None
+                self._direct.give_back(bucket, slot)
             raise
         return stack
 
@@ -382,9 +403,12 @@ class Stepper:
         operands = fetch(active, remote, slices, self._on_host, scratch, self._copies)
         if self._slots is None:
             return operands, scratch, None
-        lease, filled = self._records.take_lease(bucket)
-        note = self._records.note_unplanned
-        opened = DeviceBucket(bucket, lease, filled, self._slot, self._slots, self.plan.device, note)
+        slot, note = self._slot, self._records.note_unplanned
+        if slot is not None and slot.holds_record:
+            lease, filled = slot.lease, slot.filled
+        else:
+            lease, filled = self._records.take_lease(bucket)
+        opened = DeviceBucket(bucket, lease, filled, slot, self._slots, self.plan.device, note)
         opened.when_joined = self._changes
         return operands, scratch, opened
 

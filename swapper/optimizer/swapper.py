@@ -22,6 +22,7 @@ from swapper.interrupts import interrupts_deferred
 from swapper.metrics import Metrics, Moves, Stats, moves_of
 from swapper.optimizer.backward_step import CANNOT_GO_WITH, Arrivals, BackwardSteps
 from swapper.optimizer.conversion import Conversion, GuardedState
+from swapper.optimizer.direct_state import DirectState
 from swapper.optimizer.failure import Guard
 from swapper.optimizer.plan import OptimizerPlan, PlanFollower, parameters_of
 from swapper.optimizer.probe import class_step
@@ -37,6 +38,7 @@ from swapper.optimizer.state_dicts import (
 from swapper.optimizer.stepper import Stepper, SwappedGradients, SwappedParameters
 from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
+from swapper.storage.device_pool import DevicePool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import TensorStore
 from swapper.tensors.evicted_gradients import bring_back_gradients
@@ -61,6 +63,7 @@ class OptimizerSwapper:
         pool_bytes: the part of the pool that this optimizer may count on.
         store: has the records; None keeps them in the pool.
         release: called once, when this is closed.
+        make_slots: makes memory on the device for records that come without the pool; None if all come through it.
 
     Attributes:
         keep_last: number of checkpoints to keep; None keeps all.
@@ -85,6 +88,7 @@ class OptimizerSwapper:
         pool_bytes: int,
         store: TensorStore | None,
         release: Callable[[], None],
+        make_slots: Callable[[int], DevicePool] | None = None,
     ) -> None:
         self.store = store
         self.metrics = Metrics()
@@ -97,7 +101,8 @@ class OptimizerSwapper:
         self._release = release
         self._released = False
         self._cache = RecordCache(pool, store, self.metrics, owner=optimizer)
-        records = BucketRecords(self._cache, self.metrics)
+        direct = make_slots and DirectState(make_slots, store, self.metrics, self._cache, optimizer)
+        records = BucketRecords(self._cache, self.metrics, direct)
         self._stepper = Stepper(class_step(type(optimizer)), plan, pool, pool_bytes, records)
         self._records = StateRecords(plan, records, store)
         self._guard = Guard(self._stepper, self.metrics)
@@ -120,7 +125,7 @@ class OptimizerSwapper:
             existing = [(cast(torch.nn.Parameter, p), entries) for p, entries in own_state.items() if entries]
             if existing:
                 self._follower.load(optimizer, existing, as_it_is=True)
-                self._cache.flush()  # The copy in memory must stay until the one on the drive is good.
+                records.flush()  # The copy in memory must stay until the one on the drive is good.
             with interrupts_deferred():
                 kept.update(own_state)
                 own_state.clear()
@@ -160,7 +165,7 @@ class OptimizerSwapper:
             SwapIOError: a write failed.
         """
         self._guard.check_open()
-        self._cache.flush()
+        self._records.bucket_records.flush()
         if self.gradients is not None:
             self.gradients.flush()
 
@@ -175,6 +180,7 @@ class OptimizerSwapper:
         finally:
             if not self._guard.closed and not self._stepper.stepping:
                 self._arrivals.drop_window()
+                self._stepper.drop_slots()
 
     @property
     def closed(self) -> bool:
@@ -561,10 +567,11 @@ class OptimizerSwapper:
             return
         self._stepper.abandon()
         try:
-            self._cache.flush()
+            self._records.bucket_records.flush()
         finally:
             self._arrivals.drop_window()
             self._follower.forget(self._plan.buckets)
+            self._stepper.drop_slots()
             for bucket in self._plan.buckets:
                 for segment in bucket.segments:
                     segment.forget()

@@ -3,24 +3,32 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import logging
 import os
 import re
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from swapper.errors import SwapIOError, renewed, system_errors
 from swapper.finalizers import finalizer
-from swapper.io.handle import AsyncIOHandle, Checksums, File
-from swapper.sizes import PAGE_BYTES
+from swapper.io.handle import AsyncIOHandle, Checksums, File, Transfer
+from swapper.io.transfer import end_all
+from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.layout import Share
 
 __all__ = ["Part", "Pinned", "PinnedPart", "Record", "link", "remove", "reopen", "umask", "used"]
 
 log = logging.getLogger(__name__)
+
+_SUMMED_BYTES = 8 << 20
+"""What is read at once of a file whose checksums are wanted."""
 
 _NO_LINK = (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
@@ -44,6 +52,33 @@ class Part:
     """Of this file; each keeps its content as it is."""
     lost: SwapIOError | None = None
     """The kernel could not write what it had taken, which it says once."""
+    unsummed: bool = False
+    """It was written past the host, so that `checksums` do not hold for it: see `sum_anew`."""
+
+    def sum_anew(self, handle: AsyncIOHandle, length_bytes: int) -> None:
+        """If it is `unsummed`, note checksums of what the file has in its first `length_bytes`, which is read for that.
+
+        Raises:
+            SwapIOError: it could not be read.
+        """
+        if not self.unsummed:
+            return
+        assert self.checksums is not None
+        step_bytes = round_up(_SUMMED_BYTES, self.checksums.block_bytes)
+        memory = torch.empty(2, min(step_bytes, length_bytes), dtype=torch.uint8, device="cpu")
+        reads: deque[Transfer] = deque()
+        try:
+            for start in range(0, length_bytes + step_bytes, step_bytes):
+                if start < length_bytes:  # The next one, while the one before is summed.
+                    reads.append(handle.read(self.file, memory[start // step_bytes % 2, : length_bytes - start], start))
+                if start:
+                    moved_bytes = reads[0].wait()
+                    before = memory[(start // step_bytes - 1) % 2]
+                    self.checksums.record(start - step_bytes, ctypes.string_at(before.data_ptr(), moved_bytes))
+                    reads.popleft()
+        finally:
+            end_all(reads)
+        self.unsummed = False
 
     def check_written(self) -> None:
         """Raise if what was written was lost on its way from the page cache to the drive.

@@ -336,7 +336,9 @@ class TensorStore:
     # --- Publishing ------------------------------------------------------------------------------------------------
 
     def checksum(self, key: RecordKey) -> int:
-        """CRC-32C of the first `stored_bytes(key)` bytes of the record. Reads nothing. No write may be in flight.
+        """CRC-32C of the first `stored_bytes(key)` bytes of the record. No write may be in flight.
+
+        Reads nothing, unless it was written from a device past the host: then all of it, once.
 
         Raises:
             KeyError: `key` was not planned.
@@ -346,6 +348,7 @@ class TensorStore:
         for part, part_bytes in used(self._records[key]):
             if part.checksums is None:
                 raise ValueError(f"no checksums are kept of the record {key.file_name}")
+            part.sum_anew(self._drives[part.share.drive].handle, part_bytes)
             crcs.append((part.checksums.joined(part_bytes), part_bytes))
         return join_checksums(crcs)
 
@@ -501,14 +504,16 @@ class TensorStore:
         self, operation: str, record: Record, lease: Lease, length_bytes: int
     ) -> Iterator[Callable[[], Transfer]]:
         """A call for each part, which starts the transfer of its share of the record's first `length_bytes`."""
-        for share, file, checksums in ((part.share, part.file, part.checksums) for part in record.parts):
+        for part in record.parts:
+            share, drive = part.share, self._drives[part.share.drive]
             if share.start_bytes < length_bytes or not share.start_bytes:
-                drive = self._drives[share.drive]
                 handle = drive.direct if drive.direct is not None and not lease.tensor.is_cpu else drive.handle
                 start = handle.read if operation == "read" else handle.write
                 tensor = lease.tensor[share.start_bytes : min(share.stop_bytes, length_bytes)]
-                noted = checksums if self._verify or operation == "write" else None
-                yield functools.partial(start, file, tensor, 0, checksums=noted)
+                if operation == "write":
+                    part.unsummed = not (lease.tensor.is_cpu or self._verify)
+                noted = self._verify or (operation == "write" and not part.unsummed)
+                yield functools.partial(start, part.file, tensor, 0, checksums=part.checksums if noted else None)
 
     def discard(self, key: RecordKey) -> None:
         """Forget what is stored, keep the files for the next write. No transfer of it may be in flight."""

@@ -614,7 +614,7 @@ atexit.register(lambda: training.save(Path(sys.argv[1]) / "late").wait())
 def test_the_end_of_the_program(tmp_path: Path, elsewhere: Path) -> None:
     """What goes on in the background is finished, and so is what a handler of the end saves."""
     script = [sys.executable, "-c", AT_THE_END, str(tmp_path), str(elsewhere), *(p for p in sys.path if p)]
-    done = run_program(script, capture_output=True, text=True, timeout=50)
+    done = run_program(script, capture_output=True, text=True, timeout=240)
     assert whole(elsewhere / "dropped"), done.stderr
     assert whole(tmp_path / "late"), done.stderr
     assert whole(elsewhere / "late"), done.stderr

@@ -473,7 +473,7 @@ try:
 except SwapError as error:
     print(error)
 """
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, timeout=240)
     assert done.stdout == "extra[0] is a value of numpy, which is not installed: `pip install numpy`\n", done.stderr
 
 

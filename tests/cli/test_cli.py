@@ -493,7 +493,7 @@ def at_a_terminal(answer: str, *arguments: object) -> tuple[int, str, str]:
     os.close(side)
     shown = ""
     try:
-        stop = time.monotonic() + 60
+        stop = time.monotonic() + 240
         while "[y/N]" not in shown:
             assert time.monotonic() < stop, shown
             if select.select([main], [], [], 1)[0]:
@@ -502,7 +502,7 @@ def at_a_terminal(answer: str, *arguments: object) -> tuple[int, str, str]:
             process.send_signal(signal.SIGINT)
         else:
             os.write(main, answer.encode())
-        stdout, _ = process.communicate(timeout=60)
+        stdout, _ = process.communicate(timeout=240)
         with contextlib.suppress(OSError):  # EIO: the other side is closed.
             while more := os.read(main, 1000).decode():
                 shown += more

@@ -359,7 +359,7 @@ def test_what_cannot_be_linked_is_copied_while_the_program_goes_on(
     copy = NewCheckpoint._copy
 
     def late(self: NewCheckpoint, *arguments: Any) -> None:
-        assert go_on.wait(60)
+        assert go_on.wait(240)
         copy(self, *arguments)
 
     def fail(self: NewCheckpoint, *_: Any) -> None:

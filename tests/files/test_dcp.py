@@ -153,9 +153,9 @@ def test_two_processes_write_their_shards_and_read_others(tmp_path: Path, reader
         processes.append((process, receiver))
     try:
         for process, receiver in processes:
-            assert receiver.poll(120), "still running"
+            assert receiver.poll(240), "still running"
             assert receiver.recv() == ("returned", True)
-            process.join(20)
+            process.join(240)
             assert process.exitcode == 0
     finally:
         for process, _ in processes:

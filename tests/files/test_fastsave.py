@@ -874,7 +874,7 @@ def test_tensors_may_be_dropped_and_are_let_go_of(tmp_path: Path) -> None:
         saving = swapper.save(tensor, tmp_path / "x", background=True, handle=handle)
         del tensor
         saving.wait()
-        deadline_s = time.monotonic() + 10
+        deadline_s = time.monotonic() + 240
         while use_count(storage) > 1 and time.monotonic() < deadline_s:
             time.sleep(0.01)
     assert use_count(storage) == 1, "the handle still holds what was saved"
@@ -905,7 +905,7 @@ def test_a_failure_that_nobody_waits_for_is_logged(tmp_path: Path, caplog: pytes
     with AsyncIOHandle(faults=plan) as handle, caplog.at_level(logging.ERROR):
         swapper.save(TENSORS, tmp_path / "late", background=True, handle=handle)
         gc.collect()
-        deadline_s = time.monotonic() + 20
+        deadline_s = time.monotonic() + 240
         while not caplog.records and time.monotonic() < deadline_s:
             time.sleep(0.01)
     assert ["late" in r.getMessage() for r in caplog.records] == [True]

@@ -584,7 +584,7 @@ memory = torch.ones({(4 << 20) + 5}, dtype=torch.uint8)
 handle.pin(memory)
 handle.write(handle.open({str(tmp_path / "file")!r}, "w"), memory)
 """
-    run_program([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
+    run_program([sys.executable, "-W", "error", "-c", program], check=True, timeout=240)
     assert (tmp_path / "file").read_bytes() == b"\1" * ((4 << 20) + 5)
 
 

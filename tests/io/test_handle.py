@@ -140,7 +140,7 @@ def test_broken_backend_fails_its_transfers_and_later_ones(tmp_path: Path) -> No
         assert transfers
         for transfer in transfers:
             with pytest.raises(SwapIOError):
-                transfer.wait(10)
+                transfer.wait(240)
         with pytest.raises(SwapIOError, match="io_uring_enter"):
             handle.write(file, random_bytes(10))
     with pytest.raises(SwapIOError, match="io_uring_enter"):
@@ -182,7 +182,7 @@ def test_wait_times_out_and_the_transfer_goes_on(backend: str, tmp_path: Path) -
             with pytest.raises(TimeoutError):
                 transfer.wait(timeout)
         assert not transfer.done()
-        assert transfer.wait(30.0) == 16 * BLOCK
+        assert transfer.wait(240.0) == 16 * BLOCK
 
 
 def test_dropped_transfer_keeps_its_memory_until_it_is_over(backend: str, tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ for backend in {CONFORMING!r}:
     handle.write(handle.open({str(tmp_path)!r} + "/" + backend, "w"), torch.ones({8 * BLOCK}, dtype=torch.uint8))
     handles.append(handle)
 """
-    run_program([sys.executable, "-W", "error", "-c", program], check=True, timeout=60)
+    run_program([sys.executable, "-W", "error", "-c", program], check=True, timeout=240)
     for backend in CONFORMING:
         assert (tmp_path / backend).read_bytes() == b"\1" * (8 * BLOCK)
 
@@ -242,7 +242,7 @@ for _ in range(8):
 time.sleep(0.05)
 """
     for _ in range(2):
-        done = run_program([sys.executable, "-W", "error", "-c", program], timeout=60, capture_output=True)
+        done = run_program([sys.executable, "-W", "error", "-c", program], timeout=240, capture_output=True)
         assert (done.returncode, done.stderr) == (0, b"")
 
 
@@ -266,7 +266,7 @@ assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 assert [transfer.wait() for transfer in transfers] == [{8 * BLOCK}] * len(transfers)
 """
     command = [sys.executable, "-W", "error", "-W", "ignore:.*fork:DeprecationWarning", "-c", program]
-    done = run_program(command, timeout=60, capture_output=True, text=True)
+    done = run_program(command, timeout=240, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
     for backend in CONFORMING:
         assert (tmp_path / backend).read_bytes() == b"\1" * (8 * BLOCK)

@@ -732,7 +732,7 @@ def test_a_file_that_is_written_in_the_background_has_the_values_of_its_time(
     write = fastsave.Prepared.write
 
     def late(self: fastsave.Prepared, output: Any) -> None:
-        assert go_on.wait(60)
+        assert go_on.wait(240)
         write(self, output)
 
     monkeypatch.setattr(fastsave.Prepared, "write", late)

@@ -184,7 +184,7 @@ def test_a_read_that_fails_is_an_error_and_the_next_pass_is_right(
         direct["fail_at"] = -1
         cut.write_bytes(content)
         trained.check()
-    assert failed > 1
+    assert failed > 0  # What is read ahead is read again when it is needed.
     trained.close()
 
 

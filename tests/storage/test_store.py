@@ -417,7 +417,7 @@ sys.exit(any(os.waitpid(pid, 0)[1] for pid in children))
 """
     for i in range(50):
         make_leftover(nvme_path, f"swapper-dead{i:02}-0")
-    done = run_program([sys.executable, "-c", script, str(nvme_path)], capture_output=True, text=True, timeout=50)
+    done = run_program([sys.executable, "-c", script, str(nvme_path)], capture_output=True, text=True, timeout=240)
     assert done.returncode == 0, done.stderr
     lines = done.stderr.splitlines()
     assert len(lines) == len({line.split(",")[0] for line in lines if line.startswith("removed ")}), done.stderr
@@ -881,7 +881,7 @@ def test_a_child_that_outlives_a_killed_run_delays_its_removal(nvme_path: Path) 
 
 
 def wait_for(condition: Callable[[], object]) -> list[str]:
-    stop = time.monotonic() + 20
+    stop = time.monotonic() + 240
     while not (found := condition()):
         assert time.monotonic() < stop
         time.sleep(0.01)

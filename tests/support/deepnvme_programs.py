@@ -48,6 +48,6 @@ def full_errno(handle: aio_handle) -> int:
 
 def run(program: str, *, expect: int = 0) -> str:
     """Run it in a process of its own. Returns what it wrote to stderr."""
-    done = run_program([sys.executable, "-W", "error", "-c", program], timeout=60, capture_output=True, text=True)
+    done = run_program([sys.executable, "-W", "error", "-c", program], timeout=240, capture_output=True, text=True)
     assert done.returncode == expect, done.stderr
     return done.stderr

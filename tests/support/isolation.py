@@ -32,7 +32,7 @@ def _run(sender: Connection, function: Callable[..., object], arguments: tuple[o
     sender.send(outcome)
 
 
-def alone(function: Callable[..., object], *arguments: object, timeout_s: float = 60) -> Any:
+def alone(function: Callable[..., object], *arguments: object, timeout_s: float = 240) -> Any:
     """Call `function`, of a test module, with `arguments` in a process of its own. Returns what it returns."""
     receiver, sender = _context.Pipe(duplex=False)
     process = _context.Process(target=_run, args=(sender, function, arguments))
@@ -44,9 +44,9 @@ def alone(function: Callable[..., object], *arguments: object, timeout_s: float 
         try:
             how, value = receiver.recv()
         except EOFError:
-            process.join(5)
+            process.join(60)
             pytest.fail(f"{function.__name__} ended without a word: exit code {process.exitcode}")
-        process.join(5)
+        process.join(60)
         if process.is_alive():
             pytest.fail(f"the process of {function.__name__} does not end")
     finally:

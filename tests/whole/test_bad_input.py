@@ -279,7 +279,7 @@ def child(program: str, *arguments: object, flags: tuple[str, ...] = ()) -> subp
 
 
 def finish(process: subprocess.Popen[str]) -> str:
-    out, err = process.communicate(timeout=120)
+    out, err = process.communicate(timeout=240)
     assert process.returncode == 0 and not err, (process.returncode, out, err)
     return out
 
@@ -328,7 +328,7 @@ def test_a_run_that_is_stopped_leaves_nothing_for_long(
     assert process.stdout.readline() == "training\n"
     time.sleep(random.Random(number).random() / 10)
     process.send_signal(number)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == -number
     left = list(nvme_path.iterdir())
     if number is signal.SIGINT:
@@ -355,7 +355,7 @@ def test_sigterm_while_starting(nvme_path: Path, leaves_nothing: None, delay_s: 
     process.stdout.readline()
     time.sleep(delay_s)
     process.terminate()
-    process.communicate(timeout=60)
+    process.communicate(timeout=240)
     assert process.returncode == -signal.SIGTERM
     for name in nvme_path.glob(".swapper-new-*"):  # Killed before it was locked: it might be another run just starting.
         os.utime(name, (0, 0))

@@ -79,13 +79,13 @@ def test_signal_ends_a_run_and_leaves_no_files(
 ) -> None:
     with Program([*command, "--steps", "1000000"], stderr=subprocess.PIPE, text=True) as run:
         try:
-            deadline_s = time.monotonic() + 60
+            deadline_s = time.monotonic() + 240
             while not any(drive.iterdir()):
                 assert run.poll() is None and time.monotonic() < deadline_s, "the run put nothing on the drive"
                 time.sleep(0.01)
             time.sleep(after_s)
             os.kill(run.pid, signum)
-            _, errors = run.communicate(timeout=60)
+            _, errors = run.communicate(timeout=240)
         finally:
             run.kill()
     assert run.returncode == 128 + signum, errors
@@ -163,12 +163,12 @@ def test_training_that_wants_more_than_it_may_is_ended_and_leaves_nothing(xl: li
 def test_a_signal_ends_the_limited_run_too(xl: list[str], drive: Path) -> None:
     with subprocess.Popen([*xl, "--steps", "1000"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as run:
         try:
-            deadline_s = time.monotonic() + 60
+            deadline_s = time.monotonic() + 240
             while not any(drive.iterdir()):
                 assert run.poll() is None and time.monotonic() < deadline_s, "the run put nothing on the drive"
                 time.sleep(0.01)
             run.terminate()
-            output, errors = run.communicate(timeout=90)
+            output, errors = run.communicate(timeout=240)
         finally:
             run.kill()
     assert run.returncode == 128 + signal.SIGTERM, errors

@@ -294,9 +294,9 @@ def without_memory_for_unaligned_data(directory: Path) -> None:
                 resource.setrlimit(resource.RLIMIT_AS, (used + (512 << 20), before[1]))
                 for transfer in [handle.write(file, unaligned) for _ in range(3)]:
                     fails(transfer, errno.ENOMEM)
-                handle.write(file, aligned).wait(10)
+                handle.write(file, aligned).wait(240)
                 resource.setrlimit(resource.RLIMIT_AS, before)
-            handle.write(file, unaligned).wait(10)
+            handle.write(file, unaligned).wait(240)
 
 
 @pytest.mark.unsanitized("its shadow memory does not fit under RLIMIT_AS")
@@ -459,7 +459,7 @@ def with_entering_refused_later(directory: Path, number: int) -> None:
         assert transfers
         for transfer in transfers:
             with raises_io(number, "write", file.path, 0, 3 * BLOCK):
-                transfer.wait(30)
+                transfer.wait(240)
         with pytest.raises(SwapIOError, match="given up after 200 tries" if number == errno.EAGAIN else "I/O thread"):
             transfers[0].wait()
         if number != errno.EAGAIN:
