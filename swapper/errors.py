@@ -28,6 +28,7 @@ _CAUSES = {
     _errno.ENODATA: "the file ended before the bytes asked for: it was truncated or never written",
     _errno.ENOMEM: "the kernel had no memory for the request",
 }
+_CAUSE_OF_COPY = "the accelerator reported a failure: load a checkpoint in a new process, and look at the driver's log"
 
 
 class SwapError(Exception):
@@ -82,7 +83,7 @@ class SwapIOError(SwapError, OSError):
         where = "" if self.offset_bytes < 0 else f" at byte {self.offset_bytes}"
         size = "" if self.length_bytes < 0 else f" of {self.length_bytes} bytes"
         text = f"{self.operation}{size}{where} failed: {os.strerror(errno)}"
-        for more in (_CAUSES.get(errno, ""), self.detail):
+        for more in (_CAUSE_OF_COPY if self.operation == "copy" else _CAUSES.get(errno, ""), self.detail):
             if more:
                 text += f"; {more}"
         return text

@@ -38,6 +38,8 @@ class interrupts_deferred:  # Reads as a statement, like `contextlib.suppress`.
 
     __slots__ = ("__weakref__", "_frame", "_handler", "_noted")
     _frame: FrameType | None
+    _handler: Handler | None
+    _noted: bool
 
     def __enter__(self) -> None:
         # An interrupt before `signal` has replaced the handler is raised here, when nothing has changed; after that it
@@ -62,6 +64,13 @@ class interrupts_deferred:  # Reads as a statement, like `contextlib.suppress`.
             signal(_SIGINT, handler)
             if self._noted:
                 handler(_SIGINT, self._frame)
+
+    def end(self) -> bool:
+        """In place of the end of the body. An interrupt that arrived is the caller's: returns True if one did."""
+        if self._handler is None:
+            return False
+        signal(_SIGINT, self._handler)
+        return self._noted
 
 
 def _note(reference: ref[interrupts_deferred], handler: Handler, signum: int, frame: FrameType | None) -> None:

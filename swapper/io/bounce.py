@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 import torch
 
 from swapper.errors import SwapError, SwapIOError
-from swapper.io.devices import Copies, Event, copies_of
+from swapper.io.devices import Copies, Event, check_devices, copies_of, failures, note_failure, on_device
 from swapper.io.transfer import Moving
 from swapper.sizes import round_up
 
@@ -79,7 +79,7 @@ class Job:
         start_bytes: where in the storage.
         length_bytes: how much; more than 0.
         unit_bytes: chunks start at multiples of this in the file; at most `Bounce.chunk_bytes`.
-        copies: of the storage's device.
+        copies, device: of the storage.
         start: starts a native transfer of host memory: address, length and offset in the file.
         direct: the part of it that needs no bounce memory.
         over: called on the helper thread, once, when it is over.
@@ -100,6 +100,7 @@ class Job:
     direct: Direct | None
     over: Callable[..., None]
     ready: Event = field(init=False)
+    device: torch.device = field(init=False)
     error: SwapIOError | None = None
     begun_s: float = field(default_factory=time.perf_counter)
     ended_s: float = 0.0
@@ -111,6 +112,8 @@ class Job:
     _over: threading.Event = field(default_factory=threading.Event)
 
     def __post_init__(self) -> None:
+        assert self.storage is not None
+        self.device = self.storage.device
         self.ready = self.copies.reached()
 
     def done(self) -> bool:
@@ -162,6 +165,7 @@ class _Chunk:
     span: _Span | None = None
     event: Event | None = None
     native: Moving | None = None
+    failures: int = field(default_factory=failures)  # of devices, when it began
 
     def is_ready(self) -> bool:
         if self.native is not None:
@@ -169,8 +173,18 @@ class _Chunk:
         assert self.event is not None
         try:
             return self.event.query()
-        except Exception:  # The device has failed: waiting for the event says how.
+        except Exception as error:  # Whoever is reported to may be the only one: see [Note: a device that failed].
+            note_failure(error)
             return True
+
+
+def _await_device(job: Job, wait: Callable[[], object]) -> None:
+    """Call `wait`, which waits for the device of `job`. A failure is noted, for `check_devices`."""
+    try:
+        with on_device(job.device):
+            wait()
+    except Exception as error:
+        note_failure(error)
 
 
 @dataclass(eq=False, slots=True)
@@ -370,11 +384,12 @@ class Bounce:
     def _sleep(self) -> None:
         """Wait until something is likely to be ready."""
         for chunk in self._flight:
-            # Nothing is lost of a failure of the device: `_advance` meets it again.
-            with contextlib.suppress(Exception):
+            try:
                 if chunk.event is not None and chunk.job.ready.query():  # A copy on its way: that is not long.
-                    chunk.event.synchronize()
+                    _await_device(chunk.job, chunk.event.synchronize)
                     return
+            except Exception as error:
+                note_failure(error)
         native = next((chunk.native for chunk in self._flight if chunk.native is not None), None)
         if native is None:
             time.sleep(_POLL_S)
@@ -439,7 +454,8 @@ class Bounce:
                 self._copy(chunk)
             else:
                 assert chunk.event is not None
-                chunk.event.synchronize()
+                _await_device(job, chunk.event.synchronize)
+                check_devices(chunk.failures)
                 if bounced_read or job.error is not None:
                     return True
                 self._transfer(chunk)
@@ -495,9 +511,8 @@ class Bounce:
 
     def _fail(self, job: Job, chunk: _Chunk, error: Exception) -> None:
         """Note the first failure. What else of the job is in flight goes on to its end, and is waited for."""
-        if not isinstance(error, SwapIOError):
-            with contextlib.suppress(Exception):
-                job.copies.settle()  # The ring, or the tensor, may still be in use by a copy.
+        if chunk.event is not None or not isinstance(error, SwapIOError):
+            _await_device(job, job.copies.settle)  # The ring, or the tensor, may still be in use by a copy.
         if job.error is not None:
             return
         whole = chunk.stop - chunk.start == job.length_bytes
@@ -519,9 +534,9 @@ class Bounce:
             jobs, self._jobs = list(self._jobs.values()), {}
             self._waiting.clear()
             for chunk in self._flight:
-                with contextlib.suppress(Exception):
-                    chunk.job.copies.settle()
-                    if chunk.native is not None:
+                _await_device(chunk.job, chunk.job.copies.settle)
+                if chunk.native is not None:
+                    with contextlib.suppress(Exception):
                         chunk.native.wait()
             for job in jobs:
                 detail = f"the thread that moves device memory ended: {error!r}"

@@ -18,6 +18,11 @@ an event takes any stream for one of its own module and reads beyond the end of 
 [Note: page-locking] The pool is memory of our own, because the kernel's rings have it registered too. A driver copies
 from and to it side by side with other work only if it is told of it (`page_lock`). Where torch knows no way to tell it,
 copies block: what an asynchronous copy of other memory does differs from driver to driver.
+
+[Note: a device that failed] Some drivers report a failure once, to whoever waits next, for whatever that is. So what is
+met by those who cannot raise it (who asks if a copy is over, who wants its memory back) is kept, and every wait for a
+copy raises it from then on, in this process: what the device has computed since, and copied, may be made of bytes that
+never arrived. (CUDA does the same by itself.)
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from typing import Any, Protocol
 
 import torch
 
-from swapper.errors import SwapError, SwapIOError
+from swapper.errors import SwapError, SwapIOError, renewed
 
 __all__ = [
     "DEVICES",
@@ -39,12 +44,16 @@ __all__ = [
     "Copy",
     "DeviceCopies",
     "Event",
+    "check_devices",
     "copies_of",
     "current_accelerator",
     "current_streams",
+    "failures",
     "free_bytes",
     "has_accelerator",
     "is_accelerator",
+    "note_failure",
+    "on_device",
     "on_streams",
     "synchronize",
 ]
@@ -240,19 +249,72 @@ def on_streams(streams: Iterable[Any]) -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def on_device(device: torch.device) -> Iterator[None]:
+    """Within it `device` is the current one of its type in this thread, if the type has such a thing.
+
+    A thread begins with the first device. To wait there for another makes a context on the first, which takes memory.
+    """
+    current = getattr(torch.get_device_module(device), "device", None)
+    with contextlib.nullcontext() if current is None else current(device):
+        yield
+
+
+class _Failures:
+    """What devices have reported in this process. See [Note: a device that failed]."""
+
+    count = 0
+    first: SwapIOError | None = None
+    last: SwapIOError | None = None
+
+
+def note_failure(error: Exception) -> None:
+    """A device has reported `error`, to somebody who cannot raise it."""
+    _Failures.last = SwapIOError(errno.EIO, "copy", detail=f"between the device and the host: {error}")
+    _Failures.first = _Failures.first or _Failures.last
+    _Failures.count += 1
+
+
+def failures() -> int:
+    """Return how many failures were noted so far."""
+    return _Failures.count
+
+
+def check_devices(since: int = 0) -> None:
+    """Raise what a device has reported. See [Note: a device that failed].
+
+    Args:
+        since: `failures` at some time: those before it do not count.
+
+    Raises:
+        SwapIOError: a device has failed.
+    """
+    if _Failures.count > since:
+        error = _Failures.last if since else _Failures.first
+        assert error is not None
+        raise renewed(error)
+
+
 class Copy:
-    """Work of a `DeviceCopies` that was started: what a lease has in flight while it is copied from or to."""
+    """Work of a `DeviceCopies` that was started: what a lease has in flight while it is copied from or to.
 
-    __slots__ = ("event",)
+    Args:
+        event: reached when it is over.
+        device: of the copies.
+    """
 
-    def __init__(self, event: Event) -> None:
+    __slots__ = ("_device", "event")
+
+    def __init__(self, event: Event, device: torch.device) -> None:
         self.event = event
+        self._device = device
 
     def done(self) -> bool:
         """Tell if it is over, well or not."""
         try:
             return self.event.query()
-        except Exception:  # The device has failed: `wait` says how.
+        except Exception as error:  # `wait` says how.
+            note_failure(error)
             return True
 
     def wait(self, timeout: float | None = None) -> int:
@@ -262,19 +324,20 @@ class Copy:
             timeout: None; a device cannot be waited for in part.
 
         Raises:
-            SwapIOError: the device failed.
+            SwapIOError: the device failed, in this copy or before.
         """
         assert timeout is None
-        try:
-            self.event.synchronize()
-        except Exception as error:
-            raise SwapIOError(errno.EIO, "copy", detail=f"between the device and the host: {error}") from error
+        self.settle()
+        check_devices()
         return 0
 
     def settle(self) -> None:
-        """Wait until it is over, and leave a failure unobserved."""
-        with contextlib.suppress(SwapIOError):
-            self.wait()
+        """Wait until it is over, and leave a failure to others. See [Note: a device that failed]."""
+        try:
+            with on_device(self._device):
+                self.event.synchronize()
+        except Exception as error:
+            note_failure(error)
 
 
 class DeviceCopies:
@@ -302,7 +365,7 @@ class DeviceCopies:
 
     def reached(self) -> Copy | None:
         """Return what is over when the current stream has done all that it has to do by now."""
-        return None if self._copies is None else Copy(self._copies.reached())
+        return None if self._copies is None else Copy(self._copies.reached(), self._device)
 
     def follow(self, copy: Copy | None) -> None:
         """Let the copies that follow wait for `copy`, which others of this device have started, or `reached`."""
@@ -321,12 +384,12 @@ class DeviceCopies:
         try:
             self._last = self._copies.run(work)
         except BaseException:
-            self._copies.settle()  # Some of it may have been started, and nobody has its event.
+            self._settle(self._copies)  # Some of it may have been started, and nobody has its event.
             raise
         for tensor in tensors:
             if tensor.device.type == self._device.type:
                 self._copies.keep(tensor)
-        return Copy(self._last)
+        return Copy(self._last, self._device)
 
     def allocating(self) -> contextlib.AbstractContextManager[object]:
         """Within it memory is allocated on the stream of the copies: where it was used before, they were.
@@ -342,6 +405,14 @@ class DeviceCopies:
             self._copies.join(event)
 
     def settle(self) -> None:
-        """Wait for the copies so far."""
+        """Wait for the copies so far. Raises SwapIOError if the device failed, in one of them or before."""
         if self._copies is not None and self._last is not None:
-            self._copies.settle()
+            self._settle(self._copies)
+            check_devices()
+
+    @staticmethod
+    def _settle(copies: Copies) -> None:
+        try:
+            copies.settle()
+        except Exception as error:
+            note_failure(error)

@@ -91,7 +91,8 @@ class DirectState:
             SwapIOError: a write failed. The record is kept until it is discarded, and so is the memory.
         """
         if self.cache is not None:
-            self.cache.flush()
+            if len(self.cache.records):
+                self.cache.flush()
             pool, self.cache, self.slot_bytes = self.cache.pool, None, 0
             pool.close()
 

@@ -10,7 +10,7 @@ import copy
 import logging
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any, ClassVar, TypeVar, cast
 
 import torch
@@ -565,24 +565,29 @@ class OptimizerSwapper:
         if self._guard.is_forked:
             self._released = True
             return
-        self._stepper.abandon()
-        try:
-            self._records.bucket_records.flush()
-        finally:
-            self._arrivals.drop_window()
-            self._follower.forget(self._plan.buckets)
-            self._stepper.drop_slots()
-            for bucket in self._plan.buckets:
-                for segment in bucket.segments:
-                    segment.forget()
+        with ExitStack() as steps:  # Each is done, whatever those before it raise. The last that is added comes first.
+            steps.callback(self._release_part)
             if self.gradients is not None:
-                self.gradients.close()
-            try:
-                self._release()
-            except Exception:
-                self._released = True
-                raise
+                steps.callback(self.gradients.close)
+            steps.callback(self._stepper.drop_slots)
+            steps.callback(self._forget_records)
+            steps.callback(self._records.bucket_records.flush)
+            steps.callback(self._stepper.abandon)
+
+    def _forget_records(self) -> None:
+        self._arrivals.drop_window()
+        self._follower.forget(self._plan.buckets)
+        for bucket in self._plan.buckets:
+            for segment in bucket.segments:
+                segment.forget()
+
+    def _release_part(self) -> None:
+        try:
+            self._release()
+        except Exception:
             self._released = True
+            raise
+        self._released = True
 
 
 def _finalize(swapper: OptimizerSwapper) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from swapper.io.devices import check_devices
 from swapper.parameter.cache import Held, finalize
 from swapper.parameter.held_on_device import HeldOnDevice
 from swapper.parameter.owner import ParameterOwner, parts_of
@@ -152,7 +153,7 @@ class ParameterSwapper(ParameterOwner):
         """Write what changed and wait until it is on disk.
 
         Raises:
-            SwapIOError: a write failed.
+            SwapIOError: a write failed, or a device.
         """
         self._check_open()
         with self._lock:
@@ -163,6 +164,7 @@ class ParameterSwapper(ParameterOwner):
             for held in self._all:
                 for cache in self._caches:
                     cache.wait(held.key)
+            check_devices()
 
     def rest(self) -> None:
         """As `flush`, when the model is not to be used soon: gives the memory of an accelerator back.

@@ -200,6 +200,11 @@ class Lease:
             raise SwapError("this lease was given back: its memory may have another owner")
         return tensor.numel() == 0 or 0 <= tensor.data_ptr() - pool._slab.address < pool.capacity_bytes
 
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Within it a transfer of the buffer comes after nothing that streams of its device still have to do."""
+        assert self._pool is not None
+        return self._pool._apart()
+
     def own_view(self, offset_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """As `view`, with a storage of its own: how many tensors share it says whether any use is left."""
         self.view(offset_bytes, numel, dtype)
@@ -492,6 +497,9 @@ class BufferPool:
     def _own_view(self, start_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         assert isinstance(self._slab, Slab)
         return torch.frombuffer(self._slab, dtype=dtype, count=numel, offset=start_bytes)
+
+    def _apart(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     @staticmethod
     def _announce(handle: AsyncIOHandle, memory: PoolMemory) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterable
 
 from swapper.errors import SwapIOError
 from swapper.interrupts import interrupts_deferred
+from swapper.io.devices import check_devices
 from swapper.metrics import Metrics
 from swapper.storage.buffers import BufferPool, Lease
 from swapper.storage.cache_policies import KeptPolicy, Policy, ScanPolicy
@@ -228,7 +229,6 @@ class RecordCache:
             record.lease.transfer = None
 
     def _move(self, record: CachedRecord, state: RecordState, *, writing: bool) -> None:
-        """Change the state of `record`, and nothing besides."""
         with interrupts_deferred():
             self.records.move(record, state, writing=writing)
 
@@ -293,16 +293,12 @@ class RecordCache:
         if not self.lock.acquire(blocking=False):
             return False
         try:
-            dropped = [self._drop(record) for record in self.records.of_state(RecordState.ARRIVING)]
-            return any(dropped)
+            return sum(map(self._drop, self.records.of_state(RecordState.ARRIVING))) > 0
         finally:
             self.lock.release()
 
     def flush(self) -> None:
-        """Wait until everything is written.
-
-        Raises SwapIOError for the first write that failed, until that record is discarded. The others were waited for.
-        """
+        """Wait until all is written. Raises SwapIOError for the first write that failed, until that is discarded."""
         with self.lock, self._metrics.span("swapper.drain", "wait_write_s"):
             self.drop_prefetched()
             writes = list(self.records.writes())
@@ -321,7 +317,7 @@ class RecordCache:
                 self._store.check_written()
 
     def check(self) -> None:
-        """Raise SwapIOError for the first write that is known to have failed. Waits for none."""
+        """Raise SwapIOError for the first write, or device, that is known to have failed. Waits for none."""
         with self.lock:
             self._collect()
 
@@ -345,11 +341,17 @@ class RecordCache:
         """Give back the record's buffer, if it has one, and forget what is stored of it, failed writes included."""
         with self.lock:
             if (record := self.records.get(key)) is not None:
-                self._writes.withdraw(record)
+                with interrupts_deferred():  # What will not be written must not be taken for written.
+                    withdrawn, transfer = self._writes.withdraw(record), record.lease.transfer
+                    if withdrawn:
+                        self._give_up(record)
+                        if self._store is not None:
+                            self._store.discard(key)
                 with contextlib.suppress(SwapIOError):  # The data that it failed to move are not wanted any more.
-                    if record.lease.transfer is not None:
-                        record.lease.transfer.wait()
-                self._give_up(record)
+                    if transfer is not None:
+                        transfer.wait()
+                if not withdrawn:
+                    self._give_up(record)
                 self._metrics.end_use(key)
             if self._store is not None:
                 self._store.discard(key)
@@ -420,9 +422,7 @@ class RecordCache:
         """Give one buffer back to a pool that is short: what was prefetched, then what is leaving, then what is kept.
 
         Called by whoever needs the buffer, which may be another cache, so a failed write is left to be raised here.
-
-        Returns:
-            Whether anything was given back; False if this cache is busy.
+        Returns whether anything was given back; False if this cache is busy.
         """
         owner = None if self._owner is None else self._owner()
         if (owner is None and self._owner is not None) or not self.lock.acquire(blocking=False):
@@ -565,8 +565,9 @@ class RecordCache:
         """Start the oldest writes whose copy is done; give back the buffers of the oldest that are done.
 
         Raises:
-            SwapIOError: a write failed. See [Note: failed writes].
+            SwapIOError: a write failed, or a device. See [Note: failed writes].
         """
+        check_devices()
         self._dropped.collect()
         if self._policy.rewrites:  # No write holds up a buffer, so each is seen by who waits for it.
             return

@@ -3,14 +3,17 @@
 [Note: direct] `GDSHandle` moves the buffers of this pool between the drive and the device by cuFile, which maps the
 memory once. Nothing else differs from a pool of the host, and a cache of records does not know which it has. A copy
 between a buffer and other memory of the device, on a side stream, is the transfer of the buffer's lease as ever. The
-drive begins when the stream that called for it is so far. Who wants bytes of a buffer on the host copies them there.
+drive begins when the stream that called for it is so far; or, of a buffer that nothing on the device uses any more, at
+once: see `Lease.apart`. Who wants bytes of a buffer on the host copies them there.
 """
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
+
 import torch
 
-from swapper.io.devices import copies_of
+from swapper.io.devices import copies_of, on_streams
 from swapper.io.gds import GDSHandle
 from swapper.io.handle import AsyncIOHandle
 from swapper.storage.buffers import BufferPool
@@ -44,11 +47,15 @@ class DevicePool(BufferPool):
 
     def _reserve(self, device: torch.device | None) -> tuple[PoolMemory, torch.Tensor]:
         assert device is not None
+        self._idle = torch.get_device_module(device).Stream(device)  # Nothing is ever queued there.
         memory = DeviceMemory(self.capacity_bytes, device)
         return memory, memory.tensor
 
     def _own_view(self, start_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self._memory[start_bytes : start_bytes + numel * dtype.itemsize].view(dtype)
+
+    def _apart(self) -> AbstractContextManager[None]:
+        return on_streams([self._idle])
 
     @staticmethod
     def _announce(handle: AsyncIOHandle, memory: PoolMemory) -> None:

@@ -73,7 +73,7 @@ class RecycledFiles:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # Re-entrant: a finalizer that writes may run at any allocation.
         self._all: list[_RecycledFile] = []  # the shortest first
         self._total_bytes = 0
 
@@ -119,8 +119,11 @@ class RecycledFiles:
                 if not self._all:
                     return False
                 at = bisect.bisect_left(self._all, length_bytes, key=attrgetter("size_bytes"))
-                near = range(max(at - 1, 0), min(at + 1, len(self._all)))
-                found = self._all.pop(min(near, key=lambda i: abs(self._all[i].size_bytes - length_bytes)))
+                near = self._all[max(at - 1, 0) : at + 1]
+                found = min(near, key=lambda each: abs(each.size_bytes - length_bytes))
+                if found not in self._all:  # A finalizer has taken it meanwhile.
+                    continue
+                self._all.remove(found)
                 self._total_bytes -= found.size_bytes
             try:
                 if is_unread(found.path):

@@ -9,11 +9,13 @@ needs the record, or its buffer, does the same itself.
     an error    the record keeps it, as `FailedTransfer`, or keeps `finish` if the write could not be started: the next
                 call of the cache meets it, just as if there were no thread
     the end     the thread lives while there are copies to wait for. Python waits for it before it ends a program
-    a fork      waits until no write is being started. The child has no such thread, and no use for one
     finalizers  may take `starting` in the middle of anything, also where a lock is held that a write needs. So the
                 thread keeps the cache's owner alive while it holds `starting`: no finalizer of it can be waiting then.
                 If nobody else has the owner any more, it ends in the thread: who needs its memory waits for that with
                 `wait_for_ends`
+    a fork      waits until no thread of any cache has `_not_forking`: with it a thread may have locks of the store, of
+                an engine. With it a thread waits for no `starting`, nor for it with a `starting`. So who forks, who
+                may be cut off in the middle of a call and have some, is waited for by nobody whom it waits for
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ import contextlib
 import errno
 import logging
 import os
+import signal
 import threading
 import weakref
+from _thread import interrupt_main
 from collections import deque
 from collections.abc import Callable
 
@@ -134,7 +138,8 @@ class RecordWrites:
         if self._store is None:
             record.finish = None
         else:
-            self.start(record, length_bytes)
+            with record.lease.apart():  # It was waited for. What streams do by now has no part in it.
+                self.start(record, length_bytes)
 
     # --- The thread ------------------------------------------------------------------------------------------------
 
@@ -166,12 +171,25 @@ class RecordWrites:
             owner = None if self._owner is None else self._owner()
             if owner is None and self._owner is not None:
                 return
-            with self.starting:
+            while not self._try_to_start(key, copy):
+                with self.starting:  # Whoever has it starts the write perhaps, and lets it go soon.
+                    pass
+            with _not_forking:
+                del owner  # Its finalizer may run here.
+
+    def _try_to_start(self, key: RecordKey, copy: AnyTransfer) -> bool:
+        """Return False if somebody else has `starting`."""
+        with _not_forking:
+            if not self.starting.acquire(blocking=False):
+                return False
+            try:
                 record = self._records.get(key)
                 if record is not None and record.finish is not None and record.lease.transfer is copy:
                     with contextlib.suppress(Exception):  # The next call meets it again: see the note.
                         self._finish(record)
-            del owner, record  # Its finalizer may run here.
+            finally:
+                self.starting.release()
+        return True
 
 
 def _start_writes(reference: weakref.ref[RecordWrites]) -> None:
@@ -187,7 +205,8 @@ def _start_writes(reference: weakref.ref[RecordWrites]) -> None:
 
 
 _living: weakref.WeakValueDictionary[int, RecordWrites] = weakref.WeakValueDictionary()
-_held: dict[int, list[RecordWrites]] = {}  # by thread: several may fork at once
+_not_forking = threading.RLock()  # See the note.
+_forks: dict[int, list[interrupts_deferred]] = {}  # those that are under way, by thread: several may fork at once
 
 
 def wait_for_ends() -> None:
@@ -202,22 +221,33 @@ def _all_living() -> list[RecordWrites]:
 
 
 def _before_fork() -> None:
-    held = _held[threading.get_ident()] = []
-    for writes in _all_living():
-        with interrupts_deferred():
-            writes.starting.acquire()
-            held.append(writes)
+    # What raises here is printed, and the fork is made all the same. So Ctrl-C is put off until it is.
+    section = interrupts_deferred()
+    section.__enter__()
+    _not_forking.acquire()
+    _forks.setdefault(threading.get_ident(), []).append(section)
 
 
-def _after_fork() -> None:
-    for writes in _held.pop(threading.get_ident(), ()):
-        writes.starting.release()
+def _after_fork() -> bool:
+    """Return True if there was Ctrl-C. Nothing happens if that came before anything else did."""
+    sections = _forks.get(threading.get_ident())
+    if not sections:
+        return False
+    section = sections.pop()
+    _not_forking.release()
+    return section.end()
+
+
+def _after_fork_in_parent() -> None:
+    if _after_fork():
+        # The interpreter looks for it after calls. None follows here, so that it is raised in the caller of the fork.
+        (_,) = map(interrupt_main, (signal.SIGINT,))
 
 
 def _after_fork_in_child() -> None:
-    _after_fork()
-    _held.clear()
     _living.clear()  # The threads are the parent's, with what they hold.
+    _after_fork()
+    _forks.clear()
 
 
-os.register_at_fork(before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child)
+os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

@@ -706,7 +706,7 @@ def test_a_copy_that_ends_between_two_looks_is_no_write(nvme_path: Path) -> None
     with records(nvme_path) as (cache, _, metrics):
         lease, _ = cache.take(KEY, SIZE)
         lease.tensor.fill_(5)
-        lease.transfer = EndsNow(LateCopies.late.record())
+        lease.transfer = EndsNow(LateCopies.late.record(), CPU)
         cache.put(KEY, SIZE)
         cache.check()
         assert metrics.writes == 1 and value_of(cache, 0) == 5
@@ -727,7 +727,7 @@ def test_a_record_that_is_discarded_is_not_written(nvme_path: Path, stored: bool
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_a_copy_that_failed_is_raised_until_the_record_is_discarded(nvme_path: Path, stored: bool) -> None:
+def test_a_copy_that_failed_is_raised_by_every_call(nvme_path: Path, stored: bool) -> None:
     with records(nvme_path, stored) as (cache, pool, metrics):
         put(cache, DeviceCopies(CPU), 0, 5)
         LateCopies.broken = True
@@ -736,7 +736,8 @@ def test_a_copy_that_failed_is_raised_until_the_record_is_discarded(nvme_path: P
                 call()
         assert cache._reclaim() is False
         cache.discard(KEY)
-        cache.check()
+        with pytest.raises(SwapIOError, match="illegal memory access"):  # What else it has done is not sure either.
+            cache.check()
         assert metrics.writes == 0 and pool.used_bytes == 0
 
 
@@ -798,6 +799,32 @@ def test_a_device_that_failed_says_so() -> None:
     copy.settle()
     with pytest.raises(SwapIOError, match="between the device and the host: CUDA error: an illegal memory access"):
         copy.wait()
+
+
+@pytest.mark.parametrize("met_by", ["done", "settle", "wait"])
+def test_a_device_that_says_once_that_it_failed_is_not_waited_for_without_an_error_again(
+    met_by: str, nvme_path: Path
+) -> None:
+    """It says so to somebody who waits for something else, and perhaps nobody asks that one."""
+
+    class Once:
+        def query(self) -> bool:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+        synchronize = query
+
+    copies = DeviceCopies(CPU)
+    other = copies.copy(torch.zeros(5), torch.ones(5))
+    assert other is not None
+    with contextlib.suppress(SwapIOError):
+        getattr(Copy(Once(), CPU), met_by)()
+    assert other.event.query() is False
+    with records(nvme_path) as (cache, _, _):
+        later = DeviceCopies(CPU).copy(torch.zeros(5), torch.ones(5))
+        assert later is not None
+        for call in (other.wait, copies.settle, later.wait, cache.check, cache.flush):
+            with pytest.raises(SwapIOError, match="illegal memory access"):
+                call()
 
 
 def test_on_the_cpu_copies_are_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

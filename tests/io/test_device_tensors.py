@@ -364,14 +364,15 @@ def test_failed_transfer_has_nothing_in_flight(backend: str, tmp_path: Path, ope
         assert memory.eq(3).all() and path.read_bytes() == now
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["", "late"])
+@pytest.mark.parametrize("late", [None, "always", "once"])
 @pytest.mark.parametrize("operation", ["read", "write"])
-def test_failure_of_the_device_is_a_failure_of_the_transfer(tmp_path: Path, operation: str, late: bool) -> None:
+def test_failure_of_the_device_is_a_failure_of_the_transfer(tmp_path: Path, operation: str, late: str | None) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"\1" * (10 * CHUNK))
     memory = torch.zeros(10 * CHUNK, dtype=torch.uint8)
     HostCopies.delay_s = 0.02
     HostCopies.fail_at, HostCopies.fail_late_at = (0, 3) if late else (3, 0)
+    HostCopies.tells_once = late == "once"
     with make_handle() as handle, handle.open(path, "rw") as file:
         start = handle.read if operation == "read" else handle.write
         with pytest.raises(SwapIOError, match="illegal memory access") as raised:

@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,9 +28,11 @@ import swapper
 from swapper.cli import app
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.storage.store import RecordKey, TensorStore
+from swapper.storage.writes import RecordWrites
 
 pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the mock library")
 
+WATCH = RecordWrites._watch  # Tests of devices have no thread that starts writes: see `accelerators.simulate`.
 SHAPES = [(64, 640), (640,), (48, 8, 3, 3), (3,), (20_000,), (64, 64), (64, 128), (64, 96)]
 
 
@@ -216,10 +219,19 @@ def edit(twins: Twins, generator: random.Random) -> None:
 @pytest.mark.parametrize("gradients", ["none", "nvme"])
 @pytest.mark.parametrize("masters", [False, True])
 def test_programs(
-    direct: Mock, nvme_path: Path, tmp_path: Path, device: torch.device, masters: bool, gradients: str, seed: int
+    direct: Mock,
+    nvme_path: Path,
+    tmp_path: Path,
+    device: torch.device,
+    masters: bool,
+    gradients: str,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Steps, and whatever else comes to the records between them, in any order, with a drive that is slow at times."""
     generator = random.Random(seed)
+    if generator.random() < 0.5:
+        monkeypatch.setattr(RecordWrites, "_watch", WATCH)
     resident = generator.choice([0, 0, 300 << 10])
     in_backward = gradients == "none" and generator.random() < 0.3
     twins = Twins(
@@ -268,6 +280,48 @@ def test_programs(
     assert direct["bytes_written"] > 0
     twins.check_state()
     twins.close()
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_writes_start_without_a_call(
+    direct: Mock, nvme_path: Path, device: torch.device, masters: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RecordWrites, "_watch", WATCH)
+    twins = Twins(nvme_path, device, masters=masters)
+    twins.step()
+    twins.swapper.flush()
+    for _ in range(4):
+        before = direct["bytes_written"]
+        twins.step()
+        deadline_s = time.monotonic() + 60
+        while direct["bytes_written"] < before + twins.swapper.stats().state_bytes:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.001)
+    twins.check_state()
+    twins.close()
+
+
+def test_writes_do_not_wait_for_what_comes_after_the_step(
+    direct: Mock, nvme_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    simulated().configure("lazy")  # A stream that nobody waits for does nothing.
+    monkeypatch.setattr(RecordWrites, "_watch", WATCH)
+    twins = Twins(nvme_path, device)
+    for _ in range(2):
+        twins.step()
+    twins.swapper.flush()
+    twins.mine.backward(9)
+    before = direct["bytes_written"]
+    twins.optimizer.step()
+    twins.mine.weights[0].detach().clone()
+    reached = torch.get_device_module(device).Event()
+    reached.record()
+    deadline_s = time.monotonic() + 60
+    while direct["bytes_written"] < before + twins.swapper.stats().state_bytes:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    assert not reached.query()
+    twins.swapper.close()
 
 
 def test_a_bucket_that_grows_gets_longer_slots(direct: Mock, nvme_path: Path, device: torch.device) -> None:
@@ -492,6 +546,24 @@ def test_ctrl_c_in_a_step(direct: Mock, nvme_path: Path, device: torch.device) -
     twins.step()
     twins.check_state()
     twins.close()
+
+
+@pytest.mark.parametrize("delay_us", [0, 20_000])
+def test_an_optimizer_that_is_dropped_gives_all_back(
+    direct: Mock, nvme_path: Path, device: torch.device, delay_us: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    twins = Twins(nvme_path, device, masters=True)
+    for _ in range(2):
+        twins.step()
+    direct["delay_us"] = delay_us
+    twins.step()
+    config = twins.config
+    del twins
+    gc.collect()
+    direct["delay_us"] = 0
+    assert direct["open_buffers"] == 0 and not list(nvme_path.iterdir())
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+    assert config.aio.gds == "auto"  # Its engines end with the optimizer, not with the config.
 
 
 # --- Memory ---

@@ -326,6 +326,10 @@ void sleep(int64_t device, double us) {
     Entered()->scheduler.push(current_stream(static_cast<int>(device)), {{}, {}, {}, us, "sleep"});
 }
 
+int64_t fail_at(int64_t n) {
+    return Entered()->scheduler.fail_at(n);
+}
+
 void host_register(int64_t address, int64_t length) {
     Entered()->host.lock(reinterpret_cast<void*>(address), static_cast<size_t>(length));
 }
@@ -374,6 +378,7 @@ TORCH_LIBRARY(sim, m) {
     m.def("set_limit(int device, int length) -> ()", set_limit);
     m.def("sleep(int device, float us) -> ()", sleep);
     m.def("drive(int device, float us) -> ()", drive);
+    m.def("fail_at(int n) -> int", fail_at);
     m.def("host_register(int address, int length) -> ()", host_register);
     m.def("host_unregister(int address) -> ()", host_unregister);
     m.def("refuse_access(int storage, str message) -> ()", refuse_access);

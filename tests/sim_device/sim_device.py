@@ -22,6 +22,7 @@ __all__ = [
     "Times",
     "configure",
     "dma_window",
+    "fail_at",
     "host_register",
     "host_unregister",
     "keep_time",
@@ -125,6 +126,14 @@ def waiting_operators() -> list[str]:
 def set_limit(length_bytes: int = 16 << 30, device: int | str | torch.device | None = None) -> None:
     """Set how much memory a device has. An allocation beyond it raises `torch.OutOfMemoryError`."""
     torch.ops.sim.set_limit(_index(device), length_bytes)
+
+
+def fail_at(n: int) -> int:
+    """Let the n-th kernel or copy that runs from now on, counted from 1, do nothing but fail. 0: none does.
+
+    Whatever waits for the device next, or polls, raises it, once. Returns how many have run since the last call.
+    """
+    return int(torch.ops.sim.fail_at(n))
 
 
 def host_register(address: int, length_bytes: int) -> None:

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <exception>
 #include <limits>
+#include <stdexcept>
 #include <utility>
 
 namespace sim {
@@ -127,6 +128,8 @@ void Scheduler::run_next(Stream& stream) {
         now_us_ = std::max(now_us_, next.due_us);
     }
     try {
+        const bool can_fail = next.task.engine != Engine::none && next.task.engine != Engine::drive;
+        if (can_fail && ++ran_ == fails_at_) throw std::runtime_error("it was told to fail");
         if (next.task.work) next.task.work();
     } catch (const std::exception& error) {
         if (failure_.empty()) failure_ = std::string(next.task.name) + ": " + error.what();
@@ -136,6 +139,11 @@ void Scheduler::run_next(Stream& stream) {
     if (next.task.work) spent_.push_back(std::move(next.task.work));
     ++stream.done;
     ++done_;
+}
+
+int64_t Scheduler::fail_at(int64_t n) {
+    fails_at_ = n;
+    return std::exchange(ran_, 0);
 }
 
 std::string Scheduler::take_failure() {

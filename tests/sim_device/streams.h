@@ -107,6 +107,10 @@ class Scheduler {
     // Runs all that is needed to reach it, and nothing else.
     void wait(Mark mark);
 
+    // Lets the n-th kernel or copy that runs from now on fail, counted from 1: it does nothing but that. 0:
+    // none does. Returns how many have run since the last call.
+    int64_t fail_at(int64_t n);
+
     // The first failure of a kernel that ran late, once; empty if there was none.
     std::string take_failure();
 
@@ -156,6 +160,7 @@ class Scheduler {
     std::map<std::pair<int, uint64_t>, int> polls_;  // of each mark, since something was pushed
     uint64_t done_ = 0;
     std::string failure_;
+    int64_t fails_at_ = 0, ran_ = 0;  // kernels and copies
     std::vector<std::function<void()>> spent_;
 
     Speeds speeds_;

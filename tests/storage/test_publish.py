@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import signal
 import stat
@@ -24,6 +25,7 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.files.output_file import OutputFile
 from swapper.io import checksums
 from swapper.io.handle import AsyncIOHandle, FaultPlan, File, exchange
+from swapper.sizes import PAGE_BYTES
 from swapper.storage import record_files
 from swapper.storage import recycled_files as spares
 from swapper.storage.buffers import BufferPool
@@ -948,3 +950,41 @@ def test_a_step_without_room_for_fresh_files_fails_and_the_run_recovers(
     assert all(map(torch.equal, model.state_dict().values(), plain_model.state_dict().values()))
     assert before == {path: path.read_bytes() for path in tmp_path.glob("*.safetensors")}
     swapper.of(optimizer).close()
+
+
+def test_a_finalizer_may_recycle_in_the_middle_of_recycling(tmp_path: Path) -> None:
+    """The garbage collector runs it at any allocation: of an optimizer that is dropped and writes what it has."""
+    recycled = spares.RecycledFiles(tmp_path)
+    for number in range(8):
+        (tmp_path / f"file-{number}").write_bytes(bytes(PAGE_BYTES))
+        assert recycled.adopt(tmp_path / f"file-{number}", PAGE_BYTES)
+    taken: list[Path] = []
+
+    def take(name: str) -> None:
+        if recycled.take(PAGE_BYTES, tmp_path / name):
+            taken.append(tmp_path / name)
+
+    def finalizer(phase: str, _: object) -> None:
+        if phase == "start" and len(nested) < 4 and repr(recycled._lock).startswith("<locked"):
+            nested.append(1)
+            take(f"nested-{len(nested)}")
+
+    nested: list[int] = []
+    thresholds = gc.get_threshold()
+
+    def run() -> None:
+        gc.callbacks.append(finalizer)
+        gc.set_threshold(1)
+        try:
+            for number in range(4):
+                take(f"outer-{number}")
+        finally:
+            gc.set_threshold(*thresholds)
+            gc.callbacks.remove(finalizer)
+
+    running = threading.Thread(target=run, daemon=True)
+    running.start()
+    running.join(240)
+    assert not running.is_alive()
+    assert len(nested) == 4 and len(taken) == len(set(taken)) == 8 and recycled.total_bytes == 0
+    assert all(path.stat().st_size == PAGE_BYTES for path in taken)

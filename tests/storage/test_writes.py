@@ -6,6 +6,7 @@ import contextlib
 import errno
 import functools
 import gc
+import itertools
 import os
 import random
 import signal
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerators import writes_start_with_calls
+from interrupts import interrupted_at
 
 from swapper.config import OffloadConfig
 from swapper.errors import SwapIOError
@@ -373,35 +376,157 @@ def test_a_fork_waits_until_no_write_is_being_started(nvme_path: Path, monkeypat
         cache._writes.starting.release()
 
 
-def test_threads_that_fork_at_once_release_what_they_hold_themselves(nvme_path: Path) -> None:
-    class Starting:
-        """Others are faster than who releases it."""
-
-        def __init__(self) -> None:
-            self.lock = threading.RLock()
-
-        def acquire(self) -> bool:
-            return self.lock.acquire()
-
-        def release(self) -> None:
-            self.lock.release()
-            time.sleep(0.005)
-
+def test_threads_that_fork_at_once_release_what_they_hold_themselves() -> None:
     def fork() -> None:
         for _ in range(4):
             writes._before_fork()
-            time.sleep(0.02)
-            writes._after_fork()
+            time.sleep(0.01)
+            writes._after_fork_in_parent()
 
+    forking = [threading.Thread(target=fork, daemon=True) for _ in range(3)]
+    for thread in forking:
+        thread.start()
+    for thread in forking:
+        thread.join(240)
+    assert not any(thread.is_alive() for thread in forking)
+    assert writes._not_forking.acquire(blocking=False)
+    writes._not_forking.release()
+
+
+@contextlib.contextmanager
+def slow_write(cache: RecordCache, patch: pytest.MonkeyPatch, meanwhile: Callable[[], object]) -> Iterator[None]:
+    """The thread calls `meanwhile` in the middle of starting the write of record 0, in which it is now."""
+    assert cache._store is not None
+    write, inside = cache._store.write, threading.Event()
+
+    def slow(*args: Any) -> Any:
+        inside.set()
+        meanwhile()
+        return write(*args)
+
+    with patch.context() as within:
+        within.setattr(cache._store, "write", slow)
+        put(cache, 0, 5).end()
+        inside.wait()
+        yield
+
+
+def until_forking() -> None:
+    """Wait until a thread is in the hook before a fork."""
+    until(lambda: any(_is_in_hook(frame) for frame in sys._current_frames().values()))
+    time.sleep(0.02)
+
+
+def _is_in_hook(frame: Any) -> bool:
+    return frame.f_code is writes._before_fork.__code__
+
+
+def fork(go_on: Callable[[], bool] = lambda: True) -> None:
+    """Fork, and end the child when it has called `go_on`."""
+    child = os.fork()
+    if child == 0:
+        signal.alarm(20)  # A deadlock ends it.
+        os._exit(0 if go_on() else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_a_fork_waits_for_a_thread_that_ends_another_owner(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The garbage collector ends it in the middle of starting a write, when others have the locks of those who fork."""
     with cache_of(nvme_path) as cache:
-        cache._writes.starting = starting = Starting()  # type: ignore[assignment]
-        forking = [threading.Thread(target=fork, daemon=True) for _ in range(3)]
-        for thread in forking:
-            thread.start()
-        for thread in forking:
-            thread.join(240)
-        assert not any(thread.is_alive() for thread in forking)
-        assert starting.lock.acquire(blocking=False)
+        dropped = RecordCache(cache.pool, cache._store, Metrics())
+        monkeypatch.setattr(dropped._writes, "_watch", lambda key, copy: None)
+        put(dropped, 1, 6).end()
+        mine = RecordCache(cache.pool, cache._store, Metrics())
+
+        def end_others() -> None:
+            until_forking()
+            dropped.close()
+
+        with slow_write(mine, monkeypatch, end_others):
+            forking = threading.Thread(target=fork, daemon=True)
+            forking.start()
+            forking.join(240)
+        assert not forking.is_alive()
+        mine.flush()
+        assert is_in_file(nvme_path, 0, 5)
+
+
+def test_no_write_is_started_while_another_thread_forks(nvme_path: Path) -> None:
+    with cache_of(nvme_path) as cache:
+        copy = put(cache, 0, 5)
+        until(copy.waited.is_set)
+        writes._before_fork()
+        copy.end()
+        time.sleep(0.02)
+        assert cache._metrics.writes == 0
+        fork(lambda: cache._writes.starting.acquire(blocking=False))
+        writes._after_fork_in_parent()
+        until(lambda: is_in_file(nvme_path, 0, 5))
+        cache.flush()
+
+
+def test_who_forks_in_the_middle_of_a_call_waits_for_nobody_who_waits_for_it(nvme_path: Path) -> None:
+    """As the handler of a signal may."""
+    with cache_of(nvme_path) as cache:
+        copy = put(cache, 0, 5)
+        until(copy.waited.is_set)
+        with cache._writes.starting:
+            copy.end()
+            time.sleep(0.02)
+            fork()
+        until(lambda: is_in_file(nvme_path, 0, 5))
+
+
+def test_ctrl_c_while_a_fork_waits_is_raised_after_it(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> None:
+        until_forking()
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.02)
+
+    children, children_end = os.pipe()
+    with cache_of(nvme_path) as cache:
+        with slow_write(cache, monkeypatch, interrupt):
+            parent = os.getpid()
+            with pytest.raises(KeyboardInterrupt):
+                os.fork()
+                if os.getpid() != parent:
+                    os.write(children_end, b"%d" % os.getpid())
+                    os._exit(0)
+            assert os.getpid() == parent
+        child = int(os.read(children, 20))
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+        assert writes._not_forking.acquire(blocking=False)
+        writes._not_forking.release()
+        assert not writes._forks[threading.get_ident()]
+        cache.flush()
+        assert is_in_file(nvme_path, 0, 5) and read(cache, 0) == 5
+    os.close(children)
+    os.close(children_end)
+
+
+@pytest.mark.parametrize("hook", ["_before_fork", "_after_fork_in_parent"])
+def test_ctrl_c_in_a_hook_of_a_fork_leaves_no_lock(hook: str) -> None:
+    """Wherever it strikes. (What raises there is printed by the interpreter, and the fork is made.)"""
+    found: list[bool] = []
+
+    def try_it() -> None:
+        found.append(writes._not_forking.acquire(blocking=False))
+        if found[-1]:
+            writes._not_forking.release()
+
+    for n in itertools.count():
+        interrupted = False
+        for each in ("_before_fork", "_after_fork_in_parent"):
+            place = n if each == hook else 1 << 30
+            interrupted |= interrupted_at(place, getattr(writes, each), "storage/writes.py")
+        assert not writes._forks.get(threading.get_ident())
+        other = threading.Thread(target=try_it)
+        other.start()
+        other.join()
+        assert found.pop(), f"Ctrl-C at place {n}"
+        if not interrupted:
+            break
+    assert n > 2
 
 
 def test_a_child_does_not_wait_for_a_thread_of_its_parent(nvme_path: Path) -> None:
@@ -446,6 +571,29 @@ def test_a_program_that_ends_waits_for_the_copies(nvme_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (0, "started\n", "")
     assert not list(nvme_path.glob("*")), "files were left behind"
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_ctrl_c_where_a_record_is_discarded_leaves_nothing_that_is_taken_for_written(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    writes_start_with_calls(monkeypatch)
+    with cache_of(nvme_path) as cache:
+        for n in itertools.count():
+            put(cache, 0, 3).end()
+            cache.flush()
+            put(cache, 0, 5).end()
+            interrupted = interrupted_at(n, lambda: cache.discard(key(0)), "storage/cache.py", "storage/writes.py")
+            if again:
+                cache.discard(key(0))
+            cache.pool.acquire(4 * SIZE).release()  # What is in the pool has gone.
+            lease, there = cache.take(key(0), SIZE)
+            assert not there or set(lease.tensor.tolist()) == {5}, f"Ctrl-C at place {n}"
+            assert there in ((False,) if again else (False, True))
+            cache.release(key(0))
+            if not interrupted:
+                break
+        assert n > 5
 
 
 # --- Any order -------------------------------------------------------------------------------------------------------

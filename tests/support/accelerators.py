@@ -19,6 +19,7 @@ import torch
 from repository import ROOT
 from sampling import SEED
 
+from swapper.io import devices
 from swapper.io.devices import DEVICES, Copies
 from swapper.storage.writes import RecordWrites
 from swapper.tensors import hollow
@@ -100,6 +101,18 @@ def keep_busy(device: str, us: int) -> None:
         torch.cuda._sleep(us * 1500)  # type: ignore[no-untyped-call]  # Cycles.
     else:
         simulated().sleep(us)
+
+
+@pytest.fixture(autouse=True)
+def _devices_have_not_failed() -> Iterator[None]:
+    """A device that failed in one test has not in the next."""
+    yield
+    forget_failures()
+
+
+def forget_failures() -> None:
+    """Let no device have failed: see the note in `devices`."""
+    devices._Failures.count, devices._Failures.first, devices._Failures.last = 0, None, None
 
 
 @pytest.fixture(params=["sim-lazy", "sim-random", pytest.param("cuda", marks=pytest.mark.cuda)])

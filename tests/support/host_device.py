@@ -21,7 +21,9 @@ class HostEvent:
 
     def query(self) -> bool:
         if self._reached.is_set() and self.error is not None:
-            raise self.error
+            error = self.error
+            self.error = None if HostCopies.tells_once else error
+            raise error
         return self._reached.is_set()
 
     def synchronize(self) -> None:
@@ -62,6 +64,8 @@ class HostCopies:
     """The n-th copy from now on, counted from 1, fails: its event cannot be recorded."""
     fail_late_at: ClassVar[int] = 0
     """The n-th copy from now on fails after its start, which its event tells."""
+    tells_once: ClassVar[bool] = False
+    """An event tells of a failure once."""
     copies: ClassVar[int] = 0
     copied_bytes: ClassVar[int] = 0
     locked: ClassVar[dict[int, int]] = {}
@@ -72,7 +76,7 @@ class HostCopies:
     def reset(cls) -> None:
         cls.current = HostStream()
         cls.delay_s, cls.fail_at, cls.fail_late_at, cls.copies, cls.copied_bytes = 0.0, 0, 0, 0, 0
-        cls.locked, cls.refuse_lock = {}, False
+        cls.locked, cls.refuse_lock, cls.tells_once = {}, False, False
 
     def __init__(self, device: torch.device) -> None:
         self.stream = HostStream()

@@ -17,13 +17,14 @@ from typing import Any
 
 import pytest
 import torch
-from accelerators import simulate
+from accelerators import SimCopies, simulate
 from device_scenarios import SCENARIOS
 from torch import nn
 from training import same_bits
 
 import swapper
 from swapper.errors import SwapIOError
+from swapper.io.handle import AsyncIOHandle
 from swapper.parameter.held_on_device import HeldOnDevice
 from swapper.storage.buffers import Lease
 from swapper.storage.store import RecordKey, TensorStore
@@ -146,6 +147,36 @@ def test_the_last_bytes_of_a_step_reach_the_drive(
             assert all(expected.values())
             optimizer.zero_grad()
         close(model, optimizer)
+
+
+def test_threads_wait_for_the_second_device_with_that_current(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They begin with the first, where to wait for another makes a context that takes memory."""
+    waited: set[tuple[str, int]] = set()
+
+    class Watched(torch.Event):
+        def synchronize(self) -> None:
+            waited.add((threading.current_thread().name, torch.accelerator.current_device_index()))
+            super().synchronize()
+
+    with simulated_threads("sim-lazy", monkeypatch):
+        monkeypatch.setattr(SimCopies, "_event", lambda self: Watched())
+        model = make_model().to("sim:1")
+        optimizer = offloaded(nvme_path, model, "optim grad param")
+        for step in range(3):
+            x = torch.randn(4, 128, generator=torch.Generator().manual_seed(step)).to("sim:1")
+            (model(x) - x).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            until(lambda: not threads())
+        flush(model, optimizer)
+        close(model, optimizer)
+        with AsyncIOHandle() as handle, handle.open(nvme_path / "file", "rw") as file:
+            memory = torch.full((1 << 20,), 5, dtype=torch.uint8, device="sim:1")
+            handle.write(file, memory).wait()
+            handle.read(file, memory).wait()
+        assert torch.accelerator.current_device_index() == 0
+        assert {name for name, _ in waited} >= {"swapper-writes", "swapper-bounce"}
+        assert {device for _, device in waited} == {1}
 
 
 @pytest.mark.parametrize("edited", [False, True])
