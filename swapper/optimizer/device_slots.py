@@ -7,8 +7,9 @@ another and the last leaves a third, each on a stream of its own. Nothing of it 
                                its memory was used for before
     the caller's stream        waits for the upload before the class steps
     the download from a slot   waits for the class's kernels
-    the buffer in the pool     has the upload, then the download, as the transfer of its lease: it is neither written to
-                               the drive nor given to anybody before that is over. Then `RecordWrites` writes it
+    the buffer in the pool     has the download as the transfer of its lease: it is neither written to the drive nor
+                               given to anybody before that is over. Then `RecordWrites` writes it. A step that fails
+                               before the download is started waits for all copies (`wait`)
     the slots                  are freed after a step, and their memory is kept from others until the downloads are over
 
 Where records come without the pool a slot is a buffer of device memory, and what was in it has left before it is given
@@ -128,10 +129,10 @@ class DeviceSlots:
     def fill(self, slot: Slot, lease: Lease, start_bytes: int, stop_bytes: int) -> None:
         """Start copying a part of `lease` to the same place in `slot`.
 
-        The lease must not be changed before `empty`. Its transfer is the copy.
+        The lease must not be changed or given back before `empty` or `wait`.
         """
         part = slice(start_bytes, stop_bytes)
-        slot.ready = lease.transfer = self._up.copy(slot.memory[part], lease.tensor[part])
+        slot.ready = self._up.copy(slot.memory[part], lease.tensor[part])
 
     def upload(self, slot: Slot, source: torch.Tensor) -> tuple[torch.Tensor, Copy | None]:
         """Start copying a gradient, 1-D and in the pool, to `slot`. Returns the tensor it becomes, and the copy."""

@@ -161,8 +161,7 @@ class DeviceTier:
         assert isinstance(held, HeldOnDevice)
         self._move(None)
         with interrupts_deferred():
-            self._up.follow(held.down)
-            held.down = None  # It may go on: who forgets the record in the pool waits for it.
+            held.down = None  # It may go on, of whatever comes there: who forgets the record in the pool waits for it.
             self._going_down.pop(held, None)
         if held.on_device:
             self._free(held)
@@ -189,8 +188,13 @@ class DeviceTier:
             self._evict(victim)
 
     def _follow(self, held: HeldOnDevice) -> None:
-        """Let the current stream wait for the copy up, and note that it uses the values."""
+        """Let the current stream wait for the copies, and note that it uses the values.
+
+        Whoever changes the values and changes them back comes after the copy down, which would else be of between.
+        """
         self._up.join(held.up)
+        if held.down is not None:
+            self._down.join(held.down)
         (stream,) = current_streams([self.device])
         held.used_on.add(stream)
 
@@ -439,6 +443,7 @@ class DeviceTier:
             held.check, held.used = None, held.in_use
             if held.used:
                 self._used[held] = None
+                self._down.join(held.down)  # As in `_follow`: there are views of the values.
             self._going_down[held] = None
         self._move(None)
 

@@ -44,11 +44,6 @@ def without(name: str) -> Callable[..., None]:
     return change
 
 
-def fill_without_transfer(self: DeviceSlots, slot: Slot, lease: Lease, start_bytes: int, stop_bytes: int) -> None:
-    part = slice(start_bytes, stop_bytes)
-    slot.ready = self._up.copy(slot.memory[part], lease.tensor[part])
-
-
 def empty_without_transfer(self: DeviceSlots, slot: Slot, lease: Lease, length_bytes: int) -> None:
     self._down.begin()
     slot.left = self._down.copy(lease.tensor[:length_bytes], slot.memory[:length_bytes])

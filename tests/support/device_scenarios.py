@@ -8,18 +8,23 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import parameter_scenarios
 import pytest
 import torch
+from accelerators import keep_busy
 from parameter_scenarios import PARAMETER_SCENARIOS
 from torch import nn
 
 import swapper
 from swapper.errors import SwapIOError
+from swapper.io.devices import Copy, DeviceCopies
 from swapper.io.handle import AsyncIOHandle
+from swapper.optimizer.device_slots import SLOTS
 from swapper.storage.cache import RecordCache
 
 CHUNK = 4 << 20
@@ -136,32 +141,78 @@ def temporaries(device: str, path: Path, what: str) -> None:
     assert torch.equal(*results)
 
 
-def failed_step(device: str, path: Path) -> None:
-    """The drive is full in the middle of a step: what is restored after it is not overwritten."""
+@contextlib.contextmanager
+def full_drive() -> Iterator[None]:
+    """The second record that is put is not written."""
+    put, calls = RecordCache.put, itertools.count(1)
+
+    def failing(self: RecordCache, *args: Any) -> None:
+        if next(calls) == 2:
+            raise SwapIOError(errno.ENOSPC, "write", "it fails")
+        put(self, *args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecordCache, "put", failing)
+        yield
+
+
+@contextlib.contextmanager
+def cut_off_copy(to_host: bool) -> Iterator[None]:
+    """Ctrl-C comes when the second copy in that direction was started, before its caller knows of it."""
+    copy, calls = DeviceCopies.copy, itertools.count(1)
+
+    def cut_off(self: DeviceCopies, destination: torch.Tensor, source: torch.Tensor) -> Copy | None:
+        started = copy(self, destination, source)
+        if (destination.device.type == "cpu") == to_host and next(calls) == 2:
+            raise KeyboardInterrupt
+        return started
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(DeviceCopies, "copy", cut_off)
+        yield
+
+
+def failed_step(
+    device: str,
+    path: Path,
+    step_device: str,
+    cut_off: Callable[[], contextlib.AbstractContextManager[None]],
+    closes: bool = False,
+) -> None:
+    """A step ends in the middle: what is restored after it is not overwritten, nor what has its memory then.
+
+    Args:
+        closes: nobody has it then: the pool goes.
+    """
     torch.manual_seed(parameter_scenarios.values_seed)
     model = nn.Sequential(*[nn.Linear(128, 128) for _ in range(8)]).to(device)
     config = swapper.OffloadConfig(
         nvme_path=path,
         pool_bytes="16MiB",
         bucket_bytes="256KiB",
-        offload_optimizer={"device": "nvme", "step_device": "cpu"},
+        offload_optimizer={"device": "nvme", "step_device": step_device},
     )
     optimizer = swapper.wrap_optimizer(torch.optim.AdamW(model.parameters()), config)
     for p in model.parameters():
         p.grad = torch.ones_like(p)
-    put, calls = RecordCache.put, [0]
-
-    def failing(self: RecordCache, *args: object) -> None:
-        calls[0] += 1
-        if calls[0] == 2:
-            raise SwapIOError(errno.ENOSPC, "write", "it fails")
-        put(self, *args)  # type: ignore[arg-type]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RecordCache, "put", failing)
-        with contextlib.suppress(SwapIOError):
+    optimizer.step()
+    swapper.of(optimizer).flush()
+    length_bytes = swapper.of(optimizer)._stepper.plan.slot_bytes if step_device == "device" else 4096
+    before = [torch.full((length_bytes,), 7, dtype=torch.uint8, device=device) for _ in range(SLOTS)]
+    keep_busy(device, 500)
+    read = torch.stack(before)  # When others have the memory.
+    before.clear()
+    with cut_off():
+        try:
             optimizer.step()
+        except (SwapIOError, KeyboardInterrupt):
+            pass
+        else:
             raise AssertionError("it did not fail")
+    if closes:
+        swapper.of(optimizer).close()
+        assert bool((read == 7).all())
+        return
     with torch.no_grad():
         for p in model.parameters():
             p.fill_(7.0)
@@ -171,7 +222,7 @@ def failed_step(device: str, path: Path) -> None:
         lease.tensor.fill_(7)
         leases.append(lease)
     torch.accelerator.synchronize()
-    assert all(bool((p == 7.0).all()) for p in model.parameters())
+    assert bool((read == 7).all()) and all(bool((p == 7.0).all()) for p in model.parameters())
     assert all(bool((lease.tensor == 7).all()) for lease in leases)
     for lease in leases:
         lease.release()
@@ -213,6 +264,13 @@ SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     "files": files,
     "temporary gradient": functools.partial(temporaries, what="gradient"),
     "temporary parameter": functools.partial(temporaries, what="parameter"),
-    "failed step": failed_step,
+    "failed step": functools.partial(failed_step, step_device="cpu", cut_off=full_drive),
+    "failed step on the device": functools.partial(failed_step, step_device="device", cut_off=full_drive),
+    "step on the device that is cut off in a copy down": functools.partial(
+        failed_step, step_device="device", cut_off=functools.partial(cut_off_copy, to_host=True)
+    ),
+    "step on the device that is cut off in a copy up": functools.partial(
+        failed_step, step_device="device", cut_off=functools.partial(cut_off_copy, to_host=False), closes=True
+    ),
     **PARAMETER_SCENARIOS,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from accelerators import keep_busy
 from torch import nn
 
 import swapper
+from swapper.errors import SwapIOError
 from swapper.io.devices import on_streams
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.parameter import records as parameter_records
@@ -255,6 +257,147 @@ def sums(device: str, path: Path) -> None:
     assert torch.equal(first.cpu(), second.cpu())
 
 
+@contextlib.contextmanager
+def offloaded(device: str, path: Path, delay_us: int = 0) -> Iterator[tuple[Any, FaultPlan]]:
+    """Layers on the drive, each a record; and what the drive does."""
+    plan = FaultPlan(delay_us=delay_us)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parameter_records, "GROUP_BYTES", PER_RECORD_BYTES)
+        patch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+        model: Any = layers(device)
+        config = swapper.OffloadConfig(nvme_path=path, pool_bytes="1MiB", offload_param={"device": "nvme"})
+        swapper.offload(model, config=config)
+        with contextlib.closing(model.swapper):
+            yield model, plan
+
+
+def stepped_on_the_host(device: str, path: Path) -> None:
+    """A layer in use is stepped on the CPU while the device has yet to read it, and its buffer becomes another's."""
+    with offloaded(device, path) as (model, _), swapper.gathered(model[4]):
+        weight = model[4][0].weight
+        before = weight.detach().cpu()
+        with model.swapper.stepping([weight], torch.device("cpu")) as values:
+            values[weight].mul_(2)
+            keep_busy(device, 5000)
+            read = weight.detach() * 1
+        pool = model.swapper._pool
+        while pool.reclaim():
+            pass
+        leases = []
+        while (lease := pool.try_acquire(32 << 10)) is not None:
+            lease.tensor.fill_(7)
+            leases.append(lease)
+        assert leases
+        after = weight.detach() * 1
+        assert torch.equal(read.cpu(), before) and torch.equal(after.cpu(), before * 2)
+        for lease in leases:
+            lease.release()
+
+
+def changed_while_written(device: str, path: Path) -> None:
+    """What is changed is changed again while the drive still writes it."""
+    with offloaded(device, path, delay_us=20_000) as (model, _):
+        weight = model[4][0].weight
+        with swapper.gathered(model[4]):
+            expected = weight.detach().cpu() * 8
+        for _ in range(3):
+            with swapper.gathered(model[4]), torch.no_grad():
+                weight.mul_(2)
+            with model.swapper._lock:
+                model.swapper._tier.poll()
+        model.swapper.rest()
+        with swapper.gathered(model[4]):
+            assert torch.equal(weight.detach().cpu(), expected)
+
+
+def written_in_vain(device: str, path: Path) -> None:
+    """A write fails: the next step on the CPU says so before anything is changed, and can be made again."""
+    with offloaded(device, path, delay_us=20_000) as (model, plan):
+        weight = model[4][0].weight
+        with swapper.gathered(model[4]):
+            expected = weight.detach().cpu() * 4
+        plan.fail_errno, plan.fail_write_at = errno.EIO, 1
+        stepped = 0
+        for _ in range(3):
+            with contextlib.suppress(SwapIOError), model.swapper.stepping([weight], torch.device("cpu")) as values:
+                values[weight].mul_(2)
+                stepped += 1
+        model.swapper.rest()
+        with swapper.gathered(model[4]):
+            assert stepped == 2 and torch.equal(weight.detach().cpu(), expected)
+
+
+@contextlib.contextmanager
+def scaling(layer: Any, factor: float) -> Iterator[None]:
+    """Each forward multiplies the bias, behind autograd's back."""
+
+    def hook(module: Any, args: object) -> None:
+        module.bias.data.mul_(factor)
+
+    with layer[0].register_forward_pre_hook(hook):
+        yield
+
+
+def changed_while_leaving(device: str, path: Path, by_view: bool) -> None:
+    """What is copied down is changed, and changed back when that is over: the pool has what was to be copied."""
+    with offloaded(device, path) as (model, _), torch.no_grad():
+        layer, tier = model[4], model.swapper._tier
+        x, views = torch.ones(4, WIDE, device=device), []
+
+        def scale(factor: float) -> None:
+            if views:
+                views[0].mul_(factor)
+            else:
+                with scaling(layer, factor):
+                    layer(x)
+
+        with swapper.gathered(layer):
+            expected = layer[0].bias.cpu() * 2
+        if by_view:
+            with model.swapper.stepping([layer[0].bias], x.device):
+                layer[0].bias.mul_(2)
+                views.append(layer[0].bias.data)
+        else:
+            scale(2)
+            with model.swapper._lock:
+                tier.rest()
+        scale(2)
+        torch.accelerator.current_stream().synchronize()
+        with model.swapper._lock:
+            for held in list(tier._going_down):
+                tier._land(held)
+        scale(0.5)
+        views.clear()
+        model.swapper.rest()
+        with swapper.gathered(layer):
+            assert torch.equal(layer[0].bias.cpu(), expected)
+
+
+def cut_off_arrival(device: str, path: Path) -> None:
+    """Ctrl-C comes when values are on their way to the device, and nobody waits for them: they leave as they came."""
+    lift = DeviceTier._lift
+
+    def cut_off(self: DeviceTier, held: HeldOnDevice) -> None:
+        lift(self, held)
+        raise KeyboardInterrupt
+
+    with offloaded(device, path) as (model, _), pytest.MonkeyPatch.context() as patch:
+        with swapper.gathered(model[4]):
+            expected = model[4][0].weight.detach().cpu()
+        model.swapper.rest()
+        with model.swapper._tier._up.allocating():  # What is there before they come.
+            others = [torch.full((length,), 7.0, device=device) for length in (WIDE, WIDE * WIDE) * DEPTH]
+        torch.accelerator.synchronize()
+        others.clear()
+        with contextlib.suppress(KeyboardInterrupt), patch.context() as during:
+            during.setattr(DeviceTier, "_lift", cut_off)
+            model[4](torch.ones(4, WIDE, device=device))
+            raise AssertionError("it was not cut off")
+        model.swapper.rest()
+        with swapper.gathered(model[4]):
+            assert torch.equal(model[4][0].weight.detach().cpu(), expected)
+
+
 def memory_of_others(device: str, path: Path) -> None:
     """Parameters come to memory that others leave, and leave it to others, while the device has yet to read it."""
     torch.accelerator.synchronize()
@@ -305,6 +448,12 @@ PARAMETER_SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     "parameters in use in the pool": functools.partial(train, where="cpu", gradients="cpu", uses=read_in_the_step),
     "parameters in a short pool": functools.partial(orders, where="nvme"),
     "parameters on a slow drive": functools.partial(orders, where="nvme", delay_us=2000),
+    "parameters stepped while they are read": stepped_on_the_host,
+    "parameters changed while they are written": changed_while_written,
+    "parameters whose write fails": written_in_vain,
+    "parameters changed while they leave": functools.partial(changed_while_leaving, by_view=False),
+    "views changed while parameters leave": functools.partial(changed_while_leaving, by_view=True),
+    "parameters whose arrival is cut off": cut_off_arrival,
     "sums of parameters": sums,
     "parameters in memory of others": memory_of_others,
     "parameters converted": converted,

@@ -50,7 +50,8 @@ NO_PLACES = {
 OF_OTHERS = re.compile(
     r"""\ f?["']  # text
     |thread\.join$|native\.wait$|io/bounce\.py\ self\._over\.wait$|job\.wait$|io/gds\.py\ .*\.(wait|settle)$  # threads
-    |_plan\.follow$|records\.cache\.keep$|opened\.keep$|self\._begin$|building\.py\ .*_wait$  # other things
+    |_plan\.follow$|records\.cache\.keep$|opened\.keep$|plan\.py\ self\._records\.keep$  # other things
+    |self\._begin$|building\.py\ .*_wait$
     """,
     re.VERBOSE,
 )
