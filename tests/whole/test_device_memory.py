@@ -5,6 +5,7 @@ peak <= what plain forward and backward need without parameters, gradients and s
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,9 +49,16 @@ def peak_of(device: torch.device, work: Callable[[], object]) -> int:
     return torch.accelerator.max_memory_allocated(device)
 
 
+def allocated(device: torch.device) -> int:
+    """What stays: what earlier tests left would go in the middle of a measurement."""
+    gc.collect()
+    torch.accelerator.synchronize()
+    return torch.accelerator.memory_allocated(device)
+
+
 def plain_bytes(device: torch.device, depth: int) -> int:
     """Of forward and backward, without the parameters. Each gradient goes when it has arrived."""
-    before = torch.accelerator.memory_allocated(device)
+    before = allocated(device)
     model = Checkpointed(depth).to(device)
     x = torch.ones(1, WIDE).to(device)
     for p in model.parameters():
@@ -70,7 +78,7 @@ def test_training_takes_what_was_said_of_any_number_of_layers(
     beyond: list[int] = []
     for depth in LAYERS:
         plain = plain_bytes(on, depth)
-        before = torch.accelerator.memory_allocated(on)
+        before = allocated(on)
         model = Checkpointed(depth).to(on)
         optimizer = torch.optim.AdamW(model.parameters())
         settings: dict[str, Any] = {
