@@ -177,6 +177,11 @@ class DeviceTier:
                 return
             self._land(held)
 
+    def wait(self) -> None:
+        """Wait for what the current stream has to do, and for copies up before it. Errors as for `Copy.wait`."""
+        if (reached := self._up.reached()) is not None:
+            reached.wait()
+
     def rest(self) -> None:
         """Give the device memory back of all that nothing uses, and whose changes have come down."""
         while (victim := self._first_idle(range(len(self._records)))) is not None:

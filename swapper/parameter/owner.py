@@ -182,8 +182,8 @@ class ParameterOwner(ParameterCache):
                 else their values are gone, and any use of them raises.
 
         Raises:
-            SwapIOError: with `keep_values`, a record could not be read; everything is as it was but for the parameters
-                that are in memory already.
+            SwapIOError: with `keep_values`, a record could not be read, or the device failed; everything is as it was
+                but for the parameters that are in memory already.
         """
         if self._closed or os.getpid() != self._pid:
             return
@@ -191,6 +191,8 @@ class ParameterOwner(ParameterCache):
             if keep_values:
                 for held in self._all:
                     self._restore_values(held)
+                if self._tier is not None:
+                    self._tier.wait()
                 self._home.clear()
             self._closed = True
             self._remove_hooks()

@@ -161,6 +161,22 @@ def test_a_kernel_that_fails_late_raises_at_the_next_wait() -> None:
     torch.accelerator.synchronize()
 
 
+def test_the_nth_kernel_or_copy_can_be_told_to_fail(sim: Any) -> None:
+    if not hasattr(torch.ops.sim, "fail_at"):
+        pytest.skip("it was built before")
+    sim.configure("lazy")
+    host, values = torch.zeros(5).pin_memory(), torch.ones(5, device="sim")
+    torch.accelerator.synchronize()
+    sim.fail_at(2)
+    values.mul_(2)
+    host.copy_(values, non_blocking=True)
+    values.mul_(2)
+    with pytest.raises(RuntimeError, match="copy: it was told to fail"):
+        torch.accelerator.synchronize()
+    assert sim.fail_at(0) == 3
+    assert bool((host == 0).all()) and bool((values == 4).all())
+
+
 # --- Memory ---------------------------------------------------------------------------------------------------------
 
 

@@ -137,7 +137,7 @@ def test_a_failure_that_is_reported_once_is_raised_or_harmless(
         pytest.skip("the simulated device was built before it could fail")
     expected(step_device)
     raised = 0
-    for n in places(every=3, sample=60):
+    for n in places(every=12, sample=60):
         failed, error = run(nvme_path, step_device, n + 1)
         gc.collect()
         while any(thread.name == "swapper-writes" for thread in threading.enumerate()):
@@ -149,3 +149,32 @@ def test_a_failure_that_is_reported_once_is_raised_or_harmless(
             break
         raised += error is not None
     assert raised > 3
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("settings", ["sim-lazy", "sim-random"])
+def test_values_that_are_brought_back_for_good_are_right_or_an_error_is_raised(
+    nvme_path: Path, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch, settings: str
+) -> None:
+    sim_device = simulate(settings, monkeypatch)
+    if not hasattr(torch.ops.sim, "fail_at"):
+        pytest.skip("the simulated device was built before it could fail")
+    values = [p.detach().cpu() for p in make_model().parameters()]
+    for n in places(every=1, sample=8):
+        model, optimizer = offloaded(nvme_path, "device")
+        in_memory: Any = model
+        swapper.of(optimizer).close()
+        torch.accelerator.synchronize()
+        torch.ops.sim.fail_at(n + 1)
+        with contextlib.suppress(SwapError, RuntimeError):
+            in_memory.swapper.close(keep_values=True)
+            found = [p.detach().cpu() for p in model.parameters()]
+            assert all(map(same_bits, found, values)), f"nobody was told that {n + 1} failed"
+        failed = torch.ops.sim.fail_at(0) > n
+        if "swapper" in vars(model):
+            in_memory.swapper.close()
+        sim_device.violations()
+        forget_failures()
+        if not failed:
+            break
+    assert n > 5

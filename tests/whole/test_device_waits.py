@@ -94,6 +94,7 @@ NOT_MISSED: dict[str, str] = {  # "seen": a test of that file fails without it
     "optimizer/direct_state.py give_back transfer": "of a bucket whose parameters have no room beside the one before",
     "parameter/building.py let_stay wait": "of a write that failed, and is made again just then: no test",
     "parameter/building.py _forget_values wait": "of writes by the drive that fail: else nothing says so",
+    "parameter/device_tier.py wait wait": "of errors; see test_device_failures",
     "parameter/swapper.py flush wait": "of writes by the drive, which `flush` is for",
     "storage/buffers.py _wait_for_one settle": "saves from spinning: who wants a lease tries again",
     "storage/cache.py _see_written wait": "of writes by the drive; seen: test_cache",
