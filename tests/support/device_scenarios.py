@@ -25,6 +25,7 @@ from swapper.errors import SwapIOError
 from swapper.io.devices import Copy, DeviceCopies
 from swapper.io.handle import AsyncIOHandle
 from swapper.optimizer.device_slots import SLOTS
+from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
 
 CHUNK = 4 << 20
@@ -250,6 +251,21 @@ def after_backward(device: str, path: Path, gradients: str, flush: bool) -> None
     swapper.of(optimizer).close()
 
 
+def pool_in_use(device: str, path: Path, closes: bool) -> None:
+    """A pool grows, or is closed, while copies from it go on."""
+    copies = DeviceCopies(torch.device(device))
+    with BufferPool(1 << 20, device=torch.device(device), ready_bytes=64 << 10) as pool:
+        with pool.acquire(64 << 10) as lease:
+            there = torch.zeros(64 << 10, dtype=torch.uint8, device=device)
+            keep_busy(device, 5000)
+            copies.begin()
+            lease.transfer = copies.copy(there, lease.tensor.fill_(7))
+            if not closes:
+                pool.acquire(64 << 10).release()
+        pool.close()
+    assert bool((there == 7).all())
+
+
 SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     "step": train,
     "step on the device": functools.partial(train, step_device="device"),
@@ -272,5 +288,7 @@ SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     "step on the device that is cut off in a copy up": functools.partial(
         failed_step, step_device="device", cut_off=functools.partial(cut_off_copy, to_host=False), closes=True
     ),
+    "pool that grows": functools.partial(pool_in_use, closes=False),
+    "pool that is closed": functools.partial(pool_in_use, closes=True),
     **PARAMETER_SCENARIOS,
 }
