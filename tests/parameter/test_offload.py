@@ -454,7 +454,7 @@ def test_a_failed_offload_of_a_model_larger_than_the_pool_loses_no_value(
         offload_param={"device": "nvme"},
     )
     expected = [p.detach().clone() for p in make_model().parameters()]
-    write, failed = TensorStore.write, 0
+    write, failed, later = TensorStore.write, 0, 0
     for n in range(1, 9):
         left = n
 
@@ -472,6 +472,10 @@ def test_a_failed_offload_of_a_model_larger_than_the_pool_loses_no_value(
         model = make_model()
         try:
             swapper.offload(model, config=config)
+            try:
+                model.swapper.flush()  # type: ignore[operator, union-attr]
+            except (swapper.SwapIOError, KeyboardInterrupt):
+                later += 1
         except (swapper.SwapIOError, KeyboardInterrupt) as raised:
             failed += 1
             assert raised.errno == error if isinstance(raised, swapper.SwapIOError) else raised
@@ -481,7 +485,7 @@ def test_a_failed_offload_of_a_model_larger_than_the_pool_loses_no_value(
         del model
         gc.collect()
         assert list(nvme_path.iterdir()) == []
-    assert failed >= 4
+    assert failed > 0 and failed + later == 8, "each failure is told, at once or by the next call"
 
 
 def test_parameters_in_host_memory_are_where_they_are_said_once(
