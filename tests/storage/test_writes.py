@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from accelerators import writes_start_with_calls
 from interrupts import interrupted_at
+from isolation import alone
 
 from swapper.config import OffloadConfig
 from swapper.errors import SwapIOError
@@ -477,15 +478,20 @@ def test_who_forks_in_the_middle_of_a_call_waits_for_nobody_who_waits_for_it(nvm
         until(lambda: is_in_file(nvme_path, 0, 5))
 
 
-def test_ctrl_c_while_a_fork_waits_is_raised_after_it(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_a_fork_waits_is_raised_after_it(nvme_path: Path) -> None:
+    """In a process without hooks of others, as those of `filelock`, in which it could be raised, and only printed."""
+    alone(interrupted_fork, nvme_path)
+
+
+def interrupted_fork(nvme_path: Path) -> None:
     def interrupt() -> None:
         until_forking()
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(0.02)
 
     children, children_end = os.pipe()
-    with cache_of(nvme_path) as cache:
-        with slow_write(cache, monkeypatch, interrupt):
+    with pytest.MonkeyPatch.context() as patch, cache_of(nvme_path) as cache:
+        with slow_write(cache, patch, interrupt):
             parent = os.getpid()
             with pytest.raises(KeyboardInterrupt):
                 os.fork()
