@@ -164,6 +164,7 @@ class Stepper:
         self._pool = pool
         self._pool_bytes = pool_bytes
         self._freed = FreedMemory(64 << 20)
+        self._stored_bytes: int | None = None  # of the plan, in this step
         self._records = records
         self._copies = DeviceCopies(plan.device)
         self._slots = DeviceSlots(plan.device) if plan.on_device else None
@@ -252,8 +253,9 @@ class Stepper:
         self._late.close()
         self._copies.join()
         self.drop_scratch()
-        if self._slots is None and self.plan.stored_bytes > self._pool_bytes:
+        if self._slots is None and self._fills_heap():
             return_free_memory()
+        self._stored_bytes = None
         self._class_step.finish(optimizer)
         if edited := [flag for flag in self._edited.values() if isinstance(flag, torch.Tensor)]:
             self._records.count_resets_later(torch.stack(edited).sum())
@@ -476,9 +478,15 @@ class Stepper:
             if made_state and opened.lease is not None:
                 states.clear()
                 return_free_memory()
-            elif self.plan.stored_bytes > self._pool_bytes:
+            elif self._fills_heap():
                 self._freed.add(bucket.length_bytes)  # About what the class made on the way to its results.
         self.done += 1
+
+    def _fills_heap(self) -> bool:
+        """True if a step makes so much on the way that the heap is to let go of it."""
+        if self._stored_bytes is None:
+            self._stored_bytes = self.plan.stored_bytes
+        return self._stored_bytes > self._pool_bytes
 
     def _join(self, optimizer: Optimizer, opened: DeviceBucket, operands: Sequence[Operand]) -> None:
         """What the current stream does from here on comes after the bucket's record, and what else was uploaded."""
