@@ -253,7 +253,7 @@ class Stepper:
         self._late.close()
         self._copies.join()
         self.drop_scratch()
-        if self._slots is None and self._fills_heap():
+        if self._slots is None and self._is_larger_than_pool():
             return_free_memory()
         self._stored_bytes = None
         self._class_step.finish(optimizer)
@@ -478,12 +478,12 @@ class Stepper:
             if made_state and opened.lease is not None:
                 states.clear()
                 return_free_memory()
-            elif self._fills_heap():
+            elif self._is_larger_than_pool():
                 self._freed.add(bucket.length_bytes)  # About what the class made on the way to its results.
         self.done += 1
 
-    def _fills_heap(self) -> bool:
-        """True if a step makes so much on the way that the heap is to let go of it."""
+    def _is_larger_than_pool(self) -> bool:
+        """True if a step makes so much on the way that freed memory is to be returned."""
         if self._stored_bytes is None:
             self._stored_bytes = self.plan.stored_bytes
         return self._stored_bytes > self._pool_bytes
