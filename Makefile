@@ -13,15 +13,17 @@ export OMP_WAIT_POLICY
 # The package with its core under AddressSanitizer and UBSan. PYTHONMALLOC: what a Python object gives back is given
 # back, so that a transfer into it is seen. The format names the library of each frame: tests/conftest.py looks for ours.
 # Tests: whatever uses the core directly, and one file of it all from the top; the others are about arithmetic. Those
-# that are long and use it only to let a drive fail are left out.
+# that are long and use it only to let a drive fail, or count what Python does, are left out, and those on the simulated
+# device, which is not there.
 ASAN := build/asan
 ASAN_ENVIRONMENT = PYTHONMALLOC=malloc UBSAN_OPTIONS=print_stacktrace=1 \
     ASAN_OPTIONS='detect_leaks=1:leak_check_at_exit=0:abort_on_error=1:stack_trace_format="    \#%n %p %F %L %M"'
 # Sanitizers take places in memory where a kernel that places at random, with many bits, may have put something before.
 FIXED_PLACES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 USES_CORE := ^(from|import) swapper.*(_native|handle|buffers|checksums|host_memory|master_codec|deepnvme)
-NOT_SANITIZED := $(addprefix %/test_,$(addsuffix .py,init gradient load_safetensors parameter_uses \
-    checkpoint_damage checkpoint_faults checkpoint_uses))
+NOT_SANITIZED := $(addprefix %/test_,$(addsuffix .py,init gradient load_safetensors parameter_uses from_files unread \
+    checkpoint_damage checkpoint_faults checkpoint_uses checkpoint_directory hostile_weights offload gathered scaling \
+    cli_report devices device_parameters from_files_on_device device_step_waits device_writes))
 SANITIZED_TESTS = $(filter-out $(NOT_SANITIZED),\
     $(sort tests/optimizer/test_optimizer.py $(shell grep -lE '$(USES_CORE)' tests/test_*.py tests/*/test_*.py)))
 # Each third file of them, from the n-th on.
@@ -30,13 +32,15 @@ part = $(shell echo $(SANITIZED_TESTS) | tr ' ' '\n' | awk 'NR % 3 == $(1) % 3')
 # Two tests at a time, each on its own core on the machines of CI; those marked `alone` have the machine to themselves.
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
-.PHONY: help build train train-xl train-lightning test test-all sim-device lint sanitize sanitize-core schema clean
+.PHONY: help build train train-xl train-lightning train-hf generate test test-all checked sim-device lint sanitize sanitize-core schema clean
 .DELETE_ON_ERROR:
 
 help:
 	@echo "make train      train a small GPT with its optimizer state on disk (under five minutes)"
 	@echo "make train-xl   train a GPT of 1.3 billion parameters in 3 GB of memory, all of it on disk (19 GB of files)"
 	@echo "make train-lightning  the same model under Lightning's command line"
+	@echo "make generate   generate with a Llama of 2.2 GB in 1.2 GB of memory, and plain, and compare (two minutes)"
+	@echo "make train-hf   fine-tune a Llama with the Trainer of transformers, everything on disk"
 	@echo "make test       lint, then a sample of the tests that touches everything (minutes)"
 	@echo "make test-all   lint, then all tests, a minute of fuzz among them (SWAPPER_FUZZ_SECONDS)"
 	@echo "make lint       ruff, mypy, clang-format"
@@ -60,15 +64,30 @@ train-lightning: $(VENV)/.built
 	$(BIN)/python examples/train_lightning.py fit --trainer.strategy swapper.lightning.SwapStrategy \
 	    --trainer.strategy.config config/tiny.yaml
 
-test: lint sim-device
+generate: $(VENV)/.built
+	@mkdir -p .swapper
+	$(BIN)/python examples/generate.py --nvme-path .swapper
+
+train-hf: $(VENV)/.built
+	@mkdir -p .swapper
+	$(BIN)/python examples/train_hf.py --nvme-path .swapper --compare
+
+test: checked
 	$(PYTEST)
 
-test-all: lint sim-device
+test-all: checked
 	SWAPPER_TESTS=all SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-60} $(PYTEST)
+
+# What is before tests, beside each other, since mypy has one thread. The package is compiled once for the many processes
+# that tests start, also where PYTHONDONTWRITEBYTECODE is set.
+checked: $(VENV)/.built
+	@$(BIN)/python -m compileall -q swapper tests/support
+	@$(MAKE) --no-print-directory -j2 --output-sync=target sim-device lint
 
 # Half a minute, once: an accelerator made of host memory, for tests of what runs on a GPU.
 sim-device: $(VENV)/.built
-	@$(MAKE) --no-print-directory -s -j2 -C tests/sim_device PYTHON=$(abspath $(BIN)/python)
+	@$(MAKE) --no-print-directory -s $(if $(findstring jobserver,$(MAKEFLAGS)),,-j2) -C tests/sim_device \
+	    PYTHON=$(abspath $(BIN)/python)
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .
@@ -77,11 +96,12 @@ lint: $(VENV)/.built
 	$(BIN)/clang-format --dry-run --Werror $(NATIVE) \
 	    $(wildcard tests/support/*.cpp $(addprefix tests/,$(foreach type,cpp h,cpp/*.$(type) sim_device/*.$(type))))
 
-# Two at a time: the core's own tests, and the tests in Python in three parts, each a process that its first finding ends.
+# Two at a time: the core's own tests, begun while the core is built for the others, and the tests in Python in three
+# parts, each a process that its first finding ends.
 SANITIZED_PARTS := sanitize-python-1 sanitize-python-2 sanitize-python-3
 .PHONY: $(SANITIZED_PARTS)
-sanitize: $(ASAN)/.built
-	@$(MAKE) --no-print-directory -j2 --output-sync=target $(SANITIZED_PARTS) sanitize-core
+sanitize: $(VENV)/.built
+	@$(MAKE) --no-print-directory -j2 --output-sync=target sanitize-core $(SANITIZED_PARTS)
 
 sanitize-core: build/.sanitizers
 	@$(MAKE) --no-print-directory -C tests/cpp sanitize

@@ -2,12 +2,14 @@
 
     python benchmarks/deepspeed_zero3.py --nvme-path DIR
 
-Run by `everything_nvme.py --deepspeed`, by the interpreter that has DeepSpeed, which need not have swapper. Prints the
-times of the steps and the peak memory as JSON, in the last line.
+Run by `everything_nvme.py --deepspeed` and `sharded.py --deepspeed`, by the interpreter that has DeepSpeed, which need
+not have swapper. Prints the times of the steps and the peak memory as JSON, in the last line: with `--ranks` a list of
+those of each rank.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import os
@@ -19,6 +21,7 @@ import torch
 from benchmark import make_parser, random_batch
 from gpt import GPT, SIZES
 from peak import Peak
+from rank_processes import run_ranks
 
 
 def main() -> None:
@@ -30,25 +33,36 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--port", type=int, default=29511, help="free on this machine")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--ranks", type=int, help="processes of gloo on this host (one, without it)")
+    parser.add_argument("--parameters-in-memory", action="store_true", help="only the optimizer is on NVMe")
     arguments = parser.parse_args()
+    print(json.dumps(run_ranks(train, arguments.ranks, arguments) if arguments.ranks else train(0, arguments)))
+
+
+def train(rank: int, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Steps of one rank."""
     torch.set_num_threads(arguments.threads)
-    # One process, which is all of a group.
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-    os.environ |= {"MASTER_PORT": str(arguments.port), "DS_ACCELERATOR": "cpu"}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(arguments.ranks or 1)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(arguments.port), "DS_ACCELERATOR": "cpu"}
     deepspeed: Any = importlib.import_module("deepspeed")  # After its environment is set.
 
-    settings = make_settings(arguments.nvme_path)
+    def settings(path: Path) -> dict[str, Any]:
+        return make_settings(path, parameters_in_memory=arguments.parameters_in_memory)
+
     torch.manual_seed(0)
     with Peak() as peak:
         deepspeed.init_distributed(dist_backend="gloo")
-        with deepspeed.zero.Init(config_dict_or_path=settings):
+        with deepspeed.zero.Init(config_dict_or_path=settings(arguments.nvme_path)):
             model = GPT(SIZES[arguments.size], arguments.vocab_size, recompute=arguments.recompute)
         numel = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters())
         optimizer = deepspeed.ops.adam.DeepSpeedCPUAdam(model.parameters(), lr=1e-4, adamw_mode=True)
-        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
-        rows = [train_one(engine, arguments.vocab_size, arguments.context, i) for i in range(arguments.steps)]
+        engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings(arguments.nvme_path))
+        count = arguments.ranks or 1
+        rows = [
+            train_one(engine, arguments.vocab_size, arguments.context, i * count + rank) for i in range(arguments.steps)
+        ]
     print()
-    print(json.dumps({"numel": numel, "peak_bytes": peak.bytes, "settings": make_settings(Path("...")), "rows": rows}))
+    return {"numel": numel, "peak_bytes": peak.bytes, "settings": settings(Path("...")), "rows": rows}
 
 
 def train_one(engine: Any, vocab_size: int, context: int, number: int) -> dict[str, float]:
@@ -71,9 +85,9 @@ def train_one(engine: Any, vocab_size: int, context: int, number: int) -> dict[s
     }
 
 
-def make_settings(nvme_path: Path) -> dict[str, Any]:
+def make_settings(nvme_path: Path, *, parameters_in_memory: bool = False) -> dict[str, Any]:
     """As its documentation has them for NVMe; its buffers such that it runs, with pipelining, in what it needs."""
-    return {
+    settings: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 1,
         "bf16": {"enabled": True},
@@ -112,6 +126,9 @@ def make_settings(nvme_path: Path) -> dict[str, Any]:
         "gradient_clipping": 0.0,
         "steps_per_print": 1_000_000,
     }
+    if parameters_in_memory:
+        del settings["zero_optimization"]["offload_param"]
+    return settings
 
 
 if __name__ == "__main__":

@@ -9,7 +9,9 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "checksums.h"
 #include "codec.h"
@@ -20,6 +22,7 @@
 #include "error.h"
 #include "fault_backend.h"
 #include "file.h"
+#include "native_step.h"
 #include "pinned.h"
 #include "prefault.h"
 
@@ -352,6 +355,16 @@ void bind_codec(py::module_& module) {
         },
         "address"_a, "length_bytes"_a, "seed"_a = 0, "threads"_a = 1, NoGil());
     module.def(
+        "crc32c_each",
+        [](const std::vector<std::pair<uintptr_t, size_t>>& runs, unsigned threads) {
+            std::vector<std::pair<const void*, size_t>> made;
+            made.reserve(runs.size());
+            for (const auto& [address, length_bytes] : runs) made.emplace_back(source(address), length_bytes);
+            const GilReleased released;
+            return crc32c_each(made, threads);
+        },
+        "runs"_a, "threads"_a);
+    module.def(
         "crc32c_join",
         [](uint32_t crc_a, uint32_t crc_b, size_t length_b) {
             return crc32c_join(crc_a, crc_b, crc32c_shift(length_b));
@@ -400,7 +413,76 @@ void bind_codec(py::module_& module) {
         "address"_a, "length_bytes"_a, "threads"_a, NoGil());
 }
 
-// end of codec
+// native steps
+
+using InstructionTuple =
+    std::tuple<unsigned, uint8_t, uint8_t, uint8_t, uint8_t, uint8_t, std::vector<double>>;
+using JobTuple = std::tuple<std::shared_ptr<StepProgram>, size_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t,
+                            size_t, uintptr_t, uintptr_t, bool, std::vector<uintptr_t>>;
+
+Instruction instruction_of(const InstructionTuple& tuple) {
+    const auto& [code, out, a, b, c, contraction, constants] = tuple;
+    Instruction made;
+    if (code >= kOpcodes || constants.size() > made.constants.size())
+        throw py::value_error("unknown operation");
+    made.code = static_cast<Opcode>(code);
+    made.out = out;
+    made.a = a;
+    made.b = b;
+    made.c = c;
+    made.contraction = contraction;
+    std::copy(constants.begin(), constants.end(), made.constants.begin());
+    return made;
+}
+
+StepJob job_of(const JobTuple& tuple) {
+    const auto& [program, numel, param, bits, low, ties, tie_bits, new_ties, gradient, is_half, arrays] =
+        tuple;
+    StepJob job;
+    job.program = program;
+    job.numel = numel;
+    job.param = static_cast<float*>(target(param));
+    job.bits = target(bits);
+    job.low = target(low);
+    job.ties = source(ties);
+    job.tie_bits = tie_bits;
+    job.new_ties = target(new_ties);
+    job.gradient = source(gradient);
+    job.is_half = is_half;
+    for (const uintptr_t array : arrays) job.arrays.push_back(static_cast<float*>(target(array)));
+    return job;
+}
+
+void bind_native_step(py::module_& module) {
+    py::class_<StepProgram, std::shared_ptr<StepProgram>>(module, "StepProgram")
+        .def(py::init([](const std::vector<InstructionTuple>& instructions, size_t arrays, size_t registers) {
+                 std::vector<Instruction> made;
+                 for (const auto& each : instructions) made.push_back(instruction_of(each));
+                 return std::make_shared<StepProgram>(std::move(made), arrays, registers);
+             }),
+             "instructions"_a, "arrays"_a, "registers"_a);
+    module.def(
+        "run_step",
+        [](const std::vector<JobTuple>& jobs, unsigned threads, unsigned instruction_set) {
+            std::vector<StepJob> made;
+            made.reserve(jobs.size());
+            for (const auto& each : jobs) made.push_back(job_of(each));
+            std::vector<StepResult> results;
+            {
+                const GilReleased released;
+                results = run_step(made, threads, static_cast<InstructionSet>(instruction_set));
+            }
+            std::vector<std::pair<size_t, uint32_t>> given;
+            for (const auto& each : results) given.emplace_back(each.tie_bits, each.crc);
+            return given;
+        },
+        "jobs"_a, "threads"_a, "instruction_set"_a);
+    module.def(
+        "has_instruction_set",
+        [](unsigned set) { return has_instruction_set(static_cast<InstructionSet>(set)); },
+        "instruction_set"_a);
+    module.def("best_instruction_set", [] { return static_cast<unsigned>(best_instruction_set()); });
+}
 
 }  // namespace
 }  // namespace swapper
@@ -410,4 +492,5 @@ PYBIND11_MODULE(_native, module) {
     swapper::bind_cufile(module);
     swapper::bind_engine(module);
     swapper::bind_codec(module);
+    swapper::bind_native_step(module);
 }

@@ -1,9 +1,7 @@
 #include "codec.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
-#include <cstring>
 #include <exception>
 #include <functional>
 #include <stdexcept>
@@ -11,169 +9,22 @@
 #include <thread>
 #include <vector>
 
-static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "tie bits are packed through little-endian words");
-
-#define CODEC_INLINE inline __attribute__((always_inline))
+#include "codec_tiles.h"
 
 namespace swapper {
 namespace {
 
-using Byte = unsigned char;
-
-// Threads take pieces of this many elements: the 256 KiB of its param, low and master stay in the L2 cache,
-// where join reads low a second time.
-constexpr std::size_t kPieceNumel = std::size_t{1} << 15;
-
-// The main loops do so many elements without a branch, then look whether one of them was a tie.
-constexpr std::size_t kBlockNumel = 64;
+using namespace codec;
 
 // Starting a thread takes about as long as this many elements.
 constexpr std::size_t kNumelPerThreadMin = std::size_t{1} << 18;
-
-constexpr std::uint32_t kTie = 0x8000;
-
-// Elements are loaded and stored one by one through memcpy, at any alignment; the compiler makes vectors of
-// it.
-CODEC_INLINE std::uint32_t load32(const Byte* data, std::size_t i) {
-    std::uint32_t value = 0;
-    std::memcpy(&value, data + 4 * i, 4);
-    return value;
-}
-CODEC_INLINE std::uint16_t load16(const Byte* data, std::size_t i) {
-    std::uint16_t value = 0;
-    std::memcpy(&value, data + 2 * i, 2);
-    return value;
-}
-CODEC_INLINE void store32(Byte* data, std::size_t i, std::uint32_t value) {
-    std::memcpy(data + 4 * i, &value, 4);
-}
-CODEC_INLINE void store16(Byte* data, std::size_t i, std::uint32_t value) {
-    const auto half = static_cast<std::uint16_t>(value);
-    std::memcpy(data + 2 * i, &half, 2);
-}
-
-CODEC_INLINE bool is_nan(std::uint32_t master) {
-    return (master & 0x7FFFFFFF) > 0x7F800000;
-}
-
-// The tie bits of one piece, from bit 0.
-class PieceTies {
-  public:
-    // Takes the ties among `numel` masters, without branching on them: one in eight may be one.
-    void append(const Byte* master, std::size_t numel) {
-        for (std::size_t begin = 0; begin < numel; begin += 32) {
-            const std::size_t end = std::min(begin + 32, numel);
-            for (std::size_t i = begin; i < end; ++i) {
-                const std::uint32_t value = load32(master, i);
-                const auto tie = static_cast<unsigned>(((value & 0xFFFF) == kTie) & !is_nan(value));
-                open_ |= static_cast<std::uint64_t>(tie & (value >> 16) & 1) << open_bits_;
-                open_bits_ += tie;
-            }
-            // At most 7 + 32 bits are open. Whole bytes go; what lies past them is overwritten.
-            std::memcpy(bytes_.data() + closed_bytes_, &open_, 8);
-            closed_bytes_ += open_bits_ / 8;
-            open_ >>= open_bits_ / 8 * 8;
-            open_bits_ %= 8;
-        }
-    }
-
-    std::size_t bits() const { return closed_bytes_ * 8 + open_bits_; }
-
-    // Appends to the `bits_before` bits at `ties`. Writes no byte past the last bit.
-    void copy_to(Byte* ties, std::size_t bits_before) const {
-        const std::size_t count = bits();
-        const unsigned shift = bits_before % 8;
-        Byte* out = ties + bits_before / 8;
-        unsigned carry = shift != 0 ? *out : 0;
-        for (std::size_t done = 0; done < count + shift; done += 8, ++out) {
-            // A last round may be there for the carry alone.
-            const unsigned next = done < count ? bytes_[done / 8] : 0;
-            *out = static_cast<Byte>(carry | next << shift);
-            carry = next >> (8 - shift);
-        }
-    }
-
-  private:
-    std::array<Byte, kPieceNumel / 8 + 8> bytes_;
-    std::uint64_t open_ = 0;
-    unsigned open_bits_ = 0;
-    std::size_t closed_bytes_ = 0;
-};
-
-// Param and low of `numel` masters. Returns whether one may be a tie (a NaN may look like one).
-CODEC_INLINE bool split_block(const Byte* __restrict master, Byte* __restrict param, Byte* __restrict low,
-                              std::size_t numel) {
-    std::uint32_t ties = 0;
-    for (std::size_t i = 0; i < numel; ++i) {
-        const std::uint32_t value = load32(master, i);
-        const std::uint32_t rounded = (value + 0x7FFF + (value >> 16 & 1)) >> 16;
-        store16(param, i, is_nan(value) ? 0x7FC0 : rounded);
-        store16(low, i, is_nan(value) ? 0 : value);
-        ties |= static_cast<std::uint32_t>((value & 0xFFFF) == kTie);
-    }
-    return ties != 0;
-}
-
-CODEC_INLINE void split_piece(const Byte* master, Byte* param, Byte* low, std::size_t numel,
-                              PieceTies& ties) {
-    std::size_t i = 0;
-    for (; i + kBlockNumel <= numel; i += kBlockNumel) {
-        if (split_block(master + 4 * i, param + 2 * i, low + 2 * i, kBlockNumel))
-            ties.append(master + 4 * i, kBlockNumel);
-    }
-    if (split_block(master + 4 * i, param + 2 * i, low + 2 * i, numel - i))
-        ties.append(master + 4 * i, numel - i);
-}
-
-CODEC_INLINE std::size_t count_ties(const Byte* low, std::size_t numel) {
-    std::uint32_t count = 0;
-    for (std::size_t i = 0; i < numel; ++i) count += static_cast<std::uint32_t>(load16(low, i) == kTie);
-    return count;
-}
-
-// Masters of `numel` elements, with every tie as if its bit were 0. Returns whether there is one.
-CODEC_INLINE bool join_block(const Byte* __restrict param, const Byte* __restrict low,
-                             Byte* __restrict master, std::size_t numel) {
-    std::uint32_t ties = 0;
-    for (std::size_t i = 0; i < numel; ++i) {
-        const std::uint32_t half = load16(low, i);
-        const std::uint32_t high = load16(param, i) - static_cast<std::uint32_t>(half > kTie);
-        store32(master, i, high << 16 | half);
-        ties |= static_cast<std::uint32_t>(half == kTie);
-    }
-    return ties != 0;
-}
-
-// Takes the ties' bits, from bit `bit` on, off their masters. Returns the next bit.
-std::size_t join_ties(const Byte* low, const Byte* ties, std::size_t bit, Byte* master, std::size_t numel) {
-    for (std::size_t i = 0; i < numel; ++i) {
-        if (load16(low, i) != kTie) continue;
-        const std::uint32_t down = ties[bit / 8] >> (bit % 8) & 1;
-        store32(master, i, load32(master, i) - (down << 16));
-        ++bit;
-    }
-    return bit;
-}
-
-CODEC_INLINE void join_piece(const Byte* param, const Byte* low, const Byte* ties, std::size_t bit,
-                             Byte* master, std::size_t numel) {
-    std::size_t i = 0;
-    for (; i + kBlockNumel <= numel; i += kBlockNumel) {
-        if (join_block(param + 2 * i, low + 2 * i, master + 4 * i, kBlockNumel)) {
-            bit = join_ties(low + 2 * i, ties, bit, master + 4 * i, kBlockNumel);
-        }
-    }
-    if (join_block(param + 2 * i, low + 2 * i, master + 4 * i, numel - i)) {
-        join_ties(low + 2 * i, ties, bit, master + 4 * i, numel - i);
-    }
-}
 
 // The loops above, compiled once for each instruction set and chosen when first used. (Not `target_clones`:
 // its resolvers run before the run-time of a sanitizer is up, and not every C library has them.)
 struct Kernels {
     decltype(&split_piece) split;
     decltype(&count_ties) count;
-    decltype(&join_piece) join;
+    void (*join)(const Byte*, const Byte*, const Byte*, std::size_t, Byte*, std::size_t);
 };
 
 #define CODEC_VARIANT(name, ...)                                                                            \
@@ -187,7 +38,7 @@ struct Kernels {
         }                                                                                                   \
         __VA_ARGS__ static void join(const Byte* param, const Byte* low, const Byte* ties, std::size_t bit, \
                                      Byte* master, std::size_t numel) {                                     \
-            join_piece(param, low, ties, bit, master, numel);                                               \
+            (void)join_piece(param, low, ties, bit, master, numel);                                         \
         }                                                                                                   \
         static constexpr Kernels kernels() { return {split, count, join}; }                                 \
     }

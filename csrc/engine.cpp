@@ -141,6 +141,7 @@ struct Engine::Impl {
     explicit Impl(const EngineOptions& options_) : options(options_), owner(::getpid()) {}
 
     bool cut(Part& part, bool may_bounce);
+    bool holds_back();
     void part_over(Part& part, std::optional<IoError> error);
     void fail_queue(const IoError& error);
     void over(const std::shared_ptr<Transfer>& transfer);
@@ -156,6 +157,9 @@ struct Engine::Impl {
     std::mutex mutex;                             // for all below; taken before a backend's own
     std::deque<std::shared_ptr<Transfer>> queue;  // not cut to the end; the front is being cut
     std::vector<std::shared_ptr<Transfer>> finished;
+    std::vector<const Transfer*> ending;  // cut to the end, and not over: their parts hold them
+    uint64_t bytes_in_flight = 0;         // of parts that are not over
+    bool held_back = false;               // a worker was told that there is nothing, because of `ending`
     bool stopping = false;
     std::optional<IoError> broken;
 
@@ -501,7 +505,7 @@ class Engine::Worker {
 // a bounce block and none is free.
 bool Engine::Impl::cut(Part& part, bool may_bounce) {
     while (!queue.empty() && queue.front()->error_) queue.pop_front();  // its last part reports it
-    if (queue.empty()) return false;
+    if (queue.empty() || holds_back()) return false;
     Transfer& transfer = *queue.front();
     const File& file = *transfer.file_;
     char* const memory = transfer.data_ + transfer.cut_;
@@ -559,9 +563,25 @@ bool Engine::Impl::cut(Part& part, bool may_bounce) {
 
     if (transfer.cut_ == 0) transfer.begun_ = std::chrono::steady_clock::now();
     transfer.cut_ += length;
+    bytes_in_flight += length;
     ++transfer.parts_;
-    if (transfer.cut_ == transfer.length_) queue.pop_front();
+    if (transfer.cut_ == transfer.length_) {
+        ending.push_back(&transfer);
+        queue.pop_front();
+    }
     return true;
+}
+
+// Whether parts of later transfers wait until an earlier one is over. Under the mutex.
+//
+// A drive shares itself among what is in flight, and some, virtual ones above all, report nothing until they
+// have done all of it. The last parts of a transfer would take as long as a full queue of later ones, and
+// whoever waits for one record to give its memory to the next would have both at once, and then an idle
+// drive. So later ones only fill half of all queues while an earlier one is not over.
+bool Engine::Impl::holds_back() {
+    const uint64_t queues = options.block_bytes * options.queue_depth * options.threads;
+    held_back = !ending.empty() && bytes_in_flight >= std::max(queues / 2, options.block_bytes);
+    return held_back;
 }
 
 void Engine::Impl::part_over(Part& part, std::optional<IoError> error) {
@@ -569,6 +589,10 @@ void Engine::Impl::part_over(Part& part, std::optional<IoError> error) {
     std::shared_ptr<const File> file;
     {
         const std::lock_guard<std::mutex> lock(mutex);
+        bytes_in_flight -= part.part_length;
+        if (std::exchange(held_back, false)) {
+            for (const std::unique_ptr<Worker>& worker : workers) worker->offer();
+        }
         if (error && !transfer.error_) transfer.error_ = std::move(error);
         if (--transfer.parts_ > 0) return;  // drained before it is reported
         if (!transfer.error_ && transfer.cut_ < transfer.length_) return;
@@ -582,7 +606,11 @@ void Engine::Impl::part_over(Part& part, std::optional<IoError> error) {
 // Nothing of it is in flight any more. Under the mutex.
 void Engine::Impl::over(const std::shared_ptr<Transfer>& transfer) {
     if (transfer->key_ != 0) finished.push_back(transfer);
+    const auto found = std::find(ending.begin(), ending.end(), transfer.get());
+    if (found != ending.end()) ending.erase(found);
     transfer->complete();
+    if (!std::exchange(held_back, false)) return;
+    for (const std::unique_ptr<Worker>& worker : workers) worker->offer();
 }
 
 void Engine::Impl::fail_queue(const IoError& error) {

@@ -12,7 +12,6 @@ import hashlib
 import json
 import math
 import os
-import signal
 import statistics
 import subprocess
 import sys
@@ -20,11 +19,11 @@ import tempfile
 import time
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 
 import torch
 from gpt import GPT, SIZES, Shape
 from optimizers import NAMES, MasterWeights, make_optimizers
+from program import peak_resident_bytes, positive, run
 from rich.console import Console
 from screen import Bar, Result, Traffic, table
 from text import batches, decode, encode, load_text
@@ -103,14 +102,6 @@ def parse_arguments() -> Arguments:
     return arguments
 
 
-def positive(text: str) -> int:
-    """A whole number of 1 or more, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
-
-
 def make_model(arguments: Arguments) -> GPT:
     size = SIZES[arguments.size]
     shape = Shape(size.layers, size.heads, size.width, arguments.context or size.context)
@@ -163,7 +154,7 @@ def train(model: GPT, arguments: Arguments, console: Console) -> Result:
         for each in swapped:
             each.flush()
         traffic = _traffic(swapped)
-        peak_resident_bytes = _peak_resident_bytes()
+        peak_bytes = peak_resident_bytes()
     finally:
         for each in swapped:
             each.close()
@@ -172,7 +163,7 @@ def train(model: GPT, arguments: Arguments, console: Console) -> Result:
         parameters_sha256=_sha256(model),
         step_s=statistics.median(step_s),
         optimizer_step_s=statistics.median(optimizer_step_s),
-        peak_resident_bytes=peak_resident_bytes,
+        peak_resident_bytes=peak_bytes,
         peak_cuda_bytes=torch.cuda.max_memory_allocated() if arguments.device == "cuda" else 0,
         traffic=traffic,
     )
@@ -218,20 +209,11 @@ def _traffic(swapped: list[swapper.OptimizerSwapper]) -> Traffic | None:
     )
 
 
-def _peak_resident_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
-
-
 def _sha256(model: GPT) -> str:
     digest = hashlib.sha256()
     for parameter in model.parameters():
         digest.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().data)
     return digest.hexdigest()
-
-
-def _stop(signum: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + signum)
 
 
 def main() -> int:
@@ -271,13 +253,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    for signum in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(signum, _stop)
-    try:
-        sys.exit(main())
-    except swapper.SwapError as error:
-        sys.exit(f"train_gpt: {error}")
-    except SystemExit as stop:
-        if stop.code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-            print("\nStopped. Nothing is left on the drive.", file=sys.stderr)
-        raise
+    run("train_gpt", main)

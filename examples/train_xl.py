@@ -11,19 +11,17 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import shutil
-import signal
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import torch
 from gpt import GPT, SIZES
 from memory_limit import limit_memory
+from program import add_limit_by, gb, peak_resident_bytes, positive, run
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -78,12 +76,7 @@ def parse_arguments() -> Arguments:
     parser.add_argument("--config", type=Path, default=_CONFIG, help="what to swap, and how")
     parser.add_argument("--nvme-path", type=Path, nargs="+", help="directories to swap to, instead of the config's")
     parser.add_argument("--memory-limit", default="3GB", help="the most memory that training may have")
-    parser.add_argument(
-        "--limit-by",
-        choices=["auto", "cgroup", "rlimit"],
-        default="auto",
-        help="what enforces the limit: a cgroup, which counts everything, or RLIMIT_DATA, which needs no permission",
-    )
+    add_limit_by(parser)
     parser.add_argument("--picture", type=Path, default=Path("train-xl.png"), help=".png or .svg of the last step")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)  # It is under the limit already.
     arguments = parser.parse_args(namespace=Arguments())
@@ -94,14 +87,6 @@ def parse_arguments() -> Arguments:
     if arguments.picture.suffix not in (".png", ".svg") or not os.access(arguments.picture.parent, os.W_OK):
         parser.error(f"--picture: {arguments.picture} is not a .png or .svg in a directory that can be written to")
     return arguments
-
-
-def positive(text: str) -> int:
-    """A whole number of 1 or more, for argparse."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{value} is less than 1")
-    return value
 
 
 def train(arguments: Arguments, console: Console) -> list[TimelineEvent]:
@@ -231,15 +216,13 @@ def middle_of(name: str, events: list[TimelineEvent], start_s: float, stop_s: fl
 
 def run_inside(arguments: Arguments) -> int:
     """Under the limit: train, and show how it went."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _stop)
     console = Console()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     events = train(arguments, console)
-    peak_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    peak_bytes = peak_resident_bytes()
     show(console, events, arguments.picture, f"GPT {arguments.size}: parameters, gradients and optimizer on the drive")
-    console.print(f"Peak resident memory: {_gb(peak_bytes)} of {arguments.memory_limit}", highlight=False)
+    console.print(f"Peak resident memory: {gb(peak_bytes)} of {arguments.memory_limit}", highlight=False)
     return 0
 
 
@@ -253,18 +236,18 @@ def run_limited(arguments: Arguments) -> int:
     plain_bytes = _PLAIN_BYTES * numel
     console.print(f"GPT {arguments.size}: {numel:,} parameters, bf16 with fp32 master weights, AdamW")
     console.print(
-        f"Plain PyTorch needs {_gb(plain_bytes)} ({_PLAIN_BYTES} bytes a parameter) and activations; "
-        f"allowed are {_gb(limit_bytes)}, {plain_bytes / limit_bytes:.1f} times less"
+        f"Plain PyTorch needs {gb(plain_bytes)} ({_PLAIN_BYTES} bytes a parameter) and activations; "
+        f"allowed are {gb(limit_bytes)}, {plain_bytes / limit_bytes:.1f} times less"
     )
     disk_bytes = int(_DISK_BYTES * numel)
     free_bytes = sum(shutil.disk_usage(path).free for path in config.nvme_paths)
     places = " and ".join(map(str, config.nvme_paths))
     if disk_bytes > free_bytes:
         raise swapper.SwapError(
-            f"{_gb(disk_bytes)} of files are needed ({_DISK_BYTES} bytes a parameter), and {_gb(free_bytes)} are free "
+            f"{gb(disk_bytes)} of files are needed ({_DISK_BYTES} bytes a parameter), and {gb(free_bytes)} are free "
             f"in {places}; name another directory by --nvme-path"
         )
-    console.print(f"On the drive: {_gb(disk_bytes)} of files; {_gb(free_bytes)} are free in {places}")
+    console.print(f"On the drive: {gb(disk_bytes)} of files; {gb(free_bytes)} are free in {places}")
     with limit_memory(limit_bytes, by=arguments.limit_by) as limit:
         console.print(f"Limit of memory: {limit.how}" + (f" ({limit.why_not})" if limit.why_not else ""))
         outcome = limit.run([sys.executable, __file__, *sys.argv[1:], "--inside"])
@@ -272,20 +255,12 @@ def run_limited(arguments: Arguments) -> int:
         remove_stale_runs(path)  # If the kernel ended it: what was on the drive is of no use to anyone.
     if outcome.over_limit:
         raise swapper.SwapError(
-            f"the kernel ended the training, which wanted more than {_gb(limit_bytes)}; allow more by --memory-limit, "
+            f"the kernel ended the training, which wanted more than {gb(limit_bytes)}; allow more by --memory-limit, "
             "or set a smaller pool_bytes in the config"
         )
     if outcome.peak_bytes:
-        console.print(f"Peak of the cgroup, page cache and Python's libraries included: {_gb(outcome.peak_bytes)}")
+        console.print(f"Peak of the cgroup, page cache and Python's libraries included: {gb(outcome.peak_bytes)}")
     return outcome.returncode
-
-
-def _gb(size_bytes: float) -> str:
-    return f"{size_bytes / 1e9:.1f} GB" if size_bytes >= 1e9 else f"{size_bytes / 1e6:.0f} MB"
-
-
-def _stop(number: int, frame: FrameType | None) -> None:
-    raise SystemExit(128 + number)
 
 
 def main() -> int:
@@ -294,11 +269,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except swapper.SwapError as error:
-        sys.exit(f"train_xl: {error}")
-    except SystemExit as stop:
-        if "--inside" not in sys.argv and stop.code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
-            print("\nStopped. Nothing is left on the drive.", file=sys.stderr)
-        raise
+    run("train_xl", main, inner="--inside" in sys.argv)

@@ -1,8 +1,11 @@
-"""Train PyTorch models that do not fit in memory: what does not is on local drives, exact to the bit."""
+"""Train and run PyTorch models that do not fit in memory: what does not is on local drives, exact to the bit."""
+
+from typing import TYPE_CHECKING
 
 from swapper.api import (
     CheckReport,
     check,
+    from_pretrained,
     gathered,
     init,
     load_safetensors,
@@ -23,6 +26,9 @@ from swapper.optimizer.probe import register_elementwise
 from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.parameter.swapper import ParameterSwapper
 
+if TYPE_CHECKING:
+    from swapper.hf.offloaded_cache import OffloadedCache as OffloadedCache
+
 __all__ = [
     "CheckReport",
     "ConfigError",
@@ -36,6 +42,7 @@ __all__ = [
     "SwapError",
     "SwapIOError",
     "check",
+    "from_pretrained",
     "gathered",
     "init",
     "load",
@@ -50,3 +57,11 @@ __all__ = [
     "unwrap_optimizer",
     "wrap_optimizer",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name == "OffloadedCache":  # Not above: transformers is optional, and takes seconds to import.
+        from swapper.hf.offloaded_cache import OffloadedCache
+
+        return OffloadedCache
+    raise AttributeError(f"module 'swapper' has no attribute {name!r}")

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -18,12 +19,14 @@ from swapper.gradient.records import can_leave
 from swapper.gradient.records import needs_of as gradient_needs_of
 from swapper.optimizer.device_slots import SLOTS
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
+from swapper.parameter.candidates import tensors_of
 from swapper.parameter.records import ParameterPlan
 from swapper.session import Engines, why_not_direct
 from swapper.sizes import format_bytes
 from swapper.storage.budget import PoolBudget
 from swapper.storage.mounts import check_nvme_paths, file_systems
 from swapper.storage.speed import measure_speeds
+from swapper.tensors.sharded import local_of
 
 __all__ = [
     "CheckReport",
@@ -81,6 +84,9 @@ class CheckReport:
             0 if nothing is written.
         drives: what each would get, if they are several; else empty.
         device_bytes: the most that parameters take at once of the memory of an accelerator that the model is on.
+        cache_token_bytes: keys and values of one token of one prompt, in the layers that keep all tokens, as far as the
+            config of a model of transformers says; 0 for other models. An `OffloadedCache` has them on the drive.
+        cache_tokens: how many tokens the drives have room for, beside `disk_bytes`; 0 without `nvme_path`.
         step_device_bytes: the most that steps take there besides, if they are made there: three buckets, and what the
             optimizer's class computes in between for one. Of several optimizers the most, or with `step_in_backward`
             the sum.
@@ -103,6 +109,8 @@ class CheckReport:
     parameter_bytes: int = 0
     device_bytes: int = 0
     step_device_bytes: int = 0
+    cache_token_bytes: int = 0
+    cache_tokens: int = 0
 
     def __str__(self) -> str:
         rows = [
@@ -136,6 +144,9 @@ class CheckReport:
             rows[4:4] = [("device memory that they come to", format_bytes(self.device_bytes))]
         if self.step_device_bytes:
             rows.append(("device memory of a step", format_bytes(self.step_device_bytes)))
+        if self.cache_token_bytes:
+            room = f"; the drive has room for {self.cache_tokens:,} tokens" if self.cache_tokens else ""
+            rows.append(("keys and values of a token", f"{format_bytes(self.cache_token_bytes)}{room}"))
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -186,6 +197,11 @@ def make_report(
     )
     drives, free_bytes = _check_drives(settings, stored_bytes) if stored_bytes else ((), -1)
 
+    token_bytes = cache_token_bytes(model)
+    room_bytes = free_bytes
+    if token_bytes and settings.nvme_paths and not stored_bytes:
+        _, room_bytes = _check_drives(settings, 0)
+
     # Of pools for what is not in the shared one.
     own_bytes = 0 if parameters is None or parameters_stored else parameters.kept_bytes
     for plan, each, moved_bytes in zip(plans, budget.optimizers, gradient_bytes, strict=True):
@@ -198,9 +214,9 @@ def make_report(
         needed_bytes = max(needed_bytes, 3 * settings.bucket_bytes)
     swapped = {} if parameters is None else parameters.where()
     evicted = {id(p) for parts in all_parts for _, p, _, _ in parts if can_leave(p)}
-    in_memory = [*(p for p in model.parameters() if p not in swapped), *model.buffers()]
+    in_memory = [tensor for tensor in tensors_of(model) if tensor not in swapped]
     in_memory += [p for p in model.parameters() if p.requires_grad and id(p) not in evicted]  # their gradients
-    model_bytes = sum(tensor.nbytes for tensor in in_memory)
+    model_bytes = sum(local_of(tensor).nbytes for tensor in in_memory)
     host_bytes = 0 if device_bytes or any(plan.on_accelerator for plan in plans) else model_bytes
     worn_bytes = written_bytes
     if drives:
@@ -223,7 +239,32 @@ def make_report(
         drives=drives,
         device_bytes=device_bytes,
         step_device_bytes=together,
+        cache_token_bytes=token_bytes,
+        cache_tokens=max(room_bytes - stored_bytes, 0) // token_bytes if token_bytes else 0,
     )
+
+
+def cache_token_bytes(model: torch.nn.Module) -> int:
+    """Bytes of keys and values of one token in the layers of `model` that keep all tokens, by its config.
+
+    0 if it has none that says so: with latent attention (`kv_lora_rank`) versions of transformers differ.
+    """
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "get_text_config"):
+        return 0
+    decoder = config.get_text_config(decoder=True)
+    count, heads = getattr(decoder, "num_hidden_layers", None), getattr(decoder, "num_attention_heads", None)
+    if not isinstance(count, int) or not isinstance(heads, int) or getattr(decoder, "kv_lora_rank", None):
+        return 0
+    window = getattr(decoder, "sliding_window", None) or getattr(decoder, "attention_chunk_size", None)
+    kinds = (
+        getattr(decoder, "layer_types", None) or ["full_attention" if window is None else "sliding_attention"] * count
+    )
+    growing = sum(kind in ("full_attention", "indexed_attention", "hybrid") for kind in kinds)
+    key_heads = getattr(decoder, "num_key_value_heads", None) or heads
+    width = getattr(decoder, "head_dim", None) or decoder.hidden_size // heads
+    dtypes = (parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    return int(growing * key_heads * 2 * width * next(dtypes, torch.get_default_dtype()).itemsize)
 
 
 def staging_bytes(parameters: ParameterPlan, settings: OffloadConfig, *, tries: bool = True) -> int:

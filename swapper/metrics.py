@@ -147,6 +147,10 @@ class Metrics:
     """Time inside `step()`, waits included."""
     masters_reset: int = 0
     """Segments whose master weights were made anew because the user had changed the parameter."""
+    segments_native: int = 0
+    """Segments that were stepped by the native core."""
+    segments_by_class: int = 0
+    """Segments that were stepped by the optimizer's class."""
     late_failures: int = 0
     """Writes that failed after `step()` had returned and were only seen by a finalizer."""
 
@@ -223,6 +227,8 @@ class Stats:
         state_bytes: length of all records now.
         pool_bytes, pool_used_bytes, pool_peak_bytes: limit of the pool; what is leased now; the most ever leased.
         masters_reset: how often the master weights of a parameter were made anew because the user had changed it.
+        segments_native, segments_by_class: parts of parameters that were stepped by the native core, and by the
+            optimizer's own class: all on an accelerator, and all first steps, which make the state.
         late_failures: writes whose failure only a finalizer saw.
         first_writes: transfers of any record in the run directory, be it of state, gradients or parameters, to places
             on the drive that had never been written, which is slower than to write them again.
@@ -243,6 +249,8 @@ class Stats:
     pool_used_bytes: int
     pool_peak_bytes: int
     masters_reset: int
+    segments_native: int
+    segments_by_class: int
     late_failures: int
     first_writes: int = 0
     gradients: Moves = Moves()

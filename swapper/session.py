@@ -6,24 +6,30 @@ import os
 import secrets
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, TypeVar
 
 import torch
 
 from swapper.config import AioConfig, OffloadConfig
-from swapper.errors import SwapIOError
+from swapper.errors import SwapIOError, system_errors
 from swapper.io.gds import GDSHandle, probe_cufile
 from swapper.io.handle import AsyncIOHandle
+from swapper.storage.agreement import rank_count
 from swapper.storage.buffers import BufferPool
 from swapper.storage.device_pool import DevicePool
 from swapper.storage.growing_pool import GrowingPool
+from swapper.storage.spans import SourceFile
 from swapper.storage.store import TensorStore
 from swapper.storage.writes import wait_for_ends
+from swapper.tensors.sharded import is_sharded
 
-__all__ = ["Engines", "Shared", "close_all", "pool_of_parameters", "why_not_direct"]
+__all__ = ["Engines", "Shared", "close_all", "is_done_by_all", "made", "pool_of_parameters", "why_not_direct"]
+
+
+_MadeT = TypeVar("_MadeT")
 
 
 class Shared:
@@ -32,6 +38,7 @@ class Shared:
     _all: ClassVar[weakref.WeakValueDictionary[int, Shared]] = weakref.WeakValueDictionary()
 
     def __init__(self, config: OffloadConfig, device: torch.device | None) -> None:
+        run = _run_name()  # First: all ranks take part in it, whatever fails on one of them afterwards.
         self._configs = [config]  # Kept, so that their ids stay their own.
         self._holders = 0
         self.held_bytes = 0
@@ -43,7 +50,7 @@ class Shared:
             undo.callback(self._engines.close)
             # The store comes first: an error of a path is raised before memory is taken.
             verify = config.verify == "crc32c"
-            self.store = TensorStore(config.nvme_paths, _run_name(), _rank(), self.handles, verify=verify)
+            self.store = TensorStore(config.nvme_paths, run, _rank(), self.handles, verify=verify)
             undo.callback(self.store.close)
             self.pool = BufferPool(config.pool_bytes, *self.handles, device=device, ready_bytes=0)
             undo.pop_all()
@@ -163,6 +170,39 @@ class Shared:
 
         return pool, close
 
+    def sources(
+        self, paths: Iterable[Path], release: Callable[[], None]
+    ) -> tuple[dict[Path, SourceFile], Callable[[], None]]:
+        """Open files of somebody else, to be read into leases of the pool.
+
+        Args:
+            paths: of the files.
+            release: from `hold`; called after an exception.
+
+        Returns:
+            The files, and a function that closes them and then calls `release`.
+
+        Raises:
+            SwapIOError: one cannot be opened.
+        """
+        paths = list(dict.fromkeys(paths))
+        with ExitStack() as undo:
+            undo.callback(release)
+            by_device: dict[int, Path] = {}
+            devices: list[int] = []
+            for path in paths:
+                with system_errors("open", path):
+                    devices.append(os.stat(path).st_dev)
+                by_device.setdefault(devices[-1], path)
+            engines = Engines(self._configs[0], paths=list(by_device.values()))
+            undo.callback(engines.close)
+            handles = dict(zip(by_device, engines.handles, strict=True))
+            files: dict[Path, SourceFile] = {}
+            for path, device in zip(paths, devices, strict=True):
+                files[path] = SourceFile(path, handles[device])
+                undo.callback(files[path].close)
+            return files, undo.pop_all().close
+
     def rest(self) -> None:
         """Give the pool's memory back to the system until it is used again, except records that no drive has."""
         while self.pool.reclaim():
@@ -190,6 +230,24 @@ def pool_of_parameters(
         return own, None, own.close
     shared = Shared.of(config, device)
     return shared.pool, shared.store, shared.hold(0, 0)  # They make memory of the pool ready as they come.
+
+
+def is_done_by_all(config: OffloadConfig, parameters: Iterable[torch.Tensor]) -> bool:
+    """True if all ranks of a distributed program wrap `parameters`: only then they can agree on how it went."""
+    if rank_count() == 1:
+        return False
+    # The first use of a config gives all ranks the name of one run.
+    uses = config.offload_optimizer.device, config.offload_gradient.device, config.offload_param.device
+    return ("nvme" in uses and Shared.existing(config) is None) or any(map(is_sharded, parameters))
+
+
+def made(make: Callable[[], _MadeT], release: Callable[[], object]) -> _MadeT:
+    """Give what `make` makes; it takes over what `release` undoes, unless it fails."""
+    try:
+        return make()
+    except BaseException:
+        release()
+        raise
 
 
 class _Engine:
@@ -250,16 +308,19 @@ class Engines:
     Args:
         config: has the settings.
         kind: class of the handles; None: `AsyncIOHandle`.
+        paths: one on each drive; None: its `nvme_paths`.
 
     Attributes:
-        handles: in the order of `nvme_paths`.
+        handles: in the order of the paths.
     """
 
-    def __init__(self, config: OffloadConfig, kind: type[AsyncIOHandle] | None = None) -> None:
+    def __init__(
+        self, config: OffloadConfig, kind: type[AsyncIOHandle] | None = None, paths: Sequence[Path] | None = None
+    ) -> None:
         self._engines: list[_Engine] = []
         with ExitStack() as undo:
             undo.callback(self.close)
-            for drive in _drives(config.nvme_paths):
+            for drive in _drives(config.nvme_paths if paths is None else paths):
                 self._engines.append(_Engine.of(kind or AsyncIOHandle, config.aio, drive))  # Tests replace the class.
             undo.pop_all()
         self.handles = [engine.handle for engine in self._engines]
@@ -326,6 +387,6 @@ def _rank() -> int:
 def _run_name() -> str:
     """A name that no other run has; the same on all ranks, where rank 0 chooses it."""
     names = [secrets.token_hex(6)]
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
+    if rank_count() > 1:
         torch.distributed.broadcast_object_list(names, src=0)
     return names[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import signal
 
 # Threads that spin while they wait take the cores from the engine and from tests beside this one; no bits depend on it.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -20,7 +21,16 @@ from swapper.io import _native
 
 # Support modules that define fixtures and hooks, and those whose asserts shall say what differs.
 # `accelerators` imports `sampling`, so it comes after it.
-pytest_plugins = ["drives", "frozen", "measuring", "mock_cufile", "sampling", "snapshots", "turns", "accelerators"]
+pytest_plugins = [
+    "small_drives",
+    "frozen",
+    "measuring",
+    "mock_cufile",
+    "sampling",
+    "snapshots",
+    "turns",
+    "accelerators",
+]
 pytest.register_assert_rewrite(
     "checkpoints", "command", "configs", "deepnvme_programs", "gradient_twins", "isolation", "training", "twins"
 )
@@ -32,6 +42,9 @@ SANITIZED = hasattr(RUNTIME, "__asan_init")
 
 
 def pytest_configure() -> None:
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        # A shell has it ignored in what it runs in the background. Tests raise it, here and in processes of their own.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if SANITIZED and b"__asan_init" not in Path(_native.__file__).read_bytes():
         raise pytest.UsageError(f"{_native.__file__} was built without AddressSanitizer")
 

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 from interrupts import interrupted_at
 
-from swapper.interrupts import interrupts_deferred
+from swapper.process.interrupts import interrupts_deferred
 
 
 @pytest.fixture(autouse=True)
@@ -114,7 +114,7 @@ def test_no_place_leaves_the_handler_replaced_or_loses_a_hand_over() -> None:
             with interrupts_deferred():
                 held.append(pool.pop())
 
-        interrupted = interrupted_at(n, take, "interrupts.py", "/test_interrupts.py")
+        interrupted = interrupted_at(n, take, "process/interrupts.py", "/test_interrupts.py")
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
         assert len(pool) + len(held) == 1
         if not interrupted:
@@ -141,7 +141,7 @@ def test_a_handler_of_another_signal_that_raises_anywhere_leaves_ctrl_c_working(
     try:
         for n in range(100):
             try:
-                interrupted_at(n, section, "interrupts.py", "/test_interrupts.py", number=signal.SIGUSR1)
+                interrupted_at(n, section, "process/interrupts.py", "/test_interrupts.py", number=signal.SIGUSR1)
                 break
             except Timeout:
                 struck += 1

@@ -22,8 +22,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from swapper.checkpoint.boxed_state import BoxedState
 from swapper.checkpoint.directories import check_replaceable, remove_checkpoint, remove_leftovers, remove_replaced
 from swapper.checkpoint.index import Index, glance, made_by
+from swapper.checkpoint.ranks import joined, new_checkpoint, save_part
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.saved_model import (
     check_model,
@@ -34,14 +36,15 @@ from swapper.checkpoint.saved_model import (
     stored_state_dict,
 )
 from swapper.checkpoint.state_loader import loading, optimizer_differences, ready_to_load_state
-from swapper.checkpoint.state_reader import StateReader
 from swapper.checkpoint.state_writer import names_of_parameters, save_state
 from swapper.checkpoint.values import decode
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import ConfigError, SwapError, SwapIOError, show
 from swapper.files.saving import SaveHandle
-from swapper.interrupts import interrupts_deferred
+from swapper.process.interrupts import interrupts_deferred
+from swapper.storage.agreement import agreed, rank_count, rank_of_process
 from swapper.storage.store import TensorStore
+from swapper.tensors.sharded import is_flattened, is_sharded, reshard
 
 __all__ = [
     "OpenCheckpoint",
@@ -135,16 +138,22 @@ def save(
         over_files: a file or symbolic link that is `directory` is replaced by it, in one step.
         prune: do as `checkpoint.keep_last` says.
     """
-    model = _checked_model(model)
-    optimizers = _listed(optimizer)
     if _saving._is_owned():  # type: ignore[attr-defined]
+        # Before anything collective: other ranks may be at another place of the save that goes on.
         raise SwapError(
             "save_checkpoint was called within save_checkpoint, as by a signal handler; let the handler set a flag, "
             "and save when a step is over"
         )
+    together = _is_sharded(model, optimizer)
+    with agreed(together):
+        model = _checked_model(model)
+        optimizers = _listed(optimizer)
+        _refuse_flattened("save_checkpoint", model, optimizers)
     with _saving, contextlib.ExitStack() as undo:
         if _background is not None:
             _background.wait()
+        if together:
+            return _save_together(directory, model, optimizers, extra, over_files, prune)
         new = NewCheckpoint(directory, over_files=over_files)
         undo.callback(new.discard)
         index = _described(model, optimizers, extra, new)
@@ -155,6 +164,29 @@ def save(
             return _finish_in_background(new, index, after, undo)
         after.tidy(new.finish(index, refuse_unloadable))
         return SaveHandle(str(new.directory), None)
+
+
+def _save_together(
+    directory: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizers: Sequence[Optimizer],
+    extra: object,
+    over_files: bool,
+    prune: bool,
+) -> SaveHandle:
+    """`save` by all ranks. See [Note: ranks] of `ranks`. Nothing of it is in the background."""
+    with new_checkpoint(directory, over_files) as new:
+        saved = save_part(model, optimizers, extra, new)
+        with agreed():
+            if saved:
+                training = _next_of(model, new.directory)
+                _say_what_is_not_saved(optimizers, names_of_parameters(model))
+                index = Index(**made_by() | joined(saved), run=training.run, sequence=training.sequence)
+                after = _After(
+                    new.directory, index.run, _keep_last(optimizers) if prune else None, _adopter(model, optimizers)
+                )
+                after.tidy(new.finish(index, refuse_unloadable))
+    return SaveHandle(str(new.directory), None)
 
 
 def _finish_in_background(new: NewCheckpoint, index: Index, after: _After, undo: contextlib.ExitStack) -> SaveHandle:
@@ -186,8 +218,8 @@ def refuse_unloadable(written: Path) -> None:
         with torch.inference_mode(False), Checkpoint(written) as checkpoint:
             check_model(checkpoint)
             for number in range(len(checkpoint.index.optimizers)):
-                state = StateReader(checkpoint, number)
-                state.groups(range(len(state.saved.parameters)))
+                state = BoxedState(checkpoint, number)
+                state.groups(range(len(state.wholes)))
     except SwapIOError:
         raise
     except SwapError as error:
@@ -201,23 +233,29 @@ def _described(model: torch.nn.Module, optimizers: Sequence[Optimizer], extra: o
     """Write everything, and return what the index says of it."""
     encoded = new.encode(extra, "extra", "extra.")
     names = names_of_parameters(model)
-    training = _trainings.setdefault(_known_by(model), _Training(secrets.token_hex(8), 0))
-    # Those of a training that was taken back to an earlier checkpoint since were made before this one too.
-    training.sequence = max([training.sequence, *(n for n, _ in _siblings(new.directory, training.run))]) + 1
+    training = _next_of(model, new.directory)
     _say_what_is_not_saved(optimizers, names)
     saved = [save_state(each, number, names, new) for number, each in enumerate(optimizers)]
     index = Index(
         **made_by(),
         run=training.run,
         sequence=training.sequence,
-        step=saved[0][1] if saved else None,
+        step=saved[0].step if saved else None,
         model=save_model(model, new),
-        optimizers=[each for each, _ in saved],
+        optimizers=[each.saved for each in saved],
         extra=encoded,
     )
     new.publish_records()
     new.write_values()
     return index
+
+
+def _next_of(model: torch.nn.Module, directory: Path) -> _Training:
+    """The training of `model`, with the number of its next checkpoint."""
+    training = _trainings.setdefault(_known_by(model), _Training(secrets.token_hex(8), 0))
+    # Those of a training that was taken back to an earlier checkpoint since were made before this one too.
+    training.sequence = max([training.sequence, *(n for n, _ in _siblings(directory, training.run))]) + 1
+    return training
 
 
 def _say_what_is_not_saved(optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
@@ -315,9 +353,12 @@ def load_checkpoint(directory: str | os.PathLike[str], model: torch.nn.Module, o
             it may be loaded already, so load another checkpoint before training goes on.
         SwapIOError: a file is missing or cannot be read.
     """
-    model = _checked_model(model)
-    optimizers = None if optimizer is None else _listed(optimizer)
-    with contextlib.closing(OpenCheckpoint(directory)) as opened:
+    with contextlib.ExitStack() as stack:
+        with agreed(_is_sharded(model, optimizer)):
+            model = _checked_model(model)
+            optimizers = None if optimizer is None else _listed(optimizer)
+            _refuse_flattened("load_checkpoint", model, optimizers or ())
+            opened = stack.enter_context(contextlib.closing(OpenCheckpoint(directory)))
         opened.load(model, optimizers)
         return opened.extra
 
@@ -344,6 +385,26 @@ def _refuse(found: Sequence[str], directory: Path) -> None:
         raise ConfigError(
             f"{directory} is not a checkpoint of this model and optimizer: "
             f"{'; '.join(found[:_SHOWN_DIFFERENCES])}{rest}. Nothing was loaded"
+        )
+
+
+def _is_sharded(model: object, optimizer: object) -> bool:
+    """True if anything is a DTensor, so that all ranks save and load together. Of any arguments."""
+    if isinstance(model, torch.nn.Module):
+        reshard(model)
+    tensors = [*model.parameters(), *model.buffers()] if isinstance(model, torch.nn.Module) else []
+    for each in optimizer if isinstance(optimizer, Sequence) else [optimizer]:
+        if isinstance(each, Optimizer):
+            tensors += (p for group in each.param_groups for p in group["params"])
+    return any(map(is_sharded, tensors))
+
+
+def _refuse_flattened(operation: str, model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    stepped = (p for each in optimizers for group in each.param_groups for p in group["params"])
+    if any(map(is_flattened, [*model.parameters(), *stepped])):
+        raise ConfigError(
+            f"{operation} does not know FullyShardedDataParallel (FSDP1), where each rank has a shard of every tensor; "
+            "use torch.distributed.checkpoint with get_state_dict and set_state_dict, or FSDP2 (fully_shard)"
         )
 
 
@@ -409,8 +470,12 @@ class OpenCheckpoint:
 
     @functools.cached_property
     def extra(self) -> Any:
-        """As it was given to `save_checkpoint`."""
-        return decode(self._checkpoint.index.extra, "extra", self._checkpoint.small_tensor)
+        """As it was given to `save_checkpoint`: by this rank, if there were as many, else by rank 0."""
+        index = self._checkpoint.index
+        data = index.extra
+        if index.ranks == rank_count():
+            data = index.own_extra.get(str(rank_of_process()), data)
+        return decode(data, "extra", self._checkpoint.small_tensor)
 
     @functools.cached_property
     def state_dict(self) -> dict[str, Any]:
@@ -441,22 +506,24 @@ class OpenCheckpoint:
             optimizers: None leaves them alone.
             model_too: False leaves the model alone.
         """
-        checkpoint = self._checkpoint
-        found = differences(model, checkpoint) if model_too else []
-        if optimizers is not None:
-            found += optimizer_differences(model, optimizers, checkpoint)
-        _refuse(found, self.directory)
-        _ = self.extra  # Decoded now: what cannot be decoded is refused before anything is changed.
-        loads = [ready_to_load_state(each, checkpoint, number) for number, each in enumerate(optimizers or ())]
-        if model_too:  # First: masters are decoded with the parameters' values.
-            loads.insert(0, ready_to_load_model(model, checkpoint))
+        checkpoint, together = self._checkpoint, _is_sharded(model, optimizers or ())
+        with agreed(together):
+            found = differences(model, checkpoint) if model_too else []
+            if optimizers is not None:
+                found += optimizer_differences(model, optimizers, checkpoint)
+            _refuse(found, self.directory)
+            _ = self.extra  # Decoded now: what cannot be decoded is refused before anything is changed.
+            loads = [ready_to_load_state(each, checkpoint, number) for number, each in enumerate(optimizers or ())]
+            if model_too:  # First: masters are decoded with the parameters' values.
+                loads.insert(0, ready_to_load_model(model, checkpoint))
         parameters = list(model.parameters()) if model_too else []
         # From the first tensor that is changed to the last, and if that ends in the middle, no optimizer steps.
         with contextlib.ExitStack() as half_loaded:
             for each in optimizers or ():
                 half_loaded.enter_context(loading(each, parameters, self.directory))
-            for load in loads:
-                load()
+            with agreed(together):
+                for load in loads:
+                    load()
         if model_too:  # Its next checkpoints belong to the same training.
             _trainings[_known_by(model)] = _Training(checkpoint.index.run, checkpoint.index.sequence)
 

@@ -19,10 +19,10 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from swapper.checkpoint.boxed_state import BoxedState
 from swapper.checkpoint.directories import remove_leftovers
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.saved_model import model_values
-from swapper.checkpoint.state_reader import StateReader
 from swapper.checkpoint.streams import TensorStream, model_stream
 from swapper.checkpoint.values import decode, encode
 from swapper.errors import SwapError, SwapIOError, system_errors
@@ -174,14 +174,21 @@ class _Export:
         self.streams: dict[int, TensorStream] = {}
         self.done: Callable[[int], object] = lambda _: None
         self.notes: list[str] = []
-        self.states = [] if model_only else [StateReader(checkpoint, n) for n in range(len(self.index.optimizers))]
+        self.states = [] if model_only else [BoxedState(checkpoint, n) for n in range(len(self.index.optimizers))]
         self._drop_masters = drop_masters
+        names = sorted({*self.index.model.own, *self.index.model.own_values})
+        names += ["extra"] if self.index.own_extra and not model_only else []
+        if names:
+            self.notes.append(
+                f"of what was not the same on the {self.index.ranks} ranks that saved it this has what rank 0 had: "
+                f"{', '.join(names)}"
+            )
 
     def length_bytes(self) -> int:
         """About how much will be written."""
-        total = sum(model_stream(self.checkpoint, name).length_bytes for name in self.index.model.tensors)
+        total = sum(model_stream(self.checkpoint, name).length_bytes for name in self.index.model.wholes())
         for number, state in enumerate(self.states):
-            for slot in range(len(state.saved.parameters)):
+            for slot in range(len(state.wholes)):
                 values = self.state_of(number, slot).values()
                 total += sum(value.length_bytes for value in values if isinstance(value, TensorStream))
         return total
@@ -227,7 +234,7 @@ class _Export:
     def model(self) -> OrderedDict[str, Any]:
         """The model's state dict."""
         saved = self.index.model
-        state = OrderedDict((name, self._tensor(model_stream(self.checkpoint, name))) for name in saved.tensors)
+        state = OrderedDict((name, self._tensor(model_stream(self.checkpoint, name))) for name in saved.wholes())
         state.update({name: state[first] for name, first in saved.tied.items()})
         state.update(model_values(self.checkpoint))
         return state
@@ -235,7 +242,7 @@ class _Export:
     def optimizer(self, number: int, names: Sequence[Any] | None = None) -> dict[str, Any]:
         """An optimizer's state dict, as its class has it; by `names` instead of the parameters' numbers."""
         state = self.states[number]
-        names = names or range(len(state.saved.parameters))
+        names = names or range(len(state.wholes))
         found: dict[Any, Any] = {}
         for slot, name in enumerate(names):
             if entries := self.state_of(number, slot):
@@ -246,7 +253,7 @@ class _Export:
         """One state dict of all optimizers, as `torch.distributed.checkpoint.state_dict.get_state_dict` gives it."""
         whole: dict[str, Any] = {"state": {}, "param_groups": []}
         for number, state in enumerate(self.states):
-            names = [parameter.name for parameter in state.saved.parameters]
+            names = [parameter.name for parameter in state.wholes]
             if "" in names or len({*names, *whole["state"]}) < len(names) + len(whole["state"]):
                 raise SwapError(
                     f"optimizer {number} has parameters without a name of their own in the model, and "
@@ -369,7 +376,7 @@ def _write_model(job: _Export, path: Path) -> None:
             f"{next(iter(saved.values))} of the model's state dict is no tensor, which safetensors cannot hold; export "
             "to torch instead"
         )
-    streams = {name: model_stream(job.checkpoint, name) for name in saved.tensors}
+    streams = {name: model_stream(job.checkpoint, name) for name in saved.wholes()}
     shards: list[dict[str, TensorStream]] = [{}]
     length_bytes = 0
     for name, stream in streams.items():
@@ -404,7 +411,7 @@ def _write_model(job: _Export, path: Path) -> None:
 def _write_optimizer(job: _Export, number: int, path: Path, file: str) -> None:
     state = job.states[number]
     saved = state.saved
-    names = [parameter.name or f"parameter-{slot}" for slot, parameter in enumerate(saved.parameters)]
+    names = [parameter.name or f"parameter-{slot}" for slot, parameter in enumerate(state.wholes)]
     tensors: dict[str, TensorStream] = {}
     rest: dict[str, dict[str, Any]] = {}
     more: dict[str, torch.Tensor] = {}

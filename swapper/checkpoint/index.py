@@ -7,6 +7,7 @@ import functools
 import importlib.metadata
 import json
 import os
+import re
 import stat
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
@@ -29,7 +30,9 @@ __all__ = [
     "SavedOptimizer",
     "SavedParameter",
     "SavedSegment",
+    "SavedShards",
     "SavedTensor",
+    "SavedWhole",
     "crc32c_of",
     "dtype_name",
     "glance",
@@ -37,12 +40,14 @@ __all__ = [
     "made_by",
     "open_index",
     "read_index",
+    "values_file",
     "with_checksum",
 ]
 
 INDEX = "index.json"
 VALUES = "values.safetensors"
 START = b'{"crc32c":"00000000",'
+_OF_RANK = re.compile("(r[0-9]+)/")
 _INDEX_BYTES_MAX = 1 << 30
 _GLANCES_MAX = 64
 
@@ -75,12 +80,36 @@ class SavedTensor(_Entry):
     crc32c: Crc
 
 
+class SavedShards(_Entry):
+    """A tensor of the model of which ranks had parts: its shape, and the offsets of each by its name in `tensors`."""
+
+    shape: list[Count]
+    parts: dict[str, list[Count]]
+
+
 class SavedModel(_Entry):
-    """The model's state dict: tensors, names that are one tensor with another, and encoded values that are none."""
+    """The model's state dict: tensors, names that are one tensor with another, and encoded values that are none.
+
+    `sharded` has those that are in parts. `own` has, by name and rank, where a rank has another tensor than rank 0, and
+    `own_values` the encoded values that it has otherwise.
+    """
 
     tensors: dict[str, SavedTensor]
     tied: dict[str, str]
     values: dict[str, Any]
+    sharded: dict[str, SavedShards] = {}
+    own: dict[str, dict[str, str]] = {}
+    own_values: dict[str, dict[str, Any]] = {}
+
+    def wholes(self) -> dict[str, tuple[str, list[int]]]:
+        """The dtype and shape of each tensor as the model has it, by name."""
+        others = {part for shards in self.sharded.values() for part in shards.parts}
+        others.update(own for each in self.own.values() for own in each.values())
+        found = {name: (saved.dtype, saved.shape) for name, saved in self.tensors.items() if name not in others}
+        for name, shards in self.sharded.items():
+            first = self.tensors.get(next(iter(shards.parts), ""))
+            found[name] = ("" if first is None else first.dtype, shards.shape)
+        return found
 
 
 class SavedSegment(_Entry):
@@ -133,7 +162,7 @@ class SavedParameter(_Entry):
     Of a checkpoint that was made of other files not all is known: where `dtype` is "", `name` may be "" for a parameter
     that the model has, and where `shape` is None, it has no state.
     `keys` are those of its state, in order; empty if it has none. `dtypes` has torch's names for those of them that are
-    in files, `small` is the encoded state that never moves.
+    in files, `small` is the encoded state that never moves. Of a part of a parameter `offsets` say where it begins.
     """
 
     name: str
@@ -143,10 +172,28 @@ class SavedParameter(_Entry):
     keys: list[str]
     dtypes: dict[str, str]
     small: Any
+    offsets: list[Count] = []
+
+
+class SavedWhole(_Entry):
+    """A parameter of an optimizer of which ranks had parts.
+
+    `parts` are their slots. Tensors of the state by the names in `split` are in parts too; of others each part has all.
+    """
+
+    name: str
+    shape: list[Count] | None
+    stride: list[Count]
+    dtype: str
+    parts: list[Count]
+    split: list[str]
 
 
 class SavedOptimizer(_Entry):
-    """An optimizer: its class, the encoded options of its groups, the slots of each group's parameters, its state."""
+    """An optimizer: its class, the encoded options of its groups, the slots of each group's parameters, its state.
+
+    If ranks had parts of its parameters `sharded` has those that the groups refer to, and `parameters` are their parts.
+    """
 
     kind: str
     encoding: Literal["exact"]
@@ -154,13 +201,22 @@ class SavedOptimizer(_Entry):
     groups: list[list[Count]]
     parameters: list[SavedParameter]
     buckets: list[SavedBucket]
+    sharded: list[SavedWhole] = []
+
+    def wholes(self) -> list[SavedWhole]:
+        """The parameters that the groups refer to. Where none is in parts, `split` does not say anything."""
+        return self.sharded or [
+            SavedWhole(name=p.name, shape=p.shape, stride=p.stride, dtype=p.dtype, parts=[slot], split=[])
+            for slot, p in enumerate(self.parameters)
+        ]
 
 
 class Index(_Entry):
     """All of a checkpoint but its bytes. `crc32c` is that of the text behind it, in hexadecimal.
 
     `run` is the training that it belongs to, through all its restarts; `sequence` counts its checkpoints; `step` the
-    optimizer's steps (None if it does not count them); `saved_at` is a UTC time.
+    optimizer's steps (None if it does not count them); `saved_at` is a UTC time. `ranks` is how many processes have
+    saved it together (0: one, that had whole tensors), `own_extra` the `extra` of each rank that is not that of rank 0.
     """
 
     crc32c: str
@@ -176,10 +232,13 @@ class Index(_Entry):
     model: SavedModel
     optimizers: list[SavedOptimizer]
     extra: Any
+    ranks: Count = 0
+    own_extra: dict[str, Any] = {}
 
     def text(self) -> bytes:
         """The content of `index.json`. Not what pydantic writes: its serializer allows values of less depth."""
-        fields = self.model_dump(exclude={"crc32c", "extra"}, exclude_defaults=True)
+        fields = self.model_dump(exclude={"crc32c", "extra", "own_extra"}, exclude_defaults=True)
+        fields |= {"own_extra": self.own_extra} if self.own_extra else {}
         text = json.dumps({**fields, "extra": self.extra}, separators=(",", ":"), allow_nan=False)
         return with_checksum(text.encode())
 
@@ -220,6 +279,12 @@ def with_checksum(index: bytes) -> bytes:
 def crc32c_of(data: bytes | bytearray) -> int:
     """The CRC-32C of some bytes."""
     return checksum(torch.frombuffer(bytearray(data), dtype=torch.uint8)) if data else 0
+
+
+def values_file(name: str) -> str:
+    """The file of small tensors that has the one of this name. Those of rank 1 begin with "r1/"."""
+    rank = _OF_RANK.match(name)
+    return f"values-{rank[1]}.safetensors" if rank else VALUES
 
 
 def read_index(file: IO[bytes]) -> bytes:

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from pydantic import ValidationError
 
-from swapper.checkpoint.index import INDEX, START, VALUES, Index, SavedFile, open_index, read_index, with_checksum
+from swapper.checkpoint.index import INDEX, START, Index, SavedFile, open_index, read_index, values_file, with_checksum
 from swapper.errors import SwapError, SwapIOError
 from swapper.files.tensor_files import StoredTensor, TensorReader, read_header
 from swapper.io.checksums import checksum, join_checksums
@@ -190,6 +190,7 @@ class Checkpoint:
         return self.reader.read(StoredTensor(stored.path, stored.name, dtype, shape, start_bytes, stop_bytes))
 
     def small_tensor(self, name: str) -> torch.Tensor:
-        """A tensor of the file of values."""
-        self.verify(VALUES)
-        return self.reader.read(self.tensor(VALUES, name))
+        """A tensor of the file of values, or of that of a rank."""
+        file = values_file(name)
+        self.verify(file)
+        return self.reader.read(self.tensor(file, name))

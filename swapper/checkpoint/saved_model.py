@@ -4,48 +4,64 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from swapper.checkpoint.index import INDEX, SavedModel, SavedTensor, crc32c_of, dtype_name
 from swapper.checkpoint.reader import Checkpoint
+from swapper.checkpoint.streams import model_box, model_stream
 from swapper.checkpoint.values import decode
 from swapper.checkpoint.writer import NewCheckpoint, RecordFile
 from swapper.errors import SwapError
 from swapper.files.tensor_files import FromFile, StoredTensor
 from swapper.io.checksums import checksum, join_checksums
 from swapper.parameter.cache import Held
+from swapper.parameter.candidates import modules_with_tensors
+from swapper.parameter.records import ParameterLocation
 from swapper.parameter.swapper import ParameterSwapper
+from swapper.progress import warn_once
+from swapper.storage.agreement import rank_count, rank_of_process
 from swapper.storage.store import RecordKey
-from swapper.tensors.evicted import EvictedParameter
+from swapper.tensors.evicted import EvictedParameter, EvictedTensor
 from swapper.tensors.evicted_gradients import GradientEvictedParameter
-from swapper.tensors.evicted_views import EvictedView
+from swapper.tensors.evicted_views import EvictedView, Source
 from swapper.tensors.homes import gathered
+from swapper.tensors.inner import has_own_class, inner_tensors, is_wrapper, made_of
+from swapper.tensors.sharded import Box, box_of, is_sharded, local_of, sharded_like
 from swapper.tensors.unfilled import refuse_unfilled
 
 __all__ = [
+    "check_can_be_saved",
     "check_model",
     "differences",
+    "encoded_value",
+    "flat_state_dict",
     "model_values",
     "plain_model",
     "ready_to_load_model",
+    "record_file",
     "save_model",
     "save_state_dict",
+    "save_tensors",
     "stored_state_dict",
+    "write_memory",
 ]
 
+log = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
 WEIGHTS_INDEX = "model.safetensors.index.json"
-_MEMORY = "model-memory.safetensors"
 _PIECE_BYTES = 16 << 20
 """Longer tensors are loaded in pieces."""
 
 _KINDS = (
     *(torch.Tensor, torch.nn.Parameter, torch.nn.Buffer),
-    *(EvictedParameter, EvictedView, GradientEvictedParameter),
+    *(EvictedParameter, EvictedTensor, EvictedView, GradientEvictedParameter),
 )
 """Classes whose values are all there is to them."""
 
@@ -66,52 +82,115 @@ def plain_model(model: torch.nn.Module) -> torch.nn.Module:
 
 def save_model(model: torch.nn.Module, new: NewCheckpoint) -> SavedModel:
     """Put the state dict of `model` into `new`: records by a second name, else written."""
-    return _save(_state_dict(model), new, model)
+    return save_tensors(flat_state_dict(model), new, model)
+
+
+def encoded_value(value: object, name: str, new: NewCheckpoint) -> Any:
+    """What the index has for a value of the state dict that is no tensor.
+
+    Raises:
+        SwapError: it cannot be saved.
+    """
+    return new.encode(value, f"the state dict's {name!r}", f"model.{name}.")
 
 
 def save_state_dict(state: Mapping[str, Any], new: NewCheckpoint) -> SavedModel:
     """Put a state dict whose tensors are in memory into `new`. One object is one tensor."""
-    return _save(state, new, None)
+    return save_tensors(state, new, None)
 
 
-def _save(state: Mapping[str, Any], new: NewCheckpoint, model: torch.nn.Module | None) -> SavedModel:
+def save_tensors(
+    state: Mapping[str, Any],
+    new: NewCheckpoint,
+    model: torch.nn.Module | None,
+    parts: Mapping[str, torch.Tensor] | None = None,
+) -> SavedModel:
+    """Put tensors and other values of a state dict into `new`.
+
+    Args:
+        state: of a model, by name.
+        model: links its records; None if all of it is in memory.
+        parts: of other tensors, by their names in the files. None if there are no others.
+
+    Raises:
+        SwapError: something cannot be saved.
+        SwapIOError: the drive failed or is full.
+    """
     saved = SavedModel(tensors={}, tied={}, values={})
     memory: dict[str, torch.Tensor] = {}
     first_names: dict[int, str] = {}
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
-            saved.values[name] = new.encode(value, f"the state dict's {name!r}", f"model.{name}.")
+            saved.values[name] = encoded_value(value, name, new)
         elif (first := first_names.setdefault(id(value), name)) != name:
             saved.tied[name] = first
         else:
-            _check_can_be_saved(name, value)
+            check_can_be_saved(name, value)
             memory[name] = value
     files: dict[RecordKey, RecordFile] = {}
     for held in _linkable(model, memory):
-        files[held.key] = _record_file(held, saved.tensors)
+        files[held.key] = record_file(held, new, saved.tensors)
     if files:
         new.add_records(vars(model)["swapper"].store, files)
     for name in saved.tensors:
         del memory[name]
-    if memory:
-        for name, crc in new.write_tensors(_MEMORY, memory).items():
-            saved.tensors[name] = _described(_MEMORY, memory[name], crc)
+    if parts is not None:
+        write_memory({**memory, **parts}, new, saved)  # Tools of others cannot put them together.
+        return saved
+    write_memory(memory, new, saved)
     _write_for_others(model, new, saved.tensors)
     return saved
 
 
-def _state_dict(model: torch.nn.Module) -> dict[str, Any]:
-    """The state dict, with the parameters themselves unless the model's own `state_dict` has no such argument."""
+def write_memory(memory: Mapping[str, torch.Tensor], new: NewCheckpoint, saved: SavedModel) -> None:
+    """Write tensors that are in no records, and describe them in `saved`. Evicted ones come one by one."""
+    if memory:
+        file = new.name_of("model", "memory")
+        for name, crc in new.write_tensors(file, memory).items():
+            saved.tensors[name] = _described(file, memory[name], crc)
+
+
+def flat_state_dict(model: torch.nn.Module) -> dict[str, Any]:
+    """The state dict, with the parameters themselves unless the model's own `state_dict` has no such argument.
+
+    Of a tensor that is made of others it has those, and a text that says how.
+    """
     try:
         inspect.signature(model.state_dict).bind(keep_vars=True)
     except TypeError:
-        return model.state_dict()
-    return model.state_dict(keep_vars=True)
+        state = model.state_dict()
+    else:
+        state = model.state_dict(keep_vars=True)
+    flat: dict[str, Any] = {}
+    for name, value in state.items():
+        if not isinstance(value, torch.Tensor) or not (text := made_of(value)):
+            flat.setdefault(name, value)
+            continue
+        flat[name if is_wrapper(value) else f"{name}.quant_state"] = text
+        flat.update((inner.name, inner.tensor) for inner in inner_tensors(name, value))
+    return flat
 
 
-def _check_can_be_saved(name: str, value: torch.Tensor) -> None:
+def _inside(model: torch.nn.Module) -> set[int]:
+    """The `id` of the tensors inside parameters and buffers of `model`, and beside those of bitsandbytes."""
+    found: set[int] = set()
+    for prefix, module in modules_with_tensors(model):
+        for name, whole in (*module._parameters.items(), *module._buffers.items()):
+            if whole is not None:
+                inner = inner_tensors(prefix + name, whole, module)
+                found.update(id(each.tensor) for each in inner if each.tensor is not whole)
+    return found
+
+
+def check_can_be_saved(name: str, value: torch.Tensor) -> None:
+    """Refuse a tensor that is more than its values, or has none.
+
+    Raises:
+        SwapError: it is one; named, with what to do.
+    """
     refuse_unfilled(value)
-    if type(value) not in _KINDS or (type(value) is torch.nn.Parameter and type(value.data) is not torch.Tensor):
+    known = type(value) in _KINDS or has_own_class(value)
+    if not known or (type(value) is torch.nn.Parameter and type(value.data) is not torch.Tensor):
         raise SwapError(
             f"{name} is a {type(value).__name__}, of which more than values would have to be saved; save it with "
             "torch.distributed.checkpoint and swapper.dcp instead"
@@ -133,20 +212,25 @@ def _linkable(model: torch.nn.Module | None, state: Mapping[str, torch.Tensor]) 
     swapper = None if model is None else vars(model).get("swapper")
     if isinstance(swapper, ParameterSwapper):
         for held in swapper.settled_records():
-            if all(state.get(location.name) is location.parameter for location in held.plan.locations):
+            if all(_is_linkable(location, state) for location in held.plan.locations):
                 yield held
 
 
-def _record_file(held: Held, tensors: dict[str, SavedTensor]) -> RecordFile:
-    """The file of a record; its tensors are put into `tensors`."""
-    name = f"model-{held.number:05d}.safetensors"
+def _is_linkable(location: ParameterLocation, state: Mapping[str, torch.Tensor]) -> bool:
+    """True if the state dict has the tensor, of the shape that it had when its record was laid out."""
+    return state.get(location.name) is location.parameter and location.laid_out in (None, location.shape)
+
+
+def record_file(held: Held, new: NewCheckpoint, tensors: dict[str, SavedTensor]) -> RecordFile:
+    """The file of a record; its tensors are put into `tensors`, by their names in it."""
+    name = new.name_of("model", f"{held.number:05d}")
     layout = held.plan.layout
     header = layout.header(0)
     parts = [(crc32c_of(header), len(header))]
-    for location, crc in zip(held.plan.locations, held.checksums, strict=True):
+    for entry, location, crc in zip(layout.entries, held.plan.locations, held.checksums, strict=True):
         if not location.parameter.is_contiguous():  # The file has its elements in another order than memory.
             crc = checksum(location.parameter.detach().contiguous().cpu())
-        tensors[location.name] = _described(name, location.parameter, crc)
+        tensors[entry.name] = _described(name, location.parameter, crc)
         parts.append((crc, location.length_bytes))
     return RecordFile(name, layout.exact_bytes(), join_checksums(parts))
 
@@ -168,26 +252,33 @@ def _write_for_others(model: torch.nn.Module | None, new: NewCheckpoint, tensors
 def differences(model: torch.nn.Module, checkpoint: Checkpoint) -> list[str]:
     """Each tensor in which the state dict of `model` is not what the checkpoint has, in words."""
     saved = checkpoint.index.model
-    state = _state_dict(model)
-    names = [*saved.tensors, *saved.tied, *saved.values]
+    wholes = saved.wholes()
+    state = flat_state_dict(model)
+    names = [*wholes, *saved.tied, *saved.values]
     known = set(names)
     found = [f"the checkpoint lacks {name}" for name in state if name not in known]
     found += [f"the model does not have {name}" for name in names if name not in state]
-    registered = _registered(model)
+    registered = _registered(model) | _inside(model)
     source_of: dict[int, str] = {}
+    own = _own_tensors(checkpoint)
+    texts = model_values(checkpoint, own=True) if any(isinstance(value, str) for value in state.values()) else {}
     for name, value in state.items():
+        if isinstance(value, str) and name in known and texts.get(name) != value:
+            found.append(f"{name} is {value} in the model and {texts.get(name, 'a tensor')} in the checkpoint")
         if name not in known or id(value) not in registered:
             continue
         source = saved.tied.get(name, name)
-        if source not in saved.tensors:
+        if source not in wholes:
             found.append(f"{name} is a tensor in the model and none in the checkpoint")
             continue
         if (first := source_of.setdefault(id(value), source)) != source:
             found.append(f"{first} and {source} are one tensor in the model and two in the checkpoint")
-        there = saved.tensors[source]
+        dtype, shape = wholes[source]
+        if (piece := own.get(source, source)) != source:
+            dtype, shape = saved.tensors[piece].dtype, saved.tensors[piece].shape
         for what, here, was in (
-            ("shape", list(value.shape), there.shape),
-            ("dtype", dtype_name(value.dtype), there.dtype),
+            ("shape", list(value.shape), shape),
+            ("dtype", dtype_name(value.dtype), dtype),
         ):
             if here != was:
                 found.append(f"{name} has {what} {here} in the model and {was} in the checkpoint")
@@ -199,12 +290,19 @@ def _registered(model: torch.nn.Module) -> set[int]:
     return {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
 
 
-def model_values(checkpoint: Checkpoint) -> dict[str, Any]:
-    """The values of the model's state dict that are no tensors, decoded."""
-    return {
-        name: decode(value, f"the state dict's {name!r}", checkpoint.small_tensor)
-        for name, value in checkpoint.index.model.values.items()
-    }
+def model_values(checkpoint: Checkpoint, *, own: bool = False) -> dict[str, Any]:
+    """The values of the model's state dict that are no tensors, decoded.
+
+    Args:
+        own: those of this rank, where it had others than rank 0.
+    """
+    saved = checkpoint.index.model
+    values = saved.values | _of_this_rank(checkpoint, saved.own_values) if own else saved.values
+    return {name: _decoded(value, name, checkpoint) for name, value in values.items()}
+
+
+def _decoded(value: Any, name: str, checkpoint: Checkpoint) -> Any:
+    return decode(value, f"the state dict's {name!r}", checkpoint.small_tensor)
 
 
 def stored_state_dict(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -214,8 +312,12 @@ def stored_state_dict(checkpoint: Checkpoint) -> dict[str, Any]:
     """
     saved = checkpoint.index.model
     views: dict[str, Any] = {
-        name: EvictedView(_Checked(checkpoint, checkpoint.model_tensor(name), tensor))
-        for name, tensor in saved.tensors.items()
+        name: EvictedView(
+            _Joined(checkpoint, name)
+            if name in saved.sharded
+            else _Checked(checkpoint, checkpoint.model_tensor(name), saved.tensors[name])
+        )
+        for name in saved.wholes()
     }
     return views | {name: views[first] for name, first in saved.tied.items()}
 
@@ -225,8 +327,13 @@ def check_model(checkpoint: Checkpoint) -> None:
     saved = checkpoint.index.model
     for name in saved.tensors:
         checkpoint.model_tensor(name)
+    for name in saved.sharded:
+        model_stream(checkpoint, name)
     model_values(checkpoint)
-    if lost := [name for name, source in saved.tied.items() if source not in saved.tensors]:
+    for name, values in saved.own_values.items():
+        for value in values.values():
+            _decoded(value, name, checkpoint)
+    if lost := [name for name, source in saved.tied.items() if source not in saved.wholes()]:
         raise SwapError(f"{checkpoint.directory / INDEX} is damaged: {lost[0]!r} is one tensor with none that is there")
 
 
@@ -240,39 +347,123 @@ def ready_to_load_model(model: torch.nn.Module, checkpoint: Checkpoint) -> Calla
     Raises:
         SwapError, SwapIOError: files are not what the index says.
     """
-    stored = {name: checkpoint.model_tensor(name) for name in checkpoint.index.model.tensors}
-    return partial(_load, model, checkpoint, stored, model_values(checkpoint))
+    check_model(checkpoint)
+    return partial(_load, model, checkpoint, model_values(checkpoint, own=True))
 
 
-def _load(
-    model: torch.nn.Module, checkpoint: Checkpoint, stored: Mapping[str, StoredTensor], others: Mapping[str, Any]
-) -> None:
+def _load(model: torch.nn.Module, checkpoint: Checkpoint, others: Mapping[str, Any]) -> None:
     saved = checkpoint.index.model
-    registered = _registered(model)
+    own = _own_tensors(checkpoint)
+    registered, inside = _registered(model), _inside(model)
+    filled: set[int] = set()  # By `id`: what is one tensor in the checkpoint may be two here, and the other way round.
     state: dict[str, Any] = {}
-    for name, value in _state_dict(model).items():
-        if name in others:
-            state[name] = others[name]
+    for name, value in flat_state_dict(model).items():
+        if name in others and name not in own:
+            if not isinstance(value, str):  # Else a tensor that is made of those that follow.
+                state[name] = others[name]
             continue
         source = saved.tied.get(name, name)
-        there = stored[source]
-        values = _Checked(checkpoint, there, saved.tensors[source])
-        if id(value) not in registered:
+        in_place = id(value) in registered or id(value) in inside
+        if source in saved.sharded or is_sharded(value):
+            if not in_place:
+                state[name] = _local_values(value, checkpoint, source)
+                continue
+            if id(value) not in filled:
+                _fill_box(value, checkpoint, source)
+                filled.add(id(value))
+            state[name] = value  # See below.
+            continue
+        piece = own.get(source, source)
+        there = checkpoint.model_tensor(piece)
+        values = _Checked(checkpoint, there, saved.tensors[piece])
+        if id(value) in inside:  # The modules do not know it by this name.
+            if id(value) not in filled:
+                _fill(value, there, saved.tensors[piece], checkpoint)
+                filled.add(id(value))
+        elif id(value) not in registered:
             state[name] = values.real()  # Whoever is given it may keep it.
         elif there.stop_bytes - there.start_bytes > _PIECE_BYTES and value.dim():
-            if source == name:
-                _fill(value, there, saved.tensors[source], checkpoint)
+            if id(value) not in filled:
+                _fill(value, there, saved.tensors[piece], checkpoint)
+                filled.add(id(value))
             state[name] = value  # Given to itself, so that hooks of modules run, and nothing else happens.
         else:
             state[name] = EvictedView(values)
     reader = checkpoint.reader
     reader.failure = None
     try:
-        model.load_state_dict(state)
+        model.load_state_dict(state, strict=not inside)
     except RuntimeError as error:
         if reader.failure is not None:
             raise reader.failure from None
         raise SwapError(f"{checkpoint.directory} could not be loaded: {error}") from error
+
+
+def _own_tensors(checkpoint: Checkpoint) -> dict[str, str]:
+    """The names in the files of those tensors of which this rank had others than rank 0."""
+    return _of_this_rank(checkpoint, checkpoint.index.model.own)
+
+
+def _of_this_rank(checkpoint: Checkpoint, own: Mapping[str, Mapping[str, _T]]) -> dict[str, _T]:
+    """What this rank had otherwise than rank 0, if there are as many ranks."""
+    if not own:
+        return {}
+    if rank_count() == checkpoint.index.ranks:
+        rank = str(rank_of_process())
+        return {name: each[rank] for name, each in own.items() if rank in each}
+    warn_once(
+        log,
+        f"{checkpoint.directory} was saved by {checkpoint.index.ranks} ranks, and {next(iter(own))} was not the same "
+        f"on them (so were {len(own)} in all): it is taken from rank 0 on each of {rank_count()} ranks",
+    )
+    return {}
+
+
+def _local_values(value: Any, checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """The part of a tensor of the model that `value` is of it, in memory of its own; a DTensor if that is one."""
+    local = torch.empty_like(local_of(value), requires_grad=False)
+    found = sharded_like(local, value) if is_sharded(value) else local
+    _fill_box(found, checkpoint, name)
+    return found
+
+
+@torch.no_grad()
+def _fill_box(value: torch.Tensor, checkpoint: Checkpoint, name: str) -> None:
+    """Read the part of a tensor of the model that this rank has of it, some rows at a time."""
+    box = box_of(value)
+    saved = checkpoint.index.model
+    stream = model_stream(checkpoint, name)
+    parts = saved.sharded[name].parts if name in saved.sharded else {name: [0] * len(stream.shape)}
+    for piece, offsets in parts.items():
+        if box == Box(tuple(offsets), tuple(saved.tensors[piece].shape)):  # It passes as it was saved.
+            _fill(local_of(value), checkpoint.model_tensor(piece), saved.tensors[piece], checkpoint)
+            return
+    read = model_box(checkpoint, name, box)
+    with gathered([value]):
+        target = local_of(value).detach()
+        row_numel = max(1, math.prod(box.sizes[1:]))
+        rows = max(1, _PIECE_BYTES // (row_numel * target.element_size()))
+        for row in range(0, box.sizes[0] if box.sizes else 1, rows):
+            part = target[row : row + rows] if box.sizes else target
+            part.copy_(read(row * row_numel, row * row_numel + part.numel()).view(part.shape))
+
+
+class _Joined(Source):
+    """The values of a tensor that is in parts, which are compared with the checksums of their files."""
+
+    def __init__(self, checkpoint: Checkpoint, name: str) -> None:
+        self._stream = model_stream(checkpoint, name)
+        self.shape, self.dtype = torch.Size(self._stream.shape), self._stream.dtype
+        self.stride = self._stream.stride
+        self._checkpoint = checkpoint
+
+    def real(self) -> torch.Tensor:
+        """Read it, anew each time."""
+        try:
+            return self._stream.read(0, self._stream.numel).view(self.shape)
+        except SwapError as error:
+            self._checkpoint.reader.failure = self._checkpoint.reader.failure or error
+            raise
 
 
 class _Checked(FromFile):
@@ -302,10 +493,15 @@ class _Checked(FromFile):
 @torch.no_grad()
 def _fill(value: torch.Tensor, stored: StoredTensor, saved: SavedTensor, checkpoint: Checkpoint) -> None:
     """Read a long tensor into its memory, some rows at a time."""
-    row_numel = stored.shape.numel() // stored.shape[0]
+    if not stored.shape:
+        data = checkpoint.elements(stored, 0, 1)
+        checkpoint.check(saved.file, checksum(data), saved.crc32c, stored.name)
+        value.detach().copy_(data.view(()))
+        return
+    row_numel = max(1, stored.shape.numel() // max(1, stored.shape[0]))
     rows = max(1, _PIECE_BYTES // (row_numel * stored.dtype.itemsize))
     parts = []
-    with gathered([value]) if isinstance(value, torch.nn.Parameter) else torch.no_grad():
+    with gathered([value]):
         target = value.detach()
         for row in range(0, stored.shape[0], rows):
             part = target[row : row + rows]

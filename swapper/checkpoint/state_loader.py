@@ -18,9 +18,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint.index import SavedHole, SavedOptimizer, SavedParameter, SavedSegment
+from swapper.checkpoint.boxed_state import BoxedState
+from swapper.checkpoint.index import SavedHole, SavedOptimizer, SavedParameter, SavedSegment, SavedWhole
 from swapper.checkpoint.reader import Checkpoint
-from swapper.checkpoint.state_reader import StateReader, check_groups
+from swapper.checkpoint.state_reader import check_groups
 from swapper.checkpoint.state_writer import described_parameter, kind_of, memory_stride, names_of_parameters, swapper_of
 from swapper.checkpoint.streams import TensorStream
 from swapper.errors import ConfigError, SwapError
@@ -29,6 +30,7 @@ from swapper.optimizer.plan import parameters_of
 from swapper.optimizer.segments import MASTER, Bucket, Segment
 from swapper.optimizer.state_dicts import StateRecords, as_plain_state
 from swapper.storage.buffers import Lease
+from swapper.tensors.sharded import Sharding, box_of, is_sharded, local_of, sharded_like
 from swapper.tensors.strides import contiguous_stride, is_dense, same_order
 
 __all__ = ["loading", "optimizer_differences", "ready_to_load_state"]
@@ -89,21 +91,23 @@ def ready_to_load_state(optimizer: Optimizer, checkpoint: Checkpoint, number: in
     """
     loader = _StateLoader(optimizer, checkpoint, number)
     swapper = swapper_of(optimizer)
-    if loader.reader.with_master and (swapper is None or not swapper.has_masters):
+    if swapper is not None:
+        swapper.check_open()
+    if loader.state.with_master and (swapper is None or not swapper.has_masters):
         raise ConfigError(
             "offload_optimizer.master_weights: the checkpoint has master weights, but they are off here; set it to true"
         )
-    return functools.partial(loader.load, loader.reader.groups(range(len(loader.reader.saved.parameters))))
+    return functools.partial(loader.load, loader.state.groups(range(len(loader.state.wholes))))
 
 
 def _bits_now(
     parameters: Sequence[torch.nn.Parameter],
-    saved: Sequence[SavedParameter],
+    strides: Sequence[list[int]],
     slot: int,
     ranges: Sequence[tuple[int, int]],
 ) -> Iterator[torch.Tensor]:
     """The values that a parameter has now. See `Bits`."""
-    values, stride = parameters[slot].detach().cpu(), saved[slot].stride
+    values, stride = local_of(parameters[slot]).detach().cpu(), strides[slot]
     if not same_order(values.shape, stride, memory_stride(values)) or not is_dense(values):
         values = torch.empty_strided(values.shape, tuple(stride), dtype=values.dtype, device="cpu").copy_(values)
     flat = values.as_strided((values.numel(),), (1,))
@@ -115,16 +119,21 @@ class _StateLoader:
 
     def __init__(self, optimizer: Optimizer, checkpoint: Checkpoint, number: int) -> None:
         self._parameters = list(parameters_of(optimizer))
+        boxes = [box_of(p) for p in self._parameters]
+        strides: list[list[int]] = [[] for _ in boxes]
         # Not a method of this: the reader would be a cycle with it, which keeps optimizer and parameters.
-        bits = functools.partial(_bits_now, self._parameters, checkpoint.index.optimizers[number].parameters)
-        self.reader = StateReader(checkpoint, number, bits)
+        bits = functools.partial(_bits_now, self._parameters, strides)
+        self.state = BoxedState(checkpoint, number, boxes, bits)
+        self._saved = self.state.saved.parameters
+        for slot in range(len(boxes)):
+            if (part := self.state.part_of(slot)) is not None:
+                strides[slot] = self._saved[part].stride
         self._optimizer = optimizer
         self._checkpoint = checkpoint
-        self._saved = self.reader.saved.parameters
         self._slot_of = {id(p): slot for slot, p in enumerate(self._parameters)}
         self._bucket_at = {
             (first.parameter, first.start): bucket
-            for bucket in self.reader.saved.buckets
+            for bucket in self.state.saved.buckets
             if bucket.segments and isinstance(first := bucket.segments[0], SavedSegment)
         }
 
@@ -132,7 +141,7 @@ class _StateLoader:
         """Replace the options of groups, and all state."""
         optimizer, swapper = self._optimizer, swapper_of(self._optimizer)
         optimizer.load_state_dict({"state": {}, "param_groups": groups})
-        with_state = [(slot, p) for slot, p in enumerate(self._parameters) if self.reader.has_state(slot)]
+        with_state = [(slot, p) for slot, p in enumerate(self._parameters) if self.state.has_state(slot)]
         if swapper is not None:
             swapper.restore([p for _, p in with_state], self._fill)
             return
@@ -140,24 +149,32 @@ class _StateLoader:
 
     def _plain_state(self, slot: int, p: torch.nn.Parameter) -> dict[str, Any]:
         state: dict[str, Any] = {}
-        for key, given in self.reader.state(slot).items():
+        local, split = local_of(p), self.state.split(slot) if is_sharded(p) else ()
+        for key, given in self.state.state(slot).items():
             value = _whole(given) if isinstance(given, TensorStream) else given
             if not isinstance(value, torch.Tensor):
                 state[key] = copy.deepcopy(value)
                 continue
-            if value.shape == p.shape and is_dense(p) and value.stride() != p.stride():
+            if value.shape == local.shape and is_dense(local) and value.stride() != local.stride():
                 # Fused kernels walk through memory: they take it that state lies as its parameter does.
-                value = torch.empty_strided(p.shape, p.stride(), dtype=value.dtype, device="cpu").copy_(value)
+                value = torch.empty_strided(local.shape, local.stride(), dtype=value.dtype, device="cpu").copy_(value)
             plain = as_plain_state(key, value, p, False)
-            state[key] = plain.clone() if plain is given else plain
+            plain = plain.clone() if plain is given else plain
+            state[key] = sharded_like(plain, p) if key in split else plain
         return state
 
     def _fill(self, records: StateRecords, optimizer: Optimizer) -> None:
         known = ((records.plan.of(p), slot) for slot, p in enumerate(self._parameters))
-        wanted = {of for of, slot in known if of is not None and self.reader.has_state(slot)}
+        wanted = {of for of, slot in known if of is not None and self.state.has_state(slot)}
         records.replace(optimizer, wanted, self._entries, True, self._take_whole)
-        for slot, edited in self.reader.edited.items():
-            segments = records.plan.segments_of(self._parameters[slot])
+        for of in wanted:
+            if of.collective:
+                split = self.state.split(self._slot_of[id(of.parameter)]) - {MASTER}
+                of.shardings = dict.fromkeys(split, Sharding.of(of.parameter))
+        for slot, p in enumerate(self._parameters):
+            part = self.state.part_of(slot)
+            edited = part is not None and self.state.parts.edited.get(part, False)
+            segments = records.plan.segments_of(p) if edited else ()
             if edited and len(segments) > 1 and segments[0].checksum is not None:
                 # Others of its segments may have been taken as they are, with masters that go with other bits: the
                 # next step is to make all of them anew. See [Note: edited parameters].
@@ -168,8 +185,8 @@ class _StateLoader:
 
         Slices are 1-D and in the order of the parameter's memory, also that of the master.
         """
-        p = segment.parameter
-        state = self.reader.state(self._slot_of[id(p)])
+        p = segment.local
+        state = self.state.state(self._slot_of[id(segment.parameter)])
         for key, value in state.items():
             if isinstance(value, TensorStream):
                 cut = not segment.whole and value.shape == p.shape
@@ -179,14 +196,17 @@ class _StateLoader:
                     state[key] = _whole(value)
         return state
 
-    def _slot(self, segment: Segment) -> int:
-        return self._slot_of.get(id(segment.parameter), -1) if not segment.is_hole else -1
+    def _part(self, segment: Segment) -> int:
+        """The slot in the checkpoint of the part that is what this rank has of the parameter; -1 if there is none."""
+        slot = self._slot_of.get(id(segment.parameter), -1) if not segment.is_hole else -1
+        part = self.state.part_of(slot) if slot >= 0 else None
+        return -1 if part is None else part
 
     # --- Records that pass whole -------------------------------------------------------------------------------------
 
     def _take_whole(self, bucket: Bucket, lease: Lease) -> int:
         """Read a record as it is, if `bucket` is cut as in the checkpoint. Returns its length; 0 if it is not."""
-        saved = self._bucket_at.get((self._slot(bucket.segments[0]), bucket.segments[0].start))
+        saved = self._bucket_at.get((self._part(bucket.segments[0]), bucket.segments[0].start))
         if saved is None or saved.file is None or len(bucket.segments) != len(saved.segments):
             return 0
         if not all(map(self._is_same, bucket.segments, saved.segments)):
@@ -212,13 +232,13 @@ class _StateLoader:
         """True if all that a record has of `segment` lies as `saved` says."""
         if isinstance(saved, SavedHole):  # It would come along.
             return False
-        slot = self._slot(segment)
+        slot = self._part(segment)
         cut = (slot, segment.start, segment.stop, segment.whole)
         if cut != (saved.parameter, saved.start, saved.stop, saved.whole):
             return False
-        if segment.master != saved.master and self.reader.has_state(slot):
+        if slot < 0 or (segment.master != saved.master and self.state.parts.has_state(slot)):
             return False
-        p = segment.parameter
+        p = segment.local
         if not same_order(p.shape, self._saved[slot].stride, memory_stride(p)):
             return False
         if not segment.locations.keys() >= {*saved.present}:
@@ -232,9 +252,9 @@ class _StateLoader:
     def _describe(self, segment: Segment, saved: SavedSegment) -> None:
         """Let `segment` know what is kept in memory of a record that it has now."""
         slot = saved.parameter
-        if not self.reader.has_state(slot):
+        if not self.state.parts.has_state(slot):
             return
-        small = self.reader.small_of_segment(saved)
+        small = self.state.parts.small_of_segment(saved)
         segment.kept_master = small.pop(MASTER, None)
         segment.keys = list(self._saved[slot].keys)
         segment.present = set(saved.present)
@@ -275,7 +295,8 @@ def _differences(optimizer: Optimizer, saved: SavedOptimizer, names: Mapping[int
         [described_parameter(names.get(id(p), ""), p.shape, p.stride(), p.dtype) for p in group["params"]]
         for group in optimizer.param_groups
     ]
-    were = [[saved.parameters[slot] for slot in slots] for slots in saved.groups]
+    wholes = saved.wholes()
+    were = [[wholes[slot] for slot in slots] for slots in saved.groups]
     if len(groups) != len(were):
         return [*found, f"{which} has {len(groups)} parameter groups, and {len(were)} in the checkpoint"]
     group_was = {each.name: g for g, group in enumerate(were) for each in group if each.name}
@@ -295,14 +316,14 @@ def _differences(optimizer: Optimizer, saved: SavedOptimizer, names: Mapping[int
     return found
 
 
-def _agree(one: SavedParameter, other: SavedParameter) -> bool:
+def _agree(one: SavedParameter, other: SavedWhole) -> bool:
     """True if nothing that the checkpoint knows contradicts `one`."""
     if other.dtype:
         return (one.name, one.shape, one.dtype) == (other.name, other.shape, other.dtype)
     return other.name in ("", one.name) and other.shape in (None, one.shape)
 
 
-def _words(p: SavedParameter) -> str:
+def _words(p: SavedParameter | SavedWhole) -> str:
     if not p.dtype:
         return f"{p.name or 'one without a name'} ({'of unknown shape' if p.shape is None else p.shape})"
     return f"{p.name or 'one that the model does not have'} ({p.dtype}, {p.shape or []})"

@@ -29,9 +29,9 @@ __all__ = ["Bits", "StateReader", "check_groups"]
 MASTERS_NUMEL = 1 << 20
 """Masters are decoded so many at a time."""
 
-Bits = Callable[[int, Sequence[tuple[int, int]]], Iterator[torch.Tensor]]
+Bits = Callable[[int, Sequence[tuple[int, int]]], "Iterator[torch.Tensor] | None"]
 """Yields the values of the parameter in a slot, from element `start` to `stop`, for each of some ranges: 1-D, on the
-CPU, elements counted in the order of memory that the checkpoint says."""
+CPU, elements counted in the order of memory that the checkpoint says. None are those that the checkpoint has."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,7 +54,7 @@ class _SavedSlice:
 
 def check_groups(checkpoint: Checkpoint, saved: SavedOptimizer, which: str) -> None:
     """Refuse groups that are not all parameters in order."""
-    if list(itertools.chain(*saved.groups)) != list(range(len(saved.parameters))):
+    if list(itertools.chain(*saved.groups)) != list(range(len(saved.wholes()))):
         raise SwapError(f"{checkpoint.directory / INDEX} is damaged: the groups of {which} are not its parameters")
 
 
@@ -353,8 +353,8 @@ class StateReader:
 
     def _bits(self, slot: int, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor]:
         """The values of a parameter: those that were given, or those of the checkpoint. See `Bits`."""
-        if self._given_bits is not None:
-            return self._given_bits(slot, ranges)
+        if self._given_bits is not None and (given := self._given_bits(slot, ranges)) is not None:
+            return given
         if self._reader_of_bits is None or self._reader_of_bits[0] != slot:
             self._reader_of_bits = slot, self._parameter_reader(slot)
         read = self._reader_of_bits[1]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,24 +18,30 @@ from swapper.checkpoint.index import (
     SavedSegment,
     dtype_name,
 )
-from swapper.checkpoint.writer import NewCheckpoint, RecordFile
+from swapper.checkpoint.writer import NewCheckpoint, RecordFile, pieces_of
+from swapper.errors import SwapError
 from swapper.io.checksums import checksum, join_checksums
 from swapper.optimizer.plan import parameters_of
-from swapper.optimizer.segments import MASTER, Bucket, Segment
+from swapper.optimizer.probe import StateSpec
+from swapper.optimizer.segments import MASTER, Bucket, OptimizerParameter, Segment
 from swapper.optimizer.state_dicts import StateRecords
 from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.sizes import SMALL_BYTES
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import PLAIN_DTYPES
+from swapper.tensors.sharded import Box, Sharding, box_of, is_sharded, local_of
 from swapper.tensors.strides import contiguous_stride, is_dense
 
 __all__ = [
     "StateWriter",
     "described_parameter",
+    "digest_of_options",
     "kind_of",
     "memory_stride",
     "names_of_parameters",
     "save_state",
+    "state_units",
+    "sums_of_plain",
     "swapper_of",
 ]
 
@@ -58,26 +65,124 @@ def names_of_parameters(model: torch.nn.Module) -> dict[int, str]:
 
 
 def save_state(
-    optimizer: Optimizer, number: int, names: Mapping[int, str], new: NewCheckpoint
-) -> tuple[SavedOptimizer, int | None]:
+    optimizer: Optimizer,
+    number: int,
+    names: Mapping[int, str],
+    new: NewCheckpoint,
+    writes: Callable[[str], bool] = lambda _: True,
+) -> StateWriter:
     """Put the state of `optimizer` into `new`: records by a second name where they have files, else written.
 
     Args:
         number: of the optimizer in the checkpoint.
         names: of the model's parameters, by `id`.
-
-    Returns:
-        What the index says of it; and how many steps were made, if the state counts them.
+        writes: True of those of `state_units` that are written here.
     """
     parameters = list(parameters_of(optimizer))
-    described = [described_parameter(names.get(id(p), ""), p.shape, memory_stride(p), p.dtype) for p in parameters]
-    writer = StateWriter(new, number, kind_of(optimizer), optimizer.param_groups, described)
+    described = [
+        described_parameter(names.get(id(p), ""), local_of(p).shape, memory_stride(local_of(p)), p.dtype)
+        for p in parameters
+    ]
+    writer = StateWriter(new, number, kind_of(optimizer), optimizer.param_groups, described, writes)
     swapper = swapper_of(optimizer)
     if swapper is None:
-        writer.save_memory([optimizer.state.get(p) or {} for p in parameters])
+        states = [_local_state(optimizer, p, names.get(id(p), "")) for p in parameters]
+        writer.split = [_split_keys(optimizer.state.get(p) or {}, p) for p in parameters]
+        writer.save_memory(states, boxes=[box_of(p) for p in parameters])
     else:
         writer.save_records(swapper.flushed_records("save_checkpoint"), parameters)
-    return writer.saved, writer.step
+    return writer
+
+
+def state_units(optimizer: Optimizer, number: int) -> list[tuple[str, int]]:
+    """What `save_state` writes in one piece or not at all: what it is, in words that are the same on each rank that has
+    the same; and its length in bytes."""
+    parameters = list(parameters_of(optimizer))
+    swapper = swapper_of(optimizer)
+    boxes = [box_of(p) for p in parameters]
+    small = [(_unit_of_small(number, slot, box), 0) for slot, box in enumerate(boxes)]
+    if swapper is None:
+        return [*small, *((_unit(number, [(slot, box)]), box.numel) for slot, box in enumerate(boxes))]
+    records = swapper.flushed_records("save_checkpoint")
+    slot_of = _slots(records, parameters)
+    return [
+        *small,
+        *((_unit_of_bucket(number, bucket, slot_of), bucket.length_bytes) for bucket in records.plan.buckets),
+    ]
+
+
+def digest_of_options(optimizer: Optimizer, number: int, new: NewCheckpoint) -> bytes:
+    """Of its class, the options of its groups, and how many parameters each has."""
+    prefix = f"optimizer-{number}.options."
+    options = [{key: value for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+    counts = [len(group["params"]) for group in optimizer.param_groups]
+    encoded = new.encode([kind_of(optimizer), counts, options], f"optimizer {number}, options", prefix)
+    try:
+        return new.summed(encoded, prefix)
+    finally:
+        new.drop_values(prefix)
+
+
+def sums_of_plain(optimizer: Optimizer) -> dict[int, int]:
+    """The CRC-32C of each parameter that is no DTensor and has state, by slot."""
+    swapper = swapper_of(optimizer)
+    plan = None if swapper is None else swapper.flushed_records("save_checkpoint").plan
+    found = {}
+    for slot, p in enumerate(parameters_of(optimizer)):
+        of = None if plan is None else plan.of(p)
+        has_state = bool(optimizer.state.get(p)) if plan is None else of is not None and of.has_state
+        if has_state and not is_sharded(p):
+            found[slot] = join_checksums((checksum(piece.cpu()), piece.numel()) for piece in pieces_of(p))
+    return found
+
+
+def _unit(number: int, parts: object) -> str:
+    return hashlib.blake2b(repr((number, parts)).encode(), digest_size=16).hexdigest()
+
+
+def _unit_of_small(number: int, slot: int, box: Box) -> str:
+    return _unit(number, ("small", slot, box))
+
+
+def _unit_of_bucket(number: int, bucket: Bucket, slot_of: Mapping[OptimizerParameter, int]) -> str:
+    parts: list[object] = []
+    for segment in bucket.segments:
+        slot = slot_of.get(segment.of)
+        box = None if slot is None else box_of(segment.parameter)
+        cut = (segment.start, segment.stop, segment.whole, segment.master, segment.checksum, segment.has_state)
+        parts.append((slot, box, cut, sorted(segment.present), sorted(map(str, segment.dtypes.items()))))
+    return _unit(number, parts)
+
+
+def _slots(records: StateRecords, parameters: Sequence[torch.nn.Parameter]) -> dict[OptimizerParameter, int]:
+    return {of: slot for slot, p in enumerate(parameters) if (of := records.plan.of(p)) is not None}
+
+
+def _local_state(optimizer: Optimizer, p: torch.nn.Parameter, name: str) -> dict[str, Any]:
+    """The state of `p` in `optimizer.state`, of DTensors the local tensors."""
+    state: Mapping[str, Any] = optimizer.state.get(p) or {}
+    for key, value in state.items():
+        if is_sharded(value) and not _is_sharded_like(value, p):
+            raise _other_sharding(key, name)
+    return {key: local_of(value) if is_sharded(value) else value for key, value in state.items()}
+
+
+def _is_sharded_like(value: Any, p: Any) -> bool:
+    return is_sharded(p) and Sharding.of(value).covers(Sharding.of(p))
+
+
+def _split_keys(state: Mapping[str, Any], p: torch.Tensor) -> set[str]:
+    """The keys of tensors that have an element for each of the parameter's."""
+    if is_sharded(p):
+        return {key for key, value in state.items() if is_sharded(value)}
+    return {key for key, value in state.items() if isinstance(value, torch.Tensor) and value.shape == p.shape}
+
+
+def _other_sharding(key: str, name: str) -> SwapError:
+    return SwapError(
+        f"state {key!r} of {name or 'a parameter'} is a DTensor of another shape or other placements than its "
+        "parameter, which a checkpoint cannot hold; use torch.distributed.checkpoint, also with swapper.dcp"
+    )
 
 
 def described_parameter(
@@ -102,11 +207,13 @@ class StateWriter:
         number: of the optimizer in the checkpoint.
         kind: its class, as `kind_of` names it.
         groups: as in a state dict, but for their parameters, which are counted in the order of the groups.
-        described: the parameters, in order.
+        described: the parameters, in order; of DTensors, their local tensors.
+        writes: see `save_state`.
 
     Attributes:
         saved: what the index says of it.
         step: how many steps were made, if the state counts them.
+        split: of each parameter the keys of state that has an element for each of the parameter's.
     """
 
     def __init__(
@@ -116,8 +223,11 @@ class StateWriter:
         kind: str,
         groups: Sequence[Mapping[str, Any]],
         described: list[SavedParameter],
+        writes: Callable[[str], bool] = lambda _: True,
     ) -> None:
         self._new = new
+        self._writes = writes
+        self.split: list[set[str]] = [set() for _ in described]
         self._number = number
         options = [{key: value for key, value in group.items() if key != "params"} for group in groups]
         slots = iter(range(len(described)))
@@ -134,20 +244,23 @@ class StateWriter:
     def save_records(self, records: StateRecords, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Save the state of `parameters` that is in records."""
         files: dict[RecordKey, RecordFile] = {}
-        slot_of = {of: slot for slot, p in enumerate(parameters) if (of := records.plan.of(p)) is not None}
+        slot_of = _slots(records, parameters)
         for bucket in records.plan.buckets:
             with_state = [segment for segment in bucket.segments if segment.of in slot_of and segment.has_state]
             if not with_state:
                 continue
+            is_mine = self._writes(_unit_of_bucket(self._number, bucket, slot_of))
+            segments = [self._segment(segment, slot_of.get(segment.of), is_mine) for segment in bucket.segments]
+            if not is_mine:
+                continue  # Another rank has the same, and writes it.
             file = None
             if any(map(_is_in_record, with_state)):
                 key, store = bucket.key, records.store
-                file = f"optimizer-{self._number}-{key.number:05d}.safetensors"
+                file = self._new.name_of(f"optimizer-{self._number}", f"{key.number:05d}")
                 if store is None:
                     self._write_record(records, bucket, file)
                 else:
                     files[key] = RecordFile(file, store.stored_bytes(key), store.checksum(key))
-            segments = [self._segment(segment, slot_of.get(segment.of)) for segment in bucket.segments]
             self.saved.buckets.append(SavedBucket(file=file, segments=segments))
         if records.store is not None:
             self._new.add_records(records.store, files)
@@ -161,7 +274,7 @@ class StateWriter:
         finally:
             records.bucket_records.release(opened)
 
-    def _segment(self, segment: Segment, slot: int | None) -> SavedSegment | SavedHole:
+    def _segment(self, segment: Segment, slot: int | None, is_mine: bool) -> SavedSegment | SavedHole:
         if slot is None:
             return SavedHole(hole=True, tie_bits=segment.tie_bits)
         saved = SavedSegment(parameter=slot, start=segment.start, stop=segment.stop, whole=segment.whole)
@@ -173,6 +286,8 @@ class StateWriter:
         slices: dict[str, Any] = {}
         whole: dict[str, Any] = {}
         for key in segment.keys:
+            if self._goes_along(segment, key, slot):
+                self.split[slot].add(key)
             if key in segment.present:
                 spec = segment.locations[key].spec
                 parameter.dtypes[key] = dtype_name(spec.dtype)
@@ -190,11 +305,22 @@ class StateWriter:
                 slices[MASTER] = segment.kept_master
         if not parameter.keys:  # This is the parameter's first segment; the others have the same.
             parameter.keys = list(segment.keys)
-            if whole:
+            if whole and self._writes(_unit_of_small(self._number, slot, box_of(segment.parameter))):
                 parameter.small = self._encoded(whole, slot, "")
-        if slices:
+        if slices and is_mine:
             saved.small = self._encoded(slices, slot, f"{segment.start}.")
         return saved
+
+    def _goes_along(self, segment: Segment, key: str, slot: int) -> bool:
+        """True if the state `key` has an element for each of the parameter's."""
+        value = segment.locations[key].spec if key in segment.present else segment.small[key]
+        shape = tuple(value.shape) if isinstance(value, (torch.Tensor, StateSpec)) else None
+        of = segment.of
+        if of.collective and key in of.shardings:
+            if not of.shardings[key].covers(Sharding.of(of.parameter)):
+                raise _other_sharding(key, self.saved.parameters[slot].name)
+            return True
+        return shape == (tuple(segment.local.shape) if segment.whole else (segment.numel,)) and not of.collective
 
     def _encoded(self, state: dict[str, Any], slot: int, where: str) -> Any:
         step: Any = state.get("step")
@@ -204,14 +330,20 @@ class StateWriter:
         what = f"optimizer {self._number}, state of parameter {self.saved.parameters[slot].name or slot}"
         return self._new.encode(state, what, f"optimizer-{self._number}.{slot}.{where}")
 
-    def save_memory(self, states: Sequence[Mapping[str, Any]], rounded_to: torch.dtype | None = None) -> None:
+    def save_memory(
+        self,
+        states: Sequence[Mapping[str, Any]],
+        rounded_to: torch.dtype | None = None,
+        boxes: Sequence[Box] | None = None,
+    ) -> None:
         """Save the state of all parameters that is in memory.
 
         Args:
             states: of each, as in a state dict; empty if it has none.
             rounded_to: dtype of the parameters that have master weights, if there are any.
+            boxes: what each is of a DTensor; None if ranks do not save together.
         """
-        file = f"optimizer-{self._number}-memory.safetensors"
+        file = self._new.name_of(f"optimizer-{self._number}", "memory")
         segments: list[SavedSegment | SavedHole] = []
         tensors: dict[str, torch.Tensor] = {}
         for slot, state in enumerate(states):
@@ -235,8 +367,13 @@ class StateWriter:
                     value = _in_memory_order(value).view(value.shape)
                 tensors[prefix + key] = value
             segment.present = sorted(large)
-            if small := {key: value for key, value in state.items() if key not in large}:
+            small = {key: value for key, value in state.items() if key not in large}
+            if small and (boxes is None or self._writes(_unit_of_small(self._number, slot, boxes[slot]))):
                 parameter.small = self._encoded(small, slot, "")
+            if boxes is not None and not self._writes(_unit(self._number, [(slot, boxes[slot])])):
+                for key in large:  # Another rank has the same, and writes it.
+                    del tensors[prefix + key]
+                continue
             segments.append(segment)
         if tensors:
             self._new.write_tensors(file, tensors)

@@ -13,17 +13,21 @@ import mmap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
+from swapper.checkpoint.index import INDEX
 from swapper.checkpoint.reader import Checkpoint
 from swapper.errors import SwapError
+from swapper.files.tensor_files import StoredTensor
 from swapper.io.checksums import checksum, join_checksums
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.tensors.dtypes import WORDS
+from swapper.tensors.sharded import Box
 from swapper.tensors.strides import contiguous_stride
 
-__all__ = ["Read", "TensorStream", "model_stream"]
+__all__ = ["Read", "StreamPart", "TensorStream", "are_a_whole", "model_box", "model_stream", "read_box"]
 
 PIECE_BYTES = 4 << 20
 SLAB_BYTES = 16 << 20
@@ -168,42 +172,186 @@ class _Reordered:
             self._room = _memory(min(self._numel, self._rows * self._row_numel), self._dtype)
         slab = self._room[: math.prod(shape)]
         back = _inverse(self._order)
-        self._fill(slab.view(self._words).view(shape).permute(back), 0, [ranges[d] for d in back])
+        target = slab.view(self._words).view(shape).permute(back)
+        fill_box(self._read, self._dtype, self._sizes, target, [ranges[d] for d in back])
         self._slab = slab
         return_free_memory()  # What was decoded on the way came from the heap.
         self._slab_start = (lead * size + row) * self._row_numel
 
-    def _fill(self, target: torch.Tensor, base: int, ranges: Sequence[tuple[int, int]]) -> None:
-        """Copy a box of elements, whose dimensions are the last ones, from those behind `base`."""
-        sizes = self._sizes[len(self._sizes) - len(ranges) :]
-        row_numel = math.prod(sizes[1:])
-        (start, stop), rest = ranges[0], ranges[1:]
-        rows = PIECE_BYTES // self._dtype.itemsize // max(1, row_numel)
-        if not rows:
-            for row in range(start, stop):
-                self._fill(target[row - start], base + row * row_numel, rest)
+
+def fill_box(
+    read: Read, dtype: torch.dtype, sizes: Sequence[int], target: torch.Tensor, ranges: Sequence[tuple[int, int]]
+) -> None:
+    """Copy a box of elements out of a tensor that is read in the order of its indices, some rows at a time.
+
+    Args:
+        dtype, sizes: of the tensor.
+        target: of the shape of the box; of `dtype`, or integers of its length.
+        ranges: of the box, in each dimension of the tensor.
+    """
+    _fill(read, dtype, sizes, target, 0, ranges)
+
+
+def _fill(
+    read: Read,
+    dtype: torch.dtype,
+    all_sizes: Sequence[int],
+    target: torch.Tensor,
+    base: int,
+    ranges: Sequence[tuple[int, int]],
+) -> None:
+    """Copy a box of elements, whose dimensions are the last ones, from those behind `base`."""
+    if not ranges:
+        target.copy_(read(base, base + 1).view(target.dtype).view(()))
+        return
+    sizes = all_sizes[len(all_sizes) - len(ranges) :]
+    row_numel = math.prod(sizes[1:])
+    (start, stop), rest = ranges[0], ranges[1:]
+    rows = PIECE_BYTES // dtype.itemsize // max(1, row_numel)
+    if not rows:
+        for row in range(start, stop):
+            _fill(read, dtype, all_sizes, target[row - start], base + row * row_numel, rest)
+        return
+    for row in range(start, stop, rows):
+        end = min(row + rows, stop)
+        data = read(base + row * row_numel, base + end * row_numel).view(target.dtype)
+        data = data.view(end - row, *sizes[1:])
+        for d, (low, high) in enumerate(rest, 1):
+            data = data.narrow(d, low, high - low)
+        target[row - start : end - start].copy_(data)
+
+
+# --- Tensors in parts ------------------------------------------------------------------------------------------------
+
+
+class StreamPart(NamedTuple):
+    """A part of a tensor: its box, and its elements in the order of its indices."""
+
+    box: Box
+    read: Read
+
+
+def read_box(parts: Sequence[StreamPart], dtype: torch.dtype, box: Box) -> Read:
+    """Reads the elements of `box` in the order of its indices, out of parts that hold all of them."""
+    words = WORDS.get(dtype.itemsize, dtype)  # A copy of integers keeps all bits.
+
+    def read(start: int, stop: int) -> torch.Tensor:
+        out = _memory(stop - start, dtype).view(words)
+        done = 0
+        for at, sizes in _boxes_in(box.sizes, start, stop):
+            numel = math.prod(sizes)
+            target = out[done : done + numel].view(sizes)
+            done += numel
+            lows = [offset + here for offset, here in zip(box.offsets, at, strict=True)]
+            for part in parts:
+                _copy_common(part, dtype, Box(tuple(lows), sizes), target)
+        return out.view(dtype)
+
+    return read
+
+
+def _copy_common(part: StreamPart, dtype: torch.dtype, box: Box, target: torch.Tensor) -> None:
+    """Copy to `target`, which is of `box`, what `part` has of it."""
+    ranges = []
+    for theirs, size, mine, wanted in zip(*part.box, *box, strict=True):
+        low, high = max(theirs, mine), min(theirs + size, mine + wanted)
+        if low >= high:
             return
-        for row in range(start, stop, rows):
-            end = min(row + rows, stop)
-            data = self._read(base + row * row_numel, base + end * row_numel).view(target.dtype)
-            data = data.view(end - row, *sizes[1:])
-            for d, (low, high) in enumerate(rest, 1):
-                data = data.narrow(d, low, high - low)
-            target[row - start : end - start].copy_(data)
+        ranges.append((low, high))
+    for d, ((low, high), mine) in enumerate(zip(ranges, box.offsets, strict=True)):
+        target = target.narrow(d, low - mine, high - low)
+    there = [(low - theirs, high - theirs) for (low, high), theirs in zip(ranges, part.box.offsets, strict=True)]
+    fill_box(part.read, dtype, part.box.sizes, target, there)
+
+
+def _boxes_in(sizes: Sequence[int], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offsets and sizes of boxes that are elements `start` to `stop` of a tensor, in the order of its indices."""
+    if start >= stop:
+        return
+    if not sizes:
+        yield (), ()
+        return
+    row_numel, rest = math.prod(sizes[1:]), tuple(sizes[1:])
+    row, inside = divmod(start, row_numel)
+    if inside:
+        end = min(stop, (row + 1) * row_numel)
+        for at, part in _boxes_in(rest, inside, end - row * row_numel):
+            yield (row, *at), (1, *part)
+        start, row = end, row + 1
+    if rows := (stop - start) // row_numel if stop > start else 0:
+        yield (row, *(0 for _ in rest)), (rows, *rest)
+        start, row = start + rows * row_numel, row + rows
+    if start < stop:
+        for at, part in _boxes_in(rest, 0, stop - start):
+            yield (row, *at), (1, *part)
+
+
+def are_a_whole(boxes: Sequence[Box], shape: Sequence[int]) -> bool:
+    """True if each element of a tensor of `shape` is in one of `boxes`, which are as sharding makes them: a grid."""
+    if any(len(box.sizes) != len(shape) or len(box.offsets) != len(shape) for box in boxes):
+        return False
+    cuts = [sorted({box.offsets[d] for box in boxes}) for d in range(len(shape))]
+    if any(not each or each[0] != 0 for each in cuts):
+        return False
+    ends = [dict(zip(each, [*each[1:], size], strict=True)) for each, size in zip(cuts, shape, strict=True)]
+    known = {box.offsets for box in boxes}
+    return len(known) == len(boxes) == math.prod(map(len, cuts)) and all(
+        ends[d][offset] - offset == box.sizes[d] for box in boxes for d, offset in enumerate(box.offsets)
+    )
 
 
 def model_stream(checkpoint: Checkpoint, name: str) -> TensorStream:
     """A tensor of the model, in the order of its indices.
 
     Args:
-        name: in the state dict; not one that is tied to another.
+        name: in the state dict, not one that is tied to another; or of a part.
 
     Raises:
         SwapError: its file and the index do not fit together.
     """
+    if name in checkpoint.index.model.sharded:
+        parts = _parts_of_model(checkpoint, name)
+        dtype, shape = parts[0][1], tuple(checkpoint.index.model.sharded[name].shape)
+        read = model_box(checkpoint, name, Box((0,) * len(shape), shape))
+        return TensorStream(dtype, shape, contiguous_stride(shape), read)
     stored = checkpoint.model_tensor(name)
     shape = tuple(stored.shape)
     crc32c = checkpoint.index.model.tensors[name].crc32c
     read = partial(checkpoint.elements, stored)
     what = f"tensor {name!r} of {stored.path}"
     return TensorStream(stored.dtype, shape, contiguous_stride(shape), read, crc32c, what)
+
+
+def _parts_of_model(checkpoint: Checkpoint, name: str) -> list[tuple[StreamPart, torch.dtype]]:
+    """The parts of a tensor of the model. A file is compared with its checksum before anything of it is used."""
+    saved = checkpoint.index.model
+    if name not in saved.sharded:
+        stored = checkpoint.model_tensor(name)
+        whole = Box((0,) * len(stored.shape), tuple(stored.shape))
+        return [(StreamPart(whole, partial(_verified, checkpoint, name, stored)), stored.dtype)]
+    shards = saved.sharded[name]
+    found = []
+    for part, offsets in shards.parts.items():
+        if part not in saved.tensors:
+            raise _not_whole(checkpoint, name)
+        stored = checkpoint.model_tensor(part)
+        read = partial(_verified, checkpoint, part, stored)
+        found.append((StreamPart(Box(tuple(offsets), tuple(stored.shape)), read), stored.dtype))
+    if not are_a_whole([part.box for part, _ in found], shards.shape) or len({dtype for _, dtype in found}) > 1:
+        raise _not_whole(checkpoint, name)
+    return found
+
+
+def _not_whole(checkpoint: Checkpoint, name: str) -> SwapError:
+    return SwapError(f"{checkpoint.directory / INDEX} is damaged: its parts of {name!r} are not the whole tensor")
+
+
+def _verified(checkpoint: Checkpoint, name: str, stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
+    checkpoint.verify(checkpoint.index.model.tensors[name].file)
+    return checkpoint.elements(stored, start, stop)
+
+
+def model_box(checkpoint: Checkpoint, name: str, box: Box) -> Read:
+    """Reads the elements of `box` of a tensor of the model in the order of their indices."""
+    parts = _parts_of_model(checkpoint, name)
+    return read_box([part for part, _ in parts], parts[0][1], box)

@@ -7,11 +7,16 @@ model.safetensors.index.json   which file has which of them, as Hugging Face wri
 optimizer-0-00000.safetensors  records of the first optimizer's state
 optimizer-0-memory.safetensors its state that lives in memory
 values.safetensors             small tensors: of the state, and of what the user added
+
+Of a checkpoint that ranks save together each has files of its own ("model-r1-memory.safetensors") in that directory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import hashlib
+import json
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -22,20 +27,20 @@ from typing import Any, NamedTuple
 import torch
 
 from swapper.checkpoint.directories import check_replaceable, remove_leftovers
-from swapper.checkpoint.index import INDEX, VALUES, Index, SavedFile, crc32c_of
+from swapper.checkpoint.index import INDEX, VALUES, Index, SavedFile, crc32c_of, values_file
 from swapper.checkpoint.values import encode
 from swapper.errors import SwapIOError, system_errors
 from swapper.files.output_file import OutputFile
-from swapper.io.checksums import join_checksums
+from swapper.io.checksums import checksum, join_checksums
 from swapper.io.handle import AsyncIOHandle
 from swapper.progress import progress_bar, warn_once
-from swapper.storage.atomic import NewDirectory, sync_path
+from swapper.storage.atomic import NewDirectory, all_at_once, sync_path
 from swapper.storage.layout import Entry, plan_whole_tensors
 from swapper.storage.record_files import Pinned
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.dtypes import NAMES
 
-__all__ = ["NewCheckpoint", "RecordFile"]
+__all__ = ["NewCheckpoint", "RecordFile", "pieces_of"]
 
 log = logging.getLogger(__name__)
 
@@ -58,13 +63,22 @@ class NewCheckpoint:
     Args:
         directory: that it is going to be. Directories above it are made.
         over_files: a file or link of that name may be replaced.
+        rank: of this process, if several write one checkpoint.
+        path: where rank 0 has it until it is finished, if this is another rank, which only adds files.
 
     Raises:
         SwapError: there is something by that name that is no checkpoint, or has files besides one.
         SwapIOError: nothing can be written there.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, over_files: bool = False) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        over_files: bool = False,
+        rank: int | None = None,
+        path: Path | None = None,
+    ) -> None:
         with system_errors("find", Path(directory)):
             self.directory = Path(os.path.abspath(directory))
         self._check_replaceable = partial(check_replaceable, self.directory, over_files=over_files)
@@ -73,6 +87,12 @@ class NewCheckpoint:
         self._records: dict[TensorStore, dict[RecordKey, RecordFile]] = {}
         self._copies: list[Callable[[], None]] = []
         self._syncs: list[Callable[[], None]] = []
+        self._pins = contextlib.ExitStack()
+        self._tag = "" if rank is None else f"r{rank}"
+        self._new: NewDirectory | None = None
+        if path is not None:
+            self._path = path
+            return
         self._check_replaceable()
         parent = self.directory.parent
         with system_errors("create", parent):
@@ -80,6 +100,21 @@ class NewCheckpoint:
         remove_leftovers(parent)
         self._new = NewDirectory(self.directory)
         self._path = self._new.path
+        self._new.at_close(self._pins.close)
+
+    @property
+    def path(self) -> Path:
+        """The directory in which it is written."""
+        return self._path
+
+    @property
+    def files(self) -> dict[str, SavedFile]:
+        """The files that this process has written, or is going to."""
+        return self._files
+
+    def name_of(self, kind: str, which: str) -> str:
+        """The name of a file, such as "model-memory.safetensors"."""
+        return f"{kind}-{self._tag}{'-' if self._tag else ''}{which}.safetensors"
 
     @property
     def has_copies_to_make(self) -> bool:
@@ -97,11 +132,30 @@ class NewCheckpoint:
         Raises:
             SwapError: something in it cannot be saved.
         """
-        return encode(value, what, self._values, prefix)
+        return encode(value, what, self._values, f"{self._tag}/{prefix}" if self._tag else prefix)
+
+    def summed(self, encoded: Any, prefix: str) -> bytes:
+        """A digest of a value that was encoded, the same on each rank that gave the same."""
+        start = f"{self._tag}/{prefix}" if self._tag else prefix
+        text = json.dumps(encoded, allow_nan=False).replace(f'"{start}', f'"{prefix}')
+        digest = hashlib.blake2b(text.encode(), digest_size=16)
+        for name, tensor in self._values.items():
+            if name.startswith(start):
+                digest.update(repr((name.removeprefix(start), tensor.dtype, tensor.shape)).encode())
+                for piece in pieces_of(tensor):
+                    digest.update(checksum(piece.cpu()).to_bytes(4, "little"))
+        return digest.digest()
+
+    def drop_values(self, prefix: str) -> None:
+        """Do not write the tensors of a value that was encoded."""
+        start = f"{self._tag}/{prefix}" if self._tag else prefix
+        for name in [name for name in self._values if name.startswith(start)]:
+            del self._values[name]
 
     def write_values(self) -> None:
         """Write the tensors of all values that were encoded."""
-        self.write_tensors(VALUES, self._values)
+        if self._values or not self._tag:
+            self.write_tensors(values_file(f"{self._tag}/") if self._tag else VALUES, self._values)
 
     def write_small(self, name: str, data: bytes) -> None:
         """Write a file that is not large."""
@@ -136,7 +190,7 @@ class NewCheckpoint:
             whole = bytearray(header)
             for key, tensor in tensors.items():
                 start = len(whole)
-                for piece in _pieces(tensor):
+                for piece in pieces_of(tensor):
                     whole += piece.cpu().numpy().data
                 crcs[key] = crc32c_of(whole[start:])
             self.write_small(name, bytes(whole))
@@ -148,7 +202,7 @@ class NewCheckpoint:
             output.append(header)
             for key, tensor in tensors.items():
                 parts = []
-                for piece in _pieces(tensor):
+                for piece in pieces_of(tensor):
                     parts.append((output.append(piece), piece.numel()))
                     done(piece.numel())
                 crcs[key] = join_checksums(parts)
@@ -199,7 +253,7 @@ class NewCheckpoint:
                 else:
                     # Pinned now, copied by `finish`: training goes on in another file in between.
                     pinned = store.pin(key)
-                    self._new.at_close(pinned.close)
+                    self._pins.callback(pinned.close)
                     self._copies.append(partial(self._copy, pinned, file))
                 self._add_file(file)
 
@@ -227,23 +281,40 @@ class NewCheckpoint:
             SwapIOError: the drive failed or the directory is gone. What was there under the name is whole.
         """
         try:
-            for copy in self._copies:
-                copy()
-            index.files = self._files
+            self._make_copies()
+            index.files |= self._files
             self._write(INDEX, index.text())
             check(self._path)
             return self._publish()
         finally:
             self.discard()
 
+    def _make_copies(self) -> None:
+        for copy in self._copies:
+            copy()
+        self._copies.clear()
+
+    def complete(self) -> None:
+        """Copy what could not be linked, and sync the files that this process has written.
+
+        Raises:
+            SwapIOError: the drive failed or the directory is gone.
+        """
+        self._make_copies()
+        all_at_once(self._syncs)
+        self._syncs.clear()
+
     def _publish(self) -> Path | None:
+        assert self._new is not None
         return self._new.publish(self._check_replaceable, self._syncs)
 
     def discard(self) -> None:
         """Leave nothing behind, but what was published. Idempotent."""
         self._copies.clear()
         self._syncs.clear()
-        self._new.close()
+        self._pins.close()
+        if self._new is not None:
+            self._new.close()
 
 
 def _as_stored(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
@@ -254,7 +325,7 @@ def _as_stored(tensor: torch.Tensor) -> tuple[str, tuple[int, ...]]:
     return NAMES[tensor.dtype], (*shape, 2) if tensor.dtype.is_complex else shape
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def pieces_of(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     """The bytes of `tensor` in the order of its indices, in 1-D pieces."""
     tensor = tensor.detach()
     if not tensor.numel():

@@ -74,9 +74,10 @@ def draw(path: Path, figures: Sequence[Figure], *, title: str, below: str) -> No
         left.set_xlim(left=0)
         # From a registered read to a copy through the page cache is a factor of hundreds.
         right.set_xscale("log")
+        # Before the bars: to look for limits of its own matplotlib needs more than one value, and else warns.
+        right.set_xlim(_LEAST_CPU, 4 * max([_LEAST_CPU, *(f.cpu_s_per_gb.max for f in each if not f.refusal)]))
         _draw_bars(right, each, [None if f.refusal else f.cpu_s_per_gb for f in each], scale=1.0, digits=4)
         right.set_yticks([])
-        right.set_xlim(_LEAST_CPU, 4 * max([_LEAST_CPU, *(f.cpu_s_per_gb.max for f in each if not f.refusal)]))
     axes[-1][0].set_xlabel("GB/s: more is better", fontsize=8)
     axes[-1][1].set_xlabel("CPU s/GB, logarithmic: less is better", fontsize=8)
     picture.savefig(path, format="png", dpi=_DPI)

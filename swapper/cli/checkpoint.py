@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from dataclasses import asdict
 from enum import Enum
@@ -39,6 +40,8 @@ _KINDS = (
     ("values.", "small tensors"),
     ("config.json", "the model's config"),
 )
+_RANK = re.compile(r"(^model|^values|^optimizer-[0-9]+)-r[0-9]+(?=[-.])")
+"""The part of a file's name that says which rank has written it."""
 
 
 # --- show ------------------------------------------------------------------------------------------------------------
@@ -70,16 +73,16 @@ def show_checkpoint(
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
     index = checkpoint.index
-    tensors = index.model.tensors.values()
+    wholes = index.model.wholes()
     stored = [checkpoint.tensor(tensor.file, name) for name, tensor in index.model.tensors.items()]
     return {
         **_in_short(checkpoint),
         "files": _files(checkpoint),
         "model": {
-            "tensors": len(tensors),
+            "tensors": len(wholes),
             "numel": _numel_of_model(checkpoint),
             "length_bytes": sum(tensor.stop_bytes - tensor.start_bytes for tensor in stored),
-            "dtypes": dict(Counter(tensor.dtype for tensor in tensors)),
+            "dtypes": dict(Counter(dtype for dtype, _ in wholes.values())),
             "tied": index.model.tied,
             "values": sorted(index.model.values),
         },
@@ -99,12 +102,13 @@ def _in_short(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _numel_of_model(checkpoint: Checkpoint) -> int:
-    return sum(torch.Size(tensor.shape).numel() for tensor in checkpoint.index.model.tensors.values())
+    return sum(torch.Size(shape).numel() for _, shape in checkpoint.index.model.wholes().values())
 
 
 def _files(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     kinds: dict[str, dict[str, Any]] = {}
     for name, file in checkpoint.index.files.items():
+        name = _RANK.sub(r"\1", name)
         kind = next((words for start, words in _KINDS if name.startswith(start)), "others")
         if name.startswith("optimizer-"):
             number, _, rest = name.removeprefix("optimizer-").partition("-")
@@ -128,8 +132,8 @@ def _optimizer(checkpoint: Checkpoint, number: int) -> dict[str, Any]:
     return {
         "class": saved.kind,
         "encoding": saved.encoding,
-        "parameters": len(saved.parameters),
-        "with_state": sum(bool(parameter.keys) for parameter in saved.parameters),
+        "parameters": len(saved.wholes()),
+        "with_state": sum(any(saved.parameters[part].keys for part in whole.parts) for whole in saved.wholes()),
         "state": state,
         "masters_numel": _masters(saved),
         "groups": [

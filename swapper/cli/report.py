@@ -31,6 +31,7 @@ from swapper.cli.output import fail_if, make_console, print_json, printable
 from swapper.errors import SwapIOError
 from swapper.io.gds import CuFileProbe, GDSHandle, probe_cufile
 from swapper.io.handle import Probe, probe
+from swapper.optimizer.native_probe import NativeProbe, instruction_set, probe_native_steps
 from swapper.sizes import format_bytes
 from swapper.storage.mounts import MEMORY_FILE_SYSTEMS, is_network_file_system
 
@@ -60,6 +61,7 @@ class Report:
     nvidia_driver: bool
     cufile: CuFileProbe
     directories: list[Directory]
+    native_steps: tuple[NativeProbe, ...] = ()
 
     @property
     def auto(self) -> str:
@@ -83,6 +85,7 @@ def make_report(directories: list[Path]) -> Report:
         nvidia_driver=has_nvidia_driver(),
         cufile=cufile,
         directories=[_try_gds(directory) for directory in looked_at] if devices and cufile.available else looked_at,
+        native_steps=probe_native_steps(),
     )
 
 
@@ -130,6 +133,7 @@ def findings(found: Report) -> Iterator[Finding]:
         ("I/O backends", _of_backends(found)),
         ("Memory of the pool", _of_memory(found)),
         ("Limits", _of_limits(found)),
+        ("Steps on the CPU", _of_native_steps(found)),
         ("GPUs", _of_gpus(found)),
         *((directory.path, _of_directory(directory)) for directory in found.directories),
     ]
@@ -275,6 +279,16 @@ def _of_limits(found: Report) -> Iterator[Finding]:
     disabled = about.io_uring_disabled
     yield _neutral("io_uring_disabled", disabled if disabled is None else meaning.get(disabled, disabled))
     yield _neutral("seccomp", about.seccomp)
+
+
+def _of_native_steps(found: Report) -> Iterator[Finding]:
+    native = [each.optimizer for each in found.native_steps if each.native]
+    if native:
+        value = f"with native_step: auto, by {instruction_set()}: {', '.join(native)}"
+        yield _judge("native", value)
+    others = [f"{each.optimizer} ({each.reason})" for each in found.native_steps if not each.native]
+    if others:
+        yield _neutral("by the class", ", ".join(others))
 
 
 def _of_gpus(found: Report) -> Iterator[Finding]:

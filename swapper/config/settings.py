@@ -166,6 +166,10 @@ class OffloadOptimizerConfig(Section, frozen=True):
     the host, with the bits of a step on the CPU. Default: "auto", on the device if it has room when the optimizer is
     wrapped, else on the CPU, which is logged. A model on the CPU is always stepped there."""
 
+    native_step: Literal["auto", "off"] = "off"
+    """How a step on the CPU is computed. "auto": in one pass over memory by the native core, wherever a trial with the
+    optimizer's own class gives its bits; all else by the class. "off": always by the class. Default and off: "off"."""
+
     resident_bytes: Size = 0
     """Bytes of state kept in the pool from one step to the next, so that they are not read again (they are still
     written). Part of `pool_bytes`; needs device "nvme". Default and off: 0."""
@@ -206,6 +210,15 @@ class OffloadParamConfig(Section, frozen=True):
     """For a model on an accelerator: bytes of parameters kept in its memory once they are there, so that they are not
     copied up again; the first ones of the model. What changes is written all the same. Part of `device_bytes`; needs
     device "nvme" or "cpu". Default and off: 0."""
+
+    copy_on_write: bool = Field(default=False, strict=True)
+    """With `swapper.offload(..., weights=PATH)`: a record of parameters that are changed is written to the run
+    directory, and read from there from then on; else a change is an error. Default and off: false."""
+
+    experts: Literal["auto", "whole"] = "auto"
+    """With `swapper.offload(..., weights=PATH)`: how fused experts, one parameter for all of a layer, come. "auto":
+    those that the router has chosen and no others, where the module's class is known to take them one at a time and
+    `copy_on_write` is off; else whole, as the log says. Default: "auto". Off: "whole", all of a layer's."""
 
 
 def _add_thread_count(schema: dict[str, Any]) -> None:
@@ -295,8 +308,8 @@ class OffloadConfig(Section, frozen=True):
     nvme_path: Annotated[NvmePath | None, BeforeValidator(_parse_nvme_path)] = None
     """A directory on the drive to swap to, or a list of directories on several drives, whose bandwidths add up: each
     gets a part of the bytes in proportion to its speed, which is measured at the start. They must exist; `~` is your
-    home; a relative path is relative to the working directory. Needed by device "nvme", else unused. Default and off:
-    null."""
+    home; a relative path is relative to the working directory. Needed by device "nvme"; and, of weights that stay in
+    files (`swapper.offload(..., weights=PATH)`, `swapper.from_pretrained`), by `copy_on_write`. Default: null."""
 
     pool_bytes: Size = 1 << 30
     """Page-locked host memory for everything on its way to or from the drive, allocated once. At least three

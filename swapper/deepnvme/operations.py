@@ -21,10 +21,10 @@ import torch
 
 from swapper.deepnvme.byte_tensors import cast_to_byte_tensor
 from swapper.errors import SwapIOError, renewed
-from swapper.finalizers import finalizer
-from swapper.interrupts import interrupts_deferred
 from swapper.io.devices import is_accelerator
 from swapper.io.handle import AsyncIOHandle, File, Transfer
+from swapper.process.finalizers import finalizer
+from swapper.process.interrupts import interrupts_deferred
 
 __all__ = ["Operation", "OperationQueue", "Path"]
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 from swapper.strategy.arguments import import_in_use
 
 if TYPE_CHECKING:
-    from swapper.fabric.in_lightning import SwapDDPStrategy, SwapStrategy
+    from swapper.fabric.in_lightning import SwapDDPStrategy, SwapFSDPStrategy, SwapModelParallelStrategy, SwapStrategy
 
-__all__ = ["SwapDDPStrategy", "SwapStrategy"]
+__all__ = ["SwapDDPStrategy", "SwapFSDPStrategy", "SwapModelParallelStrategy", "SwapStrategy"]
 
 _module, *_ = import_in_use(__name__, {"lightning.fabric": "in_lightning", "lightning_fabric": "in_lightning_fabric"})
 

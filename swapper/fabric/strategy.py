@@ -21,10 +21,12 @@ from swapper.checkpoint.saved_model import plain_model
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.files.saving import PendingSave
+from swapper.storage.agreement import agreed
 from swapper.strategy.arguments import ConfigLike, not_of_ddp, settings_of
 from swapper.strategy.ddp_sync import ddp_arguments
 from swapper.strategy.swapping import OneDevice, SwappingStrategy, swapper_of, temporary_attribute
 from swapper.tensors.evicted_views import EvictedView
+from swapper.tensors.sharded import is_sharded, reshard
 from swapper.tensors.tensor_refs import replaced
 
 if TYPE_CHECKING:
@@ -153,11 +155,14 @@ class Swapping(SwappingStrategy, Strategy):
                 raise ConfigError(f"checkpoint_format: a directory cannot be made: {why}; use checkpoint_format='full'")
         modules, optimizers = _parts(state)
         whole = _whole(modules)  # On all ranks: if it fails, it fails on all, and none waits for rank 0.
-        rest = {name: _plain(value) for name, value in state.items() if name not in {**modules, **optimizers}}
-        extra = {_MODULES: list(modules), _OPTIMIZERS: list(optimizers), **rest}
-        if not self.is_global_zero:
+        reshard(whole)
+        together = any(map(is_sharded, whole.parameters()))
+        with agreed(together):
+            rest = {name: _plain(value) for name, value in state.items() if name not in {**modules, **optimizers}}
+            extra = {_MODULES: list(modules), _OPTIMIZERS: list(optimizers), **rest}
+            extra = replaced(extra, EvictedView, torch.clone) if together or self.is_global_zero else extra
+        if not together and not self.is_global_zero:
             return
-        extra = replaced(extra, EvictedView, torch.clone)
         self._saving.keep(save(path, whole, list(optimizers.values()), extra, over_files=True))
         if not self._in_background:
             self._saving.wait()
@@ -183,8 +188,11 @@ class Swapping(SwappingStrategy, Strategy):
         self._saving.wait()
         if not is_checkpoint(path):
             return super().load_checkpoint(path, state, strict, weights_only)
-        with closing(OpenCheckpoint(path)) as opened:
+        with closing(self._opened(path)) as opened:
             return self._load_directory(opened, state, strict)
+
+    def _opened(self, path: str | Path) -> OpenCheckpoint:
+        return OpenCheckpoint(path)
 
     def _load_directory(
         self, opened: OpenCheckpoint, state: torch.nn.Module | Optimizer | State | None, strict: bool

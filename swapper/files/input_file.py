@@ -23,11 +23,11 @@ import torch
 from swapper.errors import SwapIOError, system_errors
 from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, Record, header_bytes, read_directory
 from swapper.files.file_buffers import POOL_BYTES, FileBuffers, close_unattended, memory_of, on_host
-from swapper.finalizers import finalizer
-from swapper.interrupts import interrupts_deferred
 from swapper.io.checksums import copy_crc32, crc32
 from swapper.io.handle import AsyncIOHandle, File, Transfer
 from swapper.io.host_memory import prefault
+from swapper.process.finalizers import finalizer
+from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.buffers import Lease
 

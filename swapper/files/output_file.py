@@ -11,10 +11,10 @@ import torch
 
 from swapper.errors import SwapError, SwapIOError, renewed
 from swapper.files.file_buffers import POOL_BYTES, FileBuffers, close_unattended, memory_of, on_host
-from swapper.finalizers import finalizer
-from swapper.interrupts import interrupts_deferred
 from swapper.io.checksums import checksum, copy_crc32, crc32, join_checksums
 from swapper.io.handle import AsyncIOHandle, File, Transfer
+from swapper.process.finalizers import finalizer
+from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.atomic import NewFile
 from swapper.storage.buffers import Lease

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable
 
 from swapper.errors import SwapError, SwapIOError
-from swapper.finalizers import finalizer
+from swapper.process.finalizers import finalizer
 
 __all__ = ["PendingSave", "SaveHandle"]
 

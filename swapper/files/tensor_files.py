@@ -36,6 +36,7 @@ __all__ = [
     "TensorReader",
     "parse_json",
     "read_header",
+    "read_metadata",
     "read_small",
 ]
 
@@ -82,6 +83,33 @@ def read_header(path: Path) -> list[StoredTensor]:
         SwapIOError: the file cannot be read, or is shorter than its header says.
         SwapError: it is no such file; the message says what is wrong.
     """
+    table, length, size_bytes = _table_of(path)
+    found = [_entry(path, name, entry, 8 + length) for name, entry in table.items() if name != "__metadata__"]
+    ordered = sorted(found, key=lambda t: (t.start_bytes, t.stop_bytes))
+    for one, other in itertools.pairwise(ordered):
+        if other.start_bytes < one.stop_bytes:
+            raise _malformed(path, f"tensors {show(one.name)} and {show(other.name)} overlap")
+    for tensor in found:
+        if tensor.stop_bytes > size_bytes:
+            detail = f"tensor {show(tensor.name)} ends beyond the file's {size_bytes} bytes; copy or download it again"
+            raise SwapIOError(errno.ENODATA, "read", path, tensor.start_bytes, tensor.length_bytes, detail)
+    return found
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    """The texts that a safetensors file has beside its tensors, by name; none in most.
+
+    Raises:
+        SwapError, SwapIOError: as `read_header`.
+    """
+    found = _table_of(path)[0].get("__metadata__") or {}
+    if not isinstance(found, dict) or not all(isinstance(each, str) for each in found.values()):
+        raise _malformed(path, "its metadata are no texts by name")
+    return found
+
+
+def _table_of(path: Path) -> tuple[dict[str, Any], int, int]:
+    """The header of a file as it is, its length, and that of the file."""
     with _opened(path) as (file, size_bytes):
         length = int.from_bytes(file.read(8), "little")
         if size_bytes < 8 or length > min(size_bytes - 8, _LONGEST_HEADER_BYTES):
@@ -93,16 +121,7 @@ def read_header(path: Path) -> list[StoredTensor]:
         raise _malformed(path, f"its header is no valid JSON ({error})") from error
     if not isinstance(table, dict):
         raise _malformed(path, "its header is no table")
-    found = [_entry(path, name, entry, 8 + length) for name, entry in table.items() if name != "__metadata__"]
-    ordered = sorted(found, key=lambda t: (t.start_bytes, t.stop_bytes))
-    for one, other in itertools.pairwise(ordered):
-        if other.start_bytes < one.stop_bytes:
-            raise _malformed(path, f"tensors {show(one.name)} and {show(other.name)} overlap")
-    for tensor in found:
-        if tensor.stop_bytes > size_bytes:
-            detail = f"tensor {show(tensor.name)} ends beyond the file's {size_bytes} bytes; copy or download it again"
-            raise SwapIOError(errno.ENODATA, "read", path, tensor.start_bytes, tensor.length_bytes, detail)
-    return found
+    return table, length, size_bytes
 
 
 @contextlib.contextmanager
@@ -131,7 +150,7 @@ def read_small(path: Path) -> bytes:
     with _opened(path) as (file, size_bytes):
         if size_bytes > _LONGEST_HEADER_BYTES:
             raise SwapError(f"{path} has {size_bytes} bytes: too many for an index of safetensors files")
-        return file.read(_LONGEST_HEADER_BYTES)
+        return file.read(size_bytes)  # Not more: Python allocates as much as it is asked for.
 
 
 def parse_json(text: bytes) -> Any:

@@ -19,7 +19,7 @@ from swapper.progress import progress_bar
 from swapper.tensors.evicted_views import EvictedView
 from swapper.tensors.unfilled import is_unfilled
 
-__all__ = ["find_weights", "load_weights"]
+__all__ = ["find_by_index", "find_weights", "load_weights", "newest_snapshot"]
 
 log = logging.getLogger(__name__)
 
@@ -30,10 +30,12 @@ _LONGEST_PATH = 4096
 def find_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
     """The tensors that `path` names: a safetensors file, an index of several, or a directory with either.
 
+    A model's directory in Hugging Face's cache (`models--NAME`) has them in that of its newest snapshot.
+
     Raises:
         SwapIOError, SwapError: there are none, or one of the files is broken.
     """
-    path = Path(path)
+    path = newest_snapshot(Path(path))
     with system_errors("open", path):
         is_directory = path.is_dir()
         indices = sorted(path.glob(f"*{_INDEX}")) if is_directory else []
@@ -43,14 +45,31 @@ def find_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
             names = ", ".join(index.name for index in indices)
             raise SwapError(f"{path} has several sets of weights: {names}; name one of them")
         if indices:
-            return _find_by_index(indices[0])
+            return find_by_index(indices[0])
         if not files:
             raise SwapIOError(errno.ENOENT, "open", path, detail="there are no .safetensors files in this directory")
         return _without_duplicates([tensor for file in files for tensor in read_header(file)])
-    return _find_by_index(path) if path.name.endswith(".json") else read_header(path)
+    return find_by_index(path) if path.name.endswith(".json") else read_header(path)
 
 
-def _find_by_index(path: Path) -> list[StoredTensor]:
+def newest_snapshot(path: Path) -> Path:
+    """The directory of the snapshot that `path`, as Hugging Face's cache has it, calls `main`; else `path`."""
+    name = path / "refs" / "main"
+    with system_errors("open", name):
+        if not (path / "snapshots").is_dir() or not name.is_file():
+            return path
+        commit = name.read_text("utf-8", "replace").strip()
+    if not commit or commit in (".", "..") or "/" in commit or "\0" in commit:
+        raise SwapError(f"{name} does not name a snapshot; name the directory with the weights")
+    return path / "snapshots" / commit
+
+
+def find_by_index(path: Path) -> list[StoredTensor]:
+    """The tensors that an index of safetensors files names.
+
+    Raises:
+        SwapIOError, SwapError: it is broken, or one of the files is, or lacks a tensor that is said to be in it.
+    """
     text = read_small(path)
     try:
         index = parse_json(text)

@@ -7,8 +7,8 @@ from collections import deque
 import torch
 
 from swapper.gradient.clipping import norm_of
-from swapper.gradient.end_of_backward import call_at_the_end
 from swapper.io.devices import Copy, DeviceCopies
+from swapper.tensors.end_of_backward import call_at_the_end
 
 __all__ = ["GradientCopies"]
 

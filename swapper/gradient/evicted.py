@@ -16,17 +16,23 @@ from swapper.gradient.copies import GradientCopies
 from swapper.gradient.records import Gradient, GradientState, Part
 from swapper.io.devices import Copy
 from swapper.metrics import Metrics
+from swapper.storage.agreement import agreed
+from swapper.storage.backward_agreement import have_all_ranks
 from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
 from swapper.storage.store import TensorStore
 from swapper.tensors.evicted_gradients import (
     clear_gradient_home,
     evicted_gradient,
+    evicted_shard_gradient,
     fill_gradient,
+    gradient_of_local,
     raw_gradient,
     set_raw_gradient,
+    shown,
 )
 from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_grad_mode
+from swapper.tensors.sharded import has_norms_of_parts, is_sharded, local_of
 
 __all__ = ["EvictedGradients"]
 
@@ -55,6 +61,10 @@ class EvictedGradients:
 
     def _join_left(self, gradient: Gradient) -> None:
         """Join what an arrival that was cut off before it began has left in memory."""
+        raise NotImplementedError
+
+    def gradient_to_add_to(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """See `GradientHome`."""
         raise NotImplementedError
 
     @property
@@ -180,28 +190,44 @@ class EvictedGradients:
         clips every step, those of the first step if `norm_type` is not 2. Evicted gradients are scaled when used.
         """
         self._check_process()
-        self.check()
+        given = list(parameters)
+        # Norms of parts have no collective. So what fails on one rank is raised by all before the first one.
+        with agreed(have_all_ranks(given) and all(map(has_norms_of_parts, given))):
+            self.check()
+            present, norms = self._norms_of(given, float(norm_type), foreach)
+        if not norms:
+            return torch.nn.utils.clip_grad_norm_(present, max_norm, norm_type, error_if_nonfinite, foreach)
         with self._lock, modes_kept():
             set_grad_mode(False)
-            norm_type = float(norm_type)
+            total = total_norm(norms, present[0].device, float(norm_type), error_if_nonfinite)
+            scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
+            self._change(present, scaled_by(scale.full_tensor() if is_sharded(scale) else scale))  # type: ignore[attr-defined]
+            return total
+
+    def _norms_of(
+        self, parameters: list[torch.nn.Parameter], norm_type: float, foreach: bool | None
+    ) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
+        """Those of `parameters` that have gradients, and the norms of these; no norms if nothing can be evicted."""
+        with self._lock, modes_kept():
+            set_grad_mode(False)
             self._norm_type, self._clipped = norm_type, True
             present = [p for p in parameters if self.has(p)]
-            if not any(self.is_evicted(p) for p in present):
-                return torch.nn.utils.clip_grad_norm_(present, max_norm, norm_type, error_if_nonfinite, foreach)
+            # Of DTensors other ranks may have evicted theirs: all have the same collectives.
+            if not any(is_sharded(p) or self.is_evicted(p) for p in present):
+                return present, []
             self._copies.join()  # Norms were taken after them.
-            norms = [self._norm_of(p, norm_type, foreach) for p in in_order_of_clipping(present)]
-            total = total_norm(norms, present[0].device, norm_type, error_if_nonfinite)
-            self._change(present, scaled_by(torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)))
-            return total
+            return present, [self._norm_of(p, norm_type, foreach) for p in in_order_of_clipping(present)]
 
     def clip_grad_value_(self, parameters: Iterable[torch.nn.Parameter], clip_value: float) -> None:
         """As `torch.nn.utils.clip_grad_value_`, bit for bit. Evicted gradients are clamped when they are used."""
         self._check_process()
-        self.check()
+        given = list(parameters)
+        with agreed(have_all_ranks(given)):
+            self.check()
         change = clamped_to(float(clip_value))
         with self._lock, modes_kept():
             set_grad_mode(False)
-            present = [p for p in parameters if self.has(p)]
+            present = [p for p in given if self.has(p)]
             for dtype in {p.dtype for p in present}:
                 change(torch.empty(0, dtype=dtype, device="cpu"))  # What has no order raises now.
             self._change(present, change)
@@ -215,7 +241,7 @@ class EvictedGradients:
             else:
                 in_memory = raw_gradient(p)
                 assert in_memory is not None
-                change(in_memory)
+                change(local_of(in_memory))
 
     def _change_evicted(self, gradient: Gradient, change: Change) -> None:
         gradient.norm = None
@@ -244,7 +270,7 @@ class EvictedGradients:
             return norm_of(in_memory, norm_type, foreach)
         if gradient.norm is not None and gradient.norm.is_as_asked(norm_type, foreach):
             return gradient.norm.value
-        return norm_of(self._whole(gradient), norm_type, foreach)
+        return norm_of(gradient_of_local(p, self._whole(gradient)), norm_type, foreach)
 
     # --- `GradientHome` --------------------------------------------------------------------------------------------
 
@@ -263,9 +289,10 @@ class EvictedGradients:
                 return self.bring_back(parameter)  # Some of torch's functions choose other kernels by the exact class.
             handed = gradient.somebody_has_it()
             if handed is None:
-                handed = evicted_gradient(parameter, None if self._closed else self, gradient.stride)
+                make = evicted_shard_gradient if is_sharded(parameter) else evicted_gradient
+                handed = make(parameter, None if self._closed else self, gradient.stride)
                 gradient.handed = weakref.ref(handed)
-            return handed
+            return shown(handed)
 
     def bring_back(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Have an evicted gradient in memory again, for good.
@@ -285,6 +312,8 @@ class EvictedGradients:
             values = self._whole(gradient)
             if (handed := gradient.somebody_has_it()) is not None:
                 values = fill_gradient(handed, values)
+            else:
+                values = gradient_of_local(parameter, values)
             gradient.begin_to_change()
             set_raw_gradient(parameter, values)
             self._forget(gradient)

@@ -21,6 +21,7 @@ from swapper.storage.budget import GradientNeeds
 from swapper.storage.store import RecordKey
 from swapper.tensors.evicted import can_evict_gradient
 from swapper.tensors.evicted_gradients import EvictedGradient
+from swapper.tensors.sharded import local_of
 from swapper.tensors.strides import is_dense, same_layout
 
 __all__ = [
@@ -70,7 +71,7 @@ class Part:
 
 @dataclass(eq=False, slots=True)
 class Gradient:
-    """The gradient of one parameter.
+    """The gradient of one parameter; of a DTensor, its local tensor.
 
     Attributes:
         number: of this one, to know it by in the order of arrival.
@@ -172,7 +173,8 @@ def fitting(parts: Sequence[GradientPart], known: Container[int], stored: bool, 
 
 def can_leave(p: torch.nn.Parameter) -> bool:
     """Return True if the gradient of `p` is taken; else it stays in memory."""
-    return p.numel() * p.dtype.itemsize >= SMALL_BYTES and is_dense(p) and can_evict_gradient(p)
+    local = local_of(p)
+    return local.numel() * p.dtype.itemsize >= SMALL_BYTES and is_dense(local) and can_evict_gradient(p)
 
 
 def record_bytes(p: torch.nn.Parameter, start: int, stop: int) -> int:

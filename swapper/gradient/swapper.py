@@ -15,6 +15,12 @@ comes after the copies, so that who still has the tensor of a gradient may chang
 [Note: distributed] Where `torch.distributed` is initialized, a gradient may still be local when autograd has
 accumulated it: `DistributedDataParallel` reduces it later. So evicted gradients come back before the first one
 arrives, and all are taken after the last callback of a backward, when they are reduced.
+
+[Note: gradients of shards] FSDP2 reduces the gradients of a group together, in memory that they share, and hooks are
+called when that is done. So each is taken then; what stays is given memory of its own. FSDP2 is told that there is no
+gradient while one is evicted, and does not add to it: the record is added to when the hook is called. What FSDP2 has
+added to in place stays. An error waits for the end of the backward: see `raised_by_all`. A DTensor of which autograd
+itself has the gradient is none of FSDP2's: others may reduce that later, and it stays.
 """
 
 from __future__ import annotations
@@ -22,16 +28,18 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import sys
 import weakref
 from collections.abc import Callable, Iterable, MutableMapping
+from types import FrameType
 from typing import ClassVar, Protocol
 
 import torch
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
-from swapper.gradient.clipping import TakenNorm
-from swapper.gradient.end_of_backward import call_at_the_end, is_distributed, is_nested
+from swapper.errors import SwapError
+from swapper.gradient.clipping import TakenNorm, norm_of
 from swapper.gradient.evicted import EvictedGradients
 from swapper.gradient.records import (
     Gradient,
@@ -42,17 +50,22 @@ from swapper.gradient.records import (
     record_bytes,
 )
 from swapper.storage.access_order import AccessOrder, Use
+from swapper.storage.backward_agreement import raised_by_all
 from swapper.storage.buffers import BufferPool
 from swapper.storage.malloc_trim import FreedMemory
 from swapper.storage.store import RecordKey, TensorStore
+from swapper.tensors.end_of_backward import call_at_the_end, is_distributed, is_nested
 from swapper.tensors.evicted_gradients import (
     bring_back_gradients,
     clear_gradient_home,
+    gradient_of_local,
     raw_gradient,
     set_gradient_home,
     set_raw_gradient,
 )
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
+from swapper.tensors.reduced import adds_in_place, has_memory_alone, is_of_fsdp
+from swapper.tensors.sharded import has_norms_of_parts, is_sharded, local_of
 
 __all__ = ["GradientSwapper", "Window"]
 
@@ -114,6 +127,7 @@ class GradientSwapper(EvictedGradients):
         self._arrived: set[int] = set()  # numbers of the gradients that came in the backward that is going on
         self._freed = FreedMemory()
         self._collecting = False  # [Note: distributed]
+        self._said = False  # that gradients of DTensors stay
         self._tasks: set[int] = set()
         self._window_ref: weakref.ref[Window] | None = None  # Weak, as it has what has this.
         self.plan(parts)
@@ -170,9 +184,10 @@ class GradientSwapper(EvictedGradients):
         return self._of(parameter) is not None
 
     def watch(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Notice too when the gradients of `parameters`, which are not this optimizer's, arrive.
+        """Notice too when the gradients of `parameters` arrive that are not taken.
 
-        `DistributedDataParallel` looks at all gradients of a model when the first one arrives.
+        `DistributedDataParallel` looks at all gradients of a model when the first one arrives. Those of FSDP2 would
+        keep the memory of their group, and all ranks notice the same.
         """
         for p in parameters:
             if p.requires_grad and p.is_leaf and p not in self._hooks:
@@ -224,15 +239,24 @@ class GradientSwapper(EvictedGradients):
         def after(p: torch.Tensor) -> None:
             if (swapper := self_ref()) is not None and not swapper._closed:
                 assert isinstance(p, torch.nn.Parameter)
-                swapper._after_arrival(p)
+                if is_sharded(p):
+                    swapper._after_reduction(p, sys._getframe(1))
+                else:
+                    swapper._after_arrival(p)
 
         hooks = [p.register_hook(before)]  # type: ignore[no-untyped-call]
-        if taken:
+        if taken or is_sharded(p):
             hooks.append(p.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
         return hooks
 
     def _before_arrival(self, p: torch.Tensor | None) -> None:
         self._check_process()
+        if p is not None and is_sharded(p):
+            if not self._said:
+                self._said = True
+                log.warning("a gradient of a DTensor that FSDP2 has not reduced stays in memory")
+            bring_back_gradients([p])  # type: ignore[list-item]
+            return
         if is_distributed():
             for swapper in list(GradientSwapper._open):
                 swapper._begin_collecting()
@@ -245,9 +269,12 @@ class GradientSwapper(EvictedGradients):
             gradient.stays = raw_gradient(p) is not None
 
     def _after_arrival(self, p: torch.nn.Parameter) -> None:
-        if raw_gradient(p) is None or is_distributed():
+        if not is_distributed():
+            self._count_and_arrive(self._of(p), p)
+
+    def _count_and_arrive(self, gradient: Gradient | None, p: torch.nn.Parameter) -> None:
+        if raw_gradient(p) is None:
             return
-        gradient = self._of(p)
         first = gradient is not None and not gradient.stays and gradient.state is GradientState.IN_MEMORY
         last = self._window is not None and self._window.count(p, first)
         with self._lock:
@@ -256,6 +283,36 @@ class GradientSwapper(EvictedGradients):
         if last:
             assert self._window is not None
             self._window.complete(p)
+
+    def _after_reduction(self, p: torch.nn.Parameter, caller: FrameType) -> None:
+        """`caller`, FSDP2, has reduced a gradient of `p`. See [Note: gradients of shards]."""
+        self._check_process()
+        if not is_of_fsdp(caller):
+            return
+        with raised_by_all(p):
+            gradient = self._of(p)
+            try:
+                if gradient is not None:
+                    gradient.stays = adds_in_place(caller)
+                    self._count_and_arrive(gradient, p)
+            finally:
+                if not adds_in_place(caller):  # Else it has the memory that it had before, perhaps one of the user's.
+                    _keep_alone(raw_gradient(p))
+
+    def gradient_to_add_to(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """See `GradientHome`."""
+        gradient = self._of(parameter)
+        if gradient is None or gradient.left or self._closed or gradient.somebody_has_it() is not None:
+            if self._closed:
+                raise SwapError("a gradient was on disk, and its optimizer was closed; call zero_grad() before")
+            with raised_by_all(parameter):
+                return self.bring_back(parameter)
+            return None  # It could not be read: that is raised at the end.
+        if gradient.state is GradientState.IN_MEMORY:
+            return raw_gradient(parameter)
+        with raised_by_all(parameter):
+            self._join_left(gradient)
+        return None
 
     def _join_left(self, gradient: Gradient) -> None:
         """Join what an arrival that was cut off before it began has left in memory."""
@@ -273,8 +330,9 @@ class GradientSwapper(EvictedGradients):
         if gradient.state is GradientState.LOST:
             gradient.raise_lost()
         self._prefetch(gradient)
-        fresh = raw_gradient(p)
-        assert fresh is not None
+        arrived = raw_gradient(p)
+        assert arrived is not None
+        fresh = local_of(arrived)
         fits = gradient.can_take(fresh) and gradient.somebody_has_it() is None
         if gradient.state is GradientState.IN_MEMORY and not (take and fits):
             return
@@ -282,7 +340,7 @@ class GradientSwapper(EvictedGradients):
             earlier = self.bring_back(p)
             assert earlier is not None
             # What autograd does if both are in memory.
-            set_raw_gradient(p, earlier + fresh if torch.is_grad_enabled() else earlier.add_(fresh))
+            set_raw_gradient(p, earlier + arrived if torch.is_grad_enabled() else earlier.add_(arrived))
         elif take:
             self._take(gradient, p, fresh)
         else:
@@ -297,7 +355,7 @@ class GradientSwapper(EvictedGradients):
         norm_type = self._norm_type
         if self._stepping:
             self._stepping = self._clipped = False
-        if gradient.arrived % self._accumulation_steps:
+        if gradient.arrived % self._accumulation_steps or not has_norms_of_parts(p):
             norm_type = None
         copies = self._copies.of(gradient.device)
         with modes_kept():
@@ -324,7 +382,10 @@ class GradientSwapper(EvictedGradients):
                 gradient.changes = []
                 gradient.norm = None
                 if norm_type is not None:
-                    value = self._copies.norm(fresh, norm_type)
+                    if is_sharded(p):
+                        value = norm_of(gradient_of_local(p, fresh), norm_type, None)
+                    else:
+                        value = self._copies.norm(fresh, norm_type)
                     gradient.norm = TakenNorm(value, norm_type, torch.get_num_threads())
                 if copy is not None:
                     self._copies.wait_later(copy, fresh)
@@ -390,9 +451,11 @@ class GradientSwapper(EvictedGradients):
                 self._collecting = True
                 for gradient in self._gradients.values():
                     p = gradient.parameter()
-                    if p is not None:
+                    if p is not None and not is_sharded(p):
                         gradient.stays = raw_gradient(p) is not None or gradient.somebody_has_it() is not None
-            self.bring_back_all()
+            for p in [p for gradient in self._gradients.values() if (p := gradient.parameter()) is not None]:
+                if not is_sharded(p):
+                    self.bring_back(p)
         # A backward inside of another, as reentrant checkpointing makes it, is over before gradients are reduced.
         if not is_nested():
             call_at_the_end(self._collect)
@@ -403,7 +466,7 @@ class GradientSwapper(EvictedGradients):
             self._tasks.clear()
             for gradient in self._gradients.values():
                 p = gradient.parameter()
-                if self._closed or p is None or gradient.stays or gradient.left:
+                if self._closed or p is None or is_sharded(p) or gradient.stays or gradient.left:
                     continue
                 fresh = raw_gradient(p)
                 if fresh is not None and gradient.can_take(fresh):
@@ -418,7 +481,8 @@ class GradientSwapper(EvictedGradients):
         """Take the gradient of `p` from now on in `parts`."""
         known = self._of(p)
         if known is None:
-            known = Gradient(next(self._numbers), weakref.ref(p), p.shape, p.stride(), p.dtype, p.device)
+            local = local_of(p)
+            known = Gradient(next(self._numbers), weakref.ref(p), local.shape, local.stride(), p.dtype, local.device)
             self._gradients[id(p)] = self._by_number[known.number] = known
         former = known.parts
         if known.state is GradientState.EVICTED:
@@ -444,3 +508,9 @@ class GradientSwapper(EvictedGradients):
         del self._gradients[number]
         del self._by_number[gradient.number]
         self._arrived.discard(gradient.number)
+
+
+def _keep_alone(gradient: torch.Tensor | None) -> None:
+    """Give a DTensor that stays in memory memory of its own, and not a part of what FSDP2 has reduced together."""
+    if gradient is not None and is_sharded(gradient) and not has_memory_alone(local := local_of(gradient)):
+        gradient._local_tensor = local.clone()  # type: ignore[attr-defined]

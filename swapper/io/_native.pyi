@@ -3,6 +3,8 @@
 Every failure of the system raises `SwapIOError`, every use after a fork or after close `SwapError`.
 """
 
+from collections.abc import Sequence
+
 class Slab:
     """Supports the buffer protocol, which keeps it alive: `torch.frombuffer(slab, dtype=torch.uint8)`."""
 
@@ -199,6 +201,9 @@ def join_master(param: int, low: int, ties: int, tie_bits: int, master: int, num
 def crc32c(address: int, length_bytes: int, seed: int = 0, threads: int = 1) -> int:
     """See csrc/crc32c.h. `seed` is the checksum of what came before."""
 
+def crc32c_each(runs: Sequence[tuple[int, int]], threads: int) -> list[int]:
+    """See csrc/crc32c.h. Each run is an address and a length in bytes."""
+
 def crc32c_join(crc_a: int, crc_b: int, length_b_bytes: int) -> int:
     """The checksum of a followed by b, from those of both."""
 
@@ -221,3 +226,31 @@ def prefault(address: int, length_bytes: int, threads: int) -> None:
     """See csrc/prefault.h."""
 
 # end of codec
+
+# native steps
+class StepProgram:
+    """See csrc/native_step.h."""
+
+    def __init__(
+        self,
+        instructions: Sequence[tuple[int, int, int, int, int, int, Sequence[float]]],
+        arrays: int,
+        registers: int,
+    ) -> None:
+        """Of each instruction: opcode, out, a, b, c, contraction, constants; see csrc/step_program.h."""
+
+def run_step(
+    jobs: Sequence[tuple[StepProgram, int, int, int, int, int, int, int, int, bool, Sequence[int]]],
+    threads: int,
+    instruction_set: int,
+) -> list[tuple[int, int]]:
+    """See csrc/native_step.h. A job: the fields of `StepJob` in order, addresses as ints, 0 for none.
+
+    Returns of each job its new ties and the CRC-32C of its new bits. Raises ValueError as `run_step` there throws.
+    """
+
+def has_instruction_set(instruction_set: int) -> bool:
+    """True if the processor has it: 0 AVX-512, 1 AVX2, 2 none in particular."""
+
+def best_instruction_set() -> int:
+    """The fastest that the processor has."""

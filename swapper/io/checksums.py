@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -10,7 +10,7 @@ from torch import Tensor
 from swapper.io import _native
 from swapper.io.host_memory import address_of, require_on_host
 
-__all__ = ["checksum", "copy_crc32", "crc32", "join_checksums"]
+__all__ = ["checksum", "checksums", "copy_crc32", "crc32", "join_checksums"]
 
 
 def checksum(tensor: Tensor, seed: int = 0) -> int:
@@ -28,6 +28,17 @@ def checksum(tensor: Tensor, seed: int = 0) -> int:
     """
     require_on_host("tensor", tensor)
     return _native.crc32c(tensor.data_ptr(), tensor.nbytes, seed, torch.get_num_threads())
+
+
+def checksums(tensors: Sequence[Tensor]) -> list[int]:
+    """The `checksum` of each of `tensors`, by one call of the native core.
+
+    Raises:
+        ValueError: a tensor is not as described there.
+    """
+    for tensor in tensors:
+        require_on_host("tensor", tensor)
+    return _native.crc32c_each([(each.data_ptr(), each.nbytes) for each in tensors], torch.get_num_threads())
 
 
 def join_checksums(parts: Iterable[tuple[int, int]]) -> int:

@@ -382,14 +382,14 @@ class DeviceCopies:
             work()
             return None
         try:
-            self._last = self._copies.run(work)
+            self._last = last = self._copies.run(work)
         except BaseException:
             self._settle(self._copies)  # Some of it may have been started, and nobody has its event.
             raise
         for tensor in tensors:
             if tensor.device.type == self._device.type:
                 self._copies.keep(tensor)
-        return Copy(self._last, self._device)
+        return Copy(last, self._device)  # Not another thread's.
 
     def allocating(self) -> contextlib.AbstractContextManager[object]:
         """Within it memory is allocated on the stream of the copies: where it was used before, they were.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import logging
@@ -11,13 +12,13 @@ from typing import TypeVar
 import torch
 
 from swapper.errors import SwapError, SwapIOError, renewed
-from swapper.finalizers import finalizer
-from swapper.interrupts import interrupts_deferred
 from swapper.io import _native
 from swapper.io._native import Checksums, FaultPlan, Slab
 from swapper.io.backends import BACKENDS, SYSTEMS, Refusal, probe
 from swapper.io.file import File
 from swapper.io.transfer import Ledger, Transfer
+from swapper.process.finalizers import finalizer
+from swapper.process.interrupts import interrupts_deferred
 
 __all__ = ["HostHandle"]
 
@@ -248,6 +249,8 @@ class HostHandle:
         reason = self._ledger.engine.register_slab(slab)
         if not reason:
             return True
+        if reason.endswith(os.strerror(errno.EFAULT)):  # Pages of a pool are elsewhere; it registers all when it can.
+            return False
         if self._named == "uring+fixed":
             raise SwapError(f"the I/O backend 'uring+fixed' is not available here: {reason}")
         self._refusals.append(Refusal("uring+fixed", reason))

@@ -11,8 +11,8 @@ from typing import Protocol
 import torch
 
 from swapper.errors import SwapError, SwapIOError
-from swapper.interrupts import interrupts_deferred
 from swapper.io import _native
+from swapper.process.interrupts import interrupts_deferred
 
 __all__ = ["Ledger", "Moving", "Transfer", "end_all"]
 

@@ -17,9 +17,24 @@ from swapper.lightning.directories import load_from_checkpoint
 from swapper.strategy.arguments import import_in_use
 
 if TYPE_CHECKING:
-    from swapper.lightning.in_lightning import SwapCheckpointIO, SwapDDPStrategy, SwapMonitor, SwapStrategy
+    from swapper.lightning.in_lightning import (
+        SwapCheckpointIO,
+        SwapDDPStrategy,
+        SwapFSDPStrategy,
+        SwapModelParallelStrategy,
+        SwapMonitor,
+        SwapStrategy,
+    )
 
-__all__ = ["SwapCheckpointIO", "SwapDDPStrategy", "SwapMonitor", "SwapStrategy", "load_from_checkpoint"]
+__all__ = [
+    "SwapCheckpointIO",
+    "SwapDDPStrategy",
+    "SwapFSDPStrategy",
+    "SwapModelParallelStrategy",
+    "SwapMonitor",
+    "SwapStrategy",
+    "load_from_checkpoint",
+]
 
 _module, *_ = import_in_use(
     __name__, {"lightning.pytorch": "in_lightning", "pytorch_lightning": "in_pytorch_lightning"}

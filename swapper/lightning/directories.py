@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 from swapper.checkpoint.checkpoint import OpenCheckpoint, is_checkpoint, remove, save
 from swapper.errors import ConfigError, SwapError
 from swapper.files.saving import PendingSave
+from swapper.storage.agreement import agreed
 from swapper.tensors.evicted_views import EvictedView
+from swapper.tensors.sharded import is_sharded, reshard
 from swapper.tensors.tensor_refs import OPTIMIZER_STATES, is_lightnings, refer, replaced, resolve
 
 __all__ = ["Directories", "load_from_checkpoint", "placeholder"]
@@ -87,12 +89,21 @@ class Directories:
             ConfigError: it cannot be a directory.
             SwapError, SwapIOError: as from `save_checkpoint`.
         """
+        self.saving.wait()
+        reshard(model)
+        with agreed(any(map(is_sharded, model.parameters()))):
+            saved, extra = self._arguments(checkpoint, directory, optimizers)
+        self.saving.keep(save(directory, model, saved, extra, over_files=True, prune=prune))
+
+    def _arguments(
+        self, checkpoint: Mapping[str, Any], directory: str | os.PathLike[str], optimizers: Sequence[Optimizer]
+    ) -> tuple[list[Optimizer] | None, Any]:
+        """The optimizers and the `extra` of Lightning's checkpoint. Raises as `save`."""
         if "://" in os.fspath(directory):
             raise ConfigError(
                 f"checkpoint_format: a directory with hard links cannot be made at {os.fspath(directory)}; use "
                 "checkpoint_format='full'"
             )
-        self.saving.wait()
         states = checkpoint.get(OPTIMIZER_STATES)
         if states is not None and states != [placeholder(optimizer) for optimizer in optimizers]:
             raise ConfigError(
@@ -103,8 +114,7 @@ class Directories:
         names, self._names = self._names, {}
         referring = refer(rest, {number: name for number, (name, _) in names.items()})
         extra = replaced(referring, EvictedView, torch.clone)  # Parts of the model's tensors.
-        saved = list(optimizers) if states is not None else None
-        self.saving.keep(save(directory, model, saved, extra, over_files=True, prune=prune))
+        return list(optimizers) if states is not None else None, extra
 
     def remove(
         self, directory: str | os.PathLike[str], model: torch.nn.Module | None, optimizers: Sequence[Optimizer]
@@ -135,10 +145,11 @@ class Directories:
             False, and does nothing, if a hook has changed its state dict, or the model has other dtypes.
         """
         opened = self._opened(checkpoint)
+        if opened is None:
+            return False
         state = checkpoint["state_dict"]
         if (
-            opened is None
-            or state.keys() != opened.state_dict.keys()
+            state.keys() != opened.state_dict.keys()
             or any(state[name] is not value for name, value in opened.state_dict.items())
             or opened.converts(model)  # Lightning loads a model before it gives it the dtype of a "true" precision.
         ):
@@ -160,6 +171,15 @@ class Directories:
             )
         opened.load_optimizers(model, list(optimizers))
         return True
+
+    @property
+    def is_open(self) -> bool:
+        """True while a directory is loaded."""
+        return self._open is not None
+
+    def has(self, checkpoint: Mapping[str, Any]) -> bool:
+        """True if `checkpoint` is that of the directory that was loaded last."""
+        return self._opened(checkpoint) is not None
 
     def _opened(self, checkpoint: Mapping[str, Any]) -> OpenCheckpoint | None:
         opened = self._open

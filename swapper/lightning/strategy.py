@@ -28,6 +28,7 @@ from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
 from swapper.lightning.directories import Directories, placeholder
 from swapper.optimizer.swapper import OptimizerSwapper
+from swapper.parameter.candidates import swapped_tensors
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.session import Shared
 from swapper.strategy.arguments import ConfigLike, given_among, not_of_ddp, settings_of
@@ -46,7 +47,7 @@ if TYPE_CHECKING:
 else:
     Strategy = SingleDeviceStrategy = DDPStrategy = object
 
-__all__ = ["OnDDP", "OnOneDevice", "Swapping"]
+__all__ = ["OnDDP", "OnOneDevice", "Swapping", "kills_and_waits"]
 
 log = logging.getLogger(__name__)
 
@@ -234,12 +235,16 @@ class Swapping(SwappingStrategy, Strategy):
             super().save_checkpoint(checkpoint, filepath, storage_options)
         elif storage_options is not None:
             raise TypeError("storage_options has no meaning for checkpoint_format='directory'")
-        elif self.is_global_zero:
+        elif self._saves_directory():
             assert self.lightning_module is not None
             self._directories.save(checkpoint, filepath, self.lightning_module, self.optimizers, prune=self._prunes)
         if self.lightning_module is not None and self.lightning_module.trainer.state.status.value != "running":
             self._directories.saving.wait()  # The caller may look for it as soon as this returns.
             self._trim_pools()
+
+    def _saves_directory(self) -> bool:
+        """True if this rank has a part in it."""
+        return self.is_global_zero
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of either format."""
@@ -330,7 +335,7 @@ def _stays(module: torch.nn.Module, device: torch.device) -> bool:
 
 def _parameter_swappers(module: torch.nn.Module) -> list[ParameterSwapper]:
     """Open swappers that have parameters of `module`, without those of `swapper.init`."""
-    homes = [home for p in module.parameters() if (home := home_of(p)) is not None and not home.temporary]
+    homes = [home for p in swapped_tensors(module) if (home := home_of(p)) is not None and not home.temporary]
     keepers = {home.owner: home.keeper for home in homes}.values()
     return [keeper for keeper in keepers if isinstance(keeper, ParameterSwapper)]  # Else using them says it is closed.
 
@@ -446,9 +451,8 @@ class OnDDP(Swapping, DDPStrategy):
 
     def _configure_launcher(self) -> None:
         super()._configure_launcher()
-        launcher: Any = self._launcher
         if self._start_method == "popen":
-            launcher.kill = partial(_kill_and_wait, launcher)
+            kills_and_waits(self._launcher)
 
     # --- What DDP does with all parameters at once -----------------------------------------------------------------
 
@@ -485,6 +489,12 @@ class OnDDP(Swapping, DDPStrategy):
                 if swapper is not None and swapper.gradients is not None:
                     swapper.gradients.bring_back_all()
         super().post_backward(closure_loss)
+
+
+def kills_and_waits(launcher: Any) -> None:
+    """Have a launcher of subprocesses wait for the death of those that it kills. None is one of somebody else."""
+    if launcher is not None:
+        launcher.kill = partial(_kill_and_wait, launcher)
 
 
 def _kill_and_wait(launcher: _SubprocessScriptLauncher, signum: signal.Signals) -> None:

@@ -32,6 +32,7 @@ from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.records import Prefetcher
 from swapper.optimizer.segments import Bucket, OptimizerParameter, grouped
 from swapper.optimizer.stepper import Stepper
+from swapper.storage.backward_agreement import raised_by_all
 from swapper.tensors.evicted_gradients import (
     bring_back_gradients,
     clear_gradient_home,
@@ -42,6 +43,8 @@ from swapper.tensors.evicted_gradients import (
 )
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 from swapper.tensors.memory_overlap import CANNOT_GO_WITH, check_memory, names_of
+from swapper.tensors.reduced import is_of_fsdp
+from swapper.tensors.sharded import is_sharded
 
 __all__ = ["CANNOT_GO_WITH", "Arrivals", "BackwardSteps"]
 
@@ -230,6 +233,10 @@ class BackwardSteps:
             "it; use step_in_backward: false"
         )
 
+    def gradient_to_add_to(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Raises `SwapError`, as FSDP2 would add to values that are gone: see `bring_back`."""
+        return self.bring_back(parameter)
+
     def set_zero(self, parameter: torch.nn.Parameter) -> None:
         """Raises `SwapError`: see `bring_back`. Called by `zero_grad(set_to_none=False)`."""
         raise SwapError("zero_grad(set_to_none=False): with step_in_backward the gradients are gone; leave it out")
@@ -333,7 +340,8 @@ class BackwardSteps:
     def _refuse(self, optimizer: Optimizer) -> None:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             processes = torch.distributed.get_world_size()
-            if processes > 1:
+            # FSDP2 says when a gradient is reduced: see `Arrivals`.
+            if processes > 1 and not all(is_sharded(p) for p in parameters_of(optimizer) if p.requires_grad):
                 raise ConfigError(
                     f"{CANNOT_GO_WITH} DistributedDataParallel: {processes} processes train together, and a gradient "
                     "is averaged only after it has arrived; use step_in_backward: false"
@@ -345,7 +353,8 @@ class BackwardSteps:
             )
 
     def _refuse_scaler(self) -> None:
-        if may_be_scaled(self._plan.is_planned):
+        hidden = any(known.sharded for known in self._plan.planned())
+        if may_be_scaled(self._plan.is_planned, hidden):
             raise ConfigError(
                 f"{CANNOT_GO_WITH} GradScaler: the gradients are scaled when they arrive; use step_in_backward: "
                 "false, or bfloat16, which needs no scaling. (A scaler of another model is no hindrance, unless the "
@@ -405,6 +414,15 @@ class Arrivals:
         for known in self._plan.planned() if self.backward_steps is None else ():
             known.arrived = 0
 
+    def check_window(self, optimizer: Optimizer) -> None:
+        """Raise `SwapError` if `step()` would step otherwise what was stepped in backward."""
+        if self.backward_steps is not None:
+            self.backward_steps.check_window(optimizer)
+
+    def left(self) -> list[Bucket]:
+        """The buckets that `step()` has to see to."""
+        return self._plan.buckets if self.backward_steps is None else self.backward_steps.left()
+
     def end_window(self) -> None:
         """The step was made."""
         self.drop_window()
@@ -418,9 +436,15 @@ class Arrivals:
             return
         if self.backward_steps is not None:
             assert isinstance(p, torch.nn.Parameter)
+            if is_sharded(p) and not is_of_fsdp(sys._getframe(2)):
+                raise ConfigError(
+                    f"{CANNOT_GO_WITH} DTensors that FSDP2 does not have: others may be changed after they have "
+                    "arrived; use step_in_backward: false"
+                )
             gradients = self._stepper.gradients
             if gradients is None or not gradients.watches(p):  # Else it will say when they are complete.
-                self.backward_steps.arrived(p)
+                with raised_by_all(p):
+                    self.backward_steps.arrived(p)
             return
         if self._has_begun:
             return

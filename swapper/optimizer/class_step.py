@@ -6,8 +6,10 @@ behind is taken out, and what it changes in its groups is applied when the step 
 
 from __future__ import annotations
 
+import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -15,6 +17,8 @@ from torch.optim import Optimizer
 
 from swapper.optimizer.operands import Operand
 from swapper.optimizer.records import OpenBucket
+from swapper.optimizer.segments import Segment
+from swapper.tensors.sharded import Sharding, is_sharded, local_of
 
 __all__ = ["ClassStep"]
 
@@ -46,12 +50,61 @@ class ClassStep:
             if number not in groups:
                 groups[number] = self._narrowed(number, optimizer.param_groups[number])
             groups[number]["params"].append(tensor)
-            states[tensor] = opened.state_of(operand.segment)
+            states[tensor] = _as_sharded(operand.segment, opened.state_of(operand.segment))
         self._narrow(optimizer, groups, {tensor: state for tensor, state in states.items() if state})
         self._step(optimizer)
-        left = [dict(optimizer.state.get(tensor, {})) for tensor in states]
+        left = [
+            _as_kept(operand.segment, optimizer.state.get(tensor, {}))
+            for operand, tensor in zip(operands, states, strict=True)
+        ]
         self.widen(optimizer)
         self._note_changes(optimizer, groups)
+        return left
+
+    def record(
+        self,
+        optimizer: Optimizer,
+        number: int,
+        tensor: torch.nn.Parameter,
+        state: dict[str, Any],
+        recorder: AbstractContextManager[Any],
+    ) -> dict[str, Any] | None:
+        """Step `tensor` with `state`, as a member of group `number`, within `recorder`.
+
+        Returns:
+            The state that the class left behind. None if it failed, drew random numbers, or changed an attribute of
+            the optimizer, which is undone.
+        """
+        group = self._narrowed(number, optimizer.param_groups[number])
+        group["params"] = [tensor]
+        self._narrow(optimizer, {number: group}, {tensor: state} if state else {})
+        before = dict(vars(optimizer))
+        shown: dict[str, Any] = {}  # copies of what the class may change in place
+        try:
+            shown = {k: _copied(value) for k, value in before.items() if k not in self._former and _is_mutable(value)}
+            vars(optimizer).update(shown)
+            with torch.random.fork_rng(devices=[]):
+                drawn = torch.get_rng_state()
+                with recorder:
+                    self._step(optimizer)
+                if not torch.equal(drawn, torch.get_rng_state()):
+                    return None
+            left = dict(optimizer.state.get(tensor, {}))
+        except Exception:  # The class is called again, as ever, and raises it there.
+            return None
+        finally:
+            attributes = vars(optimizer)
+            is_changed = attributes.keys() != before.keys() or any(
+                attributes[key] is not shown.get(key, value) or (key in shown and not _is_alike(value, shown[key]))
+                for key, value in before.items()
+            )
+            if is_changed:
+                attributes.clear()
+            attributes.update(before)
+            self.widen(optimizer)
+        if is_changed:
+            return None
+        self._note_changes(optimizer, {number: group})
         return left
 
     def finish(self, optimizer: Optimizer) -> None:
@@ -151,3 +204,40 @@ class ClassStep:
             narrowed["capturable"] = False  # The step runs on the CPU, where there is no graph to capture.
         narrowed["params"] = []
         return narrowed
+
+
+def _is_mutable(value: Any) -> bool:
+    """True of what may count steps in place."""
+    return isinstance(value, (dict, list, set)) or (
+        isinstance(value, torch.Tensor) and not value.dim() and value.is_cpu
+    )
+
+
+def _copied(value: Any) -> Any:
+    return value.detach().clone() if isinstance(value, torch.Tensor) else copy.copy(value)
+
+
+def _is_alike(former: Any, value: Any) -> bool:
+    """True if a copy has the entries of what it was made of."""
+    if isinstance(value, torch.Tensor):
+        return torch.equal(former, value)
+    if len(former) != len(value):
+        return False
+    if isinstance(value, dict):
+        return all(key in value and value[key] is entry for key, entry in former.items())
+    if isinstance(value, list):
+        return all(mine is other for mine, other in zip(former, value, strict=True))
+    return all(entry in value for entry in former)
+
+
+def _as_sharded(segment: Segment, state: dict[str, Any]) -> dict[str, Any]:
+    """State of `segment`, as it is kept, as a class that steps DTensors knows it."""
+    shardings = segment.of.shardings
+    return {key: shardings[key].around(value) if key in shardings else value for key, value in state.items()}
+
+
+def _as_kept(segment: Segment, state: Mapping[str, Any]) -> dict[str, Any]:
+    """The way back: of DTensors the local tensors. Notes how they are sharded."""
+    if segment.of.collective:
+        segment.of.shardings = {key: Sharding.of(value) for key, value in state.items() if is_sharded(value)}
+    return {key: local_of(value) if isinstance(value, torch.Tensor) else value for key, value in state.items()}

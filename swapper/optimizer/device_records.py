@@ -203,7 +203,7 @@ def edited_on_device(segments: Sequence[Segment]) -> torch.Tensor | bool:
     for segment in segments:
         if segment.checksum is None:
             return True
-        bits = segment.slice_of(segment.parameter.detach())
+        bits = segment.slice_of(segment.local.detach())
         if isinstance(segment.checksum, torch.Tensor):
             found.append(sum_of_bits(bits) != segment.checksum)
         elif checksum(bits.cpu()) != segment.checksum:  # It was loaded, or asked for.
@@ -215,7 +215,7 @@ def checksums_to_host(segments: Iterable[Segment]) -> None:
     """Have checksums of the host where there are sums on the device. Waits for that."""
     for segment in segments:
         if isinstance(segment.checksum, torch.Tensor) and not segment.is_hole:
-            bits = segment.slice_of(segment.parameter.detach())
+            bits = segment.slice_of(segment.local.detach())
             same = sum_of_bits(bits).item() == segment.checksum.item()  # They may be on two devices: see `moved`.
             crc = checksum(bits.cpu().contiguous())
             segment.checksum = crc if same else crc ^ 0xFFFFFFFF  # Of no parameter that anybody knows.

@@ -15,6 +15,7 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.metrics import Metrics
 from swapper.optimizer.stepper import Stepper
 from swapper.tensors.homes import home_of
+from swapper.tensors.sharded import local_of
 
 __all__ = ["Guard"]
 
@@ -123,7 +124,7 @@ class Failure:
             ) from self._cause
         for reference, version, address in self.parameters:
             p = reference()
-            if p is not None and p.numel() and p._version == version and _address(p) == address:
+            if p is not None and local_of(p).numel() and p._version == version and _address(p) == address:
                 raise SwapError(
                     f"{operation} is refused: {self._text}. The optimizer's state was loaded again but the parameters "
                     "were not: load them from the same checkpoint (model.load_state_dict)"
@@ -132,4 +133,4 @@ class Failure:
 
 def _address(p: torch.nn.Parameter) -> int:
     """Address of the values; 0 of a swapped parameter, for which only the version counts."""
-    return 0 if home_of(p) is not None else p.data_ptr()
+    return 0 if home_of(local := local_of(p)) is not None else local.data_ptr()

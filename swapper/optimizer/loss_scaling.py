@@ -31,7 +31,7 @@ _RUNS_BACKWARD = getattr(getattr(torch.autograd.graph, "_engine_run_backward", N
 _RUNS_FUNCTION = BackwardCFunction.apply.__code__
 
 
-def may_be_scaled(is_ours: Callable[[Any], bool]) -> bool:
+def may_be_scaled(is_ours: Callable[[Any], bool], hidden: bool = False) -> bool:
     """True if the loss of this backward pass may be scaled by a `torch.amp.GradScaler`.
 
     To be called by a hook of a parameter. False is certain, but for multiplications hidden in a
@@ -40,18 +40,24 @@ def may_be_scaled(is_ours: Callable[[Any], bool]) -> bool:
 
     Args:
         is_ours: tells if a leaf of the graph is a parameter that is stepped in this pass.
+        hidden: parameters are in no graph, as those of FSDP2, which gives its modules others. Then any leaf of a pass
+            with one root will do: all that comes of that root is scaled, or nothing is.
     """
-    return not _is_proven_unscaled(is_ours) and _is_a_scaler_in_use()
+    return not _is_proven_unscaled(is_ours, hidden) and _is_a_scaler_in_use()
 
 
-def _is_proven_unscaled(is_ours: Callable[[Any], bool]) -> bool:
+def _is_proven_unscaled(is_ours: Callable[[Any], bool], hidden: bool) -> bool:
     """True if each of the nested passes has a path without multiplication to what runs in it."""
     passes = _passes(sys._getframe())
     if passes is None:
         return False
-    return all(
-        _has_plain_path(roots, is_ours if inner is None else lambda leaf: False, inner) for roots, inner in passes
-    )
+
+    def proves(roots: Sequence[Any], inner: Any) -> Callable[[Any], bool]:
+        if inner is not None:
+            return lambda leaf: False
+        return (lambda leaf: len(roots) == 1) if hidden else is_ours
+
+    return all(_has_plain_path(roots, proves(roots, inner), inner) for roots, inner in passes)
 
 
 def _passes(frame: FrameType | None) -> list[tuple[Sequence[Any], Any]] | None:

@@ -14,6 +14,7 @@ from swapper.optimizer.records import OpenBucket
 from swapper.optimizer.segments import Segment
 from swapper.sizes import ALIGNMENT_BYTES, round_up
 from swapper.storage.buffers import Lease
+from swapper.tensors.sharded import local_gradient, sharded_like
 from swapper.tensors.strides import is_dense
 
 __all__ = ["Operand", "Scratch", "fetch", "make_tensors", "write_back"]
@@ -64,6 +65,9 @@ class Scratch:
         self._cursor = 0
 
 
+_OF_DTENSOR = ("_local_tensor", "_spec")
+
+
 @dataclass(eq=False, slots=True)
 class Operand:
     """A segment during a step.
@@ -105,14 +109,16 @@ def fetch(
     """
     operands = []
     for segment in active:
-        p = segment.parameter
+        p, local = segment.parameter, segment.local
         operand = Operand(segment, on_host=on_host.get(p))
         brought = gradients.get(segment)  # The gradient is swapped: this is its slice.
         gradient = p.grad if brought is None else None
+        if gradient is not None and (segment.master or not segment.of.collective):
+            gradient = local_gradient(p, gradient)
         assert brought is not None or gradient is not None
         if remote:
             # Both before `begin`: of what has other strides they are temporaries, made on the current stream.
-            values = segment.slice_of(p.detach() if operand.on_host is None else operand.on_host)
+            values = segment.slice_of(local if operand.on_host is None else operand.on_host)
             arrived = None if gradient is None else segment.slice_of(gradient)
             copies.begin()
             operand.bits = values
@@ -124,7 +130,7 @@ def fetch(
                 operand.gradient = scratch.take(segment.numel, arrived.dtype)
                 scratch.note(copies.copy(operand.gradient, arrived))
         elif segment.master or not segment.whole:
-            operand.bits = segment.slice_of(p.detach())
+            operand.bits = segment.slice_of(local)
             operand.gradient = segment.slice_of(gradient) if gradient is not None else brought
         operands.append(operand)
     return operands
@@ -136,6 +142,11 @@ def make_tensors(operands: Sequence[Operand], opened: OpenBucket, scratch: Scrat
         segment = operand.segment
         if operand.bits is None:
             operand.tensor = segment.parameter
+            if segment.of.sharded and not segment.of.collective:
+                assert segment.parameter.grad is not None
+                operand.tensor = torch.nn.Parameter(segment.local)
+                operand.tensor.grad = local_gradient(segment.parameter, segment.parameter.grad)
+                _bring_attributes(segment.parameter, operand.tensor)
             continue
         assert operand.gradient is not None
         values, gradient = operand.bits, operand.gradient
@@ -143,8 +154,20 @@ def make_tensors(operands: Sequence[Operand], opened: OpenBucket, scratch: Scrat
             values = operand.master = _make_master(operand, operand.bits, opened, scratch)
             room = scratch.take(segment.numel, torch.float32) if gradient.is_cpu else None
             gradient = gradient.to(torch.float32) if room is None else room.copy_(gradient)
-        operand.tensor = torch.nn.Parameter(segment.shaped(values))
-        operand.tensor.grad = segment.shaped(gradient)
+        seen = segment.shaped(values), segment.shaped(gradient)
+        if segment.of.collective:
+            seen = sharded_like(seen[0], segment.parameter), sharded_like(seen[1], segment.parameter)
+        operand.tensor = torch.nn.Parameter(seen[0])
+        operand.tensor.grad = seen[1]
+        _bring_attributes(segment.parameter, operand.tensor)
+
+
+def _bring_attributes(parameter: torch.nn.Parameter, tensor: torch.nn.Parameter) -> None:
+    """Let the class see what the user has set on `parameter`, such as a factor of its learning rate."""
+    there = vars(tensor)  # Of a DTensor what makes it one.
+    for name, value in vars(parameter).items():
+        if name not in there and name not in _OF_DTENSOR:
+            there[name] = value
 
 
 def _make_master(operand: Operand, bits: torch.Tensor, opened: OpenBucket, scratch: Scratch) -> torch.Tensor:
@@ -163,12 +186,14 @@ def _make_master(operand: Operand, bits: torch.Tensor, opened: OpenBucket, scrat
 def write_back(operand: Operand, remote: bool, copies: DeviceCopies, scratch: Scratch) -> None:
     """Bring the stepped values to the parameter, where the class did not step on its own memory."""
     segment, bits = operand.segment, operand.bits
-    if bits is None or (not remote and segment.parameter.is_contiguous()):
+    if segment.of.sharded:  # The counter of its local tensor is another.
+        increment_version(segment.parameter)
+    if bits is None or (not remote and segment.local.is_contiguous()):
         return  # The class was given the parameter, or views of it.
     if operand.on_host is not None:  # As above; but of this memory the parameter's version counter knows nothing.
         increment_version(segment.parameter)
         return
-    parameter = segment.parameter.detach()
+    parameter = segment.local.detach()
     if not is_dense(parameter):
         whole = parameter.reshape(-1)  # A copy, as it was cut.
         whole[segment.start : segment.stop].copy_(bits)

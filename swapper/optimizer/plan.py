@@ -15,7 +15,14 @@ from torch.optim import Optimizer
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.io.devices import is_accelerator
-from swapper.optimizer.probe import StateSpec, is_elementwise, keeps_bits, learn_state, same_bits_for_strides
+from swapper.optimizer.probe import (
+    StateSpec,
+    is_elementwise,
+    keeps_bits,
+    learn_state,
+    refuse_parameter,
+    same_bits_for_strides,
+)
 from swapper.optimizer.segments import (
     DEVICE_SEGMENT_NUMEL,
     SEGMENT_NUMEL,
@@ -28,11 +35,12 @@ from swapper.optimizer.segments import (
 )
 from swapper.optimizer.step_device import has_room, may_step_on_device, step_bytes
 from swapper.sizes import PAGE_BYTES, round_up
+from swapper.storage.agreement import agreed
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.schedule import Schedule, plan_schedule
 from swapper.tensors.evicted_gradients import raw_gradient
-from swapper.tensors.strides import is_plain
+from swapper.tensors.sharded import local_of
 
 if TYPE_CHECKING:
     from swapper.optimizer.backward_step import Arrivals
@@ -67,7 +75,7 @@ class OptimizerPlan:
         scratch_count: scratch buffers that a step holds. Of a `remote` one, one is copied into while the other is in
             use. On an accelerator scratch is its own.
         gradient_accumulation_steps: gradients that each parameter gets before a step.
-        step_in_backward: buckets are stepped as their gradients arrive.
+        step_in_backward, steps_natively: buckets are stepped as their gradients arrive; see `NativeSteps`.
 
     Raises:
         ConfigError: the optimizer, or a parameter of it, cannot be swapped.
@@ -91,9 +99,9 @@ class OptimizerPlan:
         self.device = _device_of(parameters)
         self.on_accelerator = is_accelerator(self.device)
         self.gradient_accumulation_steps = config.gradient_accumulation_steps
-        self.step_in_backward = config.offload_optimizer.step_in_backward
-        asked = config.offload_optimizer.step_device
-        wanted = [p for p in parameters if p.requires_grad]
+        state = config.offload_optimizer
+        self.step_in_backward, self.steps_natively = state.step_in_backward, state.native_step == "auto"
+        asked, wanted = state.step_device, [p for p in parameters if p.requires_grad]
         on_device = swaps_state and may_step_on_device(asked, self.device)
         try:
             self._plan_for(optimizer, wanted, on_device)
@@ -214,15 +222,16 @@ class OptimizerPlan:
 
     def reason_to_cut_anew(self) -> str | None:
         """The reason why the cuts, or the records, must not stay as they are; None if there is none."""
-        if self.threads != torch.get_num_threads() and any(map(_is_cut_in_low_precision, self._parameters.values())):
+        low = any(known.cut_in_low_precision for known in self._parameters.values())
+        if low and self.threads != torch.get_num_threads():
             return "torch.set_num_threads was called, and the bits of a low-precision step depend on it"
         planned = self.planned()
-        sparse = [known for known in planned if not known.segments[0].whole and _has_sparse_gradient(known)]
+        sparse = [known for known in planned if not known.segments[0].whole and known.has_sparse_gradient]
         for known in sparse:
             known.keeps_whole = True
         if sparse:
             return "a sparse gradient came, which cannot be cut"
-        if any(known.cut_for_fused and not known.fused and _is_cut_in_low_precision(known) for known in planned):
+        if any(known.cut_for_fused and not known.fused and known.cut_in_low_precision for known in planned):
             return "fused was switched off, and the bits of a low-precision step depend on it"
         if self._is_wasteful:
             return "more than half of its records is of parameters that are gone"
@@ -248,7 +257,7 @@ class OptimizerPlan:
                 known = self.of(p) or OptimizerParameter(p)
                 known.group = number
                 known.fused = known.cut_for_fused = bool(group.get("fused"))
-                known.stride = tuple(p.stride())
+                known.stride = tuple(local_of(p).stride())
                 known.segments = tuple(self._plan_parameter(optimizer, group, options, p, known))
                 made.append(known)
         buckets = plan_buckets(
@@ -258,7 +267,7 @@ class OptimizerPlan:
             self._config.bucket_bytes,
             self.remote,
             self.moves_gradients,
-            self._records.get,
+            lambda p: self._records.get(local_of(p)),
         )
         for known in made:
             known.buckets = ()
@@ -381,11 +390,8 @@ class OptimizerPlan:
         p: torch.nn.Parameter,
         known: OptimizerParameter,
     ) -> list[Segment]:
-        if not is_plain(p) or p.layout is not torch.strided:
-            raise ConfigError(
-                f"a parameter holds a {type(p.data).__name__} of layout {p.layout}; only plain strided tensors can be "
-                "swapped in this version of swapper (DTensor is not there yet)"
-            )
+        refuse_parameter(optimizer, p, self._config, self.remote)
+        known.collective = known.sharded and not is_elementwise(optimizer)
         master = ""
         if self._config.offload_optimizer.master_weights and p.dtype in _LOW_PRECISION:
             master = "split" if p.dtype is torch.bfloat16 else "stored"
@@ -411,9 +417,10 @@ class OptimizerPlan:
             may = self._segmented[key] and same_bits_for_strides(optimizer, group, dtype, device)
             self._strides_may_differ[key] = may
         known.strides_may_differ = self._strides_may_differ.get(key, False)
-        like = (options, dtype, tuple(p.shape), p.stride())
+        stepped = p if known.collective else known.local
+        like = (options, dtype, tuple(stepped.shape), stepped.stride(), known.local.shape, known.local.stride())
         if like not in self._specs:
-            self._specs[like] = learn_state(optimizer, group, p, dtype, device)
+            self._specs[like] = learn_state(optimizer, group, stepped, dtype, device)
         return plan_segments(
             known,
             self._specs[like],
@@ -507,17 +514,23 @@ class PlanFollower:
             self._records.forget(bucket)
 
     def load(
-        self, optimizer: Optimizer, state: Sequence[tuple[torch.nn.Parameter, dict[str, Any]]], as_it_is: bool
+        self,
+        optimizer: Optimizer,
+        state: Sequence[tuple[torch.nn.Parameter, dict[str, Any]]],
+        as_it_is: bool,
+        together: bool = False,
     ) -> None:
         """Replace all state.
 
         Args:
             state: of each parameter that has some, in the class's own format.
             as_it_is: keep dtypes; else cast as torch's own `load_state_dict` does.
+            together: all ranks do it, or none.
         """
-        self.extend(optimizer, [p for p, _ in state])
-        entries_of = self._state.checked(state)  # Before anything is replaced.
-        with self._guard.replacing("loading optimizer state"):
+        with agreed(together):
+            self.extend(optimizer, [p for p, _ in state])
+            entries_of = self._state.checked(state)  # Before anything is replaced.
+        with self._guard.replacing("loading optimizer state"), agreed(together):
             self._state.replace(optimizer, entries_of, lambda segment: entries_of[segment.of], as_it_is)
 
     def _cut_anew(self, optimizer: Optimizer, why: str) -> None:
@@ -549,17 +562,6 @@ def _is_wanted(p: torch.nn.Parameter) -> bool:
     return p.requires_grad or raw_gradient(p) is not None
 
 
-def _is_cut_in_low_precision(known: OptimizerParameter) -> bool:
-    """True if a parameter is cut, and its bits depend on the chunks of torch's threads, unless it is `fused`."""
-    first = known.segments[0]
-    return not first.whole and known.dtype in _LOW_PRECISION and not first.master
-
-
-def _has_sparse_gradient(known: OptimizerParameter) -> bool:
-    gradient = None if known.group is None else raw_gradient(known.parameter)
-    return gradient is not None and gradient.is_sparse
-
-
 def _options_of(group: Mapping[str, Any]) -> str:
     """The options of a group that may decide what the state is."""
     return repr(
@@ -578,7 +580,7 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
 
 
 def is_remote(device: torch.device) -> bool:
-    """True if parameters on `device` must be copied to the host for a step."""
+    """True if parameters on `device` must be copied for a step."""
     return is_accelerator(device)
 
 

@@ -18,20 +18,29 @@ from typing import Any, cast
 import torch
 from torch.optim import Optimizer
 
+from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
+from swapper.io.devices import is_accelerator
 from swapper.optimizer.cuts import segment_cuts
-from swapper.tensors.strides import contiguous_stride, is_dense
+from swapper.storage.backward_agreement import have_all_ranks
+from swapper.tensors.reduced import check_reduction
+from swapper.tensors.sharded import Sharding, check_sharding, is_sharded, local_of
+from swapper.tensors.strides import contiguous_stride, is_dense, is_plain
 
 __all__ = [
     "OWN_ATTRIBUTES",
     "StateSpec",
     "class_step",
     "is_elementwise",
+    "is_stepped_by_all",
     "keeps_bits",
     "learn_state",
+    "refuse_parameter",
     "refuse_unsupported",
     "register_elementwise",
     "same_bits_for_strides",
+    "state_after_steps",
+    "try_sharded",
     "unhooked_step",
 ]
 
@@ -138,6 +147,73 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return _is_one_of(optimizer, _elementwise)
 
 
+def refuse_parameter(optimizer: Optimizer, parameter: torch.Tensor, config: OffloadConfig, remote: bool) -> None:
+    """Refuse a parameter that cannot be stepped in memory of ours.
+
+    Raises:
+        ConfigError: it is of a tensor subclass, or sparse. Or it is a DTensor, and has other placements than can be
+            swapped, or gradients are not to stay until the step, or its class needs it on its device.
+    """
+    check_sharding(parameter)
+    local = local_of(parameter)
+    if not is_plain(local) or local.layout is not torch.strided:
+        raise ConfigError(
+            f"a parameter holds a {type(local.data).__name__} of layout {local.layout}; only plain strided tensors, "
+            "and DTensors of those, can be swapped"
+        )
+    if local is parameter:
+        return
+    what = f"a parameter is a DTensor of shape {tuple(parameter.shape)}"
+    if remote and not is_elementwise(optimizer):
+        raise ConfigError(
+            f"offload_optimizer.step_device: {what} on {local.device}, and {type(optimizer).__name__}, which is not "
+            "known to be elementwise, has to be stepped there; set it to device, or use an elementwise class"
+        )
+    gradients = config.offload_gradient.device
+    if gradients != "none" and is_accelerator(local.device):
+        raise ConfigError(
+            f"offload_gradient.device: {gradients}: {what} on {local.device}, and in this version of swapper gradients "
+            "of shards are swapped on the CPU only; set it to none"
+        )
+    if gradients == "nvme":
+        check_reduction()
+    if config.offload_optimizer.step_in_backward and not is_elementwise(optimizer):
+        raise ConfigError(
+            f"offload_optimizer.step_in_backward: true: {what}, and {type(optimizer).__name__}, which is not known to "
+            "be elementwise, has collectives that backward must not have in between; set it to false"
+        )
+
+
+def try_sharded(optimizer: Optimizer) -> None:
+    """Try a class that is not known to be elementwise on small DTensors like those that it has. Collective.
+
+    Raises:
+        ConfigError: its step fails on them, as it would without swapper.
+    """
+    tried = []
+    for group in optimizer.param_groups if not is_elementwise(optimizer) else ():
+        for p in filter(is_sharded, group["params"]):
+            check_sharding(p)
+            like = Sharding.of(p)
+            is_small = p.numel() <= _REAL_NUMEL
+            kind = like.mesh, like.placements, p.shape if is_small else like.small_part(), p.dtype
+            if kind in tried:
+                continue
+            tried.append(kind)
+            shape = local_of(p).shape if is_small else like.small_part()
+            parts = [_seeded(shape, p.dtype, seed, local_of(p).device) for seed in range(3)]
+            values, *gradients = map(like.around if is_small else like.over_parts, parts)
+            twin = _Twin(optimizer, group, [values])
+            for gradient in gradients:
+                twin.step([gradient])
+
+
+def is_stepped_by_all(optimizer: Optimizer) -> bool:
+    """True if all ranks step `optimizer` together, and no step of theirs has a collective: then they can agree."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    return have_all_ranks(parameters) and is_elementwise(optimizer)
+
+
 def _is_one_of(optimizer: Optimizer, classes: set[type[Optimizer]]) -> bool:
     step = unhooked_step(type(optimizer))
     return any(isinstance(optimizer, cls) and unhooked_step(cls) is step for cls in classes)
@@ -158,7 +234,8 @@ def learn_state(
     Args:
         optimizer: the user's.
         group: the parameter group that the parameter is in.
-        like: the parameter: its shape, and its strides for state of the same shape. Its data are not read.
+        like: the parameter: its shape, and its strides for state of the same shape. Its data are not read. A DTensor is
+            stepped as such: the state is what this rank has of it.
         dtype: that of the parameter, or of its master, which the step will see.
         device: where the step will be.
 
@@ -177,16 +254,31 @@ def learn_state(
     for step in range(_STEPS):
         twin.step([_seeded(shape, dtype, step + 1, device)])
     state = twin.optimizer.state[twin.parameters[0]]
+    local = local_of(like)
     specs = []
     for key, value in state.items():
         if isinstance(value, torch.Tensor):
             full = tuple(large.get(size, size) for size in value.shape)
             if tuple(value.shape) == (math.prod(shape),):
                 full = (like.numel(),)
-            same = full == tuple(like.shape) and is_dense(like)
-            stride = like.stride() if same else contiguous_stride(full)
+            if full == tuple(like.shape):  # Of a DTensor, other state is taken to be whole on each rank.
+                full = tuple(local.shape)
+            same = full == tuple(local.shape) and is_dense(local)
+            stride = local.stride() if same else contiguous_stride(full)
             specs.append(StateSpec(key, value.dtype, full, stride))
     return tuple(specs)
+
+
+def state_after_steps(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:
+    """The state of an fp32 parameter of `shape` on the CPU when the class has stepped it some times.
+
+    Raises:
+        ConfigError: the class fails in the probe.
+    """
+    twin = _Twin(optimizer, group, [_seeded(shape, torch.float32, 0)])
+    for step in range(_COUPLED_STEPS):  # `RAdam` does something else in its first five.
+        twin.step([_seeded(shape, torch.float32, step + 1)])
+    return dict(twin.optimizer.state[twin.parameters[0]])
 
 
 def keeps_bits(
@@ -350,7 +442,10 @@ class _Twin:
         self.optimizer: Optimizer = cls.__new__(cls)
         for key, value in vars(optimizer).items():
             if key not in OWN_ATTRIBUTES:
-                vars(self.optimizer)[key] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+                if isinstance(value, torch.Tensor) and not value.dim():  # It may count steps in it.
+                    vars(self.optimizer)[key] = value.detach().clone()
+                else:
+                    vars(self.optimizer)[key] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
         self.optimizer._optimizer_step_pre_hooks = OrderedDict()
         self.optimizer._optimizer_step_post_hooks = OrderedDict()
         self.optimizer.state = defaultdict(dict)
@@ -361,13 +456,17 @@ class _Twin:
 
     def _give_initial_state(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         dim = self.parameters[0].dim()
-        for known in sorted(group["params"], key=lambda p: p.dim() != dim):
+        # Of DTensors the local ones, which may be empty: then what they start with does not matter.
+        for known in sorted(group["params"], key=lambda p: (not local_of(p).numel(), p.dim() != dim)):
             state = _state_in_memory(optimizer).get(known)
             if not state or not known.numel():
                 continue
+            like = local_of(known)
             for parameter in self.parameters:
                 self.optimizer.state[parameter] = {
-                    key: _initial(value, known, parameter) if isinstance(value, torch.Tensor) else copy.copy(value)
+                    key: _initial(local_of(value), like, parameter)
+                    if isinstance(value, torch.Tensor)
+                    else copy.copy(value)
                     for key, value in state.items()
                 }
             return
@@ -412,8 +511,9 @@ def _state_in_memory(optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
 
 
 def _initial(value: torch.Tensor, known: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    if value.shape == known.shape and value.numel():
-        return torch.full_like(parameter, value.flatten()[0].item(), dtype=parameter.dtype)
+    if value.shape == known.shape:
+        start = value.flatten()[0].item() if value.numel() else 0
+        return torch.full_like(parameter, start, dtype=parameter.dtype)
     return _copied(value, parameter.is_cpu)
 
 

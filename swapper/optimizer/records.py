@@ -21,12 +21,16 @@ if TYPE_CHECKING:
     from swapper.optimizer.direct_state import DirectState
     from swapper.optimizer.stepper import SwappedGradients
 
-__all__ = ["BucketRecords", "Masters", "OpenBucket", "Prefetcher", "Work"]
+__all__ = ["BucketRecords", "Encoded", "Masters", "OpenBucket", "Prefetcher", "Work"]
 
 log = logging.getLogger(__name__)
 
 Masters = dict[Segment, tuple[torch.Tensor, torch.Tensor]]
 """Of each segment its new master (fp32, 1-D), and the tensor that gets the rounded bits (1-D)."""
+
+Encoded = dict[Segment, tuple[int, int, torch.Tensor, torch.Tensor]]
+"""Of each segment whose split master is encoded already: its count of ties, the checksum of its bits, its ties (uint8,
+1-D), and the bits."""
 
 Work = tuple[Bucket, list[Segment]]
 """A bucket, and those of its segments that have a gradient."""
@@ -104,13 +108,25 @@ class OpenBucket:
             out.copy_(bits)
             return False
         if segment.is_split:
-            ties = self._tail(self._ties_at.get(segment, 0), segment.tie_bytes)
+            ties = self.ties_of(segment)
             join_master(bits, self.stored(segment, MASTER), ties, segment.tie_bits, out)
             return True
         kept = self.whole_master(segment)
         if kept.data_ptr() != out.data_ptr():
             out.copy_(kept)
         return True
+
+    def address(self) -> int:
+        """Of the first byte of the record. 0 if nothing of the bucket moves.
+
+        Raises:
+            SwapError: the memory is not ours any more, or this is a forked child, where it does not exist.
+        """
+        return 0 if self.memory is None else self.memory.view(0, 1, torch.uint8).data_ptr()
+
+    def ties_offset_bytes(self, segment: Segment) -> int:
+        """Offset in the record of the ties of the split master of `segment`; 0 if it has none."""
+        return self._ties_at.get(segment, 0)
 
     def whole_master(self, segment: Segment) -> torch.Tensor:
         """The tensor that keeps the master of `segment` where it is not split: in the record, or in memory."""
@@ -120,6 +136,10 @@ class OpenBucket:
             segment.kept_master = torch.empty(segment.numel, dtype=torch.float32, device=self.device)
         return segment.kept_master
 
+    def ties_of(self, segment: Segment) -> torch.Tensor:
+        """The ties of the split master of `segment`: uint8, 1-D."""
+        return self._tail(self._ties_at.get(segment, 0), segment.tie_bytes)
+
     def encode(self, masters: Masters) -> None:
         """Store masters, and round them to the parameters' dtype, to nearest even.
 
@@ -127,6 +147,21 @@ class OpenBucket:
         """
         if masters:
             self._encode(masters, self._copy_ties(masters))
+
+    def place_ties(self, encoded: Encoded) -> None:
+        """Store the ties of masters whose low halves and bits are written already."""
+        if not encoded:
+            return
+        ties = self._copy_ties(encoded)
+        cursor = self.bucket.layout.tail_offset_bytes
+        for segment in self.bucket.segments:
+            if segment in encoded:
+                segment.tie_bits, segment.checksum, ties[segment], bits = encoded[segment]
+                torch.autograd.graph.increment_version(bits)
+            if segment in ties:
+                self._tail(cursor, segment.tie_bytes).copy_(ties[segment][: segment.tie_bytes])
+            cursor += segment.tie_bytes
+        self._ties_at = self._find_ties()
 
     def _encode(self, masters: Masters, ties: Mapping[Segment, torch.Tensor]) -> None:
         """Write `masters`, and the ties of the other segments, which may move within the tail of the record."""
@@ -312,6 +347,11 @@ class BucketRecords:
         resets, self._resets = self._resets, None
         for _ in range(0 if resets is None else int(resets)):
             self.count_reset()
+
+    def count_stepped(self, native: int, by_class: int) -> None:
+        """So many segments were stepped by the native core, and by the class."""
+        self._metrics.segments_native += native
+        self._metrics.segments_by_class += by_class
 
     def count_reset(self) -> None:
         """The masters of a parameter are made anew because the user has changed it."""

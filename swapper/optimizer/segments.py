@@ -25,12 +25,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from swapper.errors import SwapError
-from swapper.io.checksums import checksum
+from swapper.io.checksums import checksums
 from swapper.optimizer.cuts import CUT_NUMEL, segment_cuts
 from swapper.optimizer.master_codec import ties_bytes_max
 from swapper.optimizer.probe import StateSpec
@@ -39,7 +39,12 @@ from swapper.storage.budget import WHOLE
 from swapper.storage.layout import Entry, RecordLayout, plan_record
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import NAMES, PLAIN_DTYPES
+from swapper.tensors.evicted_gradients import raw_gradient
+from swapper.tensors.sharded import Sharding, local_of
 from swapper.tensors.strides import is_dense, same_layout
+
+if TYPE_CHECKING:
+    from swapper.optimizer.placement import Placement
 
 __all__ = [
     "MASTER",
@@ -106,7 +111,10 @@ class OptimizerParameter:
     """A parameter that an optimizer has, or had. See [Note: parameters come and go].
 
     Attributes:
-        numel, dtype, stride, device: as they were when its state was laid out.
+        numel, dtype, stride, device: as they were when its state was laid out; of a DTensor, those of the local tensor.
+        sharded: it is a DTensor.
+        collective: it is stepped as that, with the collectives of its class, and not by its local tensor.
+        shardings: of it alone, by key: how those tensors of its state are sharded that are DTensors.
         segments: hold its state, in order.
         buckets: have its segments, in order.
         group: number of its group; None while it is in none, so that it is not stepped.
@@ -122,10 +130,14 @@ class OptimizerParameter:
 
     def __init__(self, parameter: torch.nn.Parameter) -> None:
         self._reference = weakref.ref(parameter)
-        self.numel = parameter.numel()
-        self.dtype = parameter.dtype
-        self.stride = tuple(parameter.stride())
-        self.device = parameter.device
+        local = local_of(parameter)
+        self.sharded = local is not parameter
+        self.collective = False
+        self.shardings: dict[str, Sharding] = {}
+        self.numel = local.numel()
+        self.dtype = local.dtype
+        self.stride = tuple(local.stride())
+        self.device = local.device
         self.segments: tuple[Segment, ...] = ()
         self.buckets: tuple[Bucket, ...] = ()
         self.group: int | None = None
@@ -143,6 +155,13 @@ class OptimizerParameter:
         return parameter
 
     @property
+    def local(self) -> torch.Tensor:
+        """The values that are stepped: `parameter`, or of a DTensor its local tensor. See `local_of`."""
+        parameter = self._reference()
+        assert parameter is not None, "the parameter is gone"
+        return parameter if type(parameter) is torch.nn.Parameter else local_of(parameter)
+
+    @property
     def is_gone(self) -> bool:
         """True if nobody holds the parameter any more."""
         return self._reference() is None
@@ -152,16 +171,29 @@ class OptimizerParameter:
         """True if it was stepped, or given state, before."""
         return any(segment.has_state for segment in self.segments)
 
+    @property
+    def has_sparse_gradient(self) -> bool:
+        """True if it is in a group, and its gradient is sparse."""
+        gradient = None if self.group is None else raw_gradient(self.parameter)
+        return gradient is not None and gradient.is_sparse
+
+    @property
+    def cut_in_low_precision(self) -> bool:
+        """True if it is cut, and its bits depend on the chunks of torch's threads, unless it is `fused`."""
+        first = self.segments[0]
+        return not first.whole and self.dtype in (torch.float16, torch.bfloat16) and not first.master
+
     def refers_to(self, parameter: torch.Tensor) -> bool:
         """True of `parameter` itself, and not of another that has the `id` which it had."""
         return self._reference() is parameter
 
-    def check_unchanged(self, parameter: torch.nn.Parameter) -> None:
+    def check_unchanged(self, parameter: torch.Tensor) -> None:
         """Refuse `parameter`, which this is of, if its size, dtype or order in memory are not what they were.
 
         Raises:
             SwapError: naming what changed.
         """
+        parameter = local_of(parameter)
         if parameter.numel() != self.numel or parameter.dtype != self.dtype:
             raise self.changed(parameter)
         in_memory_order = bool(self.segments) and (not self.segments[0].whole or bool(self.segments[0].master))
@@ -172,8 +204,9 @@ class OptimizerParameter:
                 "memory format) first, then make the optimizer and wrap it"
             )
 
-    def changed(self, parameter: torch.nn.Parameter) -> SwapError:
+    def changed(self, parameter: torch.Tensor) -> SwapError:
         """The error that says what `parameter`, which this is of, was and is."""
+        parameter = local_of(parameter)
         return SwapError(
             f"a parameter was {self.numel} x {self.dtype} on {self.device} when its optimizer was wrapped and is now "
             f"{parameter.numel()} x {parameter.dtype} on {parameter.device}; move and convert the model first, then "
@@ -215,6 +248,7 @@ class Segment:
         checksum: of the parameter's bits when its master was encoded; None when it has no master yet. A tensor if they
             were summed on an accelerator: see `device_records`.
         tie_bits: ties of the encoded master.
+        placement: where the state is in the record, as `placement_of` has found it; None before.
         numel: elements in the slice.
         master_moves: the master is part of the record.
         is_split: the low halves of its master, and their ties, are part of the record.
@@ -234,6 +268,7 @@ class Segment:
     kept_master: torch.Tensor | None = None
     checksum: int | torch.Tensor | None = None
     tie_bits: int = 0
+    placement: Placement | None = None
     numel: int = field(init=False)
     master_moves: bool = field(init=False)
     is_split: bool = field(init=False)
@@ -248,6 +283,11 @@ class Segment:
     def parameter(self) -> torch.nn.Parameter:
         """The user's. Only while it lives: see `is_hole`."""
         return self.of.parameter
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The parameter's values on this rank. See `OptimizerParameter.local`."""
+        return self.of.local
 
     @property
     def is_hole(self) -> bool:
@@ -292,14 +332,14 @@ class Segment:
 
     def shaped(self, flat: torch.Tensor) -> torch.Tensor:
         """`flat`, in memory order, as the class sees it: in the parameter's shape and strides if `whole`."""
-        return as_shaped(flat, self.parameter) if self.whole else flat
+        return as_shaped(flat, self.local) if self.whole else flat
 
     def slice_of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This segment's elements of `tensor`, which has the parameter's shape, in memory order of the parameter.
+        """This segment's elements of `tensor`, which has the local shape, in memory order of the parameter.
 
         A view, except where strides differ: then one temporary of the tensor's size is made.
         """
-        p, tensor = self.parameter, tensor.detach()
+        p, tensor = self.local, tensor.detach()
         if tensor.is_contiguous() and p.is_contiguous():
             return tensor.as_strided((self.numel,), (1,), tensor.storage_offset() + self.start)
         if not is_dense(p):
@@ -346,9 +386,18 @@ def is_edited(segments: Sequence[Segment], values: torch.Tensor) -> bool:
     known = [segment.checksum for segment in segments]
     if all(each is None for each in known):
         return False
-    return None in known or any(
-        checksum(segment.slice_of(values).cpu().contiguous()) != segment.checksum for segment in segments
-    )
+    if None in known:
+        return True
+    # Where the slices are no views, all of them together would be a copy of the parameter.
+    are_views = values.is_cpu and values.is_contiguous() and segments[0].local.is_contiguous()
+    at_once = len(segments) if are_views else 1
+    for i in range(0, len(segments), at_once):
+        slices = [segment.slice_of(values) for segment in segments[i : i + at_once]]
+        if not are_views:
+            slices = [each.cpu().contiguous() for each in slices]
+        if checksums(slices) != known[i : i + at_once]:
+            return True
+    return False
 
 
 class Bucket:
@@ -393,6 +442,8 @@ class Bucket:
             shape = (*spec.shape, 2) if spec.dtype.is_complex else spec.shape
             entries.append(Entry(f"{number}.{spec.key}", NAMES[spec.dtype], shape))
         layout = plan_record(entries, sum(segment.tie_bytes_max for segment in self.segments))
+        for segment in self.segments:
+            segment.placement = None
         for (_, segment, spec), offset in zip(tensors, layout.offsets_bytes, strict=True):
             segment.locations[spec.key] = StateLocation(offset, spec)
         return layout
@@ -435,7 +486,7 @@ def plan_segments(
     whole = Segment(of, 0, of.numel, True, master, moving, dtypes)
     if not segmented or (whole.cost_bytes(remote, moves_gradient) <= bucket_bytes and of.numel <= numel_max):
         return [whole]
-    like = [spec for spec in moving if spec.shape == tuple(of.parameter.shape)]
+    like = [spec for spec in moving if spec.shape == tuple(of.local.shape)]
     # In eighths of a byte, because the ties of a split master take one bit.
     eighths = 8 * (sum(spec.dtype.itemsize for spec in like) + whole.scratch_bytes_per_element(remote))
     if whole.master_moves:
@@ -470,12 +521,16 @@ def plan_buckets(
     """
     groups: list[list[Segment]] = []
     total_bytes = 0
+    alone = False
     touched: dict[int, int] = {}  # parameter records that the bucket needs, with their shares
     for segment in segments:
         cost_bytes = segment.cost_bytes(remote, moves_gradients)
         uses = dict([record]) if (record := record_of(segment.parameter)) is not None else {}
         too_far = sum({**touched, **uses}.values()) > WHOLE
-        if not groups or total_bytes + cost_bytes > bucket_bytes or too_far:
+        # Ranks cut by what they have of a parameter, and their collectives must come in one order: so one at a time.
+        apart = alone or segment.of.collective
+        alone = segment.of.collective
+        if not groups or total_bytes + cost_bytes > bucket_bytes or too_far or apart:
             groups.append([])
             total_bytes = 0
             touched.clear()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import mmap
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -22,8 +22,17 @@ from swapper.storage.buffers import Lease
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.storage.store import TensorStore
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
+from swapper.tensors.sharded import Sharding, is_sharded, local_of, local_value, sharded_like
 
-__all__ = ["SHOW_PROGRESS_BYTES", "Allocate", "StateRecords", "allocate_in_memory", "as_plain_state", "check_loadable"]
+__all__ = [
+    "SHOW_PROGRESS_BYTES",
+    "Allocate",
+    "StateRecords",
+    "allocate_in_memory",
+    "as_plain_state",
+    "is_shared",
+    "state_by_position",
+]
 
 SHOW_PROGRESS_BYTES = 1 << 30
 """State that is so long is shown on its way."""
@@ -78,7 +87,7 @@ class StateRecords:
         for state in states.values():
             if state.edited:
                 self.bucket_records.count_reset()
-        return {id(of.parameter): state.entries for of, state in states.items()}
+        return {id(of.parameter): _as_seen(state.entries, of) for of, state in states.items()}
 
     def allocator(self, parameters: Sequence[torch.nn.Parameter]) -> Allocate:
         """Allocates in one mapped file without a name, so that a state dict costs disk and not memory."""
@@ -107,15 +116,15 @@ class StateRecords:
                 segment.forget()
 
     def checked(
-        self, state: Sequence[tuple[torch.nn.Parameter, dict[str, Any]]]
+        self, state: Sequence[tuple[torch.nn.Parameter, Mapping[str, Any]]]
     ) -> dict[OptimizerParameter, dict[str, Any]]:
-        """The state of each parameter, all of them planned, if it can be loaded. Errors as for `check_loadable`."""
+        """The state of each parameter, all of them planned, if it can be loaded. Errors as for `_check_loadable`."""
         found: dict[OptimizerParameter, dict[str, Any]] = {}
         for p, entries in state:
             of = self.plan.of(p)
             assert of is not None
-            check_loadable(p, of.segments, entries)
-            found[of] = entries
+            found[of] = _as_kept(entries, of)
+            _check_loadable(p, of.segments, found[of])
         return found
 
     def replace(
@@ -196,8 +205,8 @@ class _Gathered:
         """Copy the state of `segment` into `entries`."""
         if not self._is_begun:
             self._is_begun = True
-            self.edited = bool(segment.master) and is_edited(segment.of.segments, segment.parameter.detach())
-        p = segment.parameter
+            self.edited = bool(segment.master) and is_edited(segment.of.segments, segment.local.detach())
+        p = segment.local
         for key, value in opened.state_of(segment).items():
             if not segment.whole and isinstance(value, torch.Tensor) and value.shape == (segment.numel,):
                 flat = self._flat(key, p.numel(), value.dtype)
@@ -235,7 +244,7 @@ def _write(
     for segment in segments:
         number = segment.of.group
         group = optimizer.defaults if number is None else optimizer.param_groups[number]
-        p, entries = segment.parameter, entries_of(segment)
+        p, entries = segment.local, entries_of(segment)
         state: dict[str, Any] = {}
         for key, value in entries.items():
             if key == MASTER:
@@ -262,14 +271,46 @@ def _write(
     opened.encode(masters)
 
 
-def check_loadable(p: torch.nn.Parameter, segments: Sequence[Segment], entries: dict[str, Any]) -> None:
-    """Refuse state that is not that of `p`, before anything is written.
+def _as_kept(entries: Mapping[str, Any], of: OptimizerParameter) -> dict[str, Any]:
+    """State of a parameter as users have it, as it is kept: of DTensors the local tensors.
+
+    Raises:
+        ValueError: a DTensor is not sharded as the parameter is.
+    """
+    p, what = of.parameter, f"of a parameter of shape {tuple(of.parameter.shape)}"
+    others = {key for key, value in entries.items() if of.collective and is_sharded(value) and value.shape != p.shape}
+    kept = {
+        key: local_of(value) if key in others else local_value(value, p, f"state {key!r} {what}")
+        for key, value in entries.items()
+    }
+    if of.collective:
+        of.shardings = {key: Sharding.of(value) for key, value in entries.items() if is_sharded(value)}
+    return kept
+
+
+def _as_seen(entries: dict[str, Any], of: OptimizerParameter) -> dict[str, Any]:
+    """State of a parameter as users have it: DTensors, where it has an element for each of a DTensor."""
+    if not of.sharded:
+        return entries
+    p, shape = of.parameter, of.local.shape
+    seen = {}
+    for key, value in entries.items():
+        if key in of.shardings:
+            value = of.shardings[key].around(value)
+        elif isinstance(value, torch.Tensor) and value.shape == shape and (key == MASTER or not of.collective):
+            value = sharded_like(value, p)
+        seen[key] = value
+    return seen
+
+
+def _check_loadable(p: torch.Tensor, segments: Sequence[Segment], entries: Mapping[str, Any]) -> None:
+    """Refuse state that is not that of `p`, before anything is written; of a DTensor, its local tensor.
 
     Raises:
         ConfigError: it has master weights, which are off.
         ValueError: a tensor has another shape than planned, or has no dense values that could be copied.
     """
-    first = segments[0]
+    first, p = segments[0], local_of(p)
     if MASTER in entries and not first.master:
         raise ConfigError(
             "offload_optimizer.master_weights: the state to load has master weights, but they are off here; "
@@ -316,6 +357,26 @@ def _as_loaded(key: Any, value: Any, segment: Segment, group: dict[str, Any]) ->
     if isinstance(value, (list, tuple, set, deque)):
         return type(value)(_as_loaded(None, item, segment, group) for item in value)
     return copy.deepcopy(value)
+
+
+def is_shared(optimizer: Optimizer) -> bool:
+    """True if any of its parameters is a DTensor, so that all ranks do what this one does."""
+    return any(is_sharded(p) for group in optimizer.param_groups for p in group["params"])
+
+
+def state_by_position(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
+    """The state of each parameter that has some, by its position in the groups of a state dict that is loaded."""
+    groups, state = state_dict["param_groups"], state_dict["state"]
+    # As torch does it, but while all ranks are still here.
+    lengths = [[len(group["params"]) for group in each] for each in (groups, optimizer.param_groups)]
+    if lengths[0] != lengths[1] and is_shared(optimizer):
+        raise ValueError(
+            f"loaded state dict has groups of {lengths[0]} parameters, and the optimizer of {lengths[1]}; no state was "
+            "loaded"
+        )
+    # By position, as torch maps them: the numbers (or names) in a state dict need not be those of `state_dict()`.
+    names = (name for group in groups for name in group["params"])
+    return {i: state[name] for i, name in enumerate(names) if name in state}
 
 
 def as_plain_state(key: str, value: Any, p: torch.nn.Parameter, cast: bool) -> Any:

@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Protocol, TypeVar
 
 import torch
+from torch.autograd.graph import increment_version
 from torch.optim import Optimizer
 
 from swapper.errors import SwapError
@@ -22,15 +23,17 @@ from swapper.metrics import Metrics
 from swapper.optimizer.class_step import ClassStep
 from swapper.optimizer.device_records import DeviceBucket, edited_on_device
 from swapper.optimizer.device_slots import DeviceSlots, Slot
+from swapper.optimizer.native_step import NativeOperand, NativeSteps
 from swapper.optimizer.operands import Operand, Scratch, fetch, make_tensors, write_back
 from swapper.optimizer.plan import OptimizerPlan
-from swapper.optimizer.records import BucketRecords, Masters, Prefetcher, Work
+from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher, Work
 from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, grouped, is_edited
 from swapper.progress import ProgressBar
 from swapper.storage.buffers import BufferPool, PoolExhausted
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.malloc_trim import FreedMemory, return_free_memory
 from swapper.tensors.evicted_gradients import gradient_attached, raw_gradient
+from swapper.tensors.sharded import local_gradient
 from swapper.tensors.strides import same_layout
 
 __all__ = ["Stepper", "SwappedGradients", "SwappedParameters", "progress"]
@@ -160,6 +163,7 @@ class Stepper:
         self.done = 0
         self.stepping = False
         self._class_step = ClassStep(class_step, plan.remote)
+        self._native = NativeSteps(self._class_step, plan.steps_natively)
         self._device = plan.device if plan.on_device else torch.device("cpu")
         self._pool = pool
         self._pool_bytes = pool_bytes
@@ -180,6 +184,19 @@ class Stepper:
         self._late = ExitStack()  # in backward: what the last bucket has changed is written later
         self._edited: dict[OptimizerParameter, bool | torch.Tensor] = {}  # of this step
         self._noted: set[OptimizerParameter] = set()  # those of them that were counted
+
+    def announce(self, optimizer: Optimizer) -> None:
+        """Say in the log which way segments will be stepped, if some may be stepped natively."""
+        if self._slots is None:
+            stepped = [of for of in self.plan.planned() if of.group is not None and not of.sharded and of.segments]
+            self._native.announce(
+                optimizer,
+                [
+                    (of.group, of.parameter.dim() if of.segments[0].whole else 1)
+                    for of in stepped
+                    if of.group is not None and (of.segments[0].master or of.dtype is torch.float32)
+                ],
+            )
 
     # --- A whole step ----------------------------------------------------------------------------------------------
 
@@ -235,6 +252,7 @@ class Stepper:
         self.stepping = False
 
     def _begin(self, work: Sequence[Work]) -> _Fetched | None:
+        self._native.forget()
         self.hold_scratch()
         if self._slots is not None:
             if self._direct is not None:
@@ -257,6 +275,7 @@ class Stepper:
             return_free_memory()
         self._stored_bytes = None
         self._class_step.finish(optimizer)
+        self._native.forget()
         if edited := [flag for flag in self._edited.values() if isinstance(flag, torch.Tensor)]:
             self._records.count_resets_later(torch.stack(edited).sum())
         self._forget_edited()
@@ -271,6 +290,7 @@ class Stepper:
             steps.callback(self.drop_scratch)
             steps.callback(self.recover)
             steps.callback(self._class_step.abandon)
+            steps.callback(self._native.forget)
             steps.callback(self._forget_edited)
             steps.callback(self._following.close)
             steps.callback(self._late.close)
@@ -328,11 +348,16 @@ class Stepper:
     # --- What a bucket needs ---------------------------------------------------------------------------------------
 
     def _active(self, bucket: Bucket) -> list[Segment]:
-        return [
+        active = [
             segment
             for segment in bucket.segments
             if segment.of.group is not None and self.has_gradient(segment.parameter)
         ]
+        for segment in active:  # Now: a step must not find out in the middle.
+            gradient = raw_gradient(segment.parameter) if segment.of.sharded and not _takes_any(segment) else None
+            if gradient is not None:
+                local_gradient(segment.parameter, gradient)
+        return active
 
     def _staying(self, work: Sequence[Work], i: int) -> AbstractContextManager[None]:
         """Keep the parameter records that bucket `i` and the next are both windows of: they are then written once."""
@@ -388,7 +413,8 @@ class Stepper:
             else:
                 part = stack.enter_context(gradients.taken(p, start))
             if mine[0].whole and not mine[0].master and not self.plan.remote:  # The class is given it itself.
-                stack.enter_context(gradient_attached(p, part.as_strided(p.shape, p.stride())))
+                local = mine[0].local
+                stack.enter_context(gradient_attached(p, part.as_strided(local.shape, local.stride())))
                 continue
             for segment in mine:
                 self._gradient_slices[segment] = part[segment.start - start : segment.stop - start]
@@ -418,6 +444,9 @@ class Stepper:
         p, gradient = segment.parameter, raw_gradient(segment.parameter)
         if gradient is None:  # On disk, in the layout of its parameter.
             return
+        if _takes_any(segment):
+            return
+        gradient = local_gradient(p, gradient)
         if gradient.is_sparse:
             if self.plan.step_in_backward and not segment.whole and not segment.master and not self.plan.remote:
                 raise SwapError(
@@ -430,10 +459,11 @@ class Stepper:
                     "a sparse gradient came, which can be stepped only on the CPU and without master weights; make "
                     "it dense (nn.Embedding(sparse=False))"
                 )
-        elif not (segment.whole or same_layout(gradient, p) or self.plan.strides_may_differ(segment)):
+        elif not (segment.whole or same_layout(gradient, segment.local) or self.plan.strides_may_differ(segment)):
             raise SwapError(
-                f"a gradient has strides {gradient.stride()} and its parameter {p.stride()}; stepped in segments that "
-                "would give other bits. Assign gradients in the parameter's layout: torch.empty_like(p).copy_(gradient)"
+                f"a gradient has strides {gradient.stride()} and its parameter {segment.local.stride()}; stepped in "
+                "segments that would give other bits. Assign gradients in the parameter's layout: "
+                "torch.empty_like(p).copy_(gradient)"
             )
 
     # --- The step of a bucket --------------------------------------------------------------------------------------
@@ -452,23 +482,35 @@ class Stepper:
         if on_device is not None:
             self._join(optimizer, on_device, operands)
         opened = on_device or self._records.take(bucket)
+        native: list[NativeOperand] = []
+        if on_device is None:
+            # In backward the user's code runs between the buckets of a step.
+            unedited = () if self.plan.step_in_backward else {of for of, flag in self._edited.items() if flag is False}
+            native = self._native.choose(optimizer, operands, opened, scratch, unedited)
+        if native:
+            chosen = {each.operand.segment for each in native}
+            operands, all_operands = [each for each in operands if each.segment not in chosen], operands
+        else:
+            all_operands = operands
         make_tensors(operands, opened, scratch)
         for operand in operands:
             if operand.edited is True:
                 self._note_edited(operand.segment)
         self.entered.append(bucket)  # From here on parameters change: a failure leaves the step half made.
         self.stepping = True
-        states = self._class_step(optimizer, operands, opened)
+        masters: Masters = self._step_natively(native, opened)
+        states = self._class_step(optimizer, operands, opened) if operands else []
         made_state = False
-        masters: Masters = {}
         for operand, state in zip(operands, states, strict=True):
             made_state |= bool(state) and not operand.segment.has_state
             opened.keep(operand.segment, state)
             if operand.master is not None and operand.bits is not None:
                 masters[operand.segment] = operand.master, operand.bits
         opened.encode(masters)
-        for operand in operands:
+        opened.place_ties(self._native.encoded(native))
+        for operand in all_operands:
             write_back(operand, self.plan.remote, self._copies, scratch)
+        self._records.count_stepped(len(native), len(operands))
         # The buffer is the cache's from here on.
         if on_device is not None:
             on_device.leave()
@@ -481,6 +523,22 @@ class Stepper:
             elif self._is_larger_than_pool():
                 self._freed.add(bucket.length_bytes)  # About what the class made on the way to its results.
         self.done += 1
+
+    def _step_natively(self, native: Sequence[NativeOperand], opened: OpenBucket) -> Masters:
+        """Step `native`. Returns the masters of them that are not encoded yet."""
+        if not native:
+            return {}
+        self._native.run(native)
+        masters: Masters = {}
+        for each in native:
+            self._native.keep(each)
+            operand = each.operand
+            if not operand.segment.master:
+                increment_version(operand.segment.parameter)
+            elif not operand.segment.is_split:
+                assert operand.bits is not None
+                masters[operand.segment] = opened.whole_master(operand.segment), operand.bits
+        return masters
 
     def _is_larger_than_pool(self) -> bool:
         """True if a step makes so much on the way that freed memory is to be returned."""
@@ -512,7 +570,7 @@ class Stepper:
             return False
         if of not in self._edited:
             self._edited[of] = False
-            values = of.parameter.detach() if operand.on_host is None else operand.on_host
+            values = of.local.detach() if operand.on_host is None else operand.on_host
             if is_edited(of.segments, values):
                 self._note_edited(segment)
         return self._edited[of]
@@ -526,6 +584,11 @@ class Stepper:
             self._edited[segment.of] = True
             self._noted.add(segment.of)
             self._records.count_reset()
+
+
+def _takes_any(segment: Segment) -> bool:
+    """True if the class is given the user's own DTensor, with a gradient of whatever placements."""
+    return segment.of.collective and not segment.master
 
 
 def progress(items: Sequence[_T], what: str, show: bool) -> Iterable[_T]:

@@ -17,15 +17,13 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.errors import ConfigError, SwapError, SwapIOError
-from swapper.finalizers import finalizer
-from swapper.interrupts import interrupts_deferred
 from swapper.metrics import Metrics, Moves, Stats, moves_of
 from swapper.optimizer.backward_step import CANNOT_GO_WITH, Arrivals, BackwardSteps
 from swapper.optimizer.conversion import Conversion, GuardedState
 from swapper.optimizer.direct_state import DirectState
 from swapper.optimizer.failure import Guard
 from swapper.optimizer.plan import OptimizerPlan, PlanFollower, parameters_of
-from swapper.optimizer.probe import class_step
+from swapper.optimizer.probe import class_step, is_stepped_by_all
 from swapper.optimizer.records import BucketRecords
 from swapper.optimizer.segments import MASTER
 from swapper.optimizer.state_dicts import (
@@ -33,9 +31,13 @@ from swapper.optimizer.state_dicts import (
     StateRecords,
     allocate_in_memory,
     as_plain_state,
-    check_loadable,
+    is_shared,
+    state_by_position,
 )
 from swapper.optimizer.stepper import Stepper, SwappedGradients, SwappedParameters
+from swapper.process.finalizers import finalizer
+from swapper.process.interrupts import interrupts_deferred
+from swapper.storage.agreement import agreed
 from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
 from swapper.storage.device_pool import DevicePool
@@ -106,6 +108,7 @@ class OptimizerSwapper:
         self._stepper = Stepper(class_step(type(optimizer)), plan, pool, pool_bytes, records)
         self._records = StateRecords(plan, records, store)
         self._guard = Guard(self._stepper, self.metrics)
+        self.check_open = self._guard.check_open  # Raises SwapError if the state is gone, or the parent's.
         self._conversion = Conversion(optimizer, GuardedState(self))
         self._loading: dict[int, dict[str, Any]] | None = None
         self._advised = False
@@ -122,6 +125,7 @@ class OptimizerSwapper:
         try:
             self._follower.add(plan.buckets)
             self._follower.follow(optimizer)
+            self._stepper.announce(optimizer)
             existing = [(cast(torch.nn.Parameter, p), entries) for p, entries in own_state.items() if entries]
             if existing:
                 self._follower.load(optimizer, existing, as_it_is=True)
@@ -215,9 +219,8 @@ class OptimizerSwapper:
         """
         purpose = "clipping by a global norm, which is known only when all gradients have arrived"
         parameters = self._gradients_to_clip(purpose)
-        if self.gradients is not None:
-            return self.gradients.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
-        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+        clip = torch.nn.utils.clip_grad_norm_ if self.gradients is None else self.gradients.clip_grad_norm_
+        return clip(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """`torch.nn.utils.clip_grad_value_` over all parameters of the optimizer, with the same bits.
@@ -225,10 +228,8 @@ class OptimizerSwapper:
         Gradients that are evicted stay so, and are clamped when they are used.
         """
         parameters = self._gradients_to_clip("clipping, for which gradients have to be there after backward")
-        if self.gradients is not None:
-            self.gradients.clip_grad_value_(parameters, clip_value)
-        else:
-            torch.nn.utils.clip_grad_value_(parameters, clip_value)
+        clip = torch.nn.utils.clip_grad_value_ if self.gradients is None else self.gradients.clip_grad_value_
+        clip(parameters, clip_value)
 
     def _gradients_to_clip(self, purpose: str) -> list[torch.nn.Parameter]:
         self._guard.check_open()
@@ -351,8 +352,7 @@ class OptimizerSwapper:
         self._cache.read_ahead_bytes = read_ahead_bytes
 
     def _optimizer(self) -> Optimizer:
-        optimizer = self._optimizer_ref()
-        if optimizer is None:
+        if (optimizer := self._optimizer_ref()) is None:
             raise SwapError("the optimizer that this swapper belonged to is gone")
         return optimizer
 
@@ -401,33 +401,36 @@ class OptimizerSwapper:
     # --- The step --------------------------------------------------------------------------------------------------
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], _T] | None) -> _T | None:
-        self._check_usable("step")
+        together = is_stepped_by_all(optimizer)
         self._loading = None  # Still there if torch has refused what was to be loaded.
         loss = None
         if closure is not None:
+            with agreed(together):
+                self._check_usable("step")
             with modes_kept():
                 set_grad_mode(True)
                 loss = closure()
-        if self.backward_steps is not None:
-            self.backward_steps.check_window(optimizer)
-        self._check_state(optimizer)
-        if self.gradients is not None:
-            self.gradients.check()
-        bring_back_gradients(parameters_of(optimizer), (self.gradients, self.backward_steps))
-        self._follower.follow(optimizer)
-        self._plan.check_not_moved()
-        left = self._plan.buckets if self.backward_steps is None else self.backward_steps.left()
-        work = self._stepper.work_on(left)
+        with agreed(together):
+            self._check_usable("step")
+            self._arrivals.check_window(optimizer)
+            self._check_state(optimizer)
+            if self.gradients is not None:
+                self.gradients.check()
+            bring_back_gradients(parameters_of(optimizer), (self.gradients, self.backward_steps))
+            self._follower.follow(optimizer)
+            self._plan.check_not_moved()
+            work = self._stepper.work_on(self._arrivals.left())
         show = self.metrics.steps == 0 and self._plan.stored_bytes >= SHOW_PROGRESS_BYTES
         before = copy.copy(self.metrics)
         with modes_kept(), self.metrics.span("swapper.step", "step_s"):
             set_grad_mode(False)
             try:
-                self._stepper.run(optimizer, work, show)
+                with agreed(together):
+                    self._stepper.run(optimizer, work, show)
+                    self._arrivals.end_window()
             except BaseException as error:
                 self._fail(error)
                 raise
-            self._arrivals.end_window()
         self.metrics.steps += 1
         self._advise(before)
         return loss
@@ -513,8 +516,7 @@ class OptimizerSwapper:
             if not entries:
                 return
             self._follower.extend(optimizer, [parameter])
-        entries = dict(entries)
-        check_loadable(parameter, self._plan.segments_of(parameter), entries)
+        _, entries = self._records.checked([(parameter, entries)]).popitem()
         with self._guard.replacing("assigning to optimizer.state"), modes_kept():
             set_grad_mode(False)
             self._records.replace_one(optimizer, parameter, entries)
@@ -531,21 +533,20 @@ class OptimizerSwapper:
         state_dict["state"] = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
 
     def _on_load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        self._guard.check_open()
-        self._guard.note_cut_off(optimizer)
-        # By position, as torch maps them: the numbers (or names) in a state dict need not be those of `state_dict()`.
-        names = (name for group in state_dict["param_groups"] for name in group["params"])
-        state = state_dict["state"]
-        self._loading = {i: state[name] for i, name in enumerate(names) if name in state}
+        with agreed(is_shared(optimizer)):
+            self._guard.check_open()
+            self._guard.note_cut_off(optimizer)
+            self._loading = state_by_position(optimizer, state_dict)
         return {**state_dict, "state": {}}
 
     def _on_loaded(self, optimizer: Optimizer) -> None:
         state, self._loading = self._loading, None
         assert state is not None
         try:
-            self._follower.follow(optimizer)
+            with agreed(is_shared(optimizer)):
+                self._follower.follow(optimizer)
             given = [(p, state[i]) for i, p in enumerate(parameters_of(optimizer)) if i in state]
-            self._follower.load(optimizer, given, as_it_is=False)
+            self._follower.load(optimizer, given, as_it_is=False, together=is_shared(optimizer))
         except Exception:
             self._conversion.give_state_back(optimizer)
             raise

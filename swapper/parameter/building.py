@@ -30,16 +30,18 @@ from torch.nn.modules.module import (
 from swapper.errors import ConfigError, SwapError
 from swapper.io.devices import is_accelerator
 from swapper.parameter.cache import BY_ADDRESS, Held
+from swapper.parameter.candidates import Candidate, why_not
 from swapper.parameter.held_on_device import HeldOnDevice
-from swapper.parameter.owner import ParameterHome, ParameterOwner
-from swapper.parameter.records import DeviceRoom, device_bytes_of, plan_record_of, why_not
+from swapper.parameter.home import ParameterHome
+from swapper.parameter.owner import ParameterOwner
+from swapper.parameter.records import DeviceRoom, device_bytes_of, plan_record_of
 from swapper.sizes import SMALL_BYTES, format_bytes
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.malloc_trim import FreedMemory
 from swapper.storage.store import RecordKey, TensorStore
-from swapper.tensors.evicted import make_ordinary, refuse_copy, restore_for_good
+from swapper.tensors.evicted import is_ordinary, make_ordinary, refuse_copy, restore_for_good
 from swapper.tensors.homes import HOME, TemporaryHome, home_of
 from swapper.tensors.other_tensors import PATIENCE_S, OtherTensors, Patience
 from swapper.tensors.unfilled import fill_with_nothing, has_nothing, mark_unfilled
@@ -66,14 +68,14 @@ class _BuilderHome(ParameterHome):
     def viewed(self) -> bool:
         return self._builder()[1].has_views()
 
-    def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
         self._builder()[0].forget(parameters)
 
-    def stay(self, parameter: torch.nn.Parameter) -> None:
+    def stay(self, parameter: torch.Tensor) -> None:
         builder, held = self._builder()
         builder.let_stay(held, parameter)
 
-    def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+    def deepcopy(self, parameter: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         if self.reference() is None:
             refuse_copy()
         return self._builder()[0].deepcopy(parameter, memo)
@@ -113,7 +115,7 @@ class ModelBuilder(ParameterOwner):
         self._owner = owner
         self._waiting_bytes = waiting_bytes
         self._freed = FreedMemory(waiting_bytes)
-        self._waiting: dict[int, tuple[weakref.ref[torch.nn.Parameter], str]] = {}
+        self._waiting: dict[int, tuple[weakref.ref[Any], str]] = {}
         self._added_bytes = 0  # to those that wait, since they were last looked through
         self._seen: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -200,7 +202,7 @@ class ModelBuilder(ParameterOwner):
             for tensor in unfilled:
                 mark_unfilled(tensor, new[tensor])
 
-    def _wait(self, parameter: torch.nn.Parameter, name: str) -> None:
+    def _wait(self, parameter: torch.Tensor, name: str) -> None:
         if home_of(parameter) is None and parameter.device == self._device:
             self._waiting[id(parameter)] = weakref.ref(parameter), name
             self._added_bytes += parameter.nbytes
@@ -222,7 +224,7 @@ class ModelBuilder(ParameterOwner):
 
     def _offload(self, parameter: torch.nn.Parameter, name: str, others: OtherTensors) -> None:
         self._check_open()
-        if home_of(parameter) is not None or parameter.device != self._device or why_not(parameter):
+        if home_of(parameter) is not None or parameter.device != self._device or not _can_move(parameter):
             return
         if parameter.nbytes < SMALL_BYTES:
             return
@@ -255,7 +257,9 @@ class ModelBuilder(ParameterOwner):
         with self._lock:
             number = len(self._all)
             make = Held if self._tier is None else HeldOnDevice
-            held = make(plan_record_of(number, [(name, parameter)]), RecordKey(self._owner, "param", number))
+            held = make(
+                plan_record_of(number, [Candidate(name, name, parameter)]), RecordKey(self._owner, "param", number)
+            )
             needed_bytes = 2 * held.plan.length_bytes
             if self._store is not None and needed_bytes > self._budget_bytes:
                 raise ConfigError(
@@ -312,7 +316,7 @@ class ModelBuilder(ParameterOwner):
 
     # --- Forgetting parameters -------------------------------------------------------------------------------------
 
-    def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
         """Another owner took over `parameters`; without any left this closes itself."""
         with self._lock:
             forgotten = [(self._home[parameter], parameter) for parameter in parameters]
@@ -325,7 +329,7 @@ class ModelBuilder(ParameterOwner):
             if not self._home:
                 self.close()
 
-    def let_stay(self, held: Held, parameter: torch.nn.Parameter) -> None:
+    def let_stay(self, held: Held, parameter: torch.Tensor) -> None:
         """Let `parameter`, of which there are views, have its values for good where they are now, in the pool."""
         with self._lock, self.present([held]):
             values = parameter.detach()
@@ -350,12 +354,12 @@ class ModelBuilder(ParameterOwner):
         self._wait(parameter, held.plan.locations[0].name)
         return True
 
-    def _forget(self, held: Held, parameter: torch.nn.Parameter) -> None:
+    def _forget(self, held: Held, parameter: torch.Tensor) -> None:
         """Forget a parameter that is not ours any more, and its record, unless views of it are left."""
         self._forget_values(held, parameter)
         self._unhook({held})
 
-    def _forget_values(self, held: Held, parameter: torch.nn.Parameter) -> None:
+    def _forget_values(self, held: Held, parameter: torch.Tensor) -> None:
         self._cache.wait(held.key)
         if self._tier is not None or not held.has_views():
             held.gone = True
@@ -371,7 +375,7 @@ class ModelBuilder(ParameterOwner):
         for hooks in self._forward_hooks:
             hooks.parts = [part for part in hooks.parts if part[0] not in forgotten]
 
-    def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+    def deepcopy(self, parameter: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         """A parameter of its own, as modules are copied in construction."""
         with self.present([self._home[parameter]]), torch._C.DisableTorchFunctionSubclass():
             values = parameter.detach().clone(memory_format=torch.preserve_format)
@@ -394,13 +398,16 @@ def _remove_registration_hook(hook: Callable[..., None]) -> None:
             hooks.pop(key, None)
 
 
-def device_of(given: torch.device | str | None) -> torch.device:
+def device_of(given: torch.device | str | int | None) -> torch.device:
     """The device, with its index, that a model is built on; None is torch's default, and the CPU if that is "meta".
 
     Raises:
-        ConfigError: it is neither the CPU nor an accelerator.
+        ConfigError: it is neither the CPU nor an accelerator, or cannot be used.
     """
-    device = torch.empty(0, device=given).device
+    try:
+        device = torch.empty(0, device=given).device
+    except (RuntimeError, AssertionError, ImportError, TypeError) as error:  # Of a torch without CUDA, or without HPU.
+        raise ConfigError(f"device: {given} cannot be used: {str(error).splitlines()[0]}") from error
     if device.type == "cpu" or is_accelerator(device):
         return device
     if given is not None:
@@ -438,6 +445,11 @@ def _scripted(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
             yield from part.parameters(recurse=False)
+
+
+def _can_move(parameter: torch.nn.Parameter) -> bool:
+    """False for what cannot be swapped, and for a class of others, which may still be made something else."""
+    return is_ordinary(parameter) and not why_not(parameter)
 
 
 def _is_hollow(tensor: torch.Tensor | None) -> bool:

@@ -19,24 +19,25 @@ from typing import TYPE_CHECKING
 import torch
 
 from swapper.errors import SwapError
-from swapper.interrupts import interrupts_deferred
 from swapper.io.checksums import checksum
 from swapper.metrics import Metrics
 from swapper.parameter.records import ParameterLocation, ParameterRecord
+from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import format_bytes
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.cache import RecordCache
 from swapper.storage.cache_policies import CyclicPolicy
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.store import RecordKey, TensorStore
+from swapper.storage.record_store import RecordStore
+from swapper.storage.store import RecordKey
 from swapper.tensors.grad_modes import outside_of_inference
 from swapper.tensors.other_tensors import is_shared
 
 if TYPE_CHECKING:
     from swapper.parameter.device_tier import DeviceTier
 
-__all__ = ["BY_ADDRESS", "DEVICE_TYPES", "Held", "ParameterCache", "finalize", "in_file"]
+__all__ = ["BY_ADDRESS", "DEVICE_TYPES", "Held", "ParameterCache", "ParameterPolicy", "finalize", "in_file"]
 
 BY_ADDRESS: dict[tuple[torch.device, int], tuple[weakref.ref[ParameterCache], Held, int]] = {}
 """By the address at which values in memory begin: whose they are, in which record, and the slot of the parameter.
@@ -71,6 +72,8 @@ class Held:
     """Its values are nowhere: it was given up."""
     late: int = 0
     """Count of steps that are about to change it again: until then it is written only if its memory is needed."""
+    fixed: bool = False
+    """It is in files of somebody else, and nobody may change it."""
 
     @property
     def values(self) -> list[torch.Tensor]:
@@ -98,8 +101,11 @@ class Held:
 
     def has_views(self) -> bool:
         """Return True if tensors that we do not know of share `values`. See [Note: when a buffer may go]."""
-        # Ours are `values`, and the parameter if it is attached.
-        return any(is_shared(values, ours=1 + (index in self.attached)) for index, values in enumerate(self.values))
+        # Ours are `values`, and the tensors that are attached.
+        return any(is_shared(values, ours=1 + self._attached_to(index)) for index, values in enumerate(self.values))
+
+    def _attached_to(self, slot: int) -> int:
+        return len(self.plan.locations[slot].tensors) if slot in self.attached else 0
 
     def open(self, lease: Lease, cache: ParameterCache, *, arrived: bool) -> None:
         """Make the views of the buffer; if the record has `arrived`, copy the values that the file has elsewhere."""
@@ -110,11 +116,18 @@ class Held:
             if arrived and location.offset_bytes != location.file_offset_bytes:
                 location.view(values).copy_(in_file(lease, location).view(location.shape))
             opened.append(values)
+        if arrived:
+            self.note_arrival(opened)
         # Until here nobody has seen the values, and all of it can be done again.
         with interrupts_deferred():  # `evicted` takes back the addresses of `opened`, and no others.
             self.opened = opened
             if self.values is opened:
                 self.register(cache)
+
+    def note_arrival(self, opened: list[torch.Tensor]) -> None:
+        """Take note of what is stored, if that is not known: of files of somebody else, when they come first."""
+        if not self.checksums:
+            self.checksums = [checksum(values) for values in opened]
 
     def register(self, cache: ParameterCache) -> None:
         """Let the hooks of saved tensors find `values`."""
@@ -145,14 +158,33 @@ class Held:
         """Start writing the record, which is open. Waits for an earlier write.
 
         Raises:
+            SwapError: it is `fixed`, and was changed.
             SwapIOError: that write failed; or there is no room for a fresh file.
         """
+        if self.fixed:
+            self.check_unchanged()
+            self.changed = False
+            return
         cache.wait(self.key)
         record = cache.records.get(self.key)
         assert record is not None
         checksums = self.pack(record.lease)
         cache.write(self.key, self.plan.file_bytes)
         self.checksums, self.changed = checksums, False
+
+    def check_unchanged(self) -> None:
+        """Raise SwapError if values differ from what is stored. It is in memory."""
+        both = zip(self.plan.locations, self.opened, self.checksums, strict=True)
+        self.refuse_changes([slot for slot, (_, values, before) in enumerate(both) if checksum(values) != before])
+
+    def refuse_changes(self, slots: Sequence[int]) -> None:
+        """Raise SwapError that the values of the parameters in these slots were changed, if there are any."""
+        if slots:
+            names = ", ".join(self.plan.locations[slot].name for slot in slots)
+            raise SwapError(
+                f"the values of {names} were changed, and they come from files that stay as they are; set "
+                "offload_param.copy_on_write to have what changes written to the run directory, or undo the change"
+            )
 
     def write_newer(self, cache: RecordCache) -> None:
         """Start writing the record, which is KEPT, if it is newer than what is stored."""
@@ -172,7 +204,7 @@ class Held:
         """Let go of what is in memory beside the pool's buffer."""
 
 
-class _Policy(CyclicPolicy):
+class ParameterPolicy(CyclicPolicy):
     """Says why there is no room."""
 
     def refuse(self, cache: RecordCache, length_bytes: int) -> None:
@@ -194,6 +226,8 @@ class ParameterCache:
         budget_bytes: the most of the pool that they may hold.
         pool: where buffers come from.
         store: where records go; None keeps them in the pool, for a model on an accelerator.
+        policy: what stays and what goes first; None: what is needed last in `order`.
+        metrics: counts what moves; None: those of its own.
     """
 
     def __init__(
@@ -202,12 +236,14 @@ class ParameterCache:
         order: AccessOrder,
         budget_bytes: int,
         pool: BufferPool | GrowingPool,
-        store: TensorStore | None,
+        store: RecordStore | None,
+        policy: ParameterPolicy | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
-        self.metrics = Metrics()
+        self.metrics = metrics or Metrics()
         self._pool = pool
         self._store = store
-        self._policy = _Policy(order, records)
+        self._policy = policy or ParameterPolicy(order, records)
         self._cache = RecordCache(pool, store, self.metrics, None if store is None else self._policy, owner=self)
         self._cache.limit_bytes = None if store is None else budget_bytes
         self._budget_bytes = budget_bytes
@@ -229,32 +265,11 @@ class ParameterCache:
             self._tier.bring(held, phase)
             return
         self._order.note(Use(phase, held.number))
-        record = self._cache.records.get(held.key)
-        if record is not None and self._policy.splits_pool(self._cache, held.key, record.lease):
-            others = len(held.holds) > 1 or held.attached or held.viewed()
-            if not others and not held.resident:  # See [Note: pools in pieces].
-                self._cache.evict(held.key)
         self._cache.require(held.key, held.length_bytes)
         self.read_ahead()
         lease = self._cache.fetch(held.key)
         if not held.opened:
             held.open(lease, self, arrived=True)
-
-    def _bring_together(self, records: Sequence[Held], use: object, phase: str) -> None:
-        """As `_bring`, for records that are used at once and of which there is the hold `use`."""
-        try:
-            for held in records:
-                self._bring(held, phase)
-            return
-        except PoolExhausted:
-            if self._tier is not None or len(records) == 1:
-                raise
-        # The room that there is may be in pieces: what has come for this use goes, and comes again side by side.
-        for held in records:
-            if held.holds == {use} and not held.attached and not held.viewed() and not held.resident:
-                self._cache.evict(held.key)
-        for held in sorted(records, key=lambda held: held.length_bytes, reverse=True):
-            self._bring(held, phase)
 
     def _write_back(self, held: Held) -> None:
         """Start writing a record that is known to have changed, if no use of it is left. See `Held.late`."""
@@ -332,7 +347,7 @@ class ParameterCache:
 
 
 def finalize(
-    records: list[Held], caches: Sequence[RecordCache], store: TensorStore | None, release: Callable[[], None], pid: int
+    records: list[Held], caches: Sequence[RecordCache], store: RecordStore | None, release: Callable[[], None], pid: int
 ) -> None:
     """Wait for what is in flight, delete the files and give the memory back."""
     if os.getpid() != pid:

@@ -111,10 +111,14 @@ class Check:
         Raises:
             SwapIOError: the device failed.
         """
+        return bool(self.differing())
+
+    def differing(self) -> list[int]:
+        """As `differs`: which of the sums are not what they were."""
         if self._over is not None:
             self._over.wait()
             self._over = None
-        return bool(self._differ.any())
+        return [index for index, differs in enumerate(self._differ.tolist()) if differs]
 
 
 def _on_host(flags: torch.Tensor) -> torch.Tensor:

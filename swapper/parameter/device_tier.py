@@ -33,6 +33,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -40,19 +41,19 @@ from typing import TYPE_CHECKING
 import torch
 
 from swapper.errors import SwapIOError
-from swapper.interrupts import interrupts_deferred
 from swapper.io.devices import Copy, DeviceCopies, current_streams, on_streams
 from swapper.parameter.cache import DEVICE_TYPES, Held
 from swapper.parameter.device_sums import Check, DeviceSums
 from swapper.parameter.direct_records import DirectRecords
 from swapper.parameter.held_on_device import HeldOnDevice
 from swapper.parameter.records import DeviceRoom, device_bytes_of, sums_bytes_of
+from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import format_bytes
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import Lease, PoolExhausted
 from swapper.storage.cache import RecordCache
 from swapper.storage.cached_records import RecordState
-from swapper.storage.store import TensorStore
+from swapper.storage.record_store import RecordStore
 from swapper.storage.transfers import BothTransfers
 from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_grad_mode
 
@@ -60,6 +61,9 @@ if TYPE_CHECKING:
     from swapper.parameter.cache import ParameterCache
 
 __all__ = ["DeviceTier"]
+
+_FEW = 3
+"""Records that are looked at for one that the device has done with: about as many as fit by default."""
 
 
 class DeviceTier:
@@ -75,7 +79,7 @@ class DeviceTier:
 
     Attributes:
         device, limit_bytes: as in `room`.
-        direct: brings records without the pool; None if nothing does.
+        direct: brings records without the pool, and writes them; None if nothing does.
         caches: those that records are in, the pool's first.
         used_bytes: of the device memory that records take now.
 
@@ -89,7 +93,7 @@ class DeviceTier:
         records: Sequence[Held],
         order: AccessOrder,
         room: DeviceRoom,
-        store: TensorStore | None,
+        store: RecordStore | None,
     ) -> None:
         self.device = device = room.device
         DEVICE_TYPES.add(device.type)
@@ -97,7 +101,7 @@ class DeviceTier:
         self.used_bytes = 0
         self.direct: DirectRecords | None = None
         if room.staging is not None and store is not None:
-            self.direct = DirectRecords(room.staging, store, owner.metrics, records, order)
+            self.direct = DirectRecords(device, room.staging, store, owner.metrics, records, order, owner)
         self.caches = [cache] if self.direct is None else [cache, self.direct.cache]
         self._cache = cache
         self._records = records
@@ -109,6 +113,7 @@ class DeviceTier:
         self._used: dict[HeldOnDevice, None] = {}  # since they were last summed
         self._going_down: dict[HeldOnDevice, None] = {}  # in the order in which the copies were started
         self._moving: HeldOnDevice | None = None  # has `moving` set, perhaps by a call that was cut off
+        self._last_copies: tuple[Copy | None, Copy | None] = None, None  # up, of records that nobody may change
         self._owner_ref = weakref.ref(owner)
 
     @property
@@ -208,17 +213,27 @@ class DeviceTier:
     def _fetch(self, held: HeldOnDevice, *, anew: bool = False) -> Lease:
         """Have the record in the pool, and open. With `anew` its content is undefined, but for the header."""
         self._move(held)
+        if self.direct is not None:
+            self.direct.leave(held)
+        if held.fixed and self._cache.records.get(held.key) is None:
+            self._finish_former_copy()
         self._cache.require(held.key, held.length_bytes, anew=anew)
         if not anew and self.direct is None:
             self._owner.read_ahead()
         lease = self._cache.fetch(held.key)
         if anew:
             self._cache.wait(held.key)
-            header = held.plan.layout.header(0)
-            lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            header = b"" if held.plan.spans else held.plan.layout.header(0)  # Files of others have none there.
+            if header:
+                lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
         if not held.opened:
             held.open(lease, self._owner, arrived=not anew)
         return lease
+
+    def _finish_former_copy(self) -> None:
+        """Wait for the last copy up but one, so that its buffer can go: else one would that is to stay in the pool."""
+        if (copy := self._last_copies[0]) is not None:
+            copy.wait()
 
     def _move(self, held: HeldOnDevice | None) -> None:
         """Let the buffer of `held` stay until this is called again, and that of no other."""
@@ -243,6 +258,8 @@ class DeviceTier:
             self._up.begin()
         with interrupts_deferred():
             held.up = self._copy_up(held, values, lease, direct)
+            if held.fixed:
+                self._last_copies = self._last_copies[1], held.up
             held.on_device = values
             held.register(self._owner)
             self.used_bytes += length_bytes
@@ -254,7 +271,7 @@ class DeviceTier:
     def _copy_up(
         self, held: HeldOnDevice, values: list[torch.Tensor], lease: Lease, direct: DirectRecords | None = None
     ) -> Copy | None:
-        pairs = [*zip(values, held.opened, strict=True)] if direct is None else direct.pairs(held, values, lease)
+        pairs = held.pairs(values, None if direct is None else lease)
 
         def work() -> None:
             for there, here in pairs:
@@ -314,7 +331,7 @@ class DeviceTier:
             PoolExhausted: what is in use leaves too little.
         """
         while self._lacks(length_bytes):
-            if (victim := self._first_idle(self._order.last_needed())) is not None:
+            if (victim := self._victim()) is not None:
                 self._evict(victim)
             elif (leaving := next((held for held in self._going_down if held.leaving), None)) is not None:
                 self._land(leaving)
@@ -323,13 +340,29 @@ class DeviceTier:
             else:
                 self._refuse(length_bytes)
 
-    def _first_idle(self, numbers: Iterable[int]) -> HeldOnDevice | None:
-        """The first of these records that is on the device, and that nothing uses."""
+    def _idle(self, numbers: Iterable[int]) -> Iterator[HeldOnDevice]:
+        """Those of these records that are on the device, and that nothing uses."""
         for held in map(self._records.__getitem__, numbers):
             assert isinstance(held, HeldOnDevice)
             if held.on_device and not held.leaving and not held.in_use:
-                return held
-        return None
+                yield held
+
+    def _first_idle(self, numbers: Iterable[int]) -> HeldOnDevice | None:
+        """The first of them."""
+        return next(self._idle(numbers), None)
+
+    def _victim(self) -> HeldOnDevice | None:
+        """The idle record that is needed last; of records that nobody may change, rather one that was used before it.
+
+        In a round the one that is needed last is the one used last, and its values go when the device has used them: a
+        host that waits for that has nothing queued meanwhile, and the next record comes up while nothing is computed.
+        """
+        victim: HeldOnDevice | None = None
+        for held in itertools.islice(self._idle(self._order.last_needed()), _FEW):
+            victim = held
+            if not held.fixed or not held.used or self._checked(held).done():
+                break
+        return victim
 
     def _spare(self) -> bool:
         """Let a record go that is worth less than what is missing, without a wait. False if there is none."""
@@ -372,8 +405,10 @@ class DeviceTier:
 
     def _evict(self, held: HeldOnDevice) -> None:
         """Let a record go that nothing uses: at once if it is unchanged, else when it has come down."""
+        if held.fixed:
+            self.check_unchanged(held)
         # Without `summed` a step on the CPU is changing the pool's copy, which is the newest.
-        if held.summed and (held.changed_on_device or (held.used and self._checked(held).differs())):
+        elif held.summed and (held.changed_on_device or (held.used and self._checked(held).differs())):
             self._send_down(held)
         if held.down is not None:
             held.leaving = True
@@ -394,7 +429,7 @@ class DeviceTier:
             self._used.pop(held, None)
             self.used_bytes -= device_bytes_of(held.plan)
             self._order.drop(held.number)
-            if self._cache.records.get(held.key) is None:
+            if all(cache.records.get(held.key) is None for cache in self.caches):
                 self._pool_order.drop(held.number)
 
     # --- Changes ---------------------------------------------------------------------------------------------------
@@ -413,8 +448,24 @@ class DeviceTier:
             self._used.pop(held, None)
         return held.check
 
+    def check_unchanged(self, held: Held) -> None:
+        """Wait until it is known that the values of a `fixed` record on the device are those that came up.
+
+        Raises:
+            SwapError: they are not; it names the parameters.
+            SwapIOError: the device failed.
+        """
+        assert isinstance(held, HeldOnDevice)
+        if not held.on_device or not held.used:
+            return
+        changed = self._checked(held).differing()
+        if held.in_use:  # It may be changed after this, without another call of `bring`.
+            held.check = None
+            self._used[held] = None
+        held.refuse_changes(changed)
+
     def _send_down(self, held: HeldOnDevice) -> None:
-        """Start copying the values to the pool, whose copy is then the newest.
+        """Start copying the values to the pool, whose copy is then the newest; or past it to where they are written.
 
         Raises:
             SwapIOError: the drive failed, or the device.
@@ -423,22 +474,28 @@ class DeviceTier:
         if held.down is not None:
             self._land(held)
         held.changed_on_device = True  # Until it is on its way: the buffer has nothing of it yet.
-        lease = self._fetch(held, anew=True)
+        # A buffer there is as long as the file; one of others has other room for the record.
+        direct = None if held.plan.spans or self._cache.records.get(held.key) is not None else self.direct
+        lease = self._fetch(held, anew=True) if direct is None else direct.room_for(held)
         self._follow_uses(held)
         sums = self._sums.of(held.on_device) if held.check is None else held.check.sums
         assert held.sums is not None
         held.sums.copy_(sums)
         self._down.begin()
+        pairs = held.pairs(held.on_device, None if direct is None else lease)
 
         def work() -> None:
-            for here, there in zip(held.opened, held.on_device, strict=True):
+            for there, here in pairs:
                 here.copy_(there, non_blocking=self._down.non_blocking)
 
         with interrupts_deferred(), modes_kept():
             set_grad_mode(False)
             held.down = lease.transfer = self._down.run(work)
-            held.changed, held.changed_on_device = True, False
-            if not held.kept:
+            held.changed, held.changed_on_device = direct is None, False
+            if direct is not None:
+                direct.write(held, lease)
+                direct.release(held)
+            elif not held.kept:
                 self._cache.write(held.key, functools.partial(held.complete, lease))
             held.check, held.used = None, held.in_use
             if held.used:
@@ -453,7 +510,8 @@ class DeviceTier:
             held.down.wait()
         if held.kept:
             held.changed = False
-        self._cache.start_write(held.key)  # Nothing happens if the cache was faster.
+        for cache in self.caches:
+            cache.start_write(held.key)  # Nothing happens if the cache was faster.
         with interrupts_deferred():
             held.down = None
             self._going_down.pop(held, None)
@@ -470,10 +528,15 @@ class DeviceTier:
         self._move(None)
         if held.on_host and not held.summed:  # A step is changing the pool's copy, which is the newest.
             return
+        if held.fixed:
+            self.check_unchanged(held)
+            return
         if held.on_device and (held.in_use or held.changed_on_device or (held.used and self._checked(held).differs())):
             self._send_down(held)
         if held in self._going_down:
             self._land(held)
+        if self.direct is not None:
+            self.direct.write_newer(held)
 
     # --- Uses of the pool's buffer ---------------------------------------------------------------------------------
 
@@ -498,8 +561,6 @@ class DeviceTier:
         self.bring_down(held)
         if changing and held.on_device and not held.in_use:
             self._free(held)
-        if self.direct is not None:
-            self.direct.release(held)
         self._fetch(held)
         self._cache.wait(held.key)
         if changing:  # A copy up that goes on is to values that were freed.

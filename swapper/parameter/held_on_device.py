@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from swapper.io.devices import Copy
-from swapper.parameter.cache import Held
+from swapper.parameter.cache import Held, in_file
 from swapper.parameter.device_sums import Check
 from swapper.storage.buffers import Lease
 from swapper.storage.cache import RecordCache
@@ -65,7 +66,19 @@ class HeldOnDevice(Held):
         """The values on the device are about to be changed."""
         self.changed_on_device = True
 
+    def pairs(self, values: Sequence[torch.Tensor], staged: Lease | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """`values` of each parameter, and where they are in the pool; or in `staged`, a buffer as the file has it."""
+        if staged is None:
+            return [*zip(values, self.opened, strict=True)]
+        return [
+            (location.view(each), in_file(staged, location).view(location.shape))
+            for location, each in zip(self.plan.locations, values, strict=True)
+        ]
+
     # --- Of the pool's buffer ---
+
+    def note_arrival(self, opened: list[torch.Tensor]) -> None:
+        """Do nothing: `sums` are made when the values come up."""
 
     @property
     def pinned(self) -> bool:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from swapper.parameter.records import ParameterLocation
-from swapper.storage.store import TensorStore
+from swapper.storage.record_store import RecordStore
 
 __all__ = ["MappedCopies"]
 
@@ -20,7 +20,7 @@ class MappedCopies:
         store: gives the files.
     """
 
-    def __init__(self, store: TensorStore) -> None:
+    def __init__(self, store: RecordStore) -> None:
         self._store = store
         self._copies: dict[ParameterLocation, tuple[weakref.ref[torch.Tensor], int]] = {}
 

@@ -4,8 +4,8 @@
 after it. A tensor that autograd saved is packed as a location in a record and looked up in backward. Any other use of
 an evicted parameter goes through `EvictedParameter`. So a use that no hook foresaw is slower, and never wrong.
 
-[Note: releasing] A use is one `_Use`. It adds itself to its records and to the parameters that it attaches, and to
-`_ended` when it is over. To do so again changes nothing, nor does releasing what was never attached. So whatever an
+[Note: releasing] A use is one `ParameterUse`. It adds itself to its records and to the parameters that it attaches, and
+to `_ended` when it is over. To do so again changes nothing, nor does releasing what was never attached. So whatever an
 exception or Ctrl-C cut off is done by the next use.
 """
 
@@ -18,30 +18,34 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from swapper.errors import SwapError
-from swapper.finalizers import finalizer
 from swapper.io.checksums import checksum
 from swapper.parameter.cache import Held, ParameterCache, finalize
+from swapper.parameter.candidates import modules_with_tensors, used_by
 from swapper.parameter.device_tier import DeviceTier
 from swapper.parameter.forward_hooks import Forward, ForwardHooks
+from swapper.parameter.fsdp import SwappedGroups
+from swapper.parameter.home import ParameterHome, follow_shape, parts_of
 from swapper.parameter.mapped_copies import MappedCopies
-from swapper.parameter.records import DeviceRoom, ParameterLocation, modules_with_parameters, used_by
+from swapper.parameter.records import DeviceRoom
 from swapper.parameter.saved_tensors import in_transform, refuse_in_transform, saves_locations, saving_locations
+from swapper.process.finalizers import finalizer
 from swapper.sizes import format_bytes
 from swapper.storage.access_order import AccessOrder
 from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.store import TensorStore
-from swapper.tensors.evicted import EvictedParameter, evict, refuse_copy, restore, restore_for_good
+from swapper.storage.record_store import RecordStore
+from swapper.tensors.evicted import evict, is_evicted, restore, restore_for_good
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
-from swapper.tensors.homes import Home, TemporaryHome, home_of
+from swapper.tensors.homes import TemporaryHome, home_of
+from swapper.tensors.inner import has_own_class
 from swapper.tensors.other_tensors import is_shared
+from swapper.tensors.sharded import is_sharded, local_of
 
-__all__ = ["ParameterHome", "ParameterOwner", "parts_of"]
+__all__ = ["ParameterOwner", "ParameterUse", "Parts"]
 
 _living: weakref.WeakSet[ParameterOwner] = weakref.WeakSet()
 """Owners whose parameters a forked child must find evicted."""
@@ -50,7 +54,7 @@ Parts = Iterable[tuple[Held, tuple[int, ...]]]
 """Records, and the slots in them of some of their parameters."""
 
 
-class _Use:
+class ParameterUse:
     """One use of parameters; with `on_host` of what the pool has of those of an accelerator. See [Note: releasing]."""
 
     __slots__ = ("on_host", "parts")
@@ -65,63 +69,10 @@ class _Running:
 
     __slots__ = ("hooks", "module", "use")
 
-    def __init__(self, module: torch.nn.Module, use: _Use) -> None:
+    def __init__(self, module: torch.nn.Module, use: ParameterUse) -> None:
         self.module = module
         self.use = use
         self.hooks: torch.autograd.graph.saved_tensors_hooks | None = None
-
-
-class ParameterHome:
-    """Brings the values of one parameter. See `homes.Home`.
-
-    The parameter has this, and its record has the parameter. So this knows the record by its number only, and a
-    parameter that nobody uses any more is freed at once, not when the garbage collector comes.
-    """
-
-    __slots__ = ("name", "number", "reference", "slot", "stride")
-
-    def __init__(self, reference: weakref.ref[Any], held: Held, slot: int) -> None:
-        self.reference = reference
-        self.number, self.slot = held.number, slot
-        self.name, self.stride = held.plan.locations[slot].name, held.plan.locations[slot].stride
-
-    def of_owner(self) -> ParameterOwner:
-        """The owner, while there is one."""
-        owner: ParameterOwner | None = self.reference()
-        if owner is None:
-            raise SwapError("the values of this parameter are gone: its swapper was closed")
-        return owner
-
-    @property
-    def owner(self) -> object:
-        """The reference, which all homes of one owner share, also when it is dead."""
-        return id(self.reference)
-
-    @property
-    def keeper(self) -> object:
-        """The owner itself."""
-        return self.reference()
-
-    @property
-    def temporary(self) -> TemporaryHome | None:
-        """None: the parameter stays with its owner."""
-        return None
-
-    def mapped_copy(self) -> torch.Tensor:
-        """See `ParameterOwner.mapped_copy`."""
-        return self.of_owner().mapped_copy(self.number, self.slot)
-
-    def present(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
-        """See `ParameterOwner.used`."""
-        return self.of_owner().used(parts_of(homes))
-
-    def gather(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
-        """See `ParameterOwner.gathered`."""
-        return self.of_owner().gathered(parts_of(homes))
-
-    def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
-        """Refuse: the copy would need records of its own."""
-        refuse_copy()
 
 
 class ParameterOwner(ParameterCache):
@@ -146,7 +97,7 @@ class ParameterOwner(ParameterCache):
         order: AccessOrder,
         budget_bytes: int,
         pool: BufferPool | GrowingPool,
-        store: TensorStore | None,
+        store: RecordStore | None,
         release: Callable[[], None],
         room: DeviceRoom | None = None,
     ) -> None:
@@ -157,16 +108,17 @@ class ParameterOwner(ParameterCache):
         self._release_pool = release
         self._reference = weakref.ref(self)
         self._threads = threading.local()
-        self._ended: deque[_Use] = deque()
+        self._ended: deque[ParameterUse] = deque()
         self._releasing = False
-        self._awaiting: dict[torch.nn.Parameter, _Use] = {}  # attached until their gradient is accumulated
+        self._awaiting: dict[torch.Tensor, ParameterUse] = {}  # attached until their gradient is accumulated
         self._model: Callable[[], torch.nn.Module | None] = lambda: None
+        self._groups = SwappedGroups()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         # The modules have these, and these have the owner: it goes with the last of them.
         self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._forward_hooks: weakref.WeakSet[ForwardHooks] = weakref.WeakSet()
-        self._home: dict[torch.nn.Parameter, Held] = {}
-        self._former: dict[torch.nn.Parameter, TemporaryHome] = {}  # their homes until all are taken over
+        self._home: dict[torch.Tensor, Held] = {}
+        self._former: dict[torch.Tensor, TemporaryHome] = {}  # their homes until all are taken over
         self._copies = None if store is None else MappedCopies(store)
         _living.add(self)
 
@@ -202,13 +154,14 @@ class ParameterOwner(ParameterCache):
 
     def _restore_values(self, held: Held) -> None:
         """Give the parameters of a record memory of their own; those that have it are left alone."""
-        evicted = [location.parameter for location in held.plan.locations if home_of(location.parameter) is not None]
+        evicted = [location for location in held.plan.locations if home_of(location.parameter) is not None]
         if not evicted:
             return
         with self.present([held]):
-            copies = [p.detach().clone(memory_format=torch.preserve_format) for p in evicted]
-        for parameter, copy in zip(evicted, copies, strict=True):
-            restore_for_good(parameter, copy)
+            copies = [each.parameter.detach().clone(memory_format=torch.preserve_format) for each in evicted]
+        for location, copy in zip(evicted, copies, strict=True):
+            for tensor in location.tensors:
+                restore_for_good(tensor, copy)
 
     # --- Taking parameters over ------------------------------------------------------------------------------------
 
@@ -228,7 +181,8 @@ class ParameterOwner(ParameterCache):
             if former is not None and (temporary := former.temporary) is not None:
                 self._former[location.parameter] = temporary
             self._home[location.parameter] = held
-            evict(location.parameter, self.home_type(self._reference, held, slot))
+            for tensor in location.tensors:
+                evict(tensor, self.home_type(self._reference, held, slot))
 
     def _fill(self, held: Held) -> Lease:
         """Copy the values of a record into a buffer for it. After an exception it has none."""
@@ -249,8 +203,11 @@ class ParameterOwner(ParameterCache):
 
     def _install(self, model: torch.nn.Module) -> None:
         """Hook the modules of `model`, and the gradients whose strides depend on those of the parameter."""
-        wanted = dict.fromkeys(module for _, module in modules_with_parameters(model))
-        wanted.setdefault(model, None)
+        owning = [module for _, module in modules_with_tensors(model)]
+        # One that has nothing but buffers that stay can be copied: it gets no hooks.
+        wanted = {m: None for m in owning if not all(map(is_sharded, m.parameters(recurse=False))) or self._uses_of(m)}
+        if not all(held.plan.sharded for held in self._all):
+            wanted.setdefault(model, None)
         encoders = [module for module in model.modules() if isinstance(module, torch.nn.TransformerEncoder)]
         layers = [module for module in model.modules() if isinstance(module, torch.nn.TransformerEncoderLayer)]
         wanted.update(dict.fromkeys((*encoders, *layers)))
@@ -259,7 +216,7 @@ class ParameterOwner(ParameterCache):
         for module in wanted:
             if isinstance(module, torch.jit.ScriptModule):  # Its parameters stay, and it takes no hooks.
                 continue
-            hooks = ForwardHooks(self, parts_of(home_of(p) for p in used_by(module) if p in self._home))
+            hooks = ForwardHooks(self, parts_of(map(home_of, self._uses_of(module))))
             self._forward_hooks.add(hooks)
             if module in without_hooks:
                 self._forwards.add(Forward(module, hooks))
@@ -268,16 +225,21 @@ class ParameterOwner(ParameterCache):
             self._hooks.append(module.register_forward_hook(hooks.after, always_call=True))
         for held in self._all:
             for location in held.plan.locations:
-                if location.parameter.requires_grad and not _is_contiguous(location):
+                if location.parameter.requires_grad and not location.is_contiguous:
                     self._watch_gradient(held, location.parameter)
+
+    def _uses_of(self, module: torch.nn.Module) -> list[torch.Tensor]:
+        found = ((tensor, self._home.get(tensor)) for tensor in used_by(module))
+        return [tensor for tensor, held in found if held is not None and not held.plan.sharded]
 
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
         for forward in list(self._forwards):
             forward.remove()
+        self._groups.restore()
 
-    def _watch_gradient(self, held: Held, parameter: torch.nn.Parameter) -> None:
+    def _watch_gradient(self, held: Held, parameter: torch.Tensor) -> None:
         """Attach a parameter while its gradient is accumulated, because autograd gives that the same strides."""
         self_ref, parameter_ref, number = self._reference, weakref.ref(parameter), held.number
 
@@ -288,7 +250,7 @@ class ParameterOwner(ParameterCache):
             held = owner._all[number]
             if owner._home.get(parameter) is held:
                 with owner._lock:
-                    use = owner._awaiting.setdefault(parameter, _Use(parts_of([home_of(parameter)])))
+                    use = owner._awaiting.setdefault(parameter, ParameterUse(parts_of([home_of(parameter)])))
                     owner._attach(use, "backward")
 
         def after(parameter: torch.Tensor) -> None:
@@ -323,13 +285,31 @@ class ParameterOwner(ParameterCache):
         With `on_host` none is attached: the values of an accelerator's parameters are in the pool, to be changed.
         """
         self._check_open()
-        use = _Use(parts, on_host=on_host)
+        use = ParameterUse(parts, on_host=on_host)
         try:
             self._attach(use, phase or _phase())
             yield
         finally:
             self._ended.append(use)
             self._release_ended()
+
+    def parts_with(self, parameters: Iterable[torch.Tensor]) -> list[tuple[Held, tuple[int, ...]]]:
+        """The records, and slots, of those of `parameters` that this has; of a DTensor, of its local tensor."""
+        return parts_of(home_of(local) for p in parameters if (local := local_of(p)) in self._home)
+
+    def use_of(self, parameters: Iterable[torch.Tensor]) -> ParameterUse:
+        """A use of those of `parameters` that this has, for `begin` and `end`."""
+        return ParameterUse(self.parts_with(parameters))
+
+    def begin(self, use: ParameterUse) -> None:
+        """Attach the parameters of `use`. After an exception too it must be ended."""
+        self._check_open()
+        self._attach(use, _phase())
+
+    def end(self, use: ParameterUse) -> None:
+        """Release what `begin` attached. Changes are kept."""
+        self._ended.append(use)
+        self._release_ended()
 
     @contextmanager
     def used(self, parts: Parts) -> Iterator[None]:
@@ -380,10 +360,11 @@ class ParameterOwner(ParameterCache):
                 return self._copies.get(location, checksum(held.opened[slot]), lambda copy: _copy(copy, values))
         assert self._copies is not None
         with self._lock:
-            now = checksum(held.values[slot]) if held.values else held.checksums[slot]
+            with self.present(() if held.values or held.checksums else (held,)):  # What is in files may not have come.
+                now = checksum(held.values[slot]) if held.values else held.checksums[slot]
             return self._copies.get(location, now, fill)
 
-    def _attach(self, use: _Use, phase: str) -> None:
+    def _attach(self, use: ParameterUse, phase: str) -> None:
         """Bring the records of `use` and attach its parameters. After an exception it must be released all the same.
 
         A user may change the values, and change them back later. So no write goes on meanwhile: the file would have
@@ -398,7 +379,8 @@ class ParameterOwner(ParameterCache):
                 return
             for held, _ in use.parts:  # All of them before the first is brought, which could evict another.
                 held.holds.add(use)
-            self._bring_together([held for held, _ in use.parts], use, phase)
+            for held, _ in use.parts:
+                self._bring(held, phase)
             for held, _ in use.parts if self._tier is None else ():
                 self._cache.wait(held.key)
             for held, slots in use.parts:
@@ -412,7 +394,8 @@ class ParameterOwner(ParameterCache):
                     if home_of(location.parameter) is None:  # It is in memory for good, after a `close` that failed.
                         continue
                     held.attached[slot] = {use}
-                    restore(location.parameter, location.view(held.values[slot]))
+                    for tensor in location.tensors:
+                        restore(tensor, location.view(held.values[slot]))
 
     def _release_ended(self) -> None:
         """Release the uses that are over. See [Note: releasing].
@@ -442,7 +425,7 @@ class ParameterOwner(ParameterCache):
             finally:
                 self._releasing = False
 
-    def _release_part(self, use: _Use, held: Held, slots: tuple[int, ...]) -> None:
+    def _release_part(self, use: ParameterUse, held: Held, slots: tuple[int, ...]) -> None:
         if use.on_host:
             assert self._tier is not None
             self._tier.release_on_host(held, use)
@@ -455,11 +438,11 @@ class ParameterOwner(ParameterCache):
             if len(uses) > 1:
                 uses.discard(use)
                 continue
-            parameter = held.plan.locations[slot].parameter
-            if type(parameter) is not EvictedParameter:  # Ctrl-C may have struck before it was attached.
-                refused = self._keep_data(held, slot) or refused
-                if (home := home_of(parameter)) is not None:  # It may not be ours any more.
-                    evict(parameter, home)
+            for tensor in held.plan.locations[slot].tensors:
+                if not is_evicted(tensor):  # Ctrl-C may have struck before it was attached.
+                    refused = self._keep_data(held, slot, tensor) or refused
+                    if (home := home_of(tensor)) is not None:  # It may not be ours any more.
+                        evict(tensor, home)
             del held.attached[slot]
         if slots and not held.attached:
             self.metrics.end_use(held.key)
@@ -468,17 +451,19 @@ class ParameterOwner(ParameterCache):
         if refused:
             raise SwapError(refused)
 
-    def _keep_data(self, held: Held, slot: int) -> str:
-        """Copy to the record other values that the user gave an attached parameter. Returns an error's text, or ""."""
+    def _keep_data(self, held: Held, slot: int, p: torch.Tensor) -> str:
+        """Copy to the record other values that the user gave an attached tensor. Returns an error's text, or ""."""
         location, values = held.plan.locations[slot], held.values[slot]
-        p = location.parameter
+        if has_own_class(p):
+            follow_shape(location, p)
         same = p.shape == location.shape and p.dtype == location.dtype and p.device == values.device
         if same and p.stride() == location.stride and p.data_ptr() == values.data_ptr():
             return ""
         if not (same and p.stride() == location.stride) and self._forgets_converted(held):
             return ""
         of_record = p.untyped_storage()._cdata == values.untyped_storage()._cdata
-        viewed = is_shared(values, ours=1 + of_record)
+        ours = sum(t is not p and slot in held.attached and not is_evicted(t) for t in location.tensors)
+        viewed = is_shared(values, ours=1 + of_record + ours)
         given = f"{tuple(p.shape)} x {p.dtype} on {p.device} with strides {p.stride()}"
         if same and not viewed:
             data = p.detach().clone() if of_record else p.detach()
@@ -515,7 +500,7 @@ class ParameterOwner(ParameterCache):
         if in_transform():
             refuse_in_transform(used_by(module))
             parts = ()  # Called by functional_call, with other values.
-        entered = _Running(module, _Use(parts))
+        entered = _Running(module, ParameterUse(parts))
         running.append(entered)
         try:
             self._attach(entered.use, _phase())
@@ -564,25 +549,12 @@ def _evict_in_child() -> None:
     for owner in _living:
         for held in owner._all:
             for slot in held.attached:
-                parameter = held.plan.locations[slot].parameter
-                if (home := home_of(parameter)) is not None:
-                    evict(parameter, home)
+                for tensor in held.plan.locations[slot].tensors:
+                    if (home := home_of(tensor)) is not None:
+                        evict(tensor, home)
 
 
 os.register_at_fork(after_in_child=_evict_in_child)
-
-
-def parts_of(homes: Iterable[Home | None]) -> list[tuple[Held, tuple[int, ...]]]:
-    """The records and slots of our `homes`, all of one owner."""
-    slots: dict[Held, dict[int, None]] = {}
-    for home in homes:
-        if isinstance(home, ParameterHome):
-            slots.setdefault(home.of_owner()._all[home.number], {})[home.slot] = None
-    return [(held, tuple(those)) for held, those in slots.items()]
-
-
-def _is_contiguous(location: ParameterLocation) -> bool:
-    return torch.empty_strided(location.shape, location.stride, device="meta").is_contiguous()
 
 
 def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:

@@ -9,9 +9,7 @@ than that of their indices (channels_last), because the format has them in that 
 
 from __future__ import annotations
 
-import contextlib
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -20,50 +18,46 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from swapper.errors import ConfigError
 from swapper.io.devices import is_accelerator
+from swapper.parameter.candidates import (
+    Candidate,
+    candidates_of,
+    modules_with_tensors,
+    names_by_storage,
+    used_by,
+    why_not,
+)
 from swapper.parameter.device_sums import DeviceSums
+from swapper.parameter.fsdp import check_groups, shards_of
+from swapper.parameter.what_stays import summary_of_what_stays
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
 from swapper.storage.budget import WHOLE, ParameterNeeds
 from swapper.storage.device_pool import DevicePool
 from swapper.storage.layout import Entry, RecordLayout, plan_whole_tensors
+from swapper.storage.spans import Span
 from swapper.tensors.dtypes import NAMES
-from swapper.tensors.evicted import is_ordinary
 from swapper.tensors.homes import home_of
 from swapper.tensors.other_tensors import PATIENCE_S, OtherTensors, Patience
-from swapper.tensors.strides import is_dense, is_plain
+from swapper.tensors.sharded import part_name
 
 __all__ = [
     "GROUP_BYTES",
     "DeviceNeeds",
     "DeviceRoom",
+    "LayOut",
     "ParameterLocation",
     "ParameterPlan",
     "ParameterRecord",
     "check_devices",
     "check_torch",
     "device_bytes_of",
-    "modules_with_parameters",
+    "needs_of",
     "plan_parameters",
     "plan_record_of",
     "sums_bytes_of",
-    "used_by",
-    "why_not",
 ]
 
-_ALREADY = "it is swapped already"
-_EMPTY = "it is empty"
-_ADVICE = {
-    "it is lazy": "run the model once before swapper.offload",
-    "its class is": "tensor subclasses, as of quantised tensors, cannot be moved: offload the model before it is "
-    "quantised, or use one whose weights are ordinary parameters",
-    "its dtype is": "convert the model to a floating dtype, as with model.to(torch.bfloat16)",
-    "it shares memory with": "give each memory of its own (clone), or register one parameter under both names",
-    "a tensor that is neither": "delete that tensor, or make it a copy (clone), before swapper.offload",
-    "it belongs to a ScriptModule": "offload the module that was scripted instead",
-    "its elements do not lie densely": "make it contiguous: p.data = p.data.contiguous()",
-    "it is computed from others": "register a leaf as the parameter",
-    "it is not contiguous": "make it contiguous: p.data = p.data.contiguous()",
-}
-"""Advice about a parameter that stays, by the beginning of the reason."""
+LayOut = Callable[[int, Sequence[Candidate]], "ParameterRecord"]
+"""Lays out a record: takes its number, and what is to be in it."""
 
 _DEVICE_BLOCK_BYTES = 512
 """What allocators of accelerators round up to."""
@@ -80,18 +74,28 @@ class ParameterLocation:
     """The location of a parameter in its record.
 
     Attributes:
+        parameter: a parameter; or a buffer, or a tensor inside either, which are swapped in the same way.
+        aliases: other tensors of the same shape and strides, which have the same values in the same memory.
         name: in the model's state dict.
         file_offset_bytes: in the file.
         offset_bytes: in the buffer, for the kernels; a multiple of 64, and often the same.
     """
 
-    parameter: torch.nn.Parameter
+    parameter: torch.Tensor
     name: str
     shape: torch.Size
     stride: tuple[int, ...]
     dtype: torch.dtype
     file_offset_bytes: int
     offset_bytes: int
+    aliases: tuple[torch.Tensor, ...] = ()
+    laid_out: torch.Size | None = None
+    """The shape that it had when its record was laid out, if it has another now."""
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All that see the values while they are in memory."""
+        return self.parameter, *self.aliases
 
     @property
     def numel(self) -> int:
@@ -102,6 +106,11 @@ class ParameterLocation:
     def length_bytes(self) -> int:
         """Bytes of the values."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def is_contiguous(self) -> bool:
+        """True if memory has the elements in the order of their indices."""
+        return torch.empty_strided(self.shape, self.stride, device="meta").is_contiguous()
 
     def view(self, values: torch.Tensor) -> torch.Tensor:
         """Give `values`, 1-D, the shape and strides of the parameter."""
@@ -116,6 +125,8 @@ class ParameterRecord:
         number: slot in the order of registration.
         file_bytes: length of the file, a multiple of 4096.
         length_bytes: length of a buffer for it; more than the file where parameters have aligned copies.
+        spans: of files of somebody else that have it until it is changed. `file_bytes` is then for when it is.
+        sharded: it has the shards of a group of FSDP2, which alone uses them: see [Note: FSDP2].
     """
 
     number: int
@@ -123,6 +134,8 @@ class ParameterRecord:
     layout: RecordLayout
     file_bytes: int
     length_bytes: int
+    spans: tuple[Span, ...] = ()
+    sharded: bool = False
 
 
 @dataclass(eq=False, slots=True)
@@ -238,6 +251,9 @@ def plan_parameters(
     resident_bytes: int,
     device_resident_bytes: int,
     step_in_backward: bool,
+    lay_out: LayOut | None = None,
+    why_stays: Callable[[torch.Tensor], str] | None = None,
+    device: torch.device | None = None,
 ) -> ParameterPlan:
     """Plan which parameters of `model` are swapped.
 
@@ -248,19 +264,24 @@ def plan_parameters(
         device_resident_bytes: of a model on an accelerator the first records stay there, as far as they are this long
             together; `resident_bytes` is then for those after them.
         step_in_backward: records of the last bucket that was stepped stay beside those that backward uses.
+        lay_out: makes each record; None: `plan_record_of`.
+        why_stays: gives the reason why a parameter stays in memory, or ""; None: `why_not`.
+        device: that the parameters are used on; None: their own.
 
     Raises:
-        ConfigError: the model has DTensors; or it has parameters, and not one byte of them can be moved.
+        ConfigError: as `check_groups`; or the model has parameters, and not one byte of them can be moved.
     """
-    records, stays = _group(model, bucket_bytes)
-    summary = _summary_of_what_stays(model, records, stays)
-    device_resident: set[ParameterRecord] = set()
-    if records and is_accelerator(records[0].locations[0].parameter.device):
-        device_resident = _first_of(records, device_resident_bytes, device_bytes_of)
+    check_groups(model)
+    records, stays, tensors = _group(model, bucket_bytes, lay_out or plan_record_of, why_stays or why_not)
+    moved_bytes = sum(location.length_bytes for record in records for location in record.locations)
+    summary = summary_of_what_stays(model, moved_bytes, stays, tensors, GROUP_BYTES)
+    on = device or next((p.parameter.device for record in records for p in record.locations), torch.device("cpu"))
+    on_device = bool(records) and is_accelerator(on)
+    device_resident = _first_of(records, device_resident_bytes, device_bytes_of) if on_device else set()
     others = (record for record in records if record not in device_resident)
     resident = _first_of(others, resident_bytes, lambda record: record.length_bytes)
-    device_needs = _device_needs(model, records, device_resident)
-    needs = _needs(model, records, resident, step_in_backward, on_host=device_needs is None)
+    device_needs = _device_needs(model, records, device_resident, on) if on_device else None
+    needs = needs_of(model, records, resident, step_in_backward, on_host=not on_device)
     return ParameterPlan(records, stays, resident, device_resident, needs, summary, device_needs)
 
 
@@ -281,8 +302,9 @@ def check_devices(model: torch.nn.Module) -> None:
     """Refuse a model whose parameters are on no device that they can be swapped from, or on several.
 
     Raises:
-        ConfigError: they are.
+        ConfigError: they are; or as `check_torch`.
     """
+    check_torch()
     for name, parameter in model.named_parameters():
         if parameter.device.type == "meta":
             raise ConfigError(f"parameter {name} is on the meta device and has no values; give the model memory first")
@@ -299,176 +321,110 @@ def check_devices(model: torch.nn.Module) -> None:
         )
 
 
-def why_not(parameter: torch.nn.Parameter) -> str:
-    """Give the reason why `parameter` stays in memory; "" if it can be swapped."""
-    if (home := home_of(parameter)) is not None:
-        return _ALREADY if home.temporary is None else ""
-    if torch.nn.parameter.is_lazy(parameter):
-        return "it is lazy and has no values yet"
-    if not is_ordinary(parameter) or not is_plain(parameter):
-        return f"its class is {type(parameter).__name__}"
-    if parameter.layout is not torch.strided or not is_dense(parameter):
-        return "its elements do not lie densely in memory"
-    if not parameter.dtype.is_floating_point or parameter.dtype not in NAMES:
-        return f"its dtype is {parameter.dtype}"
-    if parameter.numel() == 0:
-        return _EMPTY
-    if not parameter.is_leaf:
-        return "it is computed from others"
-    if not parameter.is_contiguous() and torch.distributed.is_available() and torch.distributed.is_initialized():
-        return (
-            "it is not contiguous, and DistributedDataParallel would take its gradient for contiguous while it is away"
-        )
-    return ""
+def _group(
+    model: torch.nn.Module, bucket_bytes: int, lay_out: LayOut, why_stays: Callable[[torch.Tensor], str]
+) -> tuple[list[ParameterRecord], dict[str, str], dict[str, torch.Tensor]]:
+    """Group the tensors of `model` into records.
 
-
-def modules_with_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules that own parameters, with the prefix of their names, in order of registration, each once."""
-    for name, module in model.named_modules():
-        if any(parameter is not None for parameter in module._parameters.values()):
-            yield f"{name}." if name else "", module
-
-
-def _names_by_storage(model: torch.nn.Module) -> dict[int, list[str]]:
-    names: dict[int, list[str]] = {}
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if home_of(tensor) is not None or torch.nn.parameter.is_lazy(tensor):  # It shares memory with nothing.
-            continue
-        if tensor.layout is torch.strided and is_plain(tensor):
-            names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
-    return names
-
-
-def _group(model: torch.nn.Module, bucket_bytes: int) -> tuple[list[ParameterRecord], dict[str, str]]:
-    """Group the parameters of `model` into records. Gives those that stay, too, by name, with the reason."""
+    Returns:
+        The records; the reason why each of the others stays, by name; and all tensors that were looked at, by name.
+    """
     stays: dict[str, str] = {}
-    seen: set[torch.nn.Parameter] = set()
-    sharing = _names_by_storage(model)
+    seen: dict[torch.Tensor, str] = {}
+    sharing = names_by_storage(model)
     others_of_it = OtherTensors(Patience(PATIENCE_S))
-    groups: list[list[tuple[str, torch.nn.Parameter]]] = []
-    total_bytes = in_buffer_bytes = 0
-    for prefix, module in modules_with_parameters(model):
-        unit = []
-        for name, parameter in module._parameters.items():
-            if parameter is None or parameter in seen:
+    groups = _Groups(bucket_bytes)
+    shards, shards_of_group = shards_of(model), dict[int, list[Candidate]]()
+    for prefix, module in modules_with_tensors(model):
+        units: dict[bool, list[Candidate]] = {True: [], False: []}
+        for candidate in candidates_of(prefix, module):
+            tensor, name = candidate.tensor, candidate.name
+            if tensor in seen:
                 continue
-            seen.add(parameter)
+            seen[tensor] = name
             reason = "it belongs to a ScriptModule" if isinstance(module, torch.jit.ScriptModule) else ""
-            reason = reason or why_not(parameter)
-            if not reason and parameter.device.type != "meta" and home_of(parameter) is None:
-                names = sharing[parameter.untyped_storage().data_ptr()]
-                if others := [other for other in names if other != prefix + name]:
+            reason = reason or candidate.why_not or why_stays(tensor)
+            shard = shards.get(id(tensor))
+            aliases = (*candidate.aliases, *(shard.views if shard is not None else ()))
+            if not reason and tensor.device.type != "meta" and home_of(tensor) is None:
+                names = sharing.get(tensor.untyped_storage().data_ptr(), ())
+                if others := [other for other in names if other != name]:
                     reason = f"it shares memory with {', '.join(others)}"
-                elif others_of_it.view(parameter):
+                elif others_of_it.view(tensor, aliases):
                     reason = "a tensor that is neither a parameter nor a buffer of the model shares its memory"
             if reason:
-                stays[prefix + name] = reason
+                stays[name] = reason
+            elif shard is not None:
+                part = candidate._replace(file_name=part_name(name, shard.box))
+                shards_of_group.setdefault(shard.group, []).append(part)
             else:
-                unit.append((prefix + name, parameter))
-        unit_bytes = sum(parameter.nbytes for _, parameter in unit)
-        buffer_bytes = unit_bytes + sum(round_up(p.nbytes, ALIGNMENT_BYTES) for _, p in unit if _has_copy(p))
+                units[candidate.kept].append(candidate)
+        for kept, unit in units.items():
+            groups.add(unit, kept)
+    records = [lay_out(number, group) for number, group in enumerate(groups.all)]
+    for number, group in enumerate(shards_of_group.values(), start=len(records)):
+        records.append(lay_out(number, group))
+        records[-1].sharded = True
+    return records, stays, {name: tensor for tensor, name in seen.items()}
+
+
+class _Groups:
+    """The tensors of each record. Those that are in no state dict have records of their own, as checkpoints have them
+    not."""
+
+    def __init__(self, bucket_bytes: int) -> None:
+        self.all: list[list[Candidate]] = []
+        self._bucket_bytes = bucket_bytes
+        self._last: dict[bool, list[Candidate]] = {}
+
+    def add(self, unit: list[Candidate], kept: bool) -> None:
+        """Add the tensors of one module, which stay together."""
         if not unit:
-            continue
-        if not groups or total_bytes + unit_bytes > GROUP_BYTES or in_buffer_bytes + buffer_bytes > bucket_bytes:
-            groups.append([])
-            total_bytes = in_buffer_bytes = 0
-        groups[-1] += unit
-        total_bytes += unit_bytes
-        in_buffer_bytes += buffer_bytes
-    return [plan_record_of(number, group) for number, group in enumerate(groups)], stays
+            return
+        group = self._last.get(kept)
+        if group is None or not self._has_room([*group, *unit]):
+            group = self._last[kept] = []
+            self.all.append(group)
+        group += unit
+
+    def _has_room(self, candidates: Sequence[Candidate]) -> bool:
+        tensors = [candidate.tensor for candidate in candidates]
+        total_bytes = sum(tensor.nbytes for tensor in tensors)
+        copies_bytes = sum(round_up(t.nbytes, ALIGNMENT_BYTES) for t in tensors if _has_copy(t))
+        return total_bytes <= GROUP_BYTES and total_bytes + copies_bytes <= self._bucket_bytes
 
 
-def _summary_of_what_stays(model: torch.nn.Module, records: Iterable[ParameterRecord], stays: Mapping[str, str]) -> str:
-    parameters = dict(model.named_parameters())
-    names_by_reason: dict[str, list[str]] = {}
-    for name, reason in stays.items():
-        if _is_sharded(parameters[name]):
-            raise ConfigError(
-                f"offload_param.device: nvme cannot work for parameter {name}, a DTensor, in this version of swapper: "
-                "offload the model before it is sharded, or use offload_param.device: none"
-            )
-        if reason not in (_ALREADY, _EMPTY):
-            # What it shares its memory with is in `stays`; here parameters of one kind of reason are one line.
-            kind = reason if not reason.startswith("it shares memory with") else "it shares memory with another tensor"
-            names_by_reason.setdefault(kind, []).append(name)
-    moved_bytes = sum(location.length_bytes for record in records for location in record.locations)
-    moved_bytes += sum(_length_bytes(parameters[name]) for name, reason in stays.items() if reason == _ALREADY)
-    buffers = dict(model.named_buffers())
-    buffer_bytes = sum(map(_length_bytes, buffers.values()))
-    bytes_of = {
-        reason: sum(_length_bytes(parameters[name]) for name in names) for reason, names in names_by_reason.items()
-    }
-    kept_bytes = sum(bytes_of.values())
-    most = kept_bytes + buffer_bytes > moved_bytes and (names_by_reason or buffer_bytes >= GROUP_BYTES)
-    if not names_by_reason and not most:
-        return ""
-    lines = [
-        f"{format_bytes(length)} in {len(names_by_reason[reason])} of {len(parameters)} parameters "
-        f"({_some(names_by_reason[reason])}): {reason}; "
-        + next(advice for beginning, advice in _ADVICE.items() if reason.startswith(beginning))
-        for reason, length in sorted(bytes_of.items(), key=lambda item: -item[1])
-    ]
-    if most and buffers:
-        lines.append(
-            f"{format_bytes(buffer_bytes)} in {len(buffers)} buffers ({_some(list(buffers))}): buffers are not "
-            "swapped; use a model whose weights are parameters"
-        )
-    total_bytes = moved_bytes + kept_bytes + (buffer_bytes if most else 0)
-    text = f"{format_bytes(total_bytes - moved_bytes)} of the {format_bytes(total_bytes)} of this model stay in memory:"
-    text = "\n  ".join([text, *lines])
-    if names_by_reason and not moved_bytes:
-        raise ConfigError(
-            "offload_param.device: nvme cannot move a byte of this model's parameters; use offload_param.device: none, "
-            f"or change this. {text}"
-        )
-    return text
-
-
-def _is_sharded(parameter: torch.nn.Parameter) -> bool:
-    # Imports nothing: if the module was not imported there are no DTensors.
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(parameter, module.DTensor)
-
-
-def _length_bytes(tensor: torch.Tensor) -> int:
-    if hasattr(tensor, "__tensor_flatten__"):
-        return sum(_length_bytes(getattr(tensor, name)) for name in tensor.__tensor_flatten__()[0])
-    with contextlib.suppress(NotImplementedError, RuntimeError):  # As of sparse and lazy ones.
-        return tensor.nbytes
-    return 0
-
-
-def _some(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:3])
-    return shown if len(names) <= 3 else f"{shown} and {len(names) - 3} more"
-
-
-def _has_copy(parameter: torch.nn.Parameter) -> bool:
+def _has_copy(parameter: torch.Tensor) -> bool:
     """True if a buffer has the values at two places: see the module's docstring."""
     return parameter.nbytes % ALIGNMENT_BYTES != 0 or not parameter.is_contiguous()
 
 
-def plan_record_of(number: int, group: Sequence[tuple[str, torch.nn.Parameter]]) -> ParameterRecord:
-    """Lay out a record of `group`, parameters with their names."""
+def plan_record_of(number: int, group: Sequence[Candidate]) -> ParameterRecord:
+    """Lay out a record of `group`."""
 
-    def rank(item: tuple[str, torch.nn.Parameter]) -> int:
+    def rank(candidate: Candidate) -> int:
         # Of those that are tightly packed, wide elements come first: each tensor is then at a multiple of them.
-        p = item[1]
+        p = candidate.tensor
         return 0 if p.nbytes % ALIGNMENT_BYTES == 0 else 17 - p.dtype.itemsize
 
     ordered = sorted(group, key=rank)  # stable
     layout = plan_whole_tensors(
-        [Entry(name, NAMES[p.dtype], (*p.shape, 2) if p.dtype.is_complex else tuple(p.shape)) for name, p in ordered]
+        [Entry(c.file_name or c.name, NAMES[c.tensor.dtype], _stored_shape(c.tensor)) for c in ordered]
     )
     locations = []
     cursor = round_up(layout.tail_offset_bytes, ALIGNMENT_BYTES)
-    for (name, p), file_offset in zip(ordered, layout.offsets_bytes, strict=True):
-        offset = file_offset
+    for candidate, file_offset in zip(ordered, layout.offsets_bytes, strict=True):
+        p, offset = candidate.tensor, file_offset
         if file_offset % ALIGNMENT_BYTES or not p.is_contiguous():
             offset, cursor = cursor, round_up(cursor + p.nbytes, ALIGNMENT_BYTES)
-        locations.append(ParameterLocation(p, name, p.shape, p.stride(), p.dtype, file_offset, offset))
+        place = file_offset, offset, candidate.aliases
+        locations.append(ParameterLocation(p, candidate.name, p.shape, p.stride(), p.dtype, *place))
     length = max(layout.length_bytes, round_up(cursor, PAGE_BYTES))
     return ParameterRecord(number, tuple(locations), layout, layout.length_bytes, length)
+
+
+def _stored_shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    return (*tensor.shape, 2) if tensor.dtype.is_complex else tuple(tensor.shape)
 
 
 def device_bytes_of(record: ParameterRecord) -> int:
@@ -479,15 +435,6 @@ def device_bytes_of(record: ParameterRecord) -> int:
 def sums_bytes_of(record: ParameterRecord) -> int:
     """Bytes of what `DeviceSums` and `Check` keep of `record` on an accelerator: three numbers for each parameter."""
     return 3 * round_up(8 * len(record.locations), _DEVICE_BLOCK_BYTES)
-
-
-def used_by(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """Yield the parameters that the forward of `module` itself uses, as far as can be known before it runs."""
-    whole = (torch.nn.MultiheadAttention, torch.nn.TransformerEncoderLayer)
-    # These choose another kernel in evaluation if a parameter of a module below them is not an ordinary one.
-    yield from module.parameters(recurse=isinstance(module, whole))
-    if isinstance(module, torch.nn.TransformerEncoder) and len(module.layers):
-        yield from module.layers[0].parameters()  # As does this, by those of its first layer alone.
 
 
 def _first_of(
@@ -502,7 +449,7 @@ def _first_of(
     return chosen
 
 
-def _needs(
+def needs_of(
     model: torch.nn.Module,
     records: Sequence[ParameterRecord],
     resident: set[ParameterRecord],
@@ -510,14 +457,17 @@ def _needs(
     *,
     on_host: bool,
 ) -> ParameterNeeds:
+    """Sum up what `records` need of the pool, of which `resident` stay; `on_host` if modules use them there."""
     moving = [record for record in records if record not in resident]
     largest = max((record.length_bytes for record in moving), default=0)
     needed = 2 * largest
     why = f"2 x {format_bytes(largest)} (the largest record: one in use, one arriving)"
     together, name = _longest_together(model, moving, lambda record: record.length_bytes)
-    if not on_host:  # Modules use them on the device. A step uses those of two buckets here.
-        needed = 3 * largest
-        why = f"3 x {format_bytes(largest)} (the largest record: two in use, one arriving)"
+    if not on_host:  # Modules use them on the device. A step, which files of others have not, uses two here.
+        stepped = not any(record.spans for record in moving)
+        needed = (2 + stepped) * largest
+        using = "two" if stepped else "one"
+        why = f"{2 + stepped} x {format_bytes(largest)} (the largest record: {using} in use, one arriving)"
     elif together > needed:
         needed = together
         why = f"{format_bytes(together)} (what {name or 'the model'} uses itself, and the modules it runs in,)"
@@ -532,13 +482,12 @@ def _needs(
 
 
 def _device_needs(
-    model: torch.nn.Module, records: Sequence[ParameterRecord], resident: set[ParameterRecord]
-) -> DeviceNeeds | None:
-    locations = [location for record in records for location in record.locations]
-    device = next((each.parameter.device for each in locations), torch.device("cpu"))
-    if not is_accelerator(device):
-        return None
-    beside = DeviceSums.bytes_for(max(each.length_bytes for each in locations))
+    model: torch.nn.Module,
+    records: Sequence[ParameterRecord],
+    resident: set[ParameterRecord],
+    device: torch.device,
+) -> DeviceNeeds:
+    beside = DeviceSums.bytes_for(max(each.length_bytes for record in records for each in record.locations))
     beside += sum(sums_bytes_of(record) for record in records)
     kept = sum(map(device_bytes_of, resident))
     moving = [record for record in records if record not in resident]
@@ -564,7 +513,8 @@ def _longest_together(
     model: torch.nn.Module, records: Iterable[ParameterRecord], length_of: Callable[[ParameterRecord], int]
 ) -> tuple[int, str]:
     """The most bytes of records that are held while a module runs inside others, and the name of that module."""
-    record_of = {location.parameter: record for record in records for location in record.locations}
+    used = (record for record in records if not record.sharded)
+    record_of = {location.parameter: record for record in used for location in record.locations}
     return _walk("", model, frozenset(), record_of, length_of)
 
 
@@ -572,7 +522,7 @@ def _walk(  # Not a function within the one above: that would be a cycle, which 
     name: str,
     module: torch.nn.Module,
     outer: frozenset[ParameterRecord],
-    record_of: Mapping[torch.nn.Parameter, ParameterRecord],
+    record_of: Mapping[torch.Tensor, ParameterRecord],
     length_of: Callable[[ParameterRecord], int],
 ) -> tuple[int, str]:
     used = outer | {record_of[p] for p in used_by(module) if p in record_of}

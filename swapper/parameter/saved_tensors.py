@@ -16,6 +16,7 @@ from swapper.errors import SwapError
 from swapper.parameter.cache import BY_ADDRESS, DEVICE_TYPES, Held, ParameterCache
 from swapper.tensors.hollow import hollow_of
 from swapper.tensors.homes import home_of
+from swapper.tensors.inner import is_wrapper
 
 __all__ = ["in_transform", "refuse_in_transform", "saves_locations", "saving_locations", "watch_hooks_of_users"]
 
@@ -32,6 +33,17 @@ class _Packed:
     stride: tuple[int, ...]
     storage_offset: int
     version: int
+
+
+@dataclass(frozen=True, slots=True)
+class _PackedWrapper:
+    """A tensor that autograd saved, and that is made of others."""
+
+    cls: Any
+    inside: dict[str, Any]
+    context: Any
+    size: torch.Size
+    stride: tuple[int, ...]
 
 
 class _Hollow(torch.Tensor):
@@ -178,8 +190,13 @@ def _enter(hooks: torch.autograd.graph.saved_tensors_hooks) -> None:
 
 
 @_disable_dynamo
-def _pack(tensor: torch.Tensor) -> torch.Tensor | _Packed:
-    if (location := _location_of(tensor)) is not None:
+def _pack(tensor: torch.Tensor) -> torch.Tensor | _Packed | _PackedWrapper:
+    if is_wrapper(tensor):
+        keys, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        inside = {key: _pack(getattr(tensor, key)) for key in keys}
+        if any(not isinstance(each, torch.Tensor) for each in inside.values()):
+            return _PackedWrapper(type(tensor), inside, context, tensor.size(), tensor.stride())
+    elif (location := _location_of(tensor)) is not None:
         return location
     # Not the tensor itself: an output that its own graph holds would live as long as nobody calls backward.
     return tensor if tensor.grad_fn is None else tensor.detach()
@@ -201,9 +218,13 @@ def _location_of(tensor: torch.Tensor) -> _Packed | None:
 
 
 @_disable_dynamo
-def _unpack(packed: torch.Tensor | _Packed) -> torch.Tensor:
+def _unpack(packed: torch.Tensor | _Packed | _PackedWrapper) -> torch.Tensor:
     if isinstance(packed, torch.Tensor):
         return packed
+    if isinstance(packed, _PackedWrapper):
+        inside = {key: _unpack(each) for key, each in packed.inside.items()}
+        wrapper: torch.Tensor = packed.cls.__tensor_unflatten__(inside, packed.context, packed.size, packed.stride)
+        return wrapper
     values = packed.cache.saved(packed.held, packed.index, packed.version)
     view = values if packed.dtype == values.dtype else values.view(packed.dtype)
     return view.as_strided(packed.size, packed.stride, packed.storage_offset)

@@ -10,17 +10,21 @@ from contextlib import contextmanager
 
 import torch
 
+from swapper.io.checksums import checksum
 from swapper.io.devices import check_devices
+from swapper.metrics import Moves, moves_of
 from swapper.parameter.cache import Held, finalize
 from swapper.parameter.held_on_device import HeldOnDevice
-from swapper.parameter.owner import ParameterOwner, parts_of
+from swapper.parameter.owner import ParameterOwner
 from swapper.parameter.records import DeviceRoom, ParameterPlan
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
+from swapper.storage.record_store import RecordStore
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import evict, restore_for_good
 from swapper.tensors.homes import home_of
+from swapper.tensors.sharded import local_of
 
 __all__ = ["ParameterSwapper"]
 
@@ -49,6 +53,8 @@ class ParameterSwapper(ParameterOwner):
     """
 
     made_with: object = None
+    _depth: int | None = None
+    """How far records are read ahead at the cost of others that could have stayed: see `AccessOrder`."""
 
     def __init__(
         self,
@@ -57,7 +63,7 @@ class ParameterSwapper(ParameterOwner):
         plan: ParameterPlan,
         budget_bytes: int,
         pool: BufferPool | GrowingPool,
-        store: TensorStore | None,
+        store: RecordStore | None,
         release: Callable[[], None],
         room: DeviceRoom | None = None,
     ) -> None:
@@ -67,7 +73,7 @@ class ParameterSwapper(ParameterOwner):
         forward = [Use("forward", i) for i in range(count)]
         backward = [Use("backward", i) for i in reversed(range(count))]
         step = [Use("step", i) for i in range(count)]
-        order = AccessOrder([*evaluation, *forward, *backward, *step], start=count)
+        order = AccessOrder([*evaluation, *forward, *backward, *step], start=count, depth=self._depth)
         make = Held if room is None else HeldOnDevice
         held = [make(r, RecordKey(owner, "param", r.number), resident=r in plan.resident) for r in plan.records]
         super().__init__(held, order, budget_bytes, pool, store, release, room)
@@ -82,8 +88,11 @@ class ParameterSwapper(ParameterOwner):
         if store is not None:
             store.plan({held.key: held.plan.file_bytes for held in self._all})
         try:
+            self._groups.take(model, self)
             for each in self._all:
                 self._adopt(each)
+                if each.plan.sharded:
+                    self._groups.drop_flat()
                 if store is None:  # Else memory of the host would have all values twice.
                     self._let_formers_go()
             self._install(model)
@@ -97,7 +106,7 @@ class ParameterSwapper(ParameterOwner):
         """Those that had the parameters before forget them."""
         formers, self._former = self._former, {}
         keepers = [former.keeper for former in formers.values()]  # They live until all is taken over.
-        parameters_of: dict[object, list[torch.nn.Parameter]] = {}
+        parameters_of: dict[object, list[torch.Tensor]] = {}
         for parameter, former in formers.items():
             parameters_of.setdefault(former.owner, []).append(parameter)
         for parameters in parameters_of.values():
@@ -123,7 +132,7 @@ class ParameterSwapper(ParameterOwner):
         self._remove_hooks()
         finalize(self._all, self._caches, self._store, lambda: None, self._pid)
 
-    def _is_taken(self, parameter: torch.nn.Parameter) -> bool:
+    def _is_taken(self, parameter: torch.Tensor) -> bool:
         """True if nobody else has the values of `parameter`."""
         return parameter in self._home and parameter not in self._former
 
@@ -137,12 +146,18 @@ class ParameterSwapper(ParameterOwner):
                 copy = torch.empty_strided(
                     location.shape, location.stride, dtype=location.dtype, device=parameter.device
                 )
-                restore_for_good(parameter, copy.copy_(location.view(values)))
+                copy.copy_(location.view(values))
+                for tensor in location.tensors:
+                    restore_for_good(tensor, copy)
 
     @property
     def stays(self) -> dict[str, str]:
         """The parameters that stay in memory, by name, and why."""
         return self.plan.stays
+
+    def stats(self) -> Moves:
+        """The transfers of parameters since the model was offloaded; those of weights that stay in files too."""
+        return moves_of(self.metrics)
 
     def share_pool(self, budget_bytes: int) -> None:
         """Others need the pool, too: hold at most `budget_bytes` of it, and no less than `plan.needs.least_bytes`."""
@@ -178,26 +193,35 @@ class ParameterSwapper(ParameterOwner):
                 self._tier.rest()
 
     def settled_records(self) -> list[Held]:
-        """The records that have the values of all their parameters, in their files. None if the pool keeps them.
+        """The records that have the values of all their parameters, in files of the run. None without a `store`.
+
+        Their checksums are known; of those that an accelerator has written past the host, as they are read for it.
 
         Raises:
-            SwapIOError: a write failed.
+            SwapIOError: a write failed, or such a read.
         """
         self.flush()
-        return [
+        settled = [
             held
-            for held in (self._all if self._store is not None else ())
+            for held in (self._all if self.store is not None else ())
             if all(self._home.get(p) is held and home_of(p) for p in (each.parameter for each in held.plan.locations))
         ]
+        with self._lock:
+            for held in settled:
+                if self._tier is not None and not held.checksums:
+                    with self._tier.reading(held):
+                        held.checksums = [checksum(values) for values in held.opened]
+        return settled
 
     @property
     def store(self) -> TensorStore | None:
-        """The store of the records; None if the pool keeps them."""
-        return self._store
+        """The store of the records, in files of the run; None if the pool keeps them, or files of others."""
+        return self._store if isinstance(self._store, TensorStore) else None
 
-    def records_of(self, parameters: Iterable[torch.nn.Parameter]) -> list[Held]:
+    def records_of(self, parameters: Iterable[torch.Tensor]) -> list[Held]:
         """The records that hold `parameters`, each once; those that stay in memory have none."""
-        return list(dict.fromkeys(self._home[p] for p in parameters if p in self._home))
+        found = map(self._home.get, map(local_of, parameters))
+        return list(dict.fromkeys(held for held in found if held is not None))
 
     @contextmanager
     def stepping(
@@ -213,14 +237,18 @@ class ParameterSwapper(ParameterOwner):
             Of parameters on an accelerator that are stepped on the CPU: their values there, tensors of the parameter's
             shape and strides in the pool. All others have their values themselves.
         """
-        parts = parts_of(home_of(p) for p in parameters if p in self._home)
+        parts = self.parts_with(parameters)
         if not parts:  # All of them are in memory, as after `close(keep_values=True)`.
             yield {}
             return
         if self._tier is not None and device != self._tier.device:
             with self._holding(parts, "step", on_host=True):
                 located = [(held.plan.locations[slot], held.opened[slot]) for held, slots in parts for slot in slots]
-                yield {location.parameter: location.view(values) for location, values in located}
+                yield {
+                    location.parameter: location.view(values)
+                    for location, values in located
+                    if isinstance(location.parameter, torch.nn.Parameter)
+                }
             return
         with self._holding(parts, "step"):
             with self._lock:

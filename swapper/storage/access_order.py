@@ -38,9 +38,12 @@ class AccessOrder:
     Args:
         guess: a log to begin with.
         start: the place in it where the program is.
+        depth: how many uses before a missing record it must be asked for to come in time: see `worth`. None: a quarter
+            of what is held, and at least 2.
     """
 
-    def __init__(self, guess: Iterable[Use] = (), start: int = 0) -> None:
+    def __init__(self, guess: Iterable[Use] = (), start: int = 0, depth: int | None = None) -> None:
+        self._given_depth = depth
         self._last: Use | None = None
         self._next = 0
         self._ahead = 0  # All records that are expected from `_next` to here are held.
@@ -135,10 +138,10 @@ class AccessOrder:
         That one is needed sooner, of course. Besides, a record that is used now, or before the missing one, and is then
         needed later than what could go now, is what should go: so it is waited for. (That is what Belady's rule drops
         when it reads nothing ahead, and so as little as possible is read.) But what is used just before the missing one
-        comes too late, or it could not be read meanwhile: of that, a quarter of what is held, nothing is expected.
+        comes too late, or it could not be read meanwhile: of that, as many uses as the depth, nothing is expected.
         """
         self._refresh()
-        self._depth = max(self._depth, 2, len(self._movable) // 4)
+        self._depth = self._given_depth or max(self._depth, 2, len(self._movable) // 4)
         now = self._next if self._last is None else max(self._next - 1, 0)
         stop = max(self._ahead - self._depth, now)
         between = self._between

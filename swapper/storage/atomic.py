@@ -40,9 +40,9 @@ from functools import partial
 from pathlib import Path
 
 from swapper.errors import SwapIOError, system_errors
-from swapper.finalizers import finalizer
-from swapper.interrupts import interrupts_deferred
 from swapper.io.handle import exchange
+from swapper.process.finalizers import finalizer
+from swapper.process.interrupts import interrupts_deferred
 
 __all__ = [
     "NewDirectory",
@@ -400,7 +400,12 @@ def remove_tree(path: Path, adopt: Callable[[Path], bool] = lambda _: False, *, 
             shutil.rmtree(inside)
         elif not adopt(inside):
             inside.unlink()
-    path.rmdir()
+    try:
+        path.rmdir()
+    except OSError:  # Another process of the same save has put a file there in the meantime: a sweep is to know it.
+        with contextlib.suppress(OSError):
+            (path / MARK).touch()
+        raise
 
 
 def _remove_trees(paths: Sequence[Path]) -> None:

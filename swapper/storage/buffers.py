@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import functools
 import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 
 import torch
 
-from swapper.errors import SwapError
-from swapper.finalizers import finalizer
+from swapper.errors import SwapError, SwapIOError
 from swapper.io.devices import Copies, copies_of, is_accelerator
+from swapper.io.gathered_pages import GatheredPages
 from swapper.io.handle import AsyncIOHandle, Slab
+from swapper.process.finalizers import finalizer
+from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import PAGE_BYTES, round_up
+from swapper.storage.free_pieces import FreePieces, Part
 from swapper.storage.pool_memory import PoolMemory
 from swapper.storage.transfers import AnyTransfer
 
@@ -29,7 +31,7 @@ _LOOKS = 32
 
 
 class PoolExhausted(SwapError):
-    """No free extent of the pool is long enough, and nothing in it can be reclaimed."""
+    """The free bytes of the pool are too few, and nothing in it can be reclaimed."""
 
 
 class _Extent(weakref.ref["Lease"]):
@@ -41,68 +43,14 @@ class _Extent(weakref.ref["Lease"]):
     relies what the pool then does with it, which can be cut off and done again.
     """
 
-    start: int = 0
-    stop: int = 0
-    taken: bool = False
-    """True while `start` to `stop` is missing in the pool's free pieces."""
+    parts: Sequence[Part] = ()
+    pages: GatheredPages | None = None
+    """The memory, where it is not that of the one part."""
     transfer: AnyTransfer | None = None
 
     def is_over(self) -> bool:
         """Return True if nothing is in flight in it."""
         return self.transfer is None or self.transfer.done()
-
-
-class _FreePieces:
-    """The free parts of a range of addresses, in order, never touching each other. Not thread-safe.
-
-    First fit: long-lived leases settle at the low end, and the high end stays in one piece for the large ones.
-
-    Attributes:
-        total_bytes: length of all free pieces.
-    """
-
-    def __init__(self, length_bytes: int) -> None:
-        self.total_bytes = length_bytes
-        self._pieces = [(0, length_bytes)]
-
-    def take(self, extent: _Extent, length_bytes: int, *, high: bool = False) -> bool:
-        """Let `extent` be the first `length_bytes` that are free in one piece, or the last. False if there are none."""
-        for i in range(len(self._pieces) - 1, -1, -1) if high else range(len(self._pieces)):
-            start, stop = self._pieces[i]
-            if stop - start < length_bytes:
-                continue
-            first, last = (stop - length_bytes, stop) if high else (start, start + length_bytes)
-            rest = [piece for piece in ((start, first), (last, stop)) if piece[0] < piece[1]]
-            extent.start, extent.stop, extent.taken = first, last, True
-            self._pieces[i : i + 1] = rest
-            self.total_bytes -= length_bytes
-            return True
-        return False
-
-    def put(self, extent: _Extent) -> None:
-        """Add what `take` removed, joined with its free neighbours. Nothing happens if it is here already."""
-        if not extent.taken:
-            return
-        start, stop = extent.start, extent.stop
-        i = j = bisect.bisect_left(self._pieces, (start, stop))
-        if i > 0 and self._pieces[i - 1][1] == start:
-            i -= 1
-            start = self._pieces[i][0]
-        if j < len(self._pieces) and self._pieces[j][0] == stop:
-            stop = self._pieces[j][1]
-            j += 1
-        joined = [(start, stop)]
-        extent.taken = False
-        self._pieces[i:j] = joined
-        self.total_bytes += extent.stop - extent.start
-
-    def last_taken(self, length_bytes: int) -> int:
-        """Return the stop of the last part that is taken, of a range that is `length_bytes` long."""
-        return self._pieces[-1][0] if self._pieces and self._pieces[-1][1] == length_bytes else length_bytes
-
-    def largest_bytes(self) -> int:
-        """Length of the longest free piece."""
-        return max((stop - start for start, stop in self._pieces), default=0)
 
 
 class Lease:
@@ -129,12 +77,12 @@ class Lease:
         self.address = 0
 
     def __repr__(self) -> str:
-        return f"Lease({self.length_bytes} bytes at {self._extent.start}{', released' if self.released else ''})"
+        return f"Lease({self.length_bytes} bytes at {self.offset_bytes}{', released' if self.released else ''})"
 
     @property
     def offset_bytes(self) -> int:
-        """Offset of its first byte in the pool."""
-        return self._extent.start
+        """Offset in the pool of its first byte; of one in several pieces, where that is when it is given back."""
+        return self._extent.parts[0].start
 
     @property
     def released(self) -> bool:
@@ -198,7 +146,7 @@ class Lease:
         pool = self._pool
         if pool is None:
             raise SwapError("this lease was given back: its memory may have another owner")
-        return tensor.numel() == 0 or 0 <= tensor.data_ptr() - pool._slab.address < pool.capacity_bytes
+        return tensor.numel() == 0 or pool._has(tensor.data_ptr())
 
     def apart(self) -> contextlib.AbstractContextManager[None]:
         """Within it a transfer of the buffer comes after nothing that streams of its device still have to do."""
@@ -209,7 +157,9 @@ class Lease:
         """As `view`, with a storage of its own: how many tensors share it says whether any use is left."""
         self.view(offset_bytes, numel, dtype)
         assert self._pool is not None
-        return self._pool._own_view(self._extent.start + offset_bytes, numel, dtype)
+        if (pages := self._extent.pages) is not None:
+            return torch.frombuffer(pages.memory, dtype=dtype, count=numel, offset=offset_bytes)
+        return self._pool._own_view(self.offset_bytes + offset_bytes, numel, dtype)
 
     def release(self) -> None:
         """Give the memory back, at once or when `transfer` is over. Idempotent; never waits."""
@@ -272,11 +222,12 @@ class BufferPool:
         self._pid = os.getpid()
         self._handles = handles
         self._slab, self._memory = self._reserve(device)
-        self._free = _FreePieces(self.capacity_bytes)
+        self._free = FreePieces(self.capacity_bytes)
         # Not for `close`, which a finalizer may call at any allocation, in a thread that holds it.
         self._lock = threading.Lock()
         self._given_back: deque[_Extent] = deque()  # to be freed, or to be put with those that are busy
         self._busy: deque[_Extent] = deque()  # given back with a transfer in flight
+        self._gathered: tuple[GatheredPages, ...] = ()  # while there are any, no memory may be registered
         self.abandoned_bytes = 0
         self._abandoned: list[Lease] = []
         self._reclaimers: list[Callable[[], Callable[[], bool] | None]] = []
@@ -316,9 +267,7 @@ class BufferPool:
         with self._lock:
             if is_accelerator(device) and device.type not in self._devices:
                 copies = copies_of(device)
-                if self._slab.ready_bytes:
-                    copies.page_lock(self._slab.address, self._slab.ready_bytes)
-                    self._locks[device.type] = copies
+                self._lock_for_devices({device.type: copies})
                 self._devices[device.type] = copies
 
     @property
@@ -340,12 +289,17 @@ class BufferPool:
             self._make_ready(min(round_up(ready_bytes, PAGE_BYTES), self.capacity_bytes))
 
     def trim(self) -> None:
-        """Give the memory beyond the last lease back to the system until leases need it again."""
+        """Give the memory beyond the last lease back to the system until leases need it again.
+
+        Does nothing while a lease has several pieces: see [Note: pools in pieces].
+        """
         self._check_process()
         with self._lock:
             if self._closed:
                 return
             self._collect()
+            if self._gathered:
+                return
             stop = self._free.last_taken(self.capacity_bytes)
             if stop >= self._slab.ready_bytes:
                 return
@@ -379,20 +333,26 @@ class BufferPool:
         else:
             self._reclaimers.append(weakref.ref(callback))
 
-    def try_acquire(self, length_bytes: int, *, high: bool = False) -> Lease | None:
+    def try_acquire(self, length_bytes: int, *, high: bool = False, above: int = 0, joins: bool = True) -> Lease | None:
         """Lease memory if some is free now, or was given back and its transfer is over. Asks no reclaimer.
 
         Never waits for a buffer. Where more memory is made ready, engines that register it complete what is in flight.
+        Where a device is to copy from and to the pool only `acquire` joins, last: nobody locked such pages for that.
 
         Args:
             length_bytes: at least 1; rounded up to 4096 in the pool.
             high: as near to the end of the pool as it can be, else to its beginning.
+            above: nor before this byte, a multiple of 4096, unless pieces are joined.
+            joins: make it of several pieces if none is long enough.
 
         Raises:
             ValueError: not positive.
             SwapError: closed, or a forked child.
             SwapIOError: there is not so much memory as the pool may have.
         """
+        return self._try_acquire(length_bytes, high, above, joins=joins and not self._devices)
+
+    def _try_acquire(self, length_bytes: int, high: bool, above_bytes: int, *, joins: bool) -> Lease | None:
         self._check_process()
         if length_bytes <= 0:
             raise ValueError(f"length_bytes: {length_bytes} is not positive")
@@ -402,16 +362,38 @@ class BufferPool:
                 raise SwapError("the buffer pool is closed")
             self._collect()
             lease = Lease(self, length_bytes)
-            if not self._free.take(lease._extent, extent_bytes, high=high):
+            if self._free.take(lease._extent, extent_bytes, high=high, above=above_bytes):
+                ready_bytes, stop = self._slab.ready_bytes, lease._extent.parts[0].stop
+                if stop > ready_bytes:
+                    self._make_ready(min(max(stop, ready_bytes * 3 // 2), self.capacity_bytes))
+            elif not joins or not self._gather(lease._extent, extent_bytes):
                 return None
-            ready_bytes = self._slab.ready_bytes
-            if lease._extent.stop > ready_bytes:
-                self._make_ready(min(max(lease._extent.stop, ready_bytes * 3 // 2), self.capacity_bytes))
             self.peak_used_bytes = max(self.peak_used_bytes, self._used_bytes())
-        start = lease._extent.start
-        lease._tensor = self._memory[start : start + length_bytes]
-        lease.address = self._slab.address + start
+        if (pages := lease._extent.pages) is not None:
+            lease._tensor = torch.frombuffer(pages.memory, dtype=torch.uint8)[:length_bytes]
+            lease.address = pages.address
+        else:
+            start = lease.offset_bytes
+            lease._tensor = self._memory[start : start + length_bytes]
+            lease.address = self._slab.address + start
         return lease
+
+    def _gather(self, extent: _Extent, extent_bytes: int) -> bool:
+        """Let `extent` have several pieces: see [Note: pools in pieces]. False if all are too short. Under the lock."""
+        if self._cannot_gather or self._free.total_bytes < extent_bytes:
+            return False
+        self._make_ready(self.capacity_bytes)
+        with interrupts_deferred():
+            self._free.take_apart(extent, extent_bytes)
+            try:
+                extent.pages = self._gather_pages(extent.parts)
+            except SwapIOError as error:
+                for part in extent.parts:
+                    self._free.put(part)
+                self._cannot_gather = str(error)
+                return False
+            self._gathered = (*self._gathered, extent.pages)
+        return True
 
     def acquire(self, length_bytes: int, *, high: bool = False) -> Lease:
         """Lease memory: free memory first, then what transfers in flight will free, then what reclaimers drop.
@@ -426,13 +408,15 @@ class BufferPool:
         while lease is None and (self._wait_for_one() or self.reclaim()):
             lease = self.try_acquire(length_bytes, high=high)
         if lease is None:
-            lease = self.try_acquire(length_bytes, high=high)  # Another thread may have given back since.
+            lease = self._try_acquire(length_bytes, high, 0, joins=True)  # Another thread may have given back since.
         if lease is None:
             with self._lock:
-                used, largest = self._used_bytes(), self._free.largest_bytes()
+                used = self._used_bytes()
+            free = self.capacity_bytes - used
+            why = f", in pieces: {self._cannot_gather}" if free >= length_bytes else ""
             raise PoolExhausted(
                 f"no room for {length_bytes} bytes in the buffer pool: of {self.capacity_bytes} bytes {used} are "
-                f"leased and {self.capacity_bytes - used} free, the longest piece {largest}; raise `pool_bytes`"
+                f"leased and {free} free{why}; raise `pool_bytes`"
             )
         return lease
 
@@ -479,13 +463,16 @@ class BufferPool:
             copies.page_unlock(self._slab.address)
 
     def _register(self) -> None:
-        if not self._slab.ready_bytes:
-            return
-        for name, copies in self._devices.items():
-            copies.page_lock(self._slab.address, self._slab.ready_bytes)
-            self._locks[name] = copies
-        for handle in self._handles:
-            self._announce(handle, self._slab)
+        self._lock_for_devices(self._devices)
+        if self._slab.ready_bytes:
+            for handle in self._handles:
+                self._announce(handle, self._slab)
+
+    def _lock_for_devices(self, devices: Mapping[str, Copies]) -> None:
+        for name, copies in devices.items():
+            if name not in self._locks and self._slab.ready_bytes and not self._gathered:
+                copies.page_lock(self._slab.address, self._slab.ready_bytes)
+                self._locks[name] = copies
 
     # --- The memory itself, which another kind of pool has elsewhere ---
 
@@ -497,6 +484,13 @@ class BufferPool:
     def _own_view(self, start_bytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         assert isinstance(self._slab, Slab)
         return torch.frombuffer(self._slab, dtype=dtype, count=numel, offset=start_bytes)
+
+    _cannot_gather = ""
+    """Why pieces cannot be joined, if they cannot."""
+
+    def _gather_pages(self, parts: Sequence[Part]) -> GatheredPages:
+        address = self._slab.address
+        return GatheredPages([(address + part.start, part.stop - part.start) for part in parts], locked=self.locked)
 
     def _apart(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()
@@ -524,7 +518,7 @@ class BufferPool:
         while self._given_back:
             extent = self._given_back[0]
             if extent.is_over():
-                self._free.put(extent)
+                self._take_back(extent)
             else:
                 self._busy.append(extent)
             self._given_back.popleft()
@@ -532,10 +526,27 @@ class BufferPool:
         while position < min(len(self._busy), _LOOKS):
             extent = self._busy[position]
             if extent.is_over():
-                self._free.put(extent)
+                self._take_back(extent)
                 del self._busy[position]
             else:
                 position += 1
+
+    def _take_back(self, extent: _Extent) -> None:
+        if (pages := extent.pages) is not None:
+            with interrupts_deferred():
+                pages.put_back()
+                self._gathered = tuple(each for each in self._gathered if each is not pages)
+                extent.pages = None
+        for part in extent.parts:
+            self._free.put(part)
+        if pages is not None and not self._gathered and not self._closed:
+            self._register()  # An engine that had other memory to register meanwhile has let go of this.
+
+    def _has(self, address: int) -> bool:
+        """Return True if the byte at `address` is in the pool."""
+        if 0 <= address - self._slab.address < self.capacity_bytes:
+            return True
+        return any(0 <= address - pages.address < pages.length_bytes for pages in self._gathered)
 
     def _used_bytes(self) -> int:
         return self.capacity_bytes - self._free.total_bytes

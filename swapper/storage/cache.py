@@ -23,14 +23,15 @@ import weakref
 from collections.abc import Callable, Iterable
 
 from swapper.errors import SwapIOError
-from swapper.interrupts import interrupts_deferred
 from swapper.io.devices import check_devices
 from swapper.metrics import Metrics
+from swapper.process.interrupts import interrupts_deferred
 from swapper.storage.buffers import BufferPool, Lease
 from swapper.storage.cache_policies import KeptPolicy, Policy, ScanPolicy
 from swapper.storage.cached_records import CachedRecord, CachedRecords, RecordState
 from swapper.storage.growing_pool import GrowingPool
-from swapper.storage.store import RecordKey, TensorStore
+from swapper.storage.record_store import RecordStore
+from swapper.storage.store import RecordKey
 from swapper.storage.transfers import DroppedReads, FailedTransfer
 from swapper.storage.writes import RecordWrites
 
@@ -39,8 +40,7 @@ __all__ = ["RecordCache"]
 log = logging.getLogger(__name__)
 
 _LOOKS = 32
-"""Writes that one call looks at, the oldest first, to see whether they are over. Each call starts at most one, so the
-list does not grow; and a drive finishes them in about the order in which they were started."""
+"""Writes that one call looks at, the oldest first, to see if they are over: a drive ends them in about that order."""
 
 
 class RecordCache:
@@ -66,7 +66,7 @@ class RecordCache:
     def __init__(
         self,
         pool: BufferPool | GrowingPool,
-        store: TensorStore | None,
+        store: RecordStore | None,
         metrics: Metrics,
         policy: Policy | None = None,
         owner: object | None = None,
@@ -125,13 +125,11 @@ class RecordCache:
             staged_bytes = self.records.bytes_of(RecordState.ARRIVING)
             if self.read_ahead_bytes is not None and staged_bytes + length_bytes > self.read_ahead_bytes:
                 return False
-            while self._is_beyond_limit(length_bytes):
-                spare = self._policy.spare(self)
-                if spare is None:
+            while self._is_beyond_limit(length_bytes) or self._policy.is_beyond_share(key, length_bytes):
+                if (spare := self._policy.spare(self)) is None:
                     return False
                 self._evict(spare)
-            lease = self._try_acquire(key, length_bytes)
-            if lease is None:
+            if (lease := self._try_acquire(key, length_bytes)) is None:
                 return False
             self._read(key, lease)
             return True
@@ -214,12 +212,13 @@ class RecordCache:
             with self._metrics.span("swapper.wait_read", "wait_read_s"):
                 transfer.wait()
             if self._store is not None and not record.writing:
-                self._store.check_written(record.key)  # While it was read it may have been lost.
+                self._store.finish_read(record.key, record.lease)  # While it was read it may have been lost.
         except SwapIOError:
             if record.writing:
                 self._move(record, RecordState.FAILED, writing=False)
-            else:  # The next call reads it again.
+            else:  # The next call reads it again, and what was read ahead, which may have failed as well.
                 self._give_up(record)
+                self.drop_prefetched()
             raise
 
     def _rest(self, record: CachedRecord, state: RecordState) -> None:
@@ -391,17 +390,21 @@ class RecordCache:
 
     # --- Buffers ---------------------------------------------------------------------------------------------------
 
-    def _try_acquire(self, key: RecordKey, length_bytes: int) -> Lease | None:
-        if self._is_beyond_limit(length_bytes):
-            return None
-        lease = self.pool.try_acquire(length_bytes, high=self._policy.prefers_high(self, key))
-        if lease is not None and self._policy.splits_pool(self, key, lease):
-            lease.release()
-            return None
-        return lease
+    def _try_acquire(self, key: RecordKey, length_bytes: int, *, joins: bool = False) -> Lease | None:
+        joins = joins or self._policy.joins_pieces
+        while not self._is_beyond_limit(length_bytes):
+            high, above = self._policy.place_for(self, key)
+            lease = self.pool.try_acquire(length_bytes, high=high, above=above, joins=joins)
+            if lease is not None or joins or (spare := self._policy.spare(self)) is None:
+                return lease
+            self._evict(spare)  # Between pieces: without it the next one may be long enough.
+        return None
 
     def _acquire(self, key: RecordKey, length_bytes: int) -> Lease:
-        while (lease := self._try_acquire(key, length_bytes)) is None:
+        lease = None
+        while self._policy.is_another_to_go(self, key, length_bytes) or (
+            (lease := self._try_acquire(key, length_bytes) or self._try_acquire(key, length_bytes, joins=True)) is None
+        ):
             # Waiting for a write costs less than reading again what was prefetched.
             if self._wait_for_write():
                 self._collect()
@@ -412,7 +415,7 @@ class RecordCache:
                 if self._is_beyond_limit(length_bytes):
                     self._policy.refuse(self, length_bytes)
             with self._metrics.span("swapper.wait_pool"):
-                return self.pool.acquire(length_bytes, high=self._policy.prefers_high(self, key))
+                return self.pool.acquire(length_bytes, high=self._policy.place_for(self, key)[0])
         return lease
 
     def _is_beyond_limit(self, length_bytes: int) -> bool:
@@ -442,8 +445,7 @@ class RecordCache:
 
     def _evict_one(self, *, idle_only: bool) -> bool:
         """Evict the policy's victim. False if there is none, or if it cannot go."""
-        victim = self._policy.victim(self, idle_only=idle_only)
-        if victim is None:
+        if (victim := self._policy.victim(self, idle_only=idle_only)) is None:
             return False
         former = victim.state
         self._evict(victim)
@@ -488,8 +490,7 @@ class RecordCache:
         with interrupts_deferred():
             self._policy.released(record.key)
             self.records.remove(record)
-            give_back = record.lease.abandon if abandon else record.lease.release
-            give_back()
+            (record.lease.abandon if abandon else record.lease.release)()
 
     # --- Transfers -------------------------------------------------------------------------------------------------
 
@@ -589,8 +590,7 @@ class RecordCache:
 
     def _wait_for_write(self) -> bool:
         """Wait until a record has left, or failed to. False if none is leaving."""
-        leaving = self.records.first(RecordState.LEAVING)
-        if leaving is None:
+        if (leaving := self.records.first(RecordState.LEAVING)) is None:
             return False
         assert leaving.lease.transfer is not None
         with self._metrics.span("swapper.wait_write", "wait_write_s"):

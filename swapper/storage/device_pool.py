@@ -30,10 +30,14 @@ class DevicePool(BufferPool):
         handles: they move its buffers.
         device: where it is.
 
+    Its pages cannot be gathered ([Note: pools in pieces]): a lease has one piece.
+
     Raises:
         ValueError: `pool_bytes` is not positive.
         torch.OutOfMemoryError: the device has not so much memory.
     """
+
+    _cannot_gather = "pages of an accelerator cannot be moved"
 
     def __init__(self, pool_bytes: int, *handles: GDSHandle, device: torch.device) -> None:
         super().__init__(pool_bytes, *handles, device=device)

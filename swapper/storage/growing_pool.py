@@ -70,8 +70,8 @@ class GrowingPool:
         """False: see `add_reclaimer`."""
         return False
 
-    def try_acquire(self, length_bytes: int, *, high: bool = False) -> Lease:
-        """Lease memory, of a new pool if there is none; `high` has no meaning here.
+    def try_acquire(self, length_bytes: int, *, high: bool = False, above: int = 0, joins: bool = True) -> Lease:
+        """Lease memory, of a new pool if there is none; nothing else has a meaning here.
 
         Raises:
             SwapIOError: there is not so much memory.

@@ -17,9 +17,9 @@ from typing import NamedTuple
 import torch
 
 from swapper.errors import SwapIOError, renewed, system_errors
-from swapper.finalizers import finalizer
 from swapper.io.handle import AsyncIOHandle, Checksums, File, Transfer
 from swapper.io.transfer import end_all
+from swapper.process.finalizers import finalizer
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.layout import Share
 

@@ -17,11 +17,11 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from swapper.errors import SwapError, SwapIOError, renewed
-from swapper.finalizers import finalizer
-from swapper.interrupts import interrupts_deferred
 from swapper.io.checksums import join_checksums
 from swapper.io.gds import GDSHandle
 from swapper.io.handle import AsyncIOHandle, Checksums, Transfer
+from swapper.process.finalizers import finalizer
+from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import PAGE_BYTES, format_bytes, round_up
 from swapper.storage.atomic import all_at_once
 from swapper.storage.drive import Drive
@@ -67,7 +67,7 @@ class TensorStore:
     several: see `layout.share_out`.
 
     Args:
-        nvme_paths: an existing directory on each drive. Their order has no meaning.
+        nvme_paths: an existing directory on each drive. Their order has no meaning. None: it can have no records.
         run: names the run; the same for all ranks.
         rank: this process's rank.
         handles: one for each path does its transfers, so that no drive waits for another. Must outlive the store.
@@ -96,7 +96,7 @@ class TensorStore:
         self._verify = verify
         self._pid = os.getpid()
         # Below a block a share is not even a request.
-        self._unit_bytes = max(STRIPE_BYTES, *(handle.block_bytes for handle in handles))
+        self._unit_bytes = max([STRIPE_BYTES, *(handle.block_bytes for handle in handles)])
         self._drives: list[Drive] = []
         self._records: dict[RecordKey, Record] = {}
         self._unreserved: dict[RecordKey, None] = {}  # records whose files may still take free space
@@ -219,11 +219,7 @@ class TensorStore:
         return Checksums(share.length_bytes, math.gcd(self._drives[share.drive].handle.block_bytes, largest))
 
     def stored_bytes(self, key: RecordKey) -> int:
-        """Length of the record as last written, or as it was cut when it was published; 0 before the first write.
-
-        Raises:
-            KeyError: `key` was not planned.
-        """
+        """Length of the record as last written, or as it was cut when published; 0 before. KeyError if not planned."""
         return self._records[key].stored_bytes
 
     def read(self, key: RecordKey, lease: Lease) -> RecordTransfer:
@@ -241,6 +237,10 @@ class TensorStore:
         self._check_whole(record, "read")
         self.check_written(key)
         return start_all(self._moves("read", record, lease, record.stored_bytes))
+
+    def finish_read(self, key: RecordKey, lease: Lease) -> None:
+        """As `check_written`, for a read that is over."""
+        self.check_written(key)
 
     def write(self, key: RecordKey, lease: Lease, length_bytes: int) -> RecordTransfer:
         """Start writing the first `length_bytes` of `lease` as the stored copy of `key`. Returns at once.

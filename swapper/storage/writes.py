@@ -32,10 +32,11 @@ from collections import deque
 from collections.abc import Callable
 
 from swapper.errors import SwapIOError
-from swapper.interrupts import interrupts_deferred
 from swapper.metrics import Metrics
+from swapper.process.interrupts import interrupts_deferred
 from swapper.storage.cached_records import CachedRecord, CachedRecords
-from swapper.storage.store import RecordKey, TensorStore
+from swapper.storage.record_store import RecordStore
+from swapper.storage.store import RecordKey
 from swapper.storage.transfers import AnyTransfer, FailedTransfer
 
 __all__ = ["RecordWrites", "wait_for_ends"]
@@ -56,7 +57,7 @@ class RecordWrites:
 
     def __init__(
         self,
-        store: TensorStore | None,
+        store: RecordStore | None,
         metrics: Metrics,
         records: CachedRecords,
         owner: weakref.ref[object] | None,

@@ -182,19 +182,33 @@ def given_among(variables: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in variables.items() if name in _ACCEPTED and value is not None}
 
 
-def not_of_ddp(strategy: type, given: Mapping[str, Any]) -> list[str]:
-    """The names in `given` that neither a base of `strategy` takes nor `DistributedDataParallel`."""
-    classes = (DistributedDataParallel, *strategy.__mro__)
+def not_of_ddp(strategy: type, given: Mapping[str, Any], wrapper: type = DistributedDataParallel) -> list[str]:
+    """The names in `given` that neither a base of `strategy` takes nor `wrapper`."""
+    classes = (wrapper, *strategy.__mro__)
     inits = [vars(each)["__init__"] for each in classes if "__init__" in vars(each)]
     known = {name for init in inits for name in inspect.signature(init).parameters}
     return [name for name in given if name in _ACCEPTED or name not in known]
 
 
-def register(registry: Any, one_device: type, ddp: type) -> None:
+def register(registry: Any, one_device: type, ddp: type, model_parallel: type, fsdp: type) -> None:
     """Put the strategies into a registry of Lightning's, by their names. May be called again."""
     for name, arguments in _NAMED.items():
         registry.register(name, one_device, description=f"swapper: {name}", override=True, **arguments)
-    registry.register("swapper_ddp_nvme", ddp, description="swapper: ddp", override=True, **_NAMED["swapper_nvme"])
+    state = _NAMED["swapper_nvme"]
+    registry.register("swapper_ddp_nvme", ddp, description="swapper: ddp", override=True, **state)
+    registry.register("swapper_fsdp_nvme", fsdp, description="swapper: FSDP1", override=True, **state)
+    registry.register(
+        "swapper_model_parallel_nvme", model_parallel, description="swapper: model parallel", override=True, **state
+    )
+    # All ranks along the data-parallel dimension of the mesh.
+    registry.register(
+        "swapper_fsdp2_nvme",
+        model_parallel,
+        description="swapper: FSDP2",
+        override=True,
+        tensor_parallel_size=1,
+        **state,
+    )
 
 
 def import_in_use(package: str, modules: Mapping[str, str]) -> list[ModuleType]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swapper.tensors.homes import home_of
+from swapper.tensors.inner import inner_tensors
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -19,7 +20,8 @@ _BROADCAST_BYTES = 250 << 20  # As `DistributedDataParallel`.
 
 def has_evicted_parameters(model: torch.nn.Module) -> bool:
     """True if any parameter of `model` is swapped."""
-    return any(home_of(p) is not None for p in model.parameters())
+    inside = (inner.tensor for p in model.parameters() for inner in inner_tensors("", p))
+    return any(home_of(tensor) is not None for tensor in inside)
 
 
 def synchronize(model: torch.nn.Module, group: ProcessGroup | None = None, *, buffers: bool = True) -> None:

@@ -32,19 +32,24 @@ __all__ = ["OneDevice", "SwappingStrategy", "swapper_of", "temporary_attribute"]
 class SwappingStrategy:
     """Trains with optimizer state, gradients and parameters where a config says.
 
-    `SwapStrategy` trains on one device; `SwapDDPStrategy` is `DDPStrategy`, in which each process swaps its own.
+    `SwapStrategy` trains on one device; `SwapDDPStrategy` is `DDPStrategy`, in which each process swaps its own;
+    `SwapModelParallelStrategy` is `ModelParallelStrategy` (FSDP2 and tensor parallelism), in which each rank has the
+    optimizer's state of its shards, and those of FSDP2 themselves, on its drive. `SwapFSDPStrategy` is `FSDPStrategy`
+    (FSDP1) with the optimizer's state there.
 
     Args:
         config: an `OffloadConfig`, a mapping, or the path of a YAML or JSON file; also DeepSpeed's JSON or what it
             holds, read by `OffloadConfig.from_deepspeed`. With neither this nor arguments of `DeepSpeedStrategy` the
             optimizer's state goes to NVMe.
         checkpoint_format: "directory" (the default, unless `checkpoint_io` is given) publishes what is on the drive by
-            hard links; "full" writes the files of the stock strategy. Both are read.
+            hard links; "full" writes the files of the stock strategy. Both are read. Of a sharded model "full" is the
+            default, all ranks save a directory together, and `SwapFSDPStrategy` has none.
         offload_optimizer, offload_optimizer_device: keep the optimizer's state on "cpu" (the default) or "nvme".
         offload_parameters, offload_params_device: the same for parameters. With both on "nvme" gradients go there too.
         nvme_path: a directory on the drive. Default: those in $SWAPPER_NVME_PATH, else `./.swapper`, which is made.
         block_size, queue_depth, single_submit, overlap_events, thread_count: as `aio` of a config.
-        accelerator, checkpoint_io, precision_plugin: as for the stock strategy.
+        accelerator, checkpoint_io, precision_plugin: as for the stock strategy, as are its other arguments. Beside a
+            `tensor_parallel_size` that is given, a `data_parallel_size` of "auto" is that of all other ranks.
         deepspeed: other arguments of `DeepSpeedStrategy` have no meaning here, and are named in one warning.
 
     Raises:

@@ -1,12 +1,14 @@
-"""Parameters whose values are not in memory.
+"""Parameters, and other tensors of a model, whose values are not in memory.
 
 An evicted parameter stays the object that it was. Its `data` is a hollow tensor, and its class is `EvictedParameter`:
 functions that ask for metadata are answered as if nothing had happened, all others wait until the values are in memory
-and then run on them as they would have done. So do operators that C++ code calls.
+and then run on them as they would have done. So do operators that C++ code calls. A buffer, or a tensor inside a
+quantised one, is an `EvictedTensor` in the same way.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, NoReturn, TypeVar
@@ -16,17 +18,36 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from swapper.errors import SwapError
-from swapper.tensors.evicted_gradients import GradientEvictedParameter, has_evicted_gradient
-from swapper.tensors.evicted_views import MAKES_PARAMETERS, MAKES_STATE_DICTS, EvictedView, ViewOfParameter, run
-from swapper.tensors.hollow import answer_operators, hollow_out, is_hollow, operators_unanswered
+from swapper.tensors.evicted_gradients import (
+    ZEROES,
+    GradientEvictedParameter,
+    can_have_gradient_home,
+    has_evicted_gradient,
+    set_zero,
+)
+from swapper.tensors.evicted_parts import PARTWISE, answer_by_parts
+from swapper.tensors.evicted_views import (
+    MAKES_ALIASES,
+    MAKES_PARAMETERS,
+    MAKES_STATE_DICTS,
+    EvictedView,
+    PartOfView,
+    ViewOfParameter,
+    run,
+)
+from swapper.tensors.hollow import answer_operators, answer_within_classes, hollow_out, is_hollow, operators_unanswered
 from swapper.tensors.homes import ADDRESS, HOME, LAYOUT, METADATA, UNFILLED, Call, Home, StandIn, home_of, present
+from swapper.tensors.inner import has_own_class
 from swapper.tensors.other_tensors import PATIENCE_S, Patience
+from swapper.tensors.sharded import is_sharded
 
 __all__ = [
     "EvictedParameter",
+    "EvictedTensor",
     "can_evict_gradient",
     "class_in_memory",
     "evict",
+    "is_evicted",
     "is_ordinary",
     "let_viewed_stay",
     "make_ordinary",
@@ -38,8 +59,8 @@ __all__ = [
 _TensorT = TypeVar("_TensorT", bound=torch.Tensor)
 
 
-class EvictedParameter(StandIn, GradientEvictedParameter):
-    """The class of a parameter while it is evicted."""
+class _Evicted(StandIn):
+    """The class of a tensor while it is evicted."""
 
     PLAIN = METADATA
 
@@ -48,22 +69,31 @@ class EvictedParameter(StandIn, GradientEvictedParameter):
         """Run `call`, with the values in memory unless it only asks for the layout."""
         name, args, func = call.name, call.args, call.func
         home = home_of(call.first)
+        if name in PARTWISE and (answer := answer_by_parts(call)) is not NotImplemented:
+            return answer
         if name in LAYOUT and home is not None:
             return call.on_layout(home.stride)
         if name == "data_ptr" and home is not None:
             # Not the address in the pool, where others come next: of two parameters it would be the same.
             copy = vars(call.first)[ADDRESS] = home.mapped_copy()
             return copy.data_ptr()
+        if func in MAKES_ALIASES and cls is EvictedTensor and home is not None:  # By the class around it.
+            return EvictedView(ViewOfParameter(call.first, home))
         if func is torch.autograd.grad:
             return _grad(*args, **call.kwargs)
         if func is torch.autograd.backward and not any(home_of(root) for root in args[0]):
             return _backward(*args, **call.kwargs)
         if func is torch.Tensor.detach:
             caller = call.caller.f_code
+            if caller is MAKES_PARAMETERS and not issubclass(cls, torch.nn.Parameter):
+                raise SwapError(
+                    "a parameter cannot be made of a buffer that is swapped, or of a tensor inside a parameter; make "
+                    "it a copy first (clone)"
+                )
             if caller is MAKES_PARAMETERS:  # `torch.nn.Parameter(p)` shares memory, and must be of the same class.
                 with present([] if home is None else [home]), torch._C.DisableTorchFunctionSubclass():
                     return call.first.detach().as_subclass(cls)
-            if caller is MAKES_STATE_DICTS and home is not None:
+            if (caller is MAKES_STATE_DICTS or caller.co_name == MAKES_STATE_DICTS.co_name) and home is not None:
                 return EvictedView(ViewOfParameter(call.first, home))
         return run(func, args, call.kwargs)
 
@@ -86,6 +116,35 @@ class EvictedParameter(StandIn, GradientEvictedParameter):
         refuse_copy()
 
 
+class EvictedParameter(_Evicted, GradientEvictedParameter):
+    """The class of a parameter while it is evicted."""
+
+
+class EvictedTensor(_Evicted):
+    """The class of a buffer, or of a tensor inside a parameter, while it is evicted.
+
+    Others make state dicts of the tensors themselves, so they are copied and pickled as those of state dicts are.
+    """
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return self._as_view().__deepcopy__(memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        view: Any = self._as_view()
+        return view.__reduce_ex__(protocol)
+
+    def _as_view(self) -> EvictedView:
+        home = home_of(self)
+        if home is None:
+            refuse_copy()
+        return EvictedView(ViewOfParameter(self, home))
+
+
+def is_evicted(tensor: torch.Tensor) -> bool:
+    """True while `tensor` has no values in memory; also for one that `torch.nn.Parameter(...)` made of such a one."""
+    return isinstance(tensor, _Evicted)
+
+
 def _edges_of(inputs: Sequence[Any]) -> list[Any]:
     """Stand-ins of autograd's own for `inputs`: it needs to know which they are, not their values.
 
@@ -97,7 +156,7 @@ def _edges_of(inputs: Sequence[Any]) -> list[Any]:
 
 def _grad(outputs: Any, inputs: Sequence[Any], *, materialize_grads: bool = False, **options: Any) -> Any:
     options["allow_unused"] = materialize_grads or options.get("allow_unused", False)
-    options["grad_outputs"] = tree_map_only(EvictedParameter, torch.clone, options.get("grad_outputs"))
+    options["grad_outputs"] = tree_map_only(_Evicted, torch.clone, options.get("grad_outputs"))
     gradients = torch.autograd.grad(outputs, _edges_of(inputs), **options)
     if not materialize_grads:
         return gradients
@@ -117,12 +176,21 @@ def _answer(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     for item in tree_iter((args, kwargs)):
         if not isinstance(item, torch.Tensor) or not is_hollow(item):
             continue
-        if not isinstance(item, StandIn) or (isinstance(item, EvictedParameter) and home_of(item) is None):
+        if not isinstance(item, StandIn) or (isinstance(item, _Evicted) and home_of(item) is None):
             raise SwapError(
                 f"{operator} was called with a view ({tuple(item.shape)} x {item.dtype}) that C++ code made of an "
                 "evicted parameter, and which has no values; use the parameter itself, or make the view within "
                 "`with swapper.gathered([parameter])`"
             )
+    first = args[0] if args else None
+    if operator in MAKES_ALIASES and isinstance(first, EvictedTensor) and (home := home_of(first)) is not None:
+        # The class around it makes another of its kind, as for a state dict: an alias of the values would keep them.
+        return EvictedView(ViewOfParameter(first, home))
+    if operator in ZEROES:  # Of a DTensor, by `zero_grad`; else `EvictedGradient.use` has seen to it.
+        several: Any = first if isinstance(first, (list, tuple)) else [first]
+        for each in set_zero(several):
+            run(torch.ops.aten.zero_.default, (each,), {})
+        return None if several is first else first
     return run(operator, args, kwargs)
 
 
@@ -137,45 +205,102 @@ def refuse_copy() -> NoReturn:
     )
 
 
-def evict(parameter: torch.nn.Parameter, home: Home) -> None:
-    """Take the values away from `parameter`. It keeps its shape, dtype, version, gradient and hooks."""
-    parameter.__dict__[HOME] = home
-    if type(parameter) is EvictedParameter or UNFILLED in vars(parameter):  # This is no use of its values.
-        parameter.__class__ = torch.nn.Parameter
-    hollow_out(parameter, home.stride, home.name)
-    parameter.__class__ = EvictedParameter
+def evict(tensor: torch.Tensor, home: Home) -> None:
+    """Take the values away from `tensor`. It keeps its shape, dtype, version, gradient and hooks."""
+    tensor.__dict__[HOME] = home
+    if not isinstance(tensor, torch.nn.Parameter):
+        answer_within_classes()
+        if type(tensor) is not torch.Tensor:
+            tensor.__class__ = torch.Tensor
+        hollow_out(tensor, home.stride, home.name)
+        tensor.__class__ = EvictedTensor
+        return
+    evicted: type[EvictedParameter] = EvictedParameter
+    if has_own_class(tensor):
+        vars(tensor).setdefault(_CLASS, type(tensor))
+    if (own := vars(tensor).get(_CLASS)) is not None:
+        evicted = _evicted_class(own)
+    if own is not None or is_evicted(tensor) or UNFILLED in vars(tensor):  # This is no use of its values.
+        tensor.__class__ = torch.nn.Parameter
+    hollow_out(tensor, home.stride, home.name)
+    tensor.__class__ = evicted
 
 
-def restore(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    """Let `values`, of the parameter's shape and dtype, be its values, without a copy."""
-    ordinary = class_in_memory(parameter)
+_CLASS = "_swapper_class"
+"""Name of the attribute of a parameter that has the class that it is of in memory, where that is not torch's."""
+
+
+@functools.cache
+def _evicted_class(own: type[torch.Tensor]) -> type[EvictedParameter]:
+    """The class of an evicted parameter that is of the class `own` in memory, for those who ask of what class it is."""
+    return type(own.__name__, (EvictedParameter, own), {"__module__": own.__module__})
+
+
+class _Attached(torch.Tensor):
+    """The class of a parameter of a class of others that is attached.
+
+    Autograd functions of bitsandbytes keep a view of the weight where no hook sees it, until backward. It is a view
+    that brings the values when it is used, so that the record can leave meanwhile.
+    """
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        first = args[0] if args else None
+        if func in _KEPT_VIEWS and not kwargs and isinstance(first, cls) and (home := home_of(first)) is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                return EvictedView(PartOfView(ViewOfParameter(first, home), func, args[1:]))
+        ordinary: Any = super().__torch_function__
+        return ordinary(func, types, args, kwargs or {})
+
+
+_KEPT_VIEWS = (torch.Tensor.view, torch.Tensor.t)
+
+
+@functools.cache
+def _attached_class(own: type[torch.Tensor]) -> type[torch.Tensor]:
+    """The class of an attached parameter that is of the class `own` in memory."""
+    return type(own.__name__, (_Attached, own), {"__module__": own.__module__})
+
+
+def restore(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Let `values`, of its shape and dtype, be the values of `tensor`, without a copy."""
+    ordinary = class_in_memory(tensor)
     # There is no call in between, so Ctrl-C cannot leave a parameter of an ordinary class without values.
-    parameter.__class__ = ordinary
-    parameter.data = values
-    if (mark := vars(parameter).get(UNFILLED)) is not None:
-        parameter.__class__ = mark.parameter_class
+    tensor.__class__ = ordinary
+    tensor.data = values
+    if (own := vars(tensor).get(_CLASS)) is not None:
+        tensor.__class__ = _attached_class(own) if HOME in vars(tensor) else own
+    elif (mark := vars(tensor).get(UNFILLED)) is not None:
+        tensor.__class__ = mark.parameter_class
 
 
-def restore_for_good(parameter: torch.nn.Parameter, values: torch.Tensor) -> None:
-    """As `restore`; the parameter has no home any more."""
-    parameter.__dict__.pop(HOME, None)
-    parameter.__dict__.pop(ADDRESS, None)
-    restore(parameter, values)
+def restore_for_good(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """As `restore`; it has no home any more."""
+    tensor.__dict__.pop(HOME, None)
+    tensor.__dict__.pop(ADDRESS, None)
+    restore(tensor, values)
+    tensor.__dict__.pop(_CLASS, None)
 
 
-def class_in_memory(parameter: torch.nn.Parameter) -> type[torch.nn.Parameter]:
-    """The class of `parameter` while its values are in memory."""
-    return GradientEvictedParameter if has_evicted_gradient(parameter) else torch.nn.Parameter
+def class_in_memory(tensor: torch.Tensor) -> type[torch.Tensor]:
+    """The class of `tensor` while its values are in memory, as far as torch's own classes go."""
+    if not isinstance(tensor, torch.nn.Parameter):
+        return torch.Tensor
+    return GradientEvictedParameter if has_evicted_gradient(tensor) else torch.nn.Parameter
 
 
-def is_ordinary(parameter: torch.nn.Parameter) -> bool:
+def is_ordinary(parameter: torch.Tensor) -> bool:
     """True if its class is that of all parameters, as far as swapper did not change it."""
     mark = vars(parameter).get(UNFILLED)
     return type(parameter) in (torch.nn.Parameter, GradientEvictedParameter, mark and mark.parameter_class)
 
 
 def can_evict_gradient(parameter: torch.Tensor) -> bool:
-    """True if `set_gradient_home` works: the class must be that of all parameters."""
+    """True if `set_gradient_home` works: the class must be that of all parameters, or of DTensors."""
+    if is_sharded(parameter):
+        return can_have_gradient_home(parameter)
     return isinstance(parameter, torch.nn.Parameter) and (type(parameter) is EvictedParameter or is_ordinary(parameter))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import inspect
 import sys
 import weakref
@@ -13,22 +15,30 @@ import torch
 from torch.utils._pytree import tree_iter
 
 from swapper.errors import SwapError
-from swapper.tensors.hollow import hollow_of
+from swapper.tensors.hollow import answer_within_classes, hollow_of
 from swapper.tensors.homes import LAYOUT, METADATA, Call, StandIn
+from swapper.tensors.reduced import is_reduction
+from swapper.tensors.sharded import Sharding, is_sharded, local_of, sharded_like
 
 __all__ = [
+    "ZEROES",
     "EvictedGradient",
     "GradientEvictedParameter",
     "GradientHome",
     "bring_back_gradients",
+    "can_have_gradient_home",
     "clear_gradient_home",
     "evicted_gradient",
+    "evicted_shard_gradient",
     "fill_gradient",
     "gradient_attached",
+    "gradient_of_local",
     "has_evicted_gradient",
     "raw_gradient",
     "set_gradient_home",
     "set_raw_gradient",
+    "set_zero",
+    "shown",
 ]
 
 _HOME = "_swapper_gradient_home"
@@ -57,6 +67,12 @@ class GradientHome(Protocol):
     def set_zero(self, parameter: torch.nn.Parameter) -> None:
         """Let the gradient be zeros; its values are not needed."""
 
+    def gradient_to_add_to(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+        """Give FSDP2, which has reduced another gradient of `parameter`, the one in memory that it adds that to.
+
+        None: that one is added to what is evicted, when its hook is called.
+        """
+
 
 class GradientEvictedParameter(torch.nn.Parameter):
     """The class of a parameter that has its values, and whose gradient is evicted."""
@@ -74,8 +90,8 @@ class GradientEvictedParameter(torch.nn.Parameter):
 
     @grad.setter
     def grad(self, gradient: torch.Tensor | None) -> None:
-        if isinstance(gradient, EvictedGradient):
-            gradient.bring_back()
+        if (stand_in := _stand_in_of(gradient)) is not None:
+            stand_in.bring_back()
         before = raw_gradient(self)
         set_raw_gradient(self, gradient)  # First: it refuses what is no gradient of this.
         reference = self.__dict__.get(_HOME)
@@ -107,6 +123,56 @@ class GradientEvictedParameter(torch.nn.Parameter):
         return twin.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
+@functools.cache
+def _sharded_class() -> Any:
+    """The same for a DTensor. Made when it is needed: then the module of those is imported."""
+    from torch.distributed.tensor import DTensor
+
+    class GradientEvictedDTensor(DTensor):
+        @property
+        def grad(self: Any) -> torch.Tensor | None:
+            reference = self.__dict__.get(_HOME)
+            home: GradientHome | None = None if reference is None else reference()
+            if home is None:
+                return raw_gradient(self) if reference is None else evicted_gradient(self, None, ())
+            code = sys._getframe(1).f_code
+            if is_reduction(code):
+                return home.gradient_to_add_to(self)
+            return home.gradient_of(self, to_clear=code in _CLEAR)
+
+        @grad.setter
+        def grad(self: Any, gradient: torch.Tensor | None) -> None:
+            if is_reduction(sys._getframe(1).f_code):
+                set_raw_gradient(self, gradient)  # What is evicted stays so: see `gradient_to_add_to`.
+                return
+            GradientEvictedParameter.grad.__set__(self, gradient)  # type: ignore[attr-defined]
+
+        @grad.deleter
+        def grad(self: Any) -> None:
+            self.grad = None
+
+        def __deepcopy__(self: Any, memo: dict[int, Any]) -> Any:
+            with _without_home(self):
+                return copy.deepcopy(self, memo)
+
+        def __reduce_ex__(self: Any, protocol: Any) -> Any:
+            with _without_home(self):
+                return self.__reduce_ex__(protocol)
+
+    return GradientEvictedDTensor
+
+
+@contextmanager
+def _without_home(parameter: torch.nn.Parameter) -> Iterator[None]:
+    """Within it `parameter`, whose gradient is evicted, is one without a gradient."""
+    home = parameter.__dict__[_HOME]
+    clear_gradient_home(parameter)
+    try:
+        yield
+    finally:
+        set_gradient_home(parameter, home())
+
+
 class EvictedGradient(StandIn):
     """The evicted gradient of a parameter. It becomes a plain tensor, the same object, when its values are used.
 
@@ -114,11 +180,13 @@ class EvictedGradient(StandIn):
         parameter: whose gradient it is.
         home: brings it back; None if nothing can any more.
         values_stride: its strides when its values are in memory.
+        around: of a shard, the DTensor that the user sees, if somebody has that. This is its local tensor then.
     """
 
     parameter: torch.nn.Parameter
     home: GradientHome | None
     values_stride: tuple[int, ...]
+    around: weakref.ref[torch.Tensor] | None
 
     @classmethod
     def use(cls, call: Call) -> Any:
@@ -158,6 +226,21 @@ class EvictedGradient(StandIn):
             )
 
 
+ZEROES = {torch.ops.aten.zero_.default, torch.ops.aten._foreach_zero_.default}
+"""Operators that overwrite their first argument, a tensor or several, with zeros."""
+
+
+def set_zero(gradients: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Let those of `gradients` be zeros that are evicted; nothing is read. Returns the others."""
+    others = []
+    for each in gradients:
+        if isinstance(each, EvictedGradient) and each.home is not None:
+            each.home.set_zero(each.parameter)
+        else:
+            others.append(each)
+    return others
+
+
 def evicted_gradient(
     parameter: torch.nn.Parameter, home: GradientHome | None, stride: tuple[int, ...]
 ) -> EvictedGradient:
@@ -166,24 +249,60 @@ def evicted_gradient(
         values_stride = stride or tuple(torch.empty(parameter.shape, device="meta").stride())
         gradient = hollow_of(EvictedGradient, parameter, values_stride)
         gradient.parameter, gradient.home, gradient.values_stride = parameter, home, values_stride
+        gradient.around = None
     return gradient
 
 
+def evicted_shard_gradient(
+    parameter: torch.nn.Parameter, home: GradientHome | None, stride: tuple[int, ...]
+) -> EvictedGradient:
+    """As `evicted_gradient`, for the local tensor of a DTensor's gradient. `shown` is what the user sees."""
+    answer_within_classes()  # The operators of DTensors.
+    with torch._C.DisableTorchFunctionSubclass():
+        gradient = hollow_of(EvictedGradient, local_of(parameter), stride)
+        gradient.parameter, gradient.home, gradient.values_stride = parameter, home, stride
+        gradient.around = None
+    return gradient
+
+
+def shown(gradient: EvictedGradient) -> torch.Tensor:
+    """What `p.grad` gives: `gradient`, or the DTensor around it. While somebody has that, it is the same one."""
+    if not is_sharded(gradient.parameter):
+        return gradient
+    around = None if gradient.around is None else gradient.around()
+    if around is None:
+        around = Sharding.of(gradient.parameter).with_local(gradient)
+        gradient.around = weakref.ref(around)
+    return around
+
+
 def fill_gradient(gradient: EvictedGradient, values: torch.Tensor) -> torch.Tensor:
-    """Let `values` be those of `gradient`, which is a plain tensor from now on."""
+    """Let `values` be those of `gradient`, which is a plain tensor from now on. Returns what was `shown`."""
+    seen = shown(gradient)
     with torch._C.DisableTorchFunctionSubclass():
         gradient.data = values
     gradient.__dict__.clear()
     gradient.__class__ = torch.Tensor  # type: ignore[assignment]
-    return gradient
+    return seen
+
+
+def _stand_in_of(gradient: torch.Tensor | None) -> EvictedGradient | None:
+    """What has no values of `gradient`: itself, or the local tensor of a DTensor; None if it has them."""
+    local = None if gradient is None else local_of(gradient)
+    return local if isinstance(local, EvictedGradient) else None
 
 
 def raw_gradient(parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """The gradient that autograd knows of."""
     gradient: torch.Tensor | None = _GRAD.__get__(parameter)
-    if isinstance(gradient, EvictedGradient):  # Another parameter's, assigned to this one.
-        gradient.bring_back()
+    if (stand_in := _stand_in_of(gradient)) is not None:  # Another parameter's, assigned to this one.
+        stand_in.bring_back()
     return gradient
+
+
+def can_have_gradient_home(parameter: torch.Tensor) -> bool:
+    """True of a DTensor for which `set_gradient_home` works."""
+    return is_sharded(parameter) and type(parameter) in (_sharded_class(), _sharded_class().__base__)
 
 
 def set_raw_gradient(parameter: torch.nn.Parameter, gradient: torch.Tensor | None) -> None:
@@ -201,6 +320,8 @@ def set_gradient_home(parameter: torch.nn.Parameter, home: GradientHome) -> None
     parameter.__dict__[_HOME] = weakref.ref(home)
     if type(parameter) is torch.nn.Parameter:
         parameter.__class__ = GradientEvictedParameter
+    elif is_sharded(parameter):
+        parameter.__class__ = _sharded_class()
 
 
 def clear_gradient_home(parameter: torch.nn.Parameter) -> None:
@@ -208,6 +329,8 @@ def clear_gradient_home(parameter: torch.nn.Parameter) -> None:
     parameter.__dict__.pop(_HOME, None)
     if type(parameter) is GradientEvictedParameter:
         parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
+    elif is_sharded(parameter) and type(parameter) is _sharded_class():
+        parameter.__class__ = _sharded_class().__base__
 
 
 def bring_back_gradients(parameters: Iterable[torch.nn.Parameter], but: Iterable[object] = ()) -> None:
@@ -221,15 +344,20 @@ def bring_back_gradients(parameters: Iterable[torch.nn.Parameter], but: Iterable
         reference = p.__dict__.get(_HOME)
         if reference is None or any(reference() is home for home in but if home is not None):
             continue
-        if isinstance(gradient := p.grad, EvictedGradient):
-            gradient.bring_back()
+        if (stand_in := _stand_in_of(p.grad)) is not None:
+            stand_in.bring_back()
+
+
+def gradient_of_local(parameter: torch.nn.Parameter, local: torch.Tensor) -> torch.Tensor:
+    """The gradient of `parameter` whose local tensor is `local`: a DTensor, or `local` itself."""
+    return sharded_like(local, parameter) if is_sharded(parameter) else local
 
 
 @contextmanager
-def gradient_attached(parameter: torch.nn.Parameter, gradient: torch.Tensor) -> Iterator[None]:
-    """Within it `gradient` is the parameter's, as if it had never been evicted."""
+def gradient_attached(parameter: torch.nn.Parameter, local: torch.Tensor) -> Iterator[None]:
+    """Within it the parameter's gradient is `gradient_of_local`, as if it had never been evicted."""
     home = parameter.__dict__.pop(_HOME)
-    set_raw_gradient(parameter, gradient)
+    set_raw_gradient(parameter, gradient_of_local(parameter, local))
     if subclassed := type(parameter) is GradientEvictedParameter:  # With which torch would not choose foreach.
         parameter.__class__ = torch.nn.Parameter  # type: ignore[assignment]
     try:

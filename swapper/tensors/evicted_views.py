@@ -11,10 +11,12 @@ from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from swapper.errors import SwapError
+from swapper.tensors.collectives import is_collective, run_collective
 from swapper.tensors.evicted_gradients import EvictedGradient
 from swapper.tensors.homes import LAYOUT, METADATA, UNFILLED, Call, Home, StandIn, home_of, present
 
 __all__ = [
+    "MAKES_ALIASES",
     "MAKES_PARAMETERS",
     "MAKES_STATE_DICTS",
     "EvictedView",
@@ -22,9 +24,11 @@ __all__ = [
     "Source",
     "ViewOfParameter",
     "run",
+    "viewed_by",
 ]
 
 MAKES_PARAMETERS = Parameter.__new__.__code__
+MAKES_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 MAKES_STATE_DICTS = Module._save_to_state_dict.__code__
 
 
@@ -48,11 +52,14 @@ class Source:
         """The values at an address of the host that stays theirs as long as somebody has the tensor."""
         return self.real()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """None: whoever copies what a view has, as `dcp.async_save` does, has copied its values."""
+
 
 class ViewOfParameter(Source):
     """The values of a parameter, evicted or not."""
 
-    def __init__(self, parameter: Parameter, home: Home) -> None:
+    def __init__(self, parameter: torch.Tensor, home: Home) -> None:
         self.shape, self.stride, self.dtype = parameter.shape, home.stride, parameter.dtype
         self.device = parameter.device
         self.parameter = parameter
@@ -140,6 +147,10 @@ class EvictedView(StandIn):
                     "make it a copy first (clone)"
                 )
             return EvictedView(first.source)
+        if call.func in MAKES_ALIASES or (
+            name == "view_as" and len(args) == 2 and args[1] is first
+        ):  # As `DTensor.to_local` does.
+            return EvictedView(first.source)
         if name in _ADDRESSES:
             parameter = _parameter_of(first.source)
             mark = None if parameter is None else vars(parameter).get(UNFILLED)
@@ -161,6 +172,8 @@ class EvictedView(StandIn):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Run `func`, called by C++ code, with the values in memory."""
+        if func in MAKES_ALIASES and isinstance(view := args[0], EvictedView):
+            return EvictedView(view.source)
         return run(func, args, kwargs or {})
 
     def __deepcopy__(self, memo: dict[Any, Any]) -> torch.Tensor:
@@ -193,11 +206,19 @@ def _makes_part(name: str, args: tuple[Any, ...]) -> bool:
     if name == "view":
         sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
         return all(type(size) is int for size in sizes)
+    if name == "t":
+        return not args
     index = args[0] if name == "__getitem__" else None
     return all(type(item) in (int, slice) for item in (index if isinstance(index, tuple) else (index,)))
 
 
-def _parameter_of(source: Source) -> Parameter | None:
+def viewed_by(tensor: object) -> torch.Tensor | None:
+    """The parameter of which all of `tensor` is a view, as in state dicts; None if it is none."""
+    source = tensor.source if isinstance(tensor, EvictedView) else None
+    return source.parameter if isinstance(source, ViewOfParameter) else None
+
+
+def _parameter_of(source: Source) -> torch.Tensor | None:
     while isinstance(source, PartOfView):
         source = source.whole
     return source.parameter if isinstance(source, ViewOfParameter) else None
@@ -225,11 +246,12 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
             item.bring_back()
     plainly = nullcontext() if unfilled and not bare else torch._C.DisableTorchFunctionSubclass()
     with present(homes), plainly:
-        if not views:
-            return func(*args, **kwargs)
         real = {key: view.source.real() for key, view in views.items()}
-        args, kwargs = tree_map_only(EvictedView, lambda view: real[id(view)], (args, kwargs))
-        result = func(*args, **kwargs)
+        if views:
+            args, kwargs = tree_map_only(EvictedView, lambda view: real[id(view)], (args, kwargs))
+        result = run_collective(func, args, kwargs) if is_collective(func) else func(*args, **kwargs)
+        if not views:
+            return result
         view_of = {id(real[key]): view for key, view in views.items()}  # What works in place gives it back.
         if type(result) in (list, tuple):
             return type(result)(view_of.get(id(item), item) for item in result)

@@ -6,13 +6,15 @@ not look like one with values. Two things see to that:
 
 - It has a dispatch key that no kernel of torch is for, `DeferredInit`. The fallback of that key is Python code of ours,
   and the dispatcher calls it in place of every operator that gets such a tensor, before autograd. Within a
-  `TorchDispatchMode` torch does not find that fallback, and raises.
+  `TorchDispatchMode` torch does not find that fallback, and raises. Within the `__torch_dispatch__` of a class, such as
+  a quantised tensor that has hollow ones inside, that key and autograd's are switched off: there a second one, `FPGA`,
+  stands in, with the same fallback, whose place is below.
 - Its storage has a length and no memory. Torch raises where C++ code asks for an address to write to, for one of a
   type, or for a storage to share or to save. Builds for CUDA and ROCm let a storage raise whatever is asked; in others
   C++ code that asks for `const void*` gets nullptr.
 
 Torch compares the keys of tensors on devices of other makers (PrivateUse1) when `data` is set, so those have none. They
-share one NaN, whose storage raises where torch, or the module of the device, can let it.
+share one NaN, or the least integer, whose storage raises where torch, or the module of the device, can let it.
 """
 
 from __future__ import annotations
@@ -27,11 +29,19 @@ import torch
 
 from swapper.tensors.grad_modes import outside_of_inference
 
-__all__ = ["answer_operators", "hollow_of", "hollow_out", "is_hollow", "operators_unanswered"]
+__all__ = [
+    "answer_operators",
+    "answer_within_classes",
+    "hollow_of",
+    "hollow_out",
+    "is_hollow",
+    "operators_unanswered",
+    "shows_reads",
+]
 
 _TensorT = TypeVar("_TensorT", bound=torch.Tensor)
 
-_NAME = "DeferredInit"
+_NAMES = ("DeferredInit", "FPGA")
 _UNANSWERED = ("_has_compatible_shallow_copy_type", "is_same_size", "dense_dim", "sparse_dim")
 """Operators that read no values: `p.data = values` calls the first."""
 
@@ -45,6 +55,8 @@ _ACCESS = (
 
 _log = logging.getLogger("swapper")
 
+_NAMESPACES = ("aten", "prims")
+_answers: list[Callable[..., Any]] = []
 _keys: torch._C.DispatchKeySet | None = None
 _libraries: list[torch.library.Library] = []
 """What is registered stays so as long as these live."""
@@ -73,13 +85,40 @@ def answer_operators(answer: Callable[..., Any]) -> None:
     library: Any = torch.library.Library
     try:
         operators, fallbacks = (library(name, "IMPL") for name in ("aten", "_"))
-        fallbacks.fallback(answer, _NAME)  # First: it fails if somebody else has the key.
-        for name in _UNANSWERED:
-            operators.impl(name, torch.library.fallthrough_kernel, _NAME)
+        for key in _NAMES:
+            fallbacks.fallback(answer, key)  # First: it fails if somebody else has the key.
+            for name in _UNANSWERED:
+                operators.impl(name, torch.library.fallthrough_kernel, key)
         _libraries.extend((operators, fallbacks))
-        _keys = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(_NAME))
+        keys = [torch._C.DispatchKeySet(torch._C._dispatch_key_parse(key)) for key in _NAMES]
+        _keys = keys[0] | keys[1]
+        _answers.append(answer)
     except (AttributeError, RuntimeError) as error:
         _log.warning("what C++ code reads of evicted parameters unforeseen is NaN, without an error: %s", error)
+
+
+@functools.cache
+def answer_within_classes() -> None:
+    """From now on what was given to `answer_operators` is called within `__torch_dispatch__` too. Idempotent.
+
+    Below autograd an operator that has one kernel for all devices goes before a fallback: each of those is registered.
+    It takes a tenth of a second, and only tensors inside others need it.
+    """
+    for answer in _answers:
+        names: set[str] = set()
+        for alias in ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"):
+            names.update(torch._C._dispatch_get_registrations_for_dispatch_key(alias))
+        libraries: dict[str, Any] = {}
+        library_of: Any = torch.library.Library
+        for qualified in sorted(names):
+            namespace, name = qualified.split("::")
+            operator, _, overload = name.partition(".")
+            if namespace not in _NAMESPACES or operator in _UNANSWERED:
+                continue
+            library = libraries.setdefault(namespace, library_of(namespace, "IMPL"))
+            packet = getattr(getattr(torch.ops, namespace), operator)
+            library.impl(name, functools.partial(answer, getattr(packet, overload or "default")), _NAMES[1])
+        _libraries.extend(libraries.values())
 
 
 def hollow_out(tensor: torch.Tensor, stride: tuple[int, ...], name: str) -> None:
@@ -121,10 +160,18 @@ _refuse_access: Callable[[int, str], None] | None = getattr(torch._C, "_set_stor
 @functools.cache
 def _nan(dtype: torch.dtype, device: torch.device, refuse: Callable[[int, str], None] | None) -> torch.Tensor:
     """What all share that have no key: making one is work for a device, and for its allocator."""
-    element = torch.full((), float("nan"), dtype=dtype, device=device)
+    floating = dtype.is_floating_point or dtype.is_complex
+    least = True if dtype is torch.bool else float("nan") if floating else torch.iinfo(dtype).min
+    element = torch.full((), least, dtype=dtype, device=device)
     if refuse is not None:
         refuse(element.untyped_storage()._cdata, _ACCESS.format("a tensor"))
     return element
+
+
+def shows_reads(dtype: torch.dtype, device: torch.device) -> bool:
+    """True if C++ code that reads a hollow tensor of that kind gets its values, an error or NaN: no other number."""
+    has_key = _keys is not None and device.type in (*_COMPATIBLE, "meta")  # Of one that is to be made on the CPU.
+    return has_key or _refuse_access is not None or dtype.is_floating_point or dtype.is_complex
 
 
 def is_hollow(tensor: torch.Tensor) -> bool:

@@ -11,14 +11,19 @@ from typing import Any, ClassVar, NamedTuple, Protocol
 import torch
 from torch._compile import _disable_dynamo
 
+from swapper.tensors.inner import inner_tensors
+from swapper.tensors.sharded import local_of
+
 __all__ = [
     "ADDRESS",
     "HOME",
     "LAYOUT",
     "METADATA",
+    "PARTS",
     "UNFILLED",
     "Call",
     "Home",
+    "Parts",
     "StandIn",
     "TemporaryHome",
     "gathered",
@@ -27,10 +32,13 @@ __all__ = [
 ]
 
 HOME = "_swapper_home"
-"""Name of the attribute of a parameter that holds its `Home`."""
+"""Name of the attribute of a swapped tensor that holds its `Home`: a parameter, a buffer, or a tensor inside one."""
 
 ADDRESS = "_swapper_address"
 """Name of the attribute of a parameter that keeps the mapped copy whose address it gave."""
+
+PARTS = "_swapper_parts"
+"""Name of the attribute of a parameter whose parts come one by one, with its `Parts`."""
 
 UNFILLED = "_swapper_unfilled"
 """Name of the attribute of a tensor that has no values yet; see `swapper.tensors.unfilled`."""
@@ -68,11 +76,26 @@ class Home(Protocol):
     def gather(self, homes: Iterable[Home]) -> AbstractContextManager[None]:
         """As `present`, and raise beforehand if there is no room for all of them."""
 
-    def deepcopy(self, parameter: torch.nn.Parameter, memo: dict[int, Any]) -> torch.nn.Parameter:
+    def deepcopy(self, parameter: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         """Make what `copy.deepcopy` of the parameter gives.
 
         Raises:
             SwapError: it cannot be copied.
+        """
+
+
+class Parts(Protocol):
+    """Brings one part of a parameter, all of one index in its first dimension, without the others."""
+
+    @property
+    def usable(self) -> bool:
+        """False once the parts are given up; then the home has the whole, or says why not."""
+
+    def part(self, index: int) -> torch.Tensor:
+        """The part of `index`, from 0: without gradient, in memory as long as somebody has the tensor.
+
+        Raises:
+            SwapIOError: it could not be read.
         """
 
 
@@ -83,16 +106,16 @@ class TemporaryHome(Home, Protocol):
     def viewed(self) -> bool:
         """True if tensors that are not ours share the memory of the values."""
 
-    def forget(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
         """Other homes have the values of `parameters` now, all of this owner."""
 
-    def stay(self, parameter: torch.nn.Parameter) -> None:
+    def stay(self, parameter: torch.Tensor) -> None:
         """Leave `parameter`, which is `viewed`, its values where they are now, for good."""
 
 
 def home_of(item: object) -> Home | None:
-    """The home of a swapped parameter, whether it is evicted or attached; None for anything else."""
-    return item.__dict__.get(HOME) if isinstance(item, torch.nn.Parameter) else None
+    """The home of a swapped tensor, whether it is evicted or attached; None for anything else."""
+    return getattr(item, HOME, None) if isinstance(item, torch.Tensor) else None
 
 
 def present(homes: Sequence[Home]) -> AbstractContextManager[object]:
@@ -100,9 +123,10 @@ def present(homes: Sequence[Home]) -> AbstractContextManager[object]:
     return _together(homes, lambda home: home.present)
 
 
-def gathered(parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[object]:
-    """Within it `parameters` have their values, and are of their own class."""
-    homes = [home for parameter in parameters if (home := home_of(parameter)) is not None]
+def gathered(parameters: Iterable[torch.Tensor]) -> AbstractContextManager[object]:
+    """Within it `parameters` have their values, and are of their own class. So have the tensors inside them."""
+    tensors = dict.fromkeys(inner.tensor for parameter in parameters for inner in inner_tensors("", parameter))
+    homes = [home for tensor in map(local_of, tensors) if (home := home_of(tensor)) is not None]
     return _together(homes, lambda home: home.gather)
 
 

@@ -21,7 +21,7 @@ import gc
 import sys
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -88,14 +88,18 @@ class OtherTensors:
         self._by_storage: dict[int, list[weakref.ref[torch.Tensor]]] | None = None
         self._has_looked = False
 
-    def view(self, parameter: torch.nn.Parameter) -> bool:
-        """True if such a tensor shares the memory of `parameter`, which is in memory; or somebody has its storage."""
-        while is_shared(parameter, ours=1):
+    def view(self, parameter: torch.Tensor, aliases: Sequence[torch.Tensor] = ()) -> bool:
+        """True if such a tensor shares the memory of `parameter`, which is in memory; or somebody has its storage.
+
+        Args:
+            aliases: tensors that may.
+        """
+        while is_shared(parameter, ours=1 + len(aliases)):
             if self._by_storage is None:
                 self._look()
-            if not self._knows_one(parameter):
+            if not self._knows_one(parameter, aliases):
                 return False
-            if self._patience.outlasted_by(partial(self._knows_one, parameter)):
+            if self._patience.outlasted_by(partial(self._knows_one, parameter, aliases)):
                 return True
             self._by_storage = None
         return False
@@ -107,12 +111,13 @@ class OtherTensors:
             self._patience.count_look(time.monotonic() - start_s)
         self._has_looked = True
 
-    def _knows_one(self, parameter: torch.nn.Parameter) -> bool:
+    def _knows_one(self, parameter: torch.Tensor, aliases: Sequence[torch.Tensor]) -> bool:
         assert self._by_storage is not None
         storage = parameter.untyped_storage()._cdata
         tensors = [tensor for ref in self._by_storage.get(storage, ()) if (tensor := ref()) is not None]
         with torch._C.DisableTorchFunctionSubclass():
-            shares = any(t is not parameter and t.untyped_storage()._cdata == storage for t in tensors)
+            ours = {id(parameter), *map(id, aliases)}
+            shares = any(id(t) not in ours and t.untyped_storage()._cdata == storage for t in tensors)
         return shares or _holders(parameter)[1] > _NO_HOLDER
 
 

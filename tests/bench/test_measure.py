@@ -22,7 +22,7 @@ from swapper.bench.measure import ContestantFailed, Figure, Timing, alternate, d
 from swapper.bench.site import EngineSettings, Site
 from swapper.bench.witness import Operation, Proof, Witness, resident_bytes
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 # --- The proof -----------------------------------------------------------------------------------------------------

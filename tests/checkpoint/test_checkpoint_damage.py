@@ -18,7 +18,7 @@ from swapper.checkpoint.index import INDEX
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io import checksums
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import pytest
 import safetensors
 import torch
 from checkpoints import Odd, Training, Words, settings_of, whole
-from drives import mounted
 from launcher import run_program
 from repository import BENCHMARKS
+from small_drives import mounted
 from torch import nn
 from training import OPTIMIZERS
 from twins import bits

@@ -18,12 +18,12 @@ import torch
 from checkpoints import SmallNet as Net
 from checkpoints import SmallTraining as Training
 from checkpoints import whole
-from drives import mounted
 from isolation import in_forked_child
 from launcher import run_program
 from safetensors import safe_open
+from small_drives import mounted
 from torch import nn
-from twins import bits
+from twins import bits, small_records
 
 import swapper
 from swapper.checkpoint.writer import NewCheckpoint
@@ -31,7 +31,7 @@ from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io.handle import File
 from swapper.storage.store import TensorStore
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 # --- After a failure -------------------------------------------------------------------------------------------------
@@ -218,6 +218,23 @@ MODELS: dict[str, tuple[Callable[[Any], Any], list[str]]] = {
 def test_another_model_is_refused(change: Callable[[Any], Any], names: list[str], tmp_path: Path) -> None:
     Training(tmp_path).steps(1).save(tmp_path / "saved")
     refused(tmp_path / "saved", net(change), None, *names)
+
+
+@pytest.mark.parametrize("swapped", [True, False])
+def test_one_tensor_of_the_checkpoint_that_is_two_in_the_model_is_loaded_into_both(
+    swapped: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("swapper.checkpoint.saved_model._PIECE_BYTES", 256)  # Longer ones are read in pieces.
+    tied = net(lambda m: (setattr(m, "two", nn.Linear(64, 72)), setattr(m.two, "weight", m.one.weight)))
+    swapper.save_checkpoint(tmp_path / "saved", tied)
+    model = net(lambda m: setattr(m, "two", nn.Linear(64, 72)))
+    if swapped:
+        with small_records():
+            swapper.offload(
+                model, config={"nvme_path": tmp_path, "pool_bytes": "2MiB", "offload_param": {"device": "nvme"}}
+            )
+    swapper.load_checkpoint(tmp_path / "saved", model)
+    assert bits(dict(model.state_dict())) == bits(dict(tied.state_dict()))
 
 
 def adamw(groups: Any, **options: Any) -> Any:

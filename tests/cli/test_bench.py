@@ -27,7 +27,7 @@ from swapper.cli import chart
 
 SMALL = ["--size", "8MiB", "--block-size", "1MiB", "--queue-depth", "4", "--loops", "2"]
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 # --- swapper bench -------------------------------------------------------------------------------------------------

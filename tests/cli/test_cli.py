@@ -33,7 +33,7 @@ from swapper.sizes import format_bytes
 from swapper.storage import runs as runs_module
 from swapper.storage.runs import RunDirectory, RunState, find_runs, make_run_directory, remove_run
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 RECORD = "000-optim-000000.safetensors"
 ELSEWHERE = {"host": "elsewhere", "boot_id": "another"}

@@ -32,7 +32,7 @@ from swapper.io.gds import CuFileProbe, probe_cufile
 from swapper.io.handle import BACKENDS, AsyncIOHandle, File, Probe, probe
 from swapper.storage.mounts import Mount
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 MiB, GiB = 1 << 20, 1 << 30
 
@@ -55,7 +55,7 @@ def as_json(*arguments: object, code: int = 0) -> dict[str, Any]:
 
 KEYS = {
     "": "version machine backends limits slab accelerators accelerators_reason cuda cuda_reason nvidia_driver "
-    "cufile directories changes",
+    "cufile directories native_steps changes",
     "machine": "kernel architecture cpu cpus cpus_usable memory_bytes memory_available_bytes container cgroup_version "
     "memory_limit_bytes python torch torch_threads omp_wait_policy",
     "limits": "memlock_bytes memlock_hard_bytes may_lock_any aio_max_nr aio_nr io_uring_disabled seccomp",
@@ -79,6 +79,13 @@ def test_json_has_the_documented_keys(nvme_path: Path) -> None:
     assert set(directory) == set(DIRECTORY_KEYS.split())
     assert all(set(found) == set(DRIVE_KEYS.split()) for found in directory["drives"])
     assert all(set(change) == {"section", "name", "value", "change"} for change in data["changes"])
+
+
+def test_optimizers_are_stepped_natively_or_a_reason_is_given(nvme_path: Path) -> None:
+    data = as_json("--nvme-path", nvme_path)
+    native = {each["optimizer"]: each["native"] for each in data["native_steps"]}
+    assert native["AdamW(fused=True)"] and native["SGD(momentum)"] and not native["Rprop"]
+    assert all(each["native"] == (not each["reason"]) for each in data["native_steps"])
 
 
 def test_the_documentation_names_every_key() -> None:

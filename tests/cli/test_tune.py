@@ -24,7 +24,7 @@ from swapper.cli.deepspeed_flags import BenchCommand, TuneCommand, translated
 from swapper.config import AioConfig, OffloadConfig
 from swapper.errors import ConfigError, SwapError
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 # --- swapper tune --------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ using swapper::crc32c;
 using swapper::crc32c_by_table;
 using swapper::crc32c_join;
 using swapper::crc32c_shift;
+using swapper::crc32c_unfolded;
 
 namespace {
 
@@ -38,6 +39,7 @@ void checksums_agree(size_t length, size_t misalignment, bool compare) {
     const uint32_t crc = crc32c(data, length);
     if (compare) CHECK(crc == reference(data, length));
     CHECK(crc == crc32c_by_table(data, length));
+    CHECK(crc == crc32c_unfolded(data, length));
     for (const unsigned threads : {2, 3, 7}) CHECK(crc == crc32c(data, length, 0, threads));
     for (const size_t cut : {size_t{0}, length / 3, length}) {
         const uint32_t first = crc32c(data, cut, 0, 2);
@@ -45,6 +47,10 @@ void checksums_agree(size_t length, size_t misalignment, bool compare) {
         CHECK(crc == crc32c_by_table(data + cut, length - cut, first));
         const uint32_t second = crc32c(data + cut, length - cut);
         CHECK(crc == crc32c_join(first, second, crc32c_shift(length - cut)));
+        for (const unsigned threads : {1, 3}) {
+            const auto sums = swapper::crc32c_each({{data, cut}, {data + cut, length - cut}}, threads);
+            CHECK(sums.size() == 2 && sums[0] == first && sums[1] == second);
+        }
     }
 }
 

@@ -23,8 +23,8 @@ from typing import Any
 import pytest
 import torch
 from deepnvme_programs import DEVICES, NEEDS_LOCK, contents, full_errno, locked_bytes, run, settle
-from drives import random_bytes
 from interrupts import interrupted_at
+from small_drives import random_bytes
 
 from swapper import deepnvme
 from swapper.deepnvme import (
@@ -40,7 +40,7 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.io.gds import probe_cufile
 from swapper.io.handle import FaultPlan
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 BLOCK = 1024

@@ -19,7 +19,7 @@ from deepnvme_programs import (
     run,
     settle,
 )
-from drives import random_bytes
+from small_drives import random_bytes
 
 from swapper import deepnvme
 from swapper.deepnvme import (
@@ -33,7 +33,7 @@ from swapper.deepnvme import (
 )
 from swapper.errors import SwapIOError
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 DTYPES = [

@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import lightning_sharded
 import pytest
 import torch
 from launcher import run_program
@@ -458,3 +459,9 @@ def two_ranks(rank: int, nvme_path: Path, directory: Path) -> None:
 
 def test_two_processes_end_in_the_bits_of_stock_ddp(nvme_path: Path, tmp_path: Path, leaves_nothing: None) -> None:
     in_processes(two_ranks, nvme_path, tmp_path)
+
+
+def test_two_processes_end_in_the_bits_of_the_stock_model_parallel_strategy(
+    nvme_path: Path, tmp_path: Path, leaves_nothing: None
+) -> None:
+    in_processes(lightning_sharded.with_fabric, nvme_path, tmp_path)

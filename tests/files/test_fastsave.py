@@ -6,6 +6,7 @@ import collections
 import contextlib
 import errno
 import fcntl
+import functools
 import gc
 import io
 import itertools
@@ -27,10 +28,10 @@ import isolation
 import pytest
 import torch
 from archives import without_id
-from interrupts import interrupted_at
+from interrupts import interrupted_at, places_of
 from launcher import run_program
 from repository import BENCHMARKS
-from sampling import places
+from sampling import ALL
 from torch import Tensor, nn
 
 import swapper
@@ -730,21 +731,18 @@ def test_the_directory_is_renamed_while_saving(tmp_path: Path) -> None:
 def test_ctrl_c_anywhere_in_a_save_leaves_the_old_file_or_the_new(tmp_path: Path, module: str) -> None:
     path = tmp_path / "x"
     new = [torch.arange(100_000), torch.ones(3)]
-    torch.save(OLD, path)
-    before = descriptors()
+    before, struck = descriptors(), 0
     with AsyncIOHandle() as handle:
-        for n in places(5, sample=25):  # All of them take minutes.
-            cut = interrupted_at(n, lambda: swapper.save(new, path, pool_bytes=1 << 18, handle=handle), module)
+        save = functools.partial(swapper.save, new, path, pool_bytes=1 << 18, handle=handle)
+        for place in places_of(save, module, sample=None if ALL else 15):
+            torch.save(OLD, path)
+            struck += interrupted_at(place, save, module)
             gc.collect()
             found = torch.load(path)
             assert_same(found, OLD if isinstance(found, dict) else new)
-            if isinstance(found, list):
-                torch.save(OLD, path)
             left = [entry.name for entry in tmp_path.iterdir()]
-            assert left == ["x"], f"interrupted at {n}: {left}"
-            if not cut:
-                break
-        assert n > 50
+            assert left == ["x"], f"interrupted at {place}: {left}"
+        assert struck >= (20 if ALL else 10)
         assert handle.unobserved_failures == 0
     assert descriptors() <= before + 1
 
@@ -753,15 +751,18 @@ def test_ctrl_c_anywhere_in_a_save_leaves_the_old_file_or_the_new(tmp_path: Path
 def test_ctrl_c_anywhere_in_a_load_is_raised(tmp_path: Path) -> None:
     tensors = [torch.arange(100_000), torch.ones(3)]
     swapper.save(tensors, tmp_path / "x")
-    before = descriptors()
+    before, struck = descriptors(), 0
+    loaded: list[Any] = []
     with AsyncIOHandle() as handle:
-        for n in places(1, sample=8):
-            loaded: list[Any] = []
-            load = lambda: loaded.append(swapper.load(tmp_path / "x", pool_bytes=1 << 18, handle=handle))  # noqa: B023, E731
-            if not interrupted_at(n, load, "files/input_file.py"):
-                break
-            assert not loaded
-        assert n > 100
+        load = lambda: loaded.append(swapper.load(tmp_path / "x", pool_bytes=1 << 18, handle=handle))  # noqa: E731
+        for place in places_of(load, "files/input_file.py", sample=None if ALL else 30):
+            loaded.clear()
+            cut = interrupted_at(place, load, "files/input_file.py")
+            assert cut != bool(loaded), place
+            struck += cut
+        assert struck >= (40 if ALL else 20)
+        loaded.clear()
+        load()
         assert_same(loaded[0], tensors)
     assert descriptors() <= before + 1
 

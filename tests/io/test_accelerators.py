@@ -18,7 +18,7 @@ from swapper.io.devices import DeviceCopies, copies_of, is_accelerator
 from swapper.io.handle import AsyncIOHandle
 from swapper.tensors.evicted_gradients import raw_gradient
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 NUMEL = 10_000
 

@@ -17,7 +17,7 @@ LENGTHS = (1, 4095, 4096, BLOCK - 1, BLOCK, BLOCK + 4096, 3 * BLOCK + 13)
 AVAILABLE = [found.backend for found in probe() if found.available]
 SLAB = Slab(2 << 20)
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(params=AVAILABLE)

@@ -20,7 +20,7 @@ from conformance import BLOCK, SUBJECTS, Conformance, Subject, fails, random_byt
 from swapper.errors import SwapError
 from swapper.io.handle import FaultPlan, Slab
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(params=SUBJECTS, ids=str)

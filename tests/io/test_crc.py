@@ -62,8 +62,10 @@ def test_checksum_of_known_vectors(name: str) -> None:
     assert reference_crc32c(data) == expected
 
 
-# Around words of 8 bytes and around three lanes of 256 and of 4096 bytes.
-@pytest.mark.parametrize("length", [*range(40), 767, 768, 769, 1543, 12287, 12288, 12289, 25000])
+# Around words of 8 bytes, three lanes of 256 and of 4096 bytes, and what is folded, from 512 bytes on by 256.
+@pytest.mark.parametrize(
+    "length", [*range(40), 511, 512, 513, 767, 768, 769, 1023, 1024, 1025, 1543, 12287, 12288, 12289, 25000]
+)
 def test_checksum_equals_the_table(length: int) -> None:
     data = random.Random(length).randbytes(length + 3)
     tensor = tensor_of(data)

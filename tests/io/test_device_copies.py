@@ -39,7 +39,7 @@ from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted_gradients import raw_gradient, set_raw_gradient
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 MIB = 1 << 20
 CPU = torch.device("cpu")

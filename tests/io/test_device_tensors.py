@@ -32,7 +32,7 @@ CHUNK = BLOCK  # As patched below: the ring holds four.
 SIZES = (0, 1, 511, 512, 4095, 4096, 4097, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 13, 11 * CHUNK + 5)
 BACKENDS = [next(found.backend for found in probe() if found.available), "buffered"]
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(autouse=True)

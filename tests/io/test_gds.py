@@ -32,7 +32,7 @@ BLOCK = 16 << 10
 SIZES = (0, 1, 511, 512, 4095, 4096, 4097, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK + 13, 40 * BLOCK + 5)
 
 pytestmark = [
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(240),
     pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the mock library"),
 ]
 
@@ -55,6 +55,13 @@ def random_bytes(length: int, seed: int = 0) -> torch.Tensor:
 def wait_all(transfers: list[Transfer]) -> None:
     for transfer in transfers:
         transfer.wait()
+
+
+def test_an_idle_handle_keeps_no_file(mock: Mock, handle: GDSHandle, tmp_path: Path) -> None:
+    """Else the space of one that was deleted would not be free."""
+    with handle.open(tmp_path / "file", "rw") as file:
+        assert handle.write(file, random_bytes(3 * BLOCK), 0).wait() == 3 * BLOCK
+    settled(mock)
 
 
 # --- Data arrives ---------------------------------------------------------------------------------------------------

@@ -26,7 +26,7 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan, Slab, probe
 
 # No thread of these tests shall be able to hang the run.
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(params=CONFORMING)

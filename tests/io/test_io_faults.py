@@ -14,7 +14,7 @@ from conformance import BLOCK, SUBJECTS, Conformance, Subject, fails, in_slab, r
 from swapper.errors import SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan, Transfer
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 HARMLESS: dict[str, float] = {
     "short": 0.3,
@@ -307,3 +307,30 @@ def test_failure_during_another_error_does_not_hide_it(subject: Subject, tmp_pat
     with pytest.raises(KeyError), subject.handle(faults=FaultPlan(eio=1.0)) as handle:
         handle.write(subject.open(handle, tmp_path / "file", "w"), subject.place(random_bytes(100)))
         raise KeyError
+
+
+@once
+def test_the_end_of_a_transfer_does_not_wait_for_a_full_queue_of_later_ones(subject: Subject, tmp_path: Path) -> None:
+    """Beside the last parts of one at most half a queue of others is in flight; the others go on when it is over."""
+    plan = FaultPlan()
+    with AsyncIOHandle(backend=subject.backend, block_bytes=BLOCK, queue_depth=8, faults=plan) as handle:
+        contents = random_bytes(64 * BLOCK)
+        (tmp_path / "file").write_bytes(contents.numpy().tobytes())
+        with handle.open(tmp_path / "file") as file:
+            for first_blocks in (1, 7, 8, 9, 13):
+                target = torch.zeros_like(contents)
+                plan.bytes_per_second, before = 500 * BLOCK, plan.reads
+                first = handle.read(file, target[: first_blocks * BLOCK])
+                others = [
+                    handle.read(file, target[at * BLOCK : (at + 5) * BLOCK], at * BLOCK)
+                    for at in range(first_blocks, 64 - 5, 5)
+                ]
+                while True:
+                    seen = plan.reads - before
+                    if first.done():
+                        break
+                    assert seen <= first_blocks + 4
+                plan.bytes_per_second = 0
+                wait_all([first, *others])
+                end = (first_blocks + 5 * len(others)) * BLOCK
+                assert torch.equal(target[:end], contents[:end])

@@ -49,7 +49,7 @@ def strategy_of(nvme_path: Path, what: str, **more: Any) -> SwapStrategy:
     return SwapStrategy(config, **more)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, together=2)
 @pytest.mark.parametrize(("clip", "accumulate"), [("", 1), ("norm", 2), ("value", 1)])
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true"])
 @pytest.mark.parametrize("what", WHAT)
@@ -143,7 +143,7 @@ def test_an_optimizer_that_is_given_again_keeps_its_state(what: str, nvme_path: 
 def test_a_run_is_resumed_here_and_on_the_cpu(
     what: str, format: Any, nvme_path: Path, tmp_path: Path, trained: torch.device
 ) -> None:
-    options: dict[str, Any] = {"enable_checkpointing": True, "gradient_clip_val": 0.05}
+    options: dict[str, Any] = {"enable_checkpointing": True, "gradient_clip_val": 0.05, "default_root_dir": tmp_path}
 
     def run(strategy: Any, directory: Path) -> Any:
         keep = ModelCheckpoint(directory, every_n_train_steps=3, save_top_k=-1, filename="{step}")

@@ -55,7 +55,7 @@ def test_a_run_that_was_interrupted_is_resumed_to_the_bits_of_a_plain_one(
     swapped = ["--trainer.strategy=swapper.lightning.SwapStrategy", "--trainer.strategy.config=config.yaml"]
     with subprocess.Popen([*COMMAND, *swapped], cwd=ours) as run:
         try:
-            deadline_s = time.monotonic() + 120
+            deadline_s = time.monotonic() + 240
             while not (ours / ".swapper" / "lightning" / "last.ckpt").exists():
                 assert run.poll() is None and time.monotonic() < deadline_s, "it has not come so far"
                 time.sleep(0.01)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import importlib
 import logging
 import random
 import time
@@ -17,7 +16,7 @@ import pytest
 import torch
 from accelerators import simulated
 from interrupts import interrupted_at
-from mock_cufile import COMPILER, Mock
+from mock_cufile import COMPILER, WITHOUT_CUFILE, Mock, check_that_the_reason_is_logged_once
 from removed_waits import remove, sites
 from sampling import places
 from torch import nn
@@ -214,7 +213,7 @@ def edit(twins: Twins, generator: random.Random) -> None:
             model.weights[number].mul_(1.5)
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(4, together=2)
 @pytest.mark.parametrize("seed", range(24))
 @pytest.mark.parametrize("gradients", ["none", "nvme"])
 @pytest.mark.parametrize("masters", [False, True])
@@ -293,7 +292,7 @@ def test_writes_start_without_a_call(
     for _ in range(4):
         before = direct["bytes_written"]
         twins.step()
-        deadline_s = time.monotonic() + 60
+        deadline_s = time.monotonic() + 240
         while direct["bytes_written"] < before + twins.swapper.stats().state_bytes:
             assert time.monotonic() < deadline_s
             time.sleep(0.001)
@@ -316,7 +315,7 @@ def test_writes_do_not_wait_for_what_comes_after_the_step(
     twins.mine.weights[0].detach().clone()
     reached = torch.get_device_module(device).Event()
     reached.record()
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 240
     while direct["bytes_written"] < before + twins.swapper.stats().state_bytes:
         assert time.monotonic() < deadline_s
         time.sleep(0.001)
@@ -406,37 +405,20 @@ def test_on_is_auto_where_it_can_be(direct: Mock, nvme_path: Path, device: torch
     twins.close()
 
 
-@pytest.mark.parametrize(
-    ("why", "settings", "reason"),
-    [
-        ("off", {"aio": {"gds": "off"}}, "aio.gds is off"),
-        ("driver", {}, "cuFileDriverOpen"),
-        ("file", {}, "cuFile error 5007"),
-        ("verified", {"verify": "crc32c"}, "takes checksums of records on the host"),
-    ],
-    ids=lambda value: value if isinstance(value, str) and len(value) < 10 else "",
-)
+@pytest.mark.parametrize("why", WITHOUT_CUFILE)
 def test_the_reason_is_logged_once_and_all_runs_as_without(
-    direct: Mock,
-    why: str,
-    settings: dict[str, object],
-    reason: str,
-    nvme_path: Path,
-    device: torch.device,
-    caplog: pytest.LogCaptureFixture,
+    direct: Mock, why: str, nvme_path: Path, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    importlib.import_module("swapper.check")._say_once.cache_clear()
-    direct["open_error" if why == "driver" else "register_error"] = {"driver": 5033, "file": 5007}.get(why, 0)
-    with caplog.at_level(logging.INFO, "swapper"):
+    settings, reason = WITHOUT_CUFILE[why]
+
+    def run() -> None:
+        twins = Twins(nvme_path, device, **settings)
         for _ in range(2):
-            twins = Twins(nvme_path, device, **settings)
-            for _ in range(2):
-                twins.step()
-            twins.close()
-    (message,) = [record.getMessage() for record in caplog.records if "through the pool" in record.getMessage()]
-    assert message.startswith("optimizer state") and reason in message
-    assert direct["bytes_written"] in (0, 64 << 10)  # What was tried.
-    direct["open_error"] = 0
+            twins.step()
+        twins.close()
+
+    message = check_that_the_reason_is_logged_once(direct, why, reason, run, caplog)
+    assert message.startswith("optimizer state")
 
 
 def test_what_cufile_refuses_in_the_middle_goes_through_the_host(

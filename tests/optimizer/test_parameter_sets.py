@@ -27,7 +27,7 @@ import swapper
 from swapper import OffloadConfig
 
 SEED = int(os.environ.get("SWAPPER_SEQUENCES_SEED") or 7)
-SAMPLE = os.environ.get("SWAPPER_SEQUENCES") or ("60" if ALL else "12")
+SAMPLE = os.environ.get("SWAPPER_SEQUENCES") or ("24" if ALL else "12")
 LENGTH = 4
 WIDTH = 64
 """So that a weight is the smallest that is moved."""
@@ -452,9 +452,10 @@ def test_what_could_not_be_loaded_is_not_saved(
     right = checkpoint.save_state
 
     def wrong(*args: Any) -> Any:
-        saved, step = right(*args)
-        saved.buckets[0].segments.append(saved.buckets[0].segments[0])
-        return saved, step
+        written = right(*args)
+        first = written.saved.buckets[0]
+        first.segments.append(first.segments[0])
+        return written
 
     monkeypatch.setattr(checkpoint, "save_state", wrong)
     with pytest.raises(swapper.SwapError, match="not saved, because it could not be loaded"):

@@ -81,6 +81,7 @@ def break_graphs(model: nn.Module) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are no leaves.
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_bits_are_those_of_a_plain_model_compiled_with_the_same_graph_breaks(backend: str, nvme_path: Path) -> None:
     def program(run: Run) -> None:

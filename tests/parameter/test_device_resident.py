@@ -81,6 +81,7 @@ def least_for(model: nn.Module, path: Path, resident: int) -> int:
     return int(found[1])
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("step_device", ["device", "cpu"])
 @pytest.mark.parametrize("where", ["nvme", "cpu"])
 @pytest.mark.parametrize("resident", [1, 3, LAYERS])

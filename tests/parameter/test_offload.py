@@ -238,7 +238,7 @@ def test_an_opening_that_ctrl_c_cut_off_leaves_no_address(nvme_path: Path, monke
     assert len(BY_ADDRESS) == before
 
 
-@pytest.mark.timeout(30)
+@pytest.mark.timeout(240)
 def test_a_late_write_that_ctrl_c_cuts_off_at_its_beginning_is_late_no_more(nvme_path: Path) -> None:
     class Interrupted(list[Held]):
         def __iter__(self) -> Iterator[Held]:

@@ -670,7 +670,7 @@ def test_a_pool_in_pieces_has_room_for_what_is_used_at_once(
 ) -> None:
     """Where records lie depends on which transfers were over first: here it is drawn."""
     case, rng = CASES[name], random.Random(seed)
-    monkeypatch.setattr(CyclicPolicy, "prefers_high", lambda *_: rng.random() < 0.5)
+    monkeypatch.setattr(CyclicPolicy, "place_for", lambda *_: (rng.random() < 0.5, 0))
 
     def program(run: Run) -> None:
         loss_of(run, case.inputs).backward()

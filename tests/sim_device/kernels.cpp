@@ -9,6 +9,7 @@
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/from_blob.h>
 #include <ATen/ops/zeros.h>
+#include <c10/core/DefaultDtype.h>
 #include <c10/core/DeviceGuard.h>
 
 #include <algorithm>
@@ -16,6 +17,9 @@
 #include <memory>
 #include <mutex>
 #include <set>
+#include <string>
+#include <type_traits>
+#include <unordered_map>
 #include <utility>
 
 #include "backend.h"
@@ -149,11 +153,16 @@ class Kernel {
 
     // Calls the operator on tensors of `place`. Returns its results; `stack` are its arguments.
     Stack call(Place place, Stack* arguments = nullptr) const {
-        Stack stack;
-        for (const Argument& argument : arguments_) stack.push_back(put(argument, place));
+        Stack stack = arguments_on(place);
         if (arguments != nullptr) *arguments = stack;
         const Isolated isolated;
         op_.callBoxed(stack);
+        return stack;
+    }
+
+    Stack arguments_on(Place place) const {
+        Stack stack;
+        for (const Argument& argument : arguments_) stack.push_back(put(argument, place));
         return stack;
     }
 
@@ -333,23 +342,141 @@ std::optional<Stack> call_without_values(const Kernel& kernel, Stack* arguments)
     return std::nullopt;
 }
 
+// The bytes of all that results of a kernel can depend on, but for values on the device.
+class Key {
+  public:
+    explicit Key(const Kernel& kernel) {
+        add(kernel.op().schema().name());
+        add(kernel.op().schema().overload_name());
+        add_bytes(c10::get_default_dtype_as_scalartype());
+        for (const c10::IValue& argument : kernel.arguments_on(Place::meta)) add(argument);
+    }
+
+    // Nothing where an argument is of a kind that has no bytes here.
+    std::optional<std::string> bytes() const { return is_whole_ ? std::optional(bytes_) : std::nullopt; }
+
+  private:
+    template <typename Value>
+    void add_bytes(const Value& value) {
+        static_assert(std::is_trivially_copyable_v<Value>);
+        bytes_.append(reinterpret_cast<const char*>(&value), sizeof value);
+    }
+    void add(const std::string& text) {
+        add_bytes(text.size());
+        bytes_ += text;
+    }
+    void add(c10::IntArrayRef values) {
+        add_bytes(values.size());
+        for (const int64_t value : values) add_bytes(value);
+    }
+
+    void add(const at::Tensor& tensor) {
+        add_bytes(tensor.defined());
+        if (!tensor.defined()) return;
+        add(tensor.sizes());
+        add(tensor.strides());
+        add_bytes(tensor.scalar_type());
+        add_bytes(tensor.is_conj());
+        add_bytes(tensor.is_neg());
+        add_bytes(tensor.is_cpu());
+        if (!tensor.is_cpu()) return;  // Else a number.
+        add_bytes(tensor.unsafeGetTensorImpl()->is_wrapped_number());
+        bytes_.append(static_cast<const char*>(tensor.const_data_ptr()), tensor.element_size());
+    }
+
+    void add(const c10::IValue& value) {
+        add(value.tagKind());
+        if (value.isTensor()) {
+            add(value.toTensor());
+        } else if (value.isTensorList()) {
+            const auto tensors = value.toTensorVector();
+            add_bytes(tensors.size());
+            for (const at::Tensor& tensor : tensors) add(tensor);
+        } else if (value.isInt()) {
+            add_bytes(value.toInt());
+        } else if (value.isDouble()) {
+            add_bytes(value.toDouble());
+        } else if (value.isBool()) {
+            add_bytes(value.toBool());
+        } else if (value.isIntList()) {
+            const std::vector<int64_t> values = value.toIntVector();
+            add(c10::IntArrayRef(values));
+        } else if (!value.isNone() && !value.isDevice()) {  // The device is the host's.
+            is_whole_ = false;
+        }
+    }
+
+    std::string bytes_;
+    bool is_whole_ = true;
+};
+
+// What a call without values has found.
+struct Inferred {
+    Stack results;                                           // without bytes
+    std::vector<std::optional<std::vector<int64_t>>> sizes;  // of the arguments that are written
+};
+
+c10::IValue without_bytes(const c10::IValue& value) {
+    const auto layout_of = [](const at::Tensor& tensor) {
+        return tensor.defined()
+                   ? at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type())
+                   : at::Tensor();
+    };
+    if (value.isTensor()) return layout_of(value.toTensor());
+    if (!value.isTensorList()) return value;
+    c10::List<at::Tensor> list;
+    for (const at::Tensor& tensor : value.toTensorVector()) list.push_back(layout_of(tensor));
+    return list;
+}
+
+std::shared_ptr<const Inferred> call_for_layouts(const Kernel& kernel) {
+    Stack arguments;
+    const std::optional<Stack> results = call_without_values(kernel, &arguments);
+    if (!results) return nullptr;
+    auto inferred = std::make_shared<Inferred>();
+    for (const c10::IValue& result : *results) inferred->results.push_back(without_bytes(result));
+    const auto& described = kernel.op().schema().arguments();
+    for (size_t i = 0; i < described.size(); ++i) {
+        const bool is_written = described[i].alias_info() != nullptr && arguments[i].isTensor();
+        const at::Tensor tensor = is_written ? arguments[i].toTensor() : at::Tensor();
+        inferred->sizes.push_back(tensor.defined() ? std::optional(tensor.sizes().vec()) : std::nullopt);
+    }
+    return inferred;
+}
+
+// The same, asked once for equal arguments: torch infers most of it in Python, which would take half of the
+// time of the tests. `put_values` refuses results that are others than was found.
+std::shared_ptr<const Inferred> layouts_of(const Kernel& kernel) {
+    constexpr size_t kMost = 1 << 16;
+    static std::mutex mutex;
+    static auto& known = *new std::unordered_map<std::string, std::shared_ptr<const Inferred>>();
+    const std::optional<std::string> key = Key(kernel).bytes();
+    if (!key) return call_for_layouts(kernel);
+    {
+        const std::lock_guard lock(mutex);
+        if (const auto found = known.find(*key); found != known.end()) return found->second;
+    }
+    auto inferred = call_for_layouts(kernel);
+    const std::lock_guard lock(mutex);
+    if (known.size() == kMost) known.clear();
+    if (inferred) known.emplace(*key, inferred);
+    return inferred;
+}
+
 // Finds the shapes of the results; nothing if that takes values. Written arguments are resized, where the
 // kernel does it.
 std::optional<Stack> infer(Kernel& kernel, c10::ArrayRef<c10::IValue> given) {
-    Stack arguments;
-    std::optional<Stack> results = call_without_values(kernel, &arguments);
-    if (!results) return std::nullopt;
-    const auto& described = kernel.op().schema().arguments();
-    for (size_t i = 0; i < described.size(); ++i) {
-        if (described[i].alias_info() == nullptr || !given[i].isTensor()) continue;
+    const auto inferred = layouts_of(kernel);
+    if (!inferred) return std::nullopt;
+    for (size_t i = 0; i < given.size(); ++i) {
+        if (!inferred->sizes[i] || !given[i].isTensor()) continue;
         const at::Tensor tensor = given[i].toTensor();
-        const at::Tensor inferred = arguments[i].toTensor();
-        if (tensor.defined() && tensor.sizes() != inferred.sizes()) {
-            tensor.resize_(inferred.sizes());
+        if (tensor.defined() && tensor.sizes() != *inferred->sizes[i]) {
+            tensor.resize_(*inferred->sizes[i]);
             kernel.renew(i, tensor);
         }
     }
-    return results;
+    return inferred->results;
 }
 
 at::Tensor empty_like_on(c10::Device device, const at::Tensor& tensor) {

@@ -27,7 +27,7 @@ from swapper.storage.device_pool import DevicePool
 from swapper.storage.store import RecordKey, TensorStore
 
 pytestmark = [
-    pytest.mark.timeout(60),
+    pytest.mark.timeout(240),
     pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the mock library"),
 ]
 

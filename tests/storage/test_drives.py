@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 import torch
-from drives import keys, killed_run, mounted, random_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from isolation import in_forked_child
+from small_drives import keys, killed_run, mounted, random_bytes
 from snapshots import STEPS, Snapshot
 from training import adamw, assert_same_state, backward, make_model, run, same_bits
 
@@ -40,7 +40,7 @@ from swapper.storage.store import RecordKey, TensorStore
 from swapper.storage.transfers import JoinedTransfer, start_all
 
 pytestmark = [
-    pytest.mark.timeout(120),
+    pytest.mark.timeout(240),
     pytest.mark.unsanitized("several drives are several handles, one of which test_store has; and speeds are measured"),
 ]
 

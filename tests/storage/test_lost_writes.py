@@ -27,7 +27,7 @@ from swapper.storage.store import RecordKey, TensorStore
 KEY = RecordKey(0, "optim", 0)
 MIB = 1 << 20
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def push_out(file: File) -> None:

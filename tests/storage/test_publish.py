@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from drives import keys, mode_of, mounted, random_bytes
 from hypothesis import given
 from hypothesis import strategies as st
 from isolation import in_forked_child
 from safetensors import safe_open
+from small_drives import keys, mode_of, mounted, random_bytes
 from training import adamw, assert_same_state, make_model, run
 
 import swapper
@@ -33,7 +33,7 @@ from swapper.storage.mounts import NvmePathError
 from swapper.storage.speed import DriveSpeed
 from swapper.storage.store import RecordKey, TensorStore
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 MiB = 1 << 20
 PAGE = 4096

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from drives import HOLDER, as_nobody, keys, killed_run, mode_of, mounted, other_process, random_bytes
 from isolation import in_forked_child
 from launcher import Program, run_program
+from small_drives import HOLDER, as_nobody, keys, killed_run, mode_of, mounted, other_process, random_bytes
 
 from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
@@ -34,7 +34,7 @@ from swapper.storage.mounts import FileSystem, NvmePathError, check_nvme_path
 from swapper.storage.runs import find_runs, make_run_directory, remove_stale_runs
 from swapper.storage.store import RecordKey, TensorStore
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 MiB = 1 << 20
 KEY = RecordKey(0, "optim", 0)

@@ -20,7 +20,7 @@ from swapper.storage.buffers import BufferPool
 from swapper.storage.speed import DriveSpeed
 from swapper.storage.store import RecordKey, TensorStore
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 PAGE = 4096
 """A block of the checksums too, as the requests here are that small."""

@@ -35,7 +35,7 @@ from swapper.storage.buffers import BufferPool, Lease
 from swapper.storage.cache import RecordCache
 from swapper.storage.store import RecordKey, TensorStore
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 SIZE = 64 << 10
 
@@ -213,7 +213,7 @@ def test_who_waits_for_a_device_keeps_nobody_alive(nvme_path: Path) -> None:
         lost.end()
         mine.flush()
         del mine
-        assert reference() is None or gc.collect() or reference() is None
+        until(lambda: reference() is None or (gc.collect() >= 0 and reference() is None))  # Its thread may have it yet.
         assert copy.over.is_set() is False
         copy.end()
         until(lambda: is_in_file(nvme_path, 0, 5))

@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.strategies import DDPStrategy
 from lightning_runs import Net, config_of, facts, loader, trainer_of
+from ranks import TIMEOUT_S
 from torch import nn
 from twins import bits
 
@@ -96,7 +97,7 @@ CASES: dict[str, tuple[Callable[[], Net], dict[str, Any], dict[str, Any]]] = {
 
 def strategy_of(config: Any, ddp: dict[str, Any], format: Any = None) -> DDPStrategy:
     """Stock DDP, or ours with a config."""
-    timeout = timedelta(seconds=60)
+    timeout = timedelta(seconds=TIMEOUT_S)
     if config is None:
         return DDPStrategy(timeout=timeout, **ddp)
     strategy: DDPStrategy = swapper.lightning.SwapDDPStrategy(config, checkpoint_format=format, timeout=timeout, **ddp)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import importlib
+import logging
 import os
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import host_device
@@ -21,6 +23,13 @@ from swapper.io.handle import AsyncIOHandle
 
 CHUNK = 64 << 10
 
+WITHOUT_CUFILE: dict[str, tuple[dict[str, object], str]] = {
+    "off": ({"aio": {"gds": "off"}}, "aio.gds is off"),
+    "driver": ({}, "cuFileDriverOpen"),
+    "file": ({}, "cuFile error 5007"),
+    "verified": ({"verify": "crc32c"}, "takes checksums of records on the host"),
+}
+"""Why records pass through the pool: settings of a config, and a part of what is logged. See `Mock.refuse`."""
 
 COMPILER = shutil.which(os.environ.get("CXX", "c++")) or shutil.which("g++")
 
@@ -34,6 +43,10 @@ class Mock:
 
     def reset(self) -> None:
         self._library.mock_reset()
+
+    def refuse(self, why: str) -> None:
+        """Have the driver or files refused, if that is `why`."""
+        self["open_error" if why == "driver" else "register_error"] = {"driver": 5033, "file": 5007}.get(why, 0)
 
     def __setitem__(self, name: str, value: int) -> None:
         self._library.mock_set(name.encode(), ctypes.c_long(value))
@@ -105,3 +118,20 @@ def settled(mock: Mock) -> None:
     while mock["open_handles"] and time.monotonic() < deadline:
         time.sleep(0.001)
     assert (mock["open_handles"], mock["registered"]) == (0, mock["deregistered"])
+
+
+def check_that_the_reason_is_logged_once(
+    direct: Mock, why: str, reason: str, run: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> str:
+    """`run`, twice, which is to move records through the pool and to compare them. Returns what was logged."""
+    importlib.import_module("swapper.check")._say_once.cache_clear()
+    direct.refuse(why)
+    with caplog.at_level(logging.INFO, "swapper"):
+        for _ in range(2):
+            run()
+    (message,) = [record.getMessage() for record in caplog.records if "through the pool" in record.getMessage()]
+    assert reason in message
+    for name in ("bytes_read", "bytes_written"):
+        assert direct[name] in (0, 64 << 10)  # What was tried.
+    direct["open_error"] = 0
+    return message

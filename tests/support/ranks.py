@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import random
 import socket
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from typing import Any
 
 import pytest
 import torch.multiprocessing
 
-__all__ = ["TIMEOUT_S", "in_processes"]
+__all__ = ["TIMEOUT_S", "free_port", "in_processes", "started"]
 
-TIMEOUT_S = 300
+TIMEOUT_S = 900
 PRELOADED = ["torch.distributed", "torch.distributed.fsdp", "lightning", "swapper.lightning"]
 
 
@@ -28,25 +31,54 @@ def _rank(rank: int, work: Callable[..., None], environment: dict[str, str], arg
     work(rank, *args)
 
 
-def in_processes(work: Callable[..., None], *args: object, ranks: int = 2) -> None:
-    """Run `work(rank, *args)` in processes whose environment is that of `torchrun`.
+PORTS = range(20_000, 30_000)
+"""Linux gives none of them to a process that asks for any port, or that connects to one (ip_local_port_range)."""
 
-    Raises:
-        ProcessRaisedException, ProcessExitedException: one failed; the others are then ended.
-    """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
-    with pytest.MonkeyPatch.context() as patch:
+
+@contextmanager
+def free_port() -> Iterator[int]:
+    """A port of this machine that nobody has, nor another test of this kind meanwhile."""
+    for port in random.SystemRandom().sample(PORTS, len(PORTS)):
+        # A name that only one socket has, of all processes, and that is gone with it.
+        with closing(socket.socket(socket.AF_UNIX)) as name, closing(socket.socket()) as tried:
+            try:
+                name.bind(f"\0swapper-tests-port-{port}")
+                tried.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                tried.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+            tried.close()
+            yield port
+            return
+    raise AssertionError(f"no port of {PORTS} is free")
+
+
+@contextmanager
+def started(work: Callable[..., None], *args: object, ranks: int = 2) -> Iterator[Any]:
+    """Start `work(rank, *args)` in processes whose environment is that of `torchrun`. Kills those that are left."""
+    with free_port() as port, pytest.MonkeyPatch.context() as patch:
+        environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # For the server.
         patch.setenv("PYTHONWARNINGS", "ignore")
         multiprocessing.set_forkserver_preload(PRELOADED)
         context = torch.multiprocessing.start_processes(
             _rank, (work, environment, args), nprocs=ranks, join=False, start_method="forkserver"
         )
-    try:
-        assert context.join(TIMEOUT_S) or context.join(TIMEOUT_S), "the processes are still running"
-    finally:
-        for process in context.processes:
-            process.kill()
+        patch.undo()
+        try:
+            yield context
+        finally:
+            for process in context.processes:
+                process.kill()
+
+
+def in_processes(work: Callable[..., None], *args: object, ranks: int = 2) -> None:
+    """Run `work(rank, *args)` in processes whose environment is that of `torchrun`.
+
+    Raises:
+        ProcessRaisedException, ProcessExitedException: one failed; the others are then ended.
+    """
+    with started(work, *args, ranks=ranks) as context:
+        deadline = time.monotonic() + TIMEOUT_S
+        while not context.join(TIMEOUT_S):  # Returns whenever one of them has ended.
+            assert time.monotonic() < deadline, "the processes are still running"

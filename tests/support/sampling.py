@@ -1,6 +1,8 @@
 """What runs of many equal cases: a sample that is the same each time by default, all of them with SWAPPER_TESTS=all.
 
-Another SWAPPER_SEED is another sample. A test that is named by its id runs whatever is sampled.
+Another SWAPPER_SEED is another sample. A test that is named by its id runs whatever is sampled. Where a test is the
+product of many options, all of them means every three options together, or every two; and where each of many cases runs
+in two orders of a simulated device's work, one of them. The whole product is SWAPPER_TESTS=every.
 """
 
 from __future__ import annotations
@@ -12,7 +14,8 @@ from collections.abc import Iterator
 
 import pytest
 
-ALL = os.environ.get("SWAPPER_TESTS") == "all"
+EVERY = os.environ.get("SWAPPER_TESTS") == "every"
+ALL = EVERY or os.environ.get("SWAPPER_TESTS") == "all"
 SEED = int(os.environ.get("SWAPPER_SEED", "0"))
 
 
@@ -48,8 +51,65 @@ def _covering(items: list[pytest.Item], keep: int) -> Iterator[pytest.Item]:
         yield best
 
 
+def _with_all_together(items: list[pytest.Item], count: int) -> Iterator[pytest.Item]:
+    """Cases of one test in which any `count` values of its parameters that occur together in one case do so.
+
+    Those that need a CUDA device stand for no others: elsewhere they are skipped.
+    """
+    left = list(items)
+    random.Random(f"{SEED} {items[0].nodeid.partition('[')[0]}").shuffle(left)
+    seen: set[tuple[tuple[int, str], ...]] = set()
+    for item in sorted(left, key=lambda item: "cuda" in item.callspec._idlist):  # type: ignore[attr-defined]
+        values = enumerate(item.callspec._idlist)  # type: ignore[attr-defined]
+        together = set(itertools.combinations(values, count))
+        if not together <= seen:
+            seen |= together
+            yield item
+
+
+def _one_of_each_pair(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Those of cases that differ in the order of the simulated device's work: one of each, drawn."""
+    orders = ("sim-lazy", "sim-random")
+    pairs: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        for order in orders:
+            if order in item.nodeid:
+                pairs.setdefault(item.nodeid.replace(order, ""), []).append(item)
+    for name, pair in pairs.items():
+        yield random.Random(f"{SEED} {name}").choice(pair)
+
+
+def _in_another_order(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of tests on the simulated device with many cases, each case in the order of its work in which it need not run.
+
+    Half of them run in each order.
+
+    A wait that is missing is then found by other cases that come by it; that each wait is missed, and in which order,
+    is tested by `test_device_waits`. Tests of few cases run in both.
+    """
+    tests: dict[str, dict[str, list[pytest.Item]]] = {}
+    for item in items:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        if params.get("device") in ("sim-lazy", "sim-random"):
+            case = item.nodeid.replace(params["device"], "")
+            tests.setdefault(item.nodeid.partition("[")[0], {}).setdefault(case, []).append(item)
+    for name, cases in tests.items():
+        pairs = [pair for pair in cases.values() if len(pair) == 2]
+        if len(cases) < _MANY_CASES:
+            pairs = []
+        random.Random(f"{SEED} {name}").shuffle(pairs)
+        yield from (pair[number % 2] for number, pair in enumerate(pairs))
+
+
+_MANY_CASES = 8
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "sampled(keep): of this test's cases so many run, all with SWAPPER_TESTS=all")
+    config.addinivalue_line(
+        "markers",
+        "sampled(keep, together=None): of this test's cases so many run; with SWAPPER_TESTS=all all, or some in which "
+        "any so many options are together",
+    )
     config.addinivalue_line("markers", "thorough(reason): runs with SWAPPER_TESTS=all only; what does it otherwise")
 
 
@@ -59,17 +119,26 @@ def pytest_report_header() -> str:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     named = {argument.partition("[")[0] for argument in config.args if "::" in argument}
-    if ALL or named:
+    if EVERY or named:
         return
     left_out: set[pytest.Item] = set()
-    cases: dict[tuple[str, int], list[pytest.Item]] = {}
+    cases: dict[tuple[str, int, int | None], list[pytest.Item]] = {}
     for item in items:
-        if item.get_closest_marker("thorough"):
+        if item.get_closest_marker("thorough") and not ALL:
             left_out.add(item)
         elif mark := item.get_closest_marker("sampled"):
-            cases.setdefault((item.nodeid.partition("[")[0], mark.args[0]), []).append(item)
-    for (_, keep), group in cases.items():
-        left_out |= set(group) - set(_covering(group, keep))
+            together = mark.kwargs.get("together")
+            if together or not ALL:
+                cases.setdefault((item.nodeid.partition("[")[0], mark.args[0], together), []).append(item)
+    if ALL:
+        product = {item for group in cases.values() for item in group}
+        left_out |= set(_in_another_order([item for item in items if item not in product]))
+    else:
+        unmarked = [item for item in items if not item.get_closest_marker("sampled")]
+        simulated = {item for item in unmarked if "sim-lazy" in item.nodeid or "sim-random" in item.nodeid}
+        left_out |= simulated - set(_one_of_each_pair(unmarked))
+    for (_, keep, together), group in cases.items():
+        left_out |= set(group) - set(_with_all_together(group, together) if ALL else _covering(group, keep))
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -12,6 +12,7 @@ import torch
 from models import WIDTH
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 import swapper
@@ -67,10 +68,13 @@ def facts_of(model: nn.Module) -> list[tuple[object, ...]]:
 def bits(value: Any) -> Any:
     """`value` in a form whose `==` compares every bit of its tensors, and their dtypes, shapes and strides."""
     if isinstance(value, torch.Tensor):
+        if is_traceable_wrapper_subclass(value):
+            keys, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+            return [type(value).__name__, repr(context), {key: bits(getattr(value, key)) for key in keys}]
         if value.layout is not torch.strided:
             value = value.detach().coalesce()
             return "sparse", value.shape, bits(value.indices()), bits(value.values())
-        data = value.detach().contiguous().cpu().reshape(-1)
+        data = value.detach().contiguous().cpu().reshape(-1).as_strided((value.numel(),), (1,))
         return value.dtype, tuple(value.shape), value.stride(), data.view(torch.uint8).numpy().tobytes()
     if isinstance(value, dict):
         return {key: bits(item) for key, item in value.items()}

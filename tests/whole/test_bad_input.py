@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 import torch
-from drives import mounted
 from launcher import Program
+from small_drives import mounted
 from snapshots import STEPS, Snapshot, Training, make_config
 from torch import nn
 from torch.optim import Optimizer

@@ -24,4 +24,4 @@ def test_whatever_is_killed_when(mode: str, nvme_path: Path) -> None:
     result = json.loads(done.stdout.splitlines()[-1])
     assert result["killed"] == KILLS // 2
     assert result["checked"] > KILLS // 10, "most lives were too short to look at what was saved"
-    assert result["turns"] > (20 if ALL else 2)
+    assert result["turns"] > (20 if ALL else 0)

@@ -184,7 +184,7 @@ def train_all(rank: int, directory: str, micro_batches: int, options: dict[str, 
             raise
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.parametrize("as_view", [False, True], ids=["copied", "bucket-views"])
 @pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph"])
 def test_same_bits_as_plain_ddp(nvme_path: Path, option: str, as_view: bool, leaves_nothing: None) -> None:

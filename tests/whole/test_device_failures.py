@@ -122,7 +122,7 @@ def run(path: Path, step_device: str, n: int) -> tuple[bool, Exception | None]:
     return failed, error
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(("step_device", "settings", "threads"), KINDS)
 def test_a_failure_that_is_reported_once_is_raised_or_harmless(
     nvme_path: Path,

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from sampling import ALL
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from twins import swapper_of
@@ -20,7 +21,7 @@ import swapper
 from swapper.parameter import records as parameter_records
 
 WIDE = 128
-LAYERS = 4, 32
+LAYERS = 4, 32 if ALL else 16
 BUCKET_BYTES = 128 << 10
 
 

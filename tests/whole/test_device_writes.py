@@ -29,7 +29,7 @@ from swapper.parameter.held_on_device import HeldOnDevice
 from swapper.storage.buffers import Lease
 from swapper.storage.store import RecordKey, TensorStore
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 def threads() -> list[threading.Thread]:
@@ -204,6 +204,7 @@ def test_bits_are_those_of_the_plain_run(
         assert all(map(same_bits, *models))
 
 
+@pytest.mark.sampled(16)
 @pytest.mark.parametrize("settings", ["sim-random", "sim-poison"])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_scenarios_pass_with_threads(

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import errno
 import gc
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from accelerators import keep_busy
-from gpt import GPT, SIZES
+from gpt import GPT, Shape
 from torch import nn
 from training import OPTIMIZERS, make_config, same_bits
 
@@ -59,7 +60,7 @@ def train(model: GPT, step: object, device: str, steps: int = 5) -> list[float]:
 
 def make_model(device: str, dtype: torch.dtype) -> GPT:
     torch.manual_seed(0)
-    return GPT(SIZES["tiny"]).to(device, dtype)
+    return GPT(Shape(layers=2, heads=4, width=64, context=64)).to(device, dtype)
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +69,7 @@ def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.use_deterministic_algorithms(True, warn_only=True)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("state", ["nvme", "cpu"])
 @pytest.mark.parametrize("name", ["AdamW", "SGD", "Adafactor", "Muon"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-masters"])
@@ -86,7 +87,7 @@ def test_same_bits_as_stepping_on_the_host(device: str, nvme_path: Path, name: s
     swapper.of(optimizer).close()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("where", ["nvme", "cpu"])
 @pytest.mark.parametrize("state", ["nvme", "cpu"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16-masters"])
@@ -404,6 +405,7 @@ def test_no_device_memory_is_allocated(device: str, handle: AsyncIOHandle, nvme_
     assert torch.accelerator.max_memory_allocated() == before
 
 
+@pytest.mark.sampled(3)
 def test_dropped_tensors_are_kept_until_their_transfer_is_over(
     device: str, handle: AsyncIOHandle, nvme_path: Path
 ) -> None:
@@ -415,6 +417,7 @@ def test_dropped_tensors_are_kept_until_their_transfer_is_over(
             torch.full((3 * CHUNK,), 255, dtype=torch.uint8, device=device)
         while handle.in_flight:
             torch.full((3 * CHUNK,), 255, dtype=torch.uint8, device=device)
+            time.sleep(0.0005)  # A device that is lazy would have a queue of a minute.
     assert (nvme_path / "file").read_bytes() == b"".join(expected)
 
 
@@ -444,6 +447,7 @@ def test_pinned_device_memory(device: str, handle: AsyncIOHandle, nvme_path: Pat
     assert handle.unpin(memory) == pinned
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_faults_on_the_way_of_device_tensors(device: str, nvme_path: Path, seed: int) -> None:
     plan = FaultPlan(seed=seed, short=0.3, eio=0.01, eintr=0.1, delay_us=500, reorder=True)

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from drives import mounted
+from small_drives import mounted
 from snapshots import STEPS, Snapshot, Training, make_config
 from torch import nn
 from training import MasterWeights, adamw, assert_same, assert_same_state, backward, make_model, run, same_bits

@@ -23,7 +23,6 @@ import swapper
 from swapper.errors import ConfigError
 from swapper.parameter import records as parameter_records
 from swapper.sizes import parse_size
-from swapper.storage.buffers import PoolExhausted
 
 NUMBERS = range(200) if ALL else (121, 186)
 DEVICE_NUMBERS = range(200) if ALL else (13, 19)
@@ -304,31 +303,12 @@ def train_with_the_least(program: Program, path: Path, device: str) -> tuple[lis
     raise AssertionError("the refusals name more and more")
 
 
-def train_in_one_piece(program: Program, path: Path, device: str) -> tuple[list[float], nn.Sequential, int, int]:
-    """`train_with_the_least`, again if the pool came to pieces.
-
-    A known defect: a record that is used in the middle of the least pool may leave room for the next one at neither
-    side of it, in some orders in which transfers are over. The message says so, and training cannot go on.
-    """
-    for number in range(5):
-        (path / str(number)).mkdir()
-        try:
-            return train_with_the_least(program, path / str(number), device)
-        except PoolExhausted as error:
-            found = re.search(r"room for (\d+) .* (\d+) free, the longest piece (\d+)", str(error))
-            assert found is not None, error
-            needed, free, longest = map(int, found.groups())
-            if not longest < needed <= free:
-                raise
-    raise AssertionError("the pool comes to pieces each time")
-
-
 def check(program: Program, path: Path, device: str) -> tuple[int, int]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(parameter_records, "GROUP_BYTES", program.group_bytes)
         plain = model_of(program, device)
         expected = Trained(program, plain, None).train()
-        noted, model, pool_bytes, device_bytes = train_in_one_piece(program, path, device)
+        noted, model, pool_bytes, device_bytes = train_with_the_least(program, path, device)
     assert noted == expected
     for (name, p), q in zip(plain.named_parameters(), model.parameters(), strict=True):
         assert same_bits(p.cpu(), q.cpu()), name

@@ -22,7 +22,7 @@ from swapper.parameter import records
 from swapper.storage.buffers import BufferPool
 from swapper.storage.recycled_files import RecycledFiles
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 PACKAGE = str(Path(swapper.__file__).parent)
 FEW, MANY = 100, 600

@@ -24,7 +24,7 @@ import swapper
 from swapper.errors import SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, Slab, probe
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 needs_filter = pytest.mark.skipif(not seccomp.supported(), reason="system call numbers of this machine are not known")
 needs_uring = pytest.mark.skipif("uring" not in AVAILABLE, reason="io_uring is not available")
@@ -481,7 +481,7 @@ def with_idle_ring_refused(directory: Path) -> None:
     seccomp.refuse({"io_uring_enter": errno.EAGAIN})
     slab = Slab(1 << 20)
     handle.register(slab)  # Wakes the thread.
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 240
     with handle.open(directory / "file", "rw") as file:
         while time.monotonic() < deadline:
             time.sleep(0.2)

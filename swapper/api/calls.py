@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set, ValuesView
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, TypeVar, overload
+from typing import TypeVar, overload
 
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
+from swapper.api.arguments import ConfigLike, as_config, check_is_model, check_is_optimizer, optimizers_of
+from swapper.api.from_files import OWNERS, check_from_files, offload_from_files, refuse_fixed, refuse_others
+from swapper.api.wrapped import of
 from swapper.check import CheckReport, DriveReport, check_direct, make_report, staging_bytes, state_goes_direct
 from swapper.config import OffloadConfig
-from swapper.errors import ConfigError, SwapError
+from swapper.errors import ConfigError
+from swapper.files.model_weights import match_weights
 from swapper.files.weights import load_weights
 from swapper.gradient.records import needs_of as gradient_needs_of
 from swapper.gradient.swapper import GradientSwapper
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
-from swapper.optimizer.probe import refuse_unsupported
+from swapper.optimizer.probe import refuse_unsupported, try_sharded
 from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.parameter.building import ModelBuilder, device_of, initialisers_of
+from swapper.parameter.candidates import swapped_tensors
+from swapper.parameter.fsdp import prepare_groups, sharded_parameters
 from swapper.parameter.records import ParameterPlan, check_devices, check_torch, plan_parameters
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.progress import warn_once
-from swapper.session import Shared, pool_of_parameters
+from swapper.session import Shared, is_done_by_all, made, pool_of_parameters
 from swapper.sizes import PAGE_BYTES
+from swapper.storage.agreement import agreed
 from swapper.storage.budget import OptimizerNeeds, PoolBudget
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
@@ -36,6 +42,7 @@ from swapper.tensors import homes
 from swapper.tensors.evicted import let_viewed_stay
 from swapper.tensors.grad_modes import outside_of_inference
 from swapper.tensors.memory_overlap import check_memory, refuse_foreach_on_one_memory
+from swapper.tensors.sharded import check_not_flattened, is_sharded
 
 __all__ = [
     "CheckReport",
@@ -45,9 +52,7 @@ __all__ = [
     "init",
     "load_safetensors",
     "materialize",
-    "of",
     "offload",
-    "unwrap_optimizer",
     "wrap_optimizer",
 ]
 
@@ -56,10 +61,6 @@ log = logging.getLogger(__name__)
 _OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
 _OptimizersT = TypeVar("_OptimizersT", bound=Optimizer | Sequence[Optimizer] | None)
 _ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
-_MadeT = TypeVar("_MadeT")
-ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
-
-_owners = itertools.count()
 
 
 def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
@@ -71,7 +72,8 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
 
     Args:
         optimizer: any per-parameter `torch.optim.Optimizer`, over parameters on the CPU or on one accelerator. There,
-            `offload_optimizer.step_device` says where the step is computed.
+            `offload_optimizer.step_device` says where the step is computed. Parameters may be DTensors, as after
+            `fully_shard`: each rank swaps the state of its own elements, and all ranks make this call.
         config: an `OffloadConfig`, or what makes one: the path of a YAML or JSON file, or a mapping. Optimizers that
             are given the same `OffloadConfig` object share one pool, and on each drive one engine and run directory.
 
@@ -81,8 +83,11 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
     Raises:
         ConfigError: the config cannot work with this optimizer; the message says which field and why.
         SwapIOError: the drive failed, or has too little free space. The optimizer is then as it was.
+
+        Where several ranks make the call, what one of them raises is raised on all, with its rank.
     """
-    settings = _as_config(config)
+    check_is_optimizer(optimizer)
+    settings = as_config(config, [optimizer])
     kept = settings.offload_param.device == "cpu" and any(is_accelerator(p.device) for p in parameters_of(optimizer))
     if settings.offload_param.device == "nvme" or kept:
         raise ConfigError(
@@ -90,12 +95,17 @@ def wrap_optimizer(optimizer: _OptimizerT, config: ConfigLike) -> _OptimizerT:
             "swapper.offload(model, optimizer, config) instead of wrap_optimizer"
         )
     with outside_of_inference():  # What is made here is used outside of that mode too.
-        plans = _plan([optimizer], settings, {})
-        check_direct(plans, None, settings)
-        budget = _budget(plans, settings, None, Shared.existing(settings))
-        budget.check()
+        together = is_done_by_all(settings, parameters_of(optimizer))
+        with agreed(together):
+            try_sharded(optimizer)
+        with agreed(together):
+            plans = _plan([optimizer], settings, {})
+            check_direct(plans, None, settings)
+            budget = _budget(plans, settings, None, Shared.existing(settings))
+            budget.check()
         try:
-            _wrap(optimizer, plans[0], budget.optimizers[0], settings)
+            with agreed(together):
+                _wrap(optimizer, plans[0], budget.optimizers[0], settings)
         except BaseException:
             _unwrap([optimizer])
             raise
@@ -109,9 +119,20 @@ def offload(
     model: _ModelT, optimizer: Iterator[Optimizer] | Set[Optimizer] | ValuesView[Optimizer], config: ConfigLike
 ) -> tuple[_ModelT, list[Optimizer]]: ...
 @overload
-def offload(model: _ModelT, *, config: ConfigLike) -> tuple[_ModelT, None]: ...
 def offload(
-    model: _ModelT, optimizer: Optimizer | Iterable[Optimizer] | None = None, config: ConfigLike | None = None
+    model: _ModelT,
+    *,
+    config: ConfigLike,
+    weights: str | os.PathLike[str] | None = None,
+    device: torch.device | str | int | None = None,
+) -> tuple[_ModelT, None]: ...
+def offload(
+    model: _ModelT,
+    optimizer: Optimizer | Iterable[Optimizer] | None = None,
+    config: ConfigLike | None = None,
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    device: torch.device | str | int | None = None,
 ) -> tuple[_ModelT, Optimizer | Iterable[Optimizer] | None]:
     """Put on disk what `config` names: optimizer state, gradients, parameters. Gives the same objects back.
 
@@ -121,13 +142,21 @@ def offload(
 
     Args:
         model: with its parameters on the CPU, or on one accelerator: they are then copied up as they are needed, and
-            take `offload_param.device_bytes` of its memory. Parameters of integer dtype, of tensor subclasses such as
-            quantised ones, of ScriptModules, and those that share memory with others stay in memory, and so do buffers.
+            take `offload_param.device_bytes` of its memory. Buffers of 64 KiB and more go to the drive too, and what is
+            inside of quantised tensors that have `__tensor_flatten__`. Parameters of other tensor subclasses, of
+            ScriptModules, and those that share memory with others stay in memory, and so do small buffers.
             One log line says how many bytes stay and why; `model.swapper.stays` has the names. A model that is
             offloaded already, with the same `OffloadConfig` object, stays so: that is for new optimizers.
         optimizer: of parameters of the model: one that `wrap_optimizer` takes, or several in any iterable. None, or an
             empty list: only the parameters are offloaded, as for evaluation.
         config: see `wrap_optimizer`.
+        weights: safetensors files that the parameters stay in, for inference: a file, an index of several, a directory,
+            or a model in Hugging Face's cache. Nothing is copied or written; a read-only mount will do. The model is in
+            memory or on the meta device, whose parameters are replaced; without an optimizer. Parameters of less than
+            64 KiB, those that would stay otherwise, and small buffers are read once. A parameter that is changed later
+            is an error, or with `offload_param.copy_on_write` in the run directory from then on. So are files that are.
+        device: with `weights`: where the model computes, the CPU or an accelerator. What it has elsewhere comes there,
+            as new tensors. None: where it is; of a model on the meta device torch's default device.
 
     Returns:
         `model`, and `optimizer` as it was given: the optimizer, the sequence, or None. Of an iterable that is no
@@ -135,74 +164,102 @@ def offload(
 
     Raises:
         ConfigError: the config cannot work with this model and optimizer; the message says which field and why. A
-            model of which not one byte of parameters can be moved is refused, and so is one with DTensors.
+            model of which not one byte of parameters can be moved is refused, and so are DTensors that FSDP2 has not.
         SwapIOError: the drive failed, or has too little free space. Model and optimizers are then as they were.
+        SwapError: `weights` do not fit the model, or are no safetensors; the message names file and tensor.
     """
     if config is None:
         raise ConfigError("config: none is given; call swapper.offload(model, optimizer, config)")
-    settings = _as_config(config)
-    _check_is_model(model)
-    optimizers, given = _optimizers_of(optimizer)
+    optimizers, given = optimizers_of(optimizer)
+    settings = as_config(config, optimizers, _shards_and_others(model))
+    check_is_model(model)
+    refuse_others(weights, optimizers, device)
     with outside_of_inference():  # What is made here is used outside of that mode too.
-        _offload(model, optimizers, settings)
+        if weights is not None:
+            offload_from_files(model, settings, lambda: match_weights(model, weights), next(OWNERS), device)
+        else:
+            _offload(model, optimizers, settings)
     return model, given
 
 
 def _offload(model: torch.nn.Module, optimizers: Sequence[Optimizer], settings: OffloadConfig) -> None:
     # First all plans, of parameters before optimizers: buckets of state follow the records of parameters. Up to the
     # `try` below nothing is made and nothing changes, so there is nothing to undo.
-    swapper = _parameters_on(model, settings)
-    if _moves_parameters(model, settings) and swapper is None:
-        _check_can_be_offloaded(model)
-        let_viewed_stay(model.parameters())  # First: the plan counts those of `swapper.init` with views as staying.
-    parameters = _plan_parameters(model, settings)
-    if settings.offload_optimizer.step_in_backward:
-        tensors = dict([*model.named_parameters(), *model.named_buffers()])
-        check_memory(tensors, [p for each in optimizers for p in parameters_of(each)])
-    plans = _plan(optimizers, settings, {} if parameters is None else parameters.where())
-    check_direct(plans, parameters, settings)
-    stored = parameters if settings.offload_param.device == "nvme" else None  # Others have a pool of their own.
-    budget = _budget(plans, settings, stored, Shared.existing(settings))
-    budget.check()
-    staging = 0 if parameters is None or swapper is not None else staging_bytes(parameters, settings)
-    room = None if parameters is None else parameters.room(settings.offload_param.device_bytes, staging)
-    try:
-        # State and gradients leave memory before parameters do: an optimizer that sets itself up then finds parameters
-        # in memory, and does not read each of them from the drive.
-        for optimizer, plan, needs in zip(optimizers, plans, budget.optimizers, strict=True):
-            _wrap(optimizer, plan, needs, settings)
+    stepped = (p for each in optimizers if isinstance(each, Optimizer) for p in parameters_of(each))
+    together = is_done_by_all(settings, (*stepped, *_shards_and_others(model)))
+    with agreed(together):
         for optimizer in optimizers:
-            if isinstance(gradients := of(optimizer).gradients, GradientSwapper):
-                gradients.watch(model.parameters())  # Before parameters are hooked, so that their hooks come after.
-        shares = budget.shares()
-        if parameters is not None:
-            if swapper is not None:
-                swapper.share_pool(shares.parameters)
-            else:
-                number, device = next(_owners), None if room is None else room.device
-                pool, store, release = pool_of_parameters(settings, device, parameters.kept_bytes)
-                if room is not None and staging:
-                    memory, release = Shared.of(settings, device).staging(staging, room.device, release)
-                    room = room._replace(staging=memory)
-                # The last step that can fail. It then gives all values back itself.
-                swapper = _made(
-                    lambda: ParameterSwapper(model, number, parameters, shares.parameters, pool, store, release, room),
-                    release,
-                )
-                object.__setattr__(model, "swapper", swapper)
-                swapper.made_with = settings
-        # Now the swappers get to know each other: until here none depended on one that comes later.
-        for optimizer, needs in zip(optimizers, budget.optimizers, strict=True):
-            each = of(optimizer)
-            if parameters is not None:
-                each.attach(parameters=swapper)
-            if needs.state is not None:
-                each.share_pool(shares.state)
-            if needs.gradients is not None and isinstance(each.gradients, GradientSwapper):
-                each.gradients.share_pool(needs.gradients.pool_bytes + shares.spare)
+            check_is_optimizer(optimizer)
+            try_sharded(optimizer)
+    with agreed(together):
+        existing = _parameters_on(model, settings)
+        if _moves_parameters(model, settings) and existing is None:
+            _check_can_be_offloaded(model)
+            let_viewed_stay(model.parameters())  # First: the plan counts those of `swapper.init` with views as staying.
+        parameters = _plan_parameters(model, settings)
+        if settings.offload_optimizer.step_in_backward:
+            tensors = dict([*model.named_parameters(), *model.named_buffers()])
+            check_memory(tensors, [p for each in optimizers for p in parameters_of(each)])
+        plans = _plan(optimizers, settings, {} if parameters is None else parameters.where())
+        check_direct(plans, parameters, settings)
+        stored = parameters if settings.offload_param.device == "nvme" else None  # Others have a pool of their own.
+        budget = _budget(plans, settings, stored, Shared.existing(settings))
+        budget.check()
+    try:
+        with agreed(together):
+            _convert(model, existing, parameters, optimizers, plans, budget, settings)
     except BaseException:
+        if existing is None and isinstance(swapper := vars(model).get("swapper"), ParameterSwapper):
+            swapper.close(keep_values=True)  # Another rank failed.
         _unwrap(optimizers)
         raise
+
+
+def _convert(
+    model: torch.nn.Module,
+    swapper: ParameterSwapper | None,
+    parameters: ParameterPlan | None,
+    optimizers: Sequence[Optimizer],
+    plans: Sequence[OptimizerPlan],
+    budget: PoolBudget,
+    settings: OffloadConfig,
+) -> None:
+    """Move what was planned. After an exception optimizers may be wrapped: see `_unwrap`; the model is as it was."""
+    staging = 0 if parameters is None or swapper is not None else staging_bytes(parameters, settings)
+    room = None if parameters is None else parameters.room(settings.offload_param.device_bytes, staging)
+    # State and gradients leave memory before parameters do: an optimizer that sets itself up then finds parameters
+    # in memory, and does not read each of them from the drive.
+    for optimizer, plan, needs in zip(optimizers, plans, budget.optimizers, strict=True):
+        _wrap(optimizer, plan, needs, settings)
+    for optimizer in optimizers:
+        if isinstance(gradients := of(optimizer).gradients, GradientSwapper):
+            gradients.watch(_shards_and_others(model))  # Before parameters are hooked, so that their hooks come after.
+    shares = budget.shares()
+    if parameters is not None:
+        if swapper is not None:
+            swapper.share_pool(shares.parameters)
+        else:
+            number, device = next(OWNERS), None if room is None else room.device
+            pool, store, release = pool_of_parameters(settings, device, parameters.kept_bytes)
+            if room is not None and staging:
+                memory, release = Shared.of(settings, device).staging(staging, room.device, release)
+                room = room._replace(staging=memory)
+            # The last step that can fail. It then gives all values back itself.
+            swapper = made(
+                lambda: ParameterSwapper(model, number, parameters, shares.parameters, pool, store, release, room),
+                release,
+            )
+            object.__setattr__(model, "swapper", swapper)
+            swapper.made_with = settings
+    # Now the swappers get to know each other: until here none depended on one that comes later.
+    for optimizer, needs in zip(optimizers, budget.optimizers, strict=True):
+        each = of(optimizer)
+        if parameters is not None:
+            each.attach(parameters=swapper)
+        if needs.state is not None:
+            each.share_pool(shares.state)
+        if needs.gradients is not None and isinstance(each.gradients, GradientSwapper):
+            each.gradients.share_pool(needs.gradients.pool_bytes + shares.spare)
 
 
 def _plan(
@@ -216,10 +273,10 @@ def _plan(
     plans: list[OptimizerPlan] = []
     asked = settings.offload_optimizer
     for number, optimizer in enumerate(optimizers):
-        _check_is_optimizer(optimizer)
         if getattr(optimizer, "swapper", None) is not None or any(each is optimizer for each in optimizers[:number]):
             raise ConfigError("this optimizer is wrapped already; call swapper.unwrap_optimizer(optimizer) first")
         refuse_unsupported(optimizer)
+        refuse_fixed(optimizer)
         on_accelerator = any(is_accelerator(p.device) for p in parameters_of(optimizer))
         for name, what in ("offload_gradient", "gradients"), ("offload_param", "parameters"):
             if getattr(settings, name).device == "cpu" and not on_accelerator:
@@ -230,7 +287,7 @@ def _plan(
         swaps_state = asked.device != "none" or asked.master_weights or asked.step_in_backward or gradients_move
         if swaps_state:
             refuse_foreach_on_one_memory(optimizer)
-        plan = OptimizerPlan(optimizer, settings, next(_owners), records, swaps_state=swaps_state)
+        plan = OptimizerPlan(optimizer, settings, next(OWNERS), records, swaps_state=swaps_state)
         if plan.device.type == "meta":
             raise ConfigError("the parameters are on the meta device and have no values; give the model memory first")
         if asked.device == "none" and swaps_state and plan.on_accelerator:
@@ -295,6 +352,7 @@ def _wrap(optimizer: Optimizer, plan: OptimizerPlan, needs: OptimizerNeeds, sett
         # After the state: gradients are cut as its buckets are, and a step asks the optimizer's swapper for them.
         gradients = _swap_gradients(optimizer, plan, needs, settings)
         swapper.attach(gradients=gradients)
+        gradients.watch(p for p in parameters_of(optimizer) if is_sharded(p))  # Empty shards, too.
         if swapper.backward_steps is not None:
             # Last: from here on a gradient that arrives goes to the steps in backward.
             gradients.deliver_to(swapper.backward_steps)
@@ -312,10 +370,10 @@ def _swap_gradients(
     optimizer: Optimizer, plan: OptimizerPlan, needs: OptimizerNeeds, settings: OffloadConfig
 ) -> GradientSwapper:
     parts = plan.gradient_parts()
-    made = optimizer, parts, next(_owners), settings.gradient_accumulation_steps
+    arguments = optimizer, parts, next(OWNERS), settings.gradient_accumulation_steps
     if needs.gradients is None:  # As for state in memory, a pool that is as large as it has to be.
         own = BufferPool(max(gradient_needs_of(parts, stored=False).total_bytes, PAGE_BYTES), device=plan.device)
-        return _made(lambda: GradientSwapper(*made, own, own.capacity_bytes, None, own.close), own.close)
+        return made(lambda: GradientSwapper(*arguments, own, own.capacity_bytes, None, own.close), own.close)
     shared = Shared.of(settings, plan.device)
     # Not for gradients are what all keep so far, this optimizer's state included, and the records of that in a step.
     limit_bytes = settings.pool_bytes - shared.held_bytes
@@ -323,16 +381,7 @@ def _swap_gradients(
         limit_bytes -= needs.state.pool_bytes - needs.state.held_bytes
     store, kept_bytes = (shared.store, 0) if needs.gradients.stored else (None, needs.gradients.total_bytes)
     release = shared.hold(kept_bytes, needs.gradients.total_bytes)
-    return _made(lambda: GradientSwapper(*made, shared.pool, limit_bytes, store, release), release)
-
-
-def _made(make: Callable[[], _MadeT], release: Callable[[], object]) -> _MadeT:
-    """Give what `make` makes; it takes over what `release` undoes, unless it fails."""
-    try:
-        return make()
-    except BaseException:
-        release()
-        raise
+    return made(lambda: GradientSwapper(*arguments, shared.pool, limit_bytes, store, release), release)
 
 
 def _parameters_on(model: torch.nn.Module, settings: OffloadConfig) -> ParameterSwapper | None:
@@ -353,17 +402,17 @@ def _moves_parameters(model: torch.nn.Module, settings: OffloadConfig) -> bool:
     return settings.offload_param.device == "nvme"
 
 
+def _shards_and_others(model: object) -> list[torch.Tensor]:
+    """The parameters of a model; of FSDP2 also the shards that it has, while modules have what it gathered."""
+    return [*model.parameters(), *sharded_parameters(model)] if isinstance(model, torch.nn.Module) else []
+
+
 def _check_can_be_offloaded(model: torch.nn.Module) -> None:
     if isinstance(vars(model).get("swapper"), ParameterSwapper):
         raise ConfigError("this model is offloaded already; call model.swapper.close(keep_values=True) first")
-    check_torch()
+    check_not_flattened(model)
     check_devices(model)
-
-
-def _check_is_model(model: object) -> None:
-    if not isinstance(model, torch.nn.Module):
-        name = model.__name__ if isinstance(model, type) else type(model).__name__
-        raise ConfigError(f"{name} is not a torch.nn.Module; call swapper.offload(model, optimizer, config)")
+    prepare_groups(model)
 
 
 @contextmanager
@@ -390,7 +439,7 @@ def init(config: ConfigLike, device: torch.device | str | None = None) -> Iterat
         SwapError: used within itself.
         SwapIOError: the drive failed, or has too little free space.
     """
-    with _builder(_as_config(config), on := device_of(device)).building(), nullcontext() if device is None else on:
+    with _builder(as_config(config), on := device_of(device)).building(), nullcontext() if device is None else on:
         yield
 
 
@@ -423,7 +472,7 @@ def materialize(
         SwapIOError: the drive failed, or has too little free space.
     """
     initialisers = initialisers_of(model, initialiser)
-    builder = _builder(_as_config(config), device_of(device))
+    builder = _builder(as_config(config), device_of(device))
     with builder.building():
         builder.materialize(model, initialisers)
     return model
@@ -455,24 +504,24 @@ def load_safetensors(model: torch.nn.Module, path: str | os.PathLike[str], *, st
 
 
 def gathered(
-    parameters: torch.nn.Module | torch.nn.Parameter | Iterable[torch.nn.Parameter],
+    parameters: torch.nn.Module | torch.Tensor | Iterable[torch.Tensor],
 ) -> AbstractContextManager[object]:
-    """Plain access: `with swapper.gathered(module): ...` has all its parameters in memory, as ordinary ones.
+    """Plain access: `with swapper.gathered(module): ...` has all its tensors in memory, as ordinary ones.
 
-    Within it they are of class `torch.nn.Parameter`, `p.data`, `p.numpy()` and pointers to them included; what is
-    changed is kept. Without it any use works too, but stages parameters for each operation anew. Of parameters that
-    are not swapped this does nothing.
+    Within it parameters are of class `torch.nn.Parameter`, or of their own, `p.data`, `p.numpy()` and pointers to them
+    included; what is changed is kept. Without it any use works too, but stages parameters for each operation anew. Of
+    tensors that are not swapped this does nothing.
 
     Args:
-        parameters: a module, with those below it, or some parameters.
+        parameters: a module, with those below it, or some parameters or buffers.
 
     Raises:
         PoolExhausted: on entering, with the sum: they do not fit the pool together.
         SwapIOError: the drive failed.
     """
     if isinstance(parameters, torch.nn.Module):
-        parameters = parameters.parameters()
-    elif isinstance(parameters, torch.nn.Parameter):
+        parameters = swapped_tensors(parameters)
+    elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
     return homes.gathered(parameters)
 
@@ -484,50 +533,21 @@ def _builder(settings: OffloadConfig, device: torch.device) -> ModelBuilder:
         raise ConfigError(f"{text}; set it to nvme, or build the model without swapper")
     check_torch()
     with outside_of_inference():  # What is made here is used outside of that mode too.
-        number, bucket_bytes, pool_bytes = next(_owners), settings.bucket_bytes, settings.pool_bytes
+        number, bucket_bytes, pool_bytes = next(OWNERS), settings.bucket_bytes, settings.pool_bytes
         device_bytes = settings.offload_param.device_bytes or pool_bytes
         pool, store, release = pool_of_parameters(settings, device, 0, bucket_bytes)
-        return _made(
+        return made(
             lambda: ModelBuilder(number, bucket_bytes, pool_bytes, pool, store, release, device, device_bytes), release
         )
-
-
-def unwrap_optimizer(optimizer: _OptimizerT, *, drop_masters: bool = False) -> _OptimizerT:
-    """Bring all state back into memory and make `optimizer` the plain optimizer it was.
-
-    Args:
-        optimizer: from `wrap_optimizer`.
-        drop_masters: needed where there are master weights, which a plain optimizer has no place for: their precision
-            beyond that of the parameters is lost, and the state is cast to the parameters' dtype.
-
-    Raises:
-        SwapError: it is not wrapped; or there are masters and `drop_masters` is False.
-    """
-    swapper = of(optimizer)
-    if swapper.has_masters and not drop_masters:
-        raise SwapError(
-            "unwrapping would lose the fp32 master weights; save optimizer.state_dict(), or pass drop_masters=True"
-        )
-    swapper.unwrap()
-    return optimizer
-
-
-def of(optimizer: Optimizer) -> OptimizerSwapper:
-    """The `OptimizerSwapper` of a wrapped optimizer: `optimizer.swapper`, typed.
-
-    Raises:
-        SwapError: it is not wrapped.
-    """
-    swapper = getattr(optimizer, "swapper", None)
-    if not isinstance(swapper, OptimizerSwapper):
-        raise SwapError("this optimizer is not wrapped; call swapper.wrap_optimizer(optimizer, config)")
-    return swapper
 
 
 def check(
     model: torch.nn.Module,
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     config: ConfigLike | None = None,
+    *,
+    weights: str | os.PathLike[str] | None = None,
+    device: torch.device | str | int | None = None,
 ) -> CheckReport:
     """Dry run: what `offload` would need in memory and on the drive, and what a step would move. Prints it.
 
@@ -536,19 +556,24 @@ def check(
     on each: what each would get depends on it, and is a little different at every measurement.
 
     Args:
-        model, optimizer, config: as for `offload`; of several optimizers the sums are given.
+        model, optimizer, config, weights, device: as for `offload`; of several optimizers the sums are given.
 
     Raises:
         ConfigError: what `offload` would refuse.
     """
     if config is None:
         raise ConfigError("config: none is given; call swapper.check(model, optimizer, config)")
-    settings = _as_config(config)
-    _check_is_model(model)
-    optimizers, _ = _optimizers_of(optimizer)
+    settings = as_config(config)
+    check_is_model(model)
+    optimizers, _ = optimizers_of(optimizer)
+    refuse_others(weights, optimizers, device)
+    if weights is not None:
+        return check_from_files(model, settings, lambda: match_weights(model, weights), device)
     for each in optimizers:
-        _check_is_optimizer(each)
+        check_is_optimizer(each)
         refuse_unsupported(each)
+    if _moves_parameters(model, settings):
+        check_not_flattened(model)
     parameters = _plan_parameters(model, settings)
     if parameters is not None and parameters.summary and _parameters_on(model, settings) is None:
         log.warning("%s", parameters.summary)
@@ -559,39 +584,3 @@ def check(
     report = make_report(model, optimizers, plans, parameters, budget, settings)
     print(report)
     return report
-
-
-def _optimizers_of(
-    optimizer: Optimizer | Iterable[Optimizer] | None,
-) -> tuple[list[Optimizer], Optimizer | Iterable[Optimizer] | None]:
-    """The optimizers that `offload` was given, and what it returns for them."""
-    if optimizer is None:
-        return [], None
-    if isinstance(optimizer, (OffloadConfig, Mapping, str, os.PathLike)):
-        raise ConfigError(
-            f"optimizer: {type(optimizer).__name__} is a config, not an optimizer; without optimizers call "
-            "swapper.offload(model, config=config)"
-        )
-    if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable):
-        return [optimizer], optimizer  # What is no optimizer is refused by name where it would be wrapped.
-    optimizers = list(optimizer)
-    return optimizers, optimizer if isinstance(optimizer, Sequence) else optimizers
-
-
-def _as_config(config: ConfigLike) -> OffloadConfig:
-    if isinstance(config, OffloadConfig):
-        return config
-    if isinstance(config, Mapping):
-        return OffloadConfig.model_validate(dict(config))
-    if not isinstance(config, (str, os.PathLike)):
-        raise ConfigError(
-            f"config: {type(config).__name__} is not a config; give a swapper.OffloadConfig, a mapping, or the path of "
-            "a YAML or JSON file"
-        )
-    return OffloadConfig.load(config)
-
-
-def _check_is_optimizer(optimizer: object) -> None:
-    if not isinstance(optimizer, Optimizer):
-        name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
-        raise ConfigError(f"optimizer: {name} is not a torch.optim.Optimizer; wrap the one inside it")

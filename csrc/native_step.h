@@ -1,0 +1,67 @@
+// One pass over memory that steps segments of parameters: joins masters, steps, splits them again and sums
+// the parameter. See [Note: native steps] in step_program.h and [Note: split masters] in codec.h.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "step_program.h"
+
+namespace swapper {
+
+// What is done to each tile of a segment. Register 0 is the parameter, or its master, 1 the gradient, those
+// from 2 on the arrays of the job; the rest are of the tile alone.
+class StepProgram {
+  public:
+    // Throws std::invalid_argument if an instruction names a register that is not there, or writes the
+    // gradient.
+    StepProgram(std::vector<Instruction> instructions, std::size_t arrays, std::size_t registers);
+
+    const std::vector<Instruction>& instructions() const { return instructions_; }
+    std::size_t arrays() const { return arrays_; }
+    std::size_t registers() const { return registers_; }
+    bool reads_param() const { return reads_param_; }
+    bool writes_param() const { return writes_param_; }
+
+  private:
+    std::vector<Instruction> instructions_;
+    std::size_t arrays_;
+    std::size_t registers_;
+    bool reads_param_ = false;
+    bool writes_param_ = false;
+};
+
+// A segment. All addresses are multiples of their elements' size; arrays are equal or have no byte in common.
+struct StepJob {
+    std::shared_ptr<const StepProgram> program;
+    std::size_t numel = 0;
+    // fp32: the parameter, or a master that is kept whole. Null: the master is split.
+    float* param = nullptr;
+    // Of a split master; see split_master(). `ties` has its `tie_bits` ties, and gets nothing: the new ones
+    // go to `new_ties`, ties_bytes_max(numel) bytes.
+    void* bits = nullptr;
+    void* low = nullptr;
+    const void* ties = nullptr;
+    std::size_t tie_bits = 0;
+    void* new_ties = nullptr;
+    const void* gradient = nullptr;
+    bool is_half = false;  // the gradient is bf16, else fp32
+    std::vector<float*> arrays;
+};
+
+// Of a job whose split master was written: its new ties, and the CRC-32C of its new `bits`; else zeros.
+struct StepResult {
+    std::size_t tie_bits = 0;
+    std::uint32_t crc = 0;
+};
+
+// Steps `jobs` on up to `threads` threads, this one among them. What is written does not depend on their
+// number.
+//
+// Throws std::invalid_argument, and nothing is written, if a job is not as described, or the low halves of
+// one do not have as many ties as it says.
+std::vector<StepResult> run_step(const std::vector<StepJob>& jobs, unsigned threads, InstructionSet set);
+
+}  // namespace swapper

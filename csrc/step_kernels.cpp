@@ -1,0 +1,285 @@
+#include "step_kernels.h"
+
+#include <cmath>
+#include <initializer_list>
+#include <stdexcept>
+
+#if defined(__clang__)
+#define STEP_LOOP _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define STEP_LOOP _Pragma("GCC ivdep")
+#endif
+
+namespace swapper {
+namespace {
+
+using codec::Byte;
+
+// x * y + z with one rounding. Of the compiler, which makes an instruction of it where the processor has one.
+CODEC_INLINE float fma1(float x, float y, float z) {
+    return __builtin_fmaf(x, y, z);
+}
+
+CODEC_INLINE float sign_of(float x) {
+    return static_cast<float>(x > 0.0F) - static_cast<float>(x < 0.0F);
+}
+
+// a * b + c * d with one rounding of the sum: the first product, or the second, is not rounded before.
+template <bool first>
+CODEC_INLINE float sum_of_products(float a, float b, float c, float d) {
+    return first ? fma1(a, b, c * d) : fma1(c, d, a * b);
+}
+
+enum class Decay { kNone = 0, kCoupled = 1, kDecoupled = 2 };
+
+// A step of Adam or AdamW, as torch's fused kernel has it.
+struct FusedAdam {
+    explicit FusedAdam(const Instruction& it) {
+        const auto number = [&](std::size_t i) { return static_cast<float>(it.constants[i]); };
+        step_size = number(adam::kStepSize);
+        bias2_sqrt = number(adam::kBias2Sqrt);
+        weight = number(adam::kWeight);
+        beta2 = number(adam::kBeta2);
+        square_weight = number(adam::kSquareWeight);
+        eps = number(adam::kEps);
+        sign = number(adam::kSign);
+        factor = number(adam::kFactor);
+        decay = static_cast<Decay>(static_cast<int>(it.constants[adam::kDecay]));
+    }
+
+    template <bool first, Decay decay_, bool near>
+    CODEC_INLINE void run(float* param, const float* gradient, float* mean, float* square,
+                          std::size_t numel) const {
+        const FusedAdam k = *this;
+        const float coefficient = near ? k.weight : k.weight - 1.0F;
+        STEP_LOOP for (std::size_t i = 0; i < numel; ++i) {
+            float p = param[i];
+            float g = gradient[i] * k.sign;
+            if constexpr (decay_ == Decay::kCoupled) g = fma1(p, k.factor, g);
+            if constexpr (decay_ == Decay::kDecoupled) p = p * k.factor;
+            const float m = mean[i];
+            const float new_mean = fma1(coefficient, g - m, near ? m : g);
+            const float v = sum_of_products<first>(square[i], k.beta2, k.square_weight * g, g);
+            mean[i] = new_mean;
+            square[i] = v;
+            const float denominator = __builtin_sqrtf(v) / k.bias2_sqrt + k.eps;
+            param[i] = p + k.step_size * new_mean / denominator;
+        }
+    }
+
+    template <bool first, Decay decay_>
+    CODEC_INLINE void run_near(float* param, const float* gradient, float* mean, float* square,
+                               std::size_t numel) const {
+        if (std::fabs(weight) < 0.5F) {
+            run<first, decay_, true>(param, gradient, mean, square, numel);
+        } else {
+            run<first, decay_, false>(param, gradient, mean, square, numel);
+        }
+    }
+
+    template <bool first>
+    CODEC_INLINE void run_part(float* const* state, float* param, const float* gradient, std::size_t begin,
+                               std::size_t numel) const {
+        float* const mean = state[0] + begin;
+        float* const square = state[1] + begin;
+        if (decay == Decay::kNone) run_near<first, Decay::kNone>(param, gradient, mean, square, numel);
+        if (decay == Decay::kCoupled) run_near<first, Decay::kCoupled>(param, gradient, mean, square, numel);
+        if (decay == Decay::kDecoupled)
+            run_near<first, Decay::kDecoupled>(param, gradient, mean, square, numel);
+    }
+
+    float step_size, bias2_sqrt, weight, beta2, square_weight, eps, sign, factor;
+    Decay decay;
+};
+
+struct FusedSgd {
+    explicit FusedSgd(const Instruction& it) {
+        const auto number = [&](std::size_t i) { return static_cast<float>(it.constants[i]); };
+        lr = number(sgd::kMinusLr);
+        momentum = number(sgd::kMomentum);
+        weight_decay = number(sgd::kWeightDecay);
+        undamped = number(sgd::kUndamped);
+        sign = number(sgd::kSign);
+        moves = momentum != 0;
+        nesterov = it.constants[sgd::kNesterov] != 0;
+    }
+
+    template <bool first, bool moves_, bool nesterov_, bool decays>
+    CODEC_INLINE void run(float* param, const float* gradient, float* buffer, std::size_t numel) const {
+        const FusedSgd k = *this;
+        STEP_LOOP for (std::size_t i = 0; i < numel; ++i) {
+            const float p = param[i];
+            float g = gradient[i] * k.sign;
+            if constexpr (decays) g = fma1(p, k.weight_decay, g);
+            if constexpr (moves_) {
+                const float moved = sum_of_products<first>(buffer[i], k.momentum, g, k.undamped);
+                buffer[i] = moved;
+                g = nesterov_ ? fma1(moved, k.momentum, g) : moved;
+            }
+            param[i] = fma1(g, k.lr, p);
+        }
+    }
+
+    template <bool first, bool decays>
+    CODEC_INLINE void run_kind(float* param, const float* gradient, float* buffer, std::size_t numel) const {
+        if (!moves) {
+            run<first, false, false, decays>(param, gradient, buffer, numel);
+        } else if (nesterov) {
+            run<first, true, true, decays>(param, gradient, buffer, numel);
+        } else {
+            run<first, true, false, decays>(param, gradient, buffer, numel);
+        }
+    }
+
+    template <bool first>
+    CODEC_INLINE void run_part(float* const* state, float* param, const float* gradient, std::size_t begin,
+                               std::size_t numel) const {
+        float* const buffer = moves ? state[0] + begin : nullptr;
+        if (weight_decay != 0) {
+            run_kind<first, true>(param, gradient, buffer, numel);
+        } else {
+            run_kind<first, false>(param, gradient, buffer, numel);
+        }
+    }
+
+    float lr, momentum, weight_decay, undamped, sign;
+    bool moves, nesterov;
+};
+
+// torch's fused kernels go through whole vectors of 8 elements, and another loop does the rest.
+template <typename Step>
+CODEC_INLINE void run_fused(const Instruction& it, float* const* registers, std::size_t numel) {
+    const Step step(it);
+    float* const state[] = {registers[it.a], registers[it.b]};
+    const std::size_t whole = numel - numel % 8;
+    for (unsigned part = 0; part < 2; ++part) {
+        const std::size_t begin = part == 0 ? 0 : whole;
+        const std::size_t length = part == 0 ? whole : numel - whole;
+        float* const param = registers[0] + begin;
+        const float* const gradient = registers[1] + begin;
+        if ((it.contraction >> part & 1) != 0) {
+            step.template run_part<true>(state, param, gradient, begin, length);
+        } else {
+            step.template run_part<false>(state, param, gradient, begin, length);
+        }
+    }
+}
+
+// `expression` for each element i of out, from a, b and c, which may be the same memory as out.
+#define STEP_CASE(code, expression)                         \
+    case Opcode::code:                                      \
+        STEP_LOOP for (std::size_t i = 0; i < numel; ++i) { \
+            out[i] = (expression);                          \
+        }                                                   \
+        break
+
+CODEC_INLINE void run_tile(const Instruction* instructions, std::size_t count, float* const* registers,
+                           std::size_t numel) {
+    for (const Instruction* at = instructions; at != instructions + count; ++at) {
+        const Instruction& it = *at;
+        float* const out = registers[it.out];
+        const float* const a = registers[it.a];
+        const float* const b = registers[it.b];
+        const float* const c = registers[it.c];
+        const auto x = static_cast<float>(it.constants[0]);
+        switch (it.code) {
+            STEP_CASE(kCopy, a[i]);
+            STEP_CASE(kNeg, -a[i]);
+            STEP_CASE(kAbs, std::fabs(a[i]));
+            STEP_CASE(kSign, sign_of(a[i]));
+            STEP_CASE(kReciprocal, 1.0F / a[i]);
+            STEP_CASE(kAdd, fma1(b[i], x, a[i]));
+            STEP_CASE(kAddNumber, a[i] + x);
+            STEP_CASE(kMul, a[i] * b[i]);
+            STEP_CASE(kMulNumber, a[i] * x);
+            STEP_CASE(kDiv, a[i] / b[i]);
+            STEP_CASE(kDivNumber, a[i] / x);
+            STEP_CASE(kAddcmul, fma1(x * b[i], c[i], a[i]));
+            STEP_CASE(kAddcdiv, a[i] + x * b[i] / c[i]);
+            case Opcode::kLerp:
+                if (std::fabs(x) < 0.5F) {
+                    STEP_LOOP for (std::size_t i = 0; i < numel; ++i) out[i] = fma1(x, b[i] - a[i], a[i]);
+                } else {
+                    const float back = x - 1.0F;
+                    STEP_LOOP for (std::size_t i = 0; i < numel; ++i) out[i] = fma1(back, b[i] - a[i], b[i]);
+                }
+                break;
+            case Opcode::kFusedAdam:
+                run_fused<FusedAdam>(it, registers, numel);
+                break;
+            case Opcode::kFusedSgd:
+                run_fused<FusedSgd>(it, registers, numel);
+                break;
+        }
+    }
+}
+
+CODEC_INLINE void widen_half(const Byte* half, float* out, std::size_t numel) {
+    auto* const wide = reinterpret_cast<Byte*>(out);
+    STEP_LOOP for (std::size_t i = 0; i < numel; ++i) {
+        codec::store16(wide, 2 * i, 0);
+        codec::store16(wide, 2 * i + 1, codec::load16(half, i));
+    }
+}
+
+#define STEP_VARIANT(name, ...)                                                                      \
+    struct name {                                                                                    \
+        __VA_ARGS__ static void run(const Instruction* instructions, std::size_t count,              \
+                                    float* const* registers, std::size_t numel) {                    \
+            run_tile(instructions, count, registers, numel);                                         \
+        }                                                                                            \
+        __VA_ARGS__ static void widen(const Byte* half, float* out, std::size_t numel) {             \
+            widen_half(half, out, numel);                                                            \
+        }                                                                                            \
+        __VA_ARGS__ static std::size_t count(const Byte* low, std::size_t numel) {                   \
+            return codec::count_ties(low, numel);                                                    \
+        }                                                                                            \
+        __VA_ARGS__ static std::size_t join(const Byte* param, const Byte* low, const Byte* ties,    \
+                                            std::size_t bit, Byte* master, std::size_t numel) {      \
+            return codec::join_piece(param, low, ties, bit, master, numel);                          \
+        }                                                                                            \
+        __VA_ARGS__ static void split(const Byte* master, Byte* param, Byte* low, std::size_t numel, \
+                                      codec::PieceTies& ties) {                                      \
+            codec::split_piece(master, param, low, numel, ties);                                     \
+        }                                                                                            \
+        static constexpr StepKernels kernels{run, widen, count, join, split};                        \
+    }
+
+STEP_VARIANT(Baseline, );
+#if defined(__x86_64__)
+STEP_VARIANT(Avx2, __attribute__((target("avx2,fma"))));
+STEP_VARIANT(Avx512,
+             __attribute__((target("avx2,fma,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512"))));
+#endif
+
+}  // namespace
+
+bool has_instruction_set(InstructionSet set) {
+#if defined(__x86_64__)
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    if (set == InstructionSet::kAvx2) return has_avx2;
+    if (set == InstructionSet::kAvx512) {
+        return has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    }
+#endif
+    return set == InstructionSet::kBaseline;
+}
+
+InstructionSet best_instruction_set() {
+    for (const auto set : {InstructionSet::kAvx512, InstructionSet::kAvx2}) {
+        if (has_instruction_set(set)) return set;
+    }
+    return InstructionSet::kBaseline;
+}
+
+const StepKernels& step_kernels(InstructionSet set) {
+    if (!has_instruction_set(set)) throw std::invalid_argument("this processor lacks the instruction set");
+#if defined(__x86_64__)
+    if (set == InstructionSet::kAvx512) return Avx512::kernels;
+    if (set == InstructionSet::kAvx2) return Avx2::kernels;
+#endif
+    return Baseline::kernels;
+}
+
+}  // namespace swapper

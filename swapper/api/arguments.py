@@ -1,0 +1,77 @@
+"""What users pass to the functions of `swapper`, checked."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.config import OffloadConfig
+from swapper.errors import ConfigError
+from swapper.storage.agreement import agreed
+from swapper.tensors.sharded import is_sharded
+
+__all__ = ["ConfigLike", "as_config", "check_is_model", "check_is_optimizer", "optimizers_of"]
+
+ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
+
+
+def as_config(
+    config: ConfigLike, optimizers: Iterable[object] = (), parameters: Iterable[torch.Tensor] = ()
+) -> OffloadConfig:
+    """The config that was given, or that of the file or mapping. Raises ConfigError if it is none of these.
+
+    Args:
+        config: what users pass.
+        optimizers, parameters: if any of the parameters are sharded, this fails on all ranks if it does on one.
+    """
+    groups = (group for each in optimizers if isinstance(each, Optimizer) for group in each.param_groups)
+    with agreed(any(map(is_sharded, (*parameters, *(p for group in groups for p in group["params"]))))):
+        return _as_config(config)
+
+
+def _as_config(config: ConfigLike) -> OffloadConfig:
+    if isinstance(config, OffloadConfig):
+        return config
+    if isinstance(config, Mapping):
+        return OffloadConfig.model_validate(dict(config))
+    if not isinstance(config, (str, os.PathLike)):
+        raise ConfigError(
+            f"config: {type(config).__name__} is not a config; give a swapper.OffloadConfig, a mapping, or the path of "
+            "a YAML or JSON file"
+        )
+    return OffloadConfig.load(config)
+
+
+def check_is_model(model: object) -> None:
+    """Raise ConfigError if `model` is no `torch.nn.Module`."""
+    if not isinstance(model, torch.nn.Module):
+        name = model.__name__ if isinstance(model, type) else type(model).__name__
+        raise ConfigError(f"{name} is not a torch.nn.Module; call swapper.offload(model, optimizer, config)")
+
+
+def optimizers_of(
+    optimizer: Optimizer | Iterable[Optimizer] | None,
+) -> tuple[list[Optimizer], Optimizer | Iterable[Optimizer] | None]:
+    """The optimizers that `offload` was given, and what it returns for them."""
+    if optimizer is None:
+        return [], None
+    if isinstance(optimizer, (OffloadConfig, Mapping, str, os.PathLike)):
+        raise ConfigError(
+            f"optimizer: {type(optimizer).__name__} is a config, not an optimizer; without optimizers call "
+            "swapper.offload(model, config=config)"
+        )
+    if isinstance(optimizer, Optimizer) or not isinstance(optimizer, Iterable):
+        return [optimizer], optimizer  # What is no optimizer is refused by name where it would be wrapped.
+    optimizers = list(optimizer)
+    return optimizers, optimizer if isinstance(optimizer, Sequence) else optimizers
+
+
+def check_is_optimizer(optimizer: object) -> None:
+    """Raise ConfigError if `optimizer` is none of torch's."""
+    if not isinstance(optimizer, Optimizer):
+        name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
+        raise ConfigError(f"optimizer: {name} is not a torch.optim.Optimizer; wrap the one inside it")

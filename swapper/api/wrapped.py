@@ -1,0 +1,46 @@
+"""Optimizers that were wrapped: their swapper, and how they become plain again."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from torch.optim import Optimizer
+
+from swapper.errors import SwapError
+from swapper.optimizer.swapper import OptimizerSwapper
+
+__all__ = ["of", "unwrap_optimizer"]
+
+_OptimizerT = TypeVar("_OptimizerT", bound=Optimizer)
+
+
+def unwrap_optimizer(optimizer: _OptimizerT, *, drop_masters: bool = False) -> _OptimizerT:
+    """Bring all state back into memory and make `optimizer` the plain optimizer it was.
+
+    Args:
+        optimizer: from `wrap_optimizer`.
+        drop_masters: needed where there are master weights, which a plain optimizer has no place for: their precision
+            beyond that of the parameters is lost, and the state is cast to the parameters' dtype.
+
+    Raises:
+        SwapError: it is not wrapped; or there are masters and `drop_masters` is False.
+    """
+    swapper = of(optimizer)
+    if swapper.has_masters and not drop_masters:
+        raise SwapError(
+            "unwrapping would lose the fp32 master weights; save optimizer.state_dict(), or pass drop_masters=True"
+        )
+    swapper.unwrap()
+    return optimizer
+
+
+def of(optimizer: Optimizer) -> OptimizerSwapper:
+    """The `OptimizerSwapper` of a wrapped optimizer: `optimizer.swapper`, typed.
+
+    Raises:
+        SwapError: it is not wrapped.
+    """
+    swapper = getattr(optimizer, "swapper", None)
+    if not isinstance(swapper, OptimizerSwapper):
+        raise SwapError("this optimizer is not wrapped; call swapper.wrap_optimizer(optimizer, config)")
+    return swapper

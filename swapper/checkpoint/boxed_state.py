@@ -1,0 +1,183 @@
+"""The state of one optimizer in a checkpoint, as it is wanted: of whole parameters, or of one box of each.
+
+A checkpoint that ranks have saved together has parameters in parts, each of which is like a parameter of its own to
+`StateReader`. What is wanted may be a part, as on as many ranks as then: it passes as it is. Otherwise it is put
+together of those that have some of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from swapper.checkpoint.index import INDEX, SavedWhole
+from swapper.checkpoint.reader import Checkpoint
+from swapper.checkpoint.state_reader import Bits, StateReader
+from swapper.checkpoint.streams import StreamPart, TensorStream, are_a_whole, read_box
+from swapper.errors import SwapError
+from swapper.optimizer.segments import MASTER
+from swapper.tensors.sharded import Box
+from swapper.tensors.strides import contiguous_stride
+
+__all__ = ["BoxedState"]
+
+
+class BoxedState:
+    """Reads the state of one optimizer. Parameters are known by their slots among those that its groups have.
+
+    Args:
+        checkpoint: it stays open as long as this is used.
+        number: of the optimizer in the checkpoint.
+        boxes: of each parameter, what is wanted of it; None for all of it.
+        bits: the values that masters of a box go with; None for those that the checkpoint has. Asked for only where
+            the box is a part as it was saved.
+
+    Attributes:
+        parts: reads them.
+        wholes: the parameters.
+        saved: what the index says of the optimizer.
+
+    Raises:
+        SwapError: the index and the files do not fit together.
+        SwapIOError: a file cannot be read.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        number: int,
+        boxes: Sequence[Box | None] | None = None,
+        bits: Callable[[int, Sequence[tuple[int, int]]], Iterator[torch.Tensor]] | None = None,
+    ) -> None:
+        self._checkpoint = checkpoint
+        self._what = f"optimizer {number}"
+        self.saved = checkpoint.index.optimizers[number]
+        self.wholes = self.saved.wholes()
+        self._boxes: list[Box | None] = [None] * len(self.wholes)
+        self._part_of: dict[int, int] = {}
+        self._latest: tuple[int, dict[str, Any]] | None = None
+        for slot, whole in enumerate(self.wholes):
+            if whole.shape is None:
+                self._part_of[slot] = whole.parts[0]
+                continue
+            if self.saved.sharded:
+                self._check(slot, whole)
+            box = None if boxes is None else boxes[slot]
+            self._boxes[slot] = box = box or _all_of(whole.shape)
+            for part in whole.parts:
+                if self._box_of(part) == box:
+                    self._part_of[slot] = part
+        slot_of = {part: slot for slot, part in self._part_of.items()}
+        self.parts = StateReader(checkpoint, number, None if bits is None else _bits_of(bits, slot_of))
+        self._check_states()
+
+    def _check(self, slot: int, whole: SavedWhole) -> None:
+        parts, shape = self.saved.parameters, whole.shape
+        assert shape is not None
+        if (
+            not whole.parts
+            or max(whole.parts) >= len(parts)
+            or any(parts[part].dtype != whole.dtype or parts[part].shape is None for part in whole.parts)
+            or not are_a_whole([self._box_of(part) for part in whole.parts], shape)
+        ):
+            raise self._incomplete(slot)
+
+    def _check_states(self) -> None:
+        """Refuse parameters of whose parts some have state and others not, or another."""
+        for slot, whole in enumerate(self.wholes):
+            known = {(*self.saved.parameters[part].keys, part in self.parts.with_master) for part in whole.parts}
+            if len(known) > 1:
+                raise self._incomplete(slot)
+
+    def _incomplete(self, slot: int) -> SwapError:
+        return SwapError(
+            f"{self._checkpoint.directory / INDEX} is damaged: what it says of {self._what}, parameter {slot}, does "
+            "not fit together; use another checkpoint"
+        )
+
+    def _box_of(self, part: int) -> Box:
+        saved = self.saved.parameters[part]
+        shape = tuple(saved.shape or ())
+        return Box(tuple(saved.offsets) or (0,) * len(shape), shape)
+
+    def part_of(self, slot: int) -> int | None:
+        """The slot of the part that is what is wanted; None if it is put together."""
+        return self._part_of.get(slot)
+
+    @property
+    def with_master(self) -> set[int]:
+        """Slots of the parameters that have master weights."""
+        return {slot for slot, whole in enumerate(self.wholes) if whole.parts[0] in self.parts.with_master}
+
+    def has_state(self, slot: int) -> bool:
+        """True if the checkpoint has state of the parameter."""
+        return self.parts.has_state(self.wholes[slot].parts[0])
+
+    def groups(self, names: Sequence[Any]) -> list[dict[str, Any]]:
+        """The groups as in a state dict, with `names` of the parameters, one for each slot."""
+        return self.parts.groups(names)
+
+    def split(self, slot: int) -> set[str]:
+        """The keys of the state that has an element for each of the parameter's."""
+        whole = self.wholes[slot]
+        if self.saved.sharded:
+            return {MASTER, *whole.split}
+        shape = tuple(whole.shape or ())
+        state = self.parts.state(whole.parts[0])
+        return {MASTER, *(key for key, value in state.items() if tuple(getattr(value, "shape", ())) == shape != ())}
+
+    def state(self, slot: int) -> dict[str, Any]:
+        """As of `StateReader`, of what is wanted."""
+        if (part := self._part_of.get(slot)) is not None:
+            return self.parts.state(part)
+        if self._latest is None or self._latest[0] != slot:
+            self._latest = slot, self._joined(slot)
+        return dict(self._latest[1])
+
+    def _joined(self, slot: int) -> dict[str, Any]:
+        whole, box = self.wholes[slot], self._boxes[slot]
+        assert box is not None
+        states = [self.parts.state(part) for part in whole.parts]
+        found: dict[str, Any] = {}
+        split = self.split(slot)
+        for key, first in states[0].items():
+            values = [state[key] for state in states]
+            if key not in split:
+                found[key] = first
+                continue
+            dtypes = {value.dtype for value in values if isinstance(value, (TensorStream, torch.Tensor))}
+            boxes = [self._box_of(part) for part in whole.parts]
+            if len(dtypes) != 1 or any(
+                tuple(getattr(value, "shape", ())) != each.sizes for value, each in zip(values, boxes, strict=True)
+            ):
+                raise self._incomplete(slot)
+            (dtype,) = dtypes
+            parts = [StreamPart(each, _reader(value)) for each, value in zip(boxes, values, strict=True)]
+            found[key] = TensorStream(dtype, box.sizes, contiguous_stride(box.sizes), read_box(parts, dtype, box))
+        return found
+
+
+def _all_of(shape: Sequence[int]) -> Box:
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def _reader(value: Any) -> Callable[[int, int], torch.Tensor]:
+    """Reads a tensor in the order of its indices."""
+    if isinstance(value, TensorStream):
+        return value.contiguous().read
+    flat = value.contiguous().view(-1)
+    return partial(_slice, flat)
+
+
+def _slice(flat: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+    return flat[start:stop]
+
+
+def _bits_of(bits: Bits, slot_of: Mapping[int, int]) -> Callable[..., Iterator[torch.Tensor] | None]:
+    def find(part: int, ranges: Sequence[tuple[int, int]]) -> Iterator[torch.Tensor] | None:
+        return bits(slot_of[part], ranges) if part in slot_of else None
+
+    return find

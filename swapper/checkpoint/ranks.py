@@ -1,0 +1,364 @@
+"""One checkpoint that several ranks save together.
+
+[Note: ranks] Each rank has parts of DTensors, by FSDP2 or tensor parallelism, and writes them to files of its own in
+one directory that rank 0 has made: its records are linked, as ever. What several ranks have alike (`Replicate`,
+parameters that are no DTensors) is written once; who writes it is chosen from what all of them say that they have, so
+that bytes are spread. Rank 0 puts together what they say of their parts to one index, and publishes the directory when
+all have synced their files. Between any two of these steps all ranks find out whether all of them have succeeded: if
+one has not, all raise, and rank 0 removes what is there.
+
+    rank 0              others
+    make a directory    -                   agree
+    say what is here    say what is here    exchange: who writes what
+    write, link, sync   write, link, sync   agree
+    merge, publish      -                   agree
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.checkpoint.index import SavedFile, SavedHole, SavedModel, SavedOptimizer, SavedSegment, SavedWhole
+from swapper.checkpoint.saved_shards import Part, ShardedModel
+from swapper.checkpoint.state_writer import (
+    digest_of_options,
+    names_of_parameters,
+    save_state,
+    state_units,
+    sums_of_plain,
+)
+from swapper.checkpoint.streams import are_a_whole
+from swapper.checkpoint.writer import NewCheckpoint
+from swapper.errors import SwapError
+from swapper.optimizer.plan import parameters_of
+from swapper.storage.agreement import agreed, exchanged, gathered_by_first, rank_of_process
+from swapper.tensors.sharded import Box, box_of, part_name
+
+__all__ = ["Saved", "joined", "new_checkpoint", "save_part"]
+
+
+@dataclass
+class _Offer:
+    """What a rank could write, and digests of what ranks may have alike.
+
+    `parts` are of the model, which ranks may have in other units. `options` are of each optimizer, and so is `plain`:
+    the sums of parameters that are no DTensors and have state.
+    """
+
+    units: list[tuple[str, int]]
+    parts: list[str]
+    sums: dict[str, object]
+    extra: bytes
+    options: list[bytes]
+    plain: list[dict[int, int]]
+
+
+@dataclass
+class _Whole:
+    """A parameter of an optimizer, of which a rank has a part."""
+
+    name: str
+    shape: list[int]
+    stride: list[int]
+    box: Box
+    split: set[str]
+
+
+@dataclass
+class Saved:
+    """What one rank has written."""
+
+    rank: int
+    files: dict[str, SavedFile]
+    model: SavedModel
+    optimizers: list[SavedOptimizer]
+    wholes: list[list[_Whole]]
+    extra: Any
+    step: int | None
+
+
+@contextlib.contextmanager
+def new_checkpoint(directory: str | os.PathLike[str], over_files: bool) -> Iterator[NewCheckpoint]:
+    """The checkpoint that all ranks write to. Left behind by none, unless it was published."""
+    rank = rank_of_process()
+    with contextlib.ExitStack() as undo:
+        new: NewCheckpoint | None = None
+        with agreed():
+            if rank == 0:
+                new = NewCheckpoint(directory, over_files=over_files, rank=0)
+                undo.callback(new.discard)
+        paths = exchanged(None if new is None else str(new.path))
+        with agreed():
+            if new is None:
+                assert paths[0] is not None
+                path = Path(paths[0])
+                if not path.is_dir():
+                    raise SwapError(
+                        f"{path.parent} is another directory here than on rank 0: ranks save one checkpoint together, "
+                        "to a directory that all of them have"
+                    )
+                new = NewCheckpoint(directory, rank=rank, path=path)
+                undo.callback(new.discard)
+        assert new is not None
+        yield new
+
+
+def save_part(
+    model: torch.nn.Module, optimizers: Sequence[Optimizer], extra: object, new: NewCheckpoint
+) -> list[Saved]:
+    """Write what this rank has. Collective.
+
+    Returns:
+        What all ranks have written; nothing on other ranks than 0.
+    """
+    rank = rank_of_process()
+    with agreed():
+        encoded = new.encode(extra, "extra", "extra.")
+        shards = ShardedModel(model, new)
+        units = [unit for number, each in enumerate(optimizers) for unit in state_units(each, number)]
+        offer = _Offer(
+            units=[*shards.units, *units],
+            parts=shards.parts,
+            sums=shards.sums_of_others(),
+            extra=new.summed(encoded, "extra."),
+            options=[digest_of_options(each, number, new) for number, each in enumerate(optimizers)],
+            plain=[sums_of_plain(each) for each in optimizers],
+        )
+    offers = exchanged(offer)
+    mine = _share_out([each.units for each in offers])[rank]
+    with agreed():
+        _check_alike(offers, optimizers, names_of_parameters(model))
+        sums = shards.sums_of_parts(_shared(offers))
+    _check_same_parts(exchanged(sums))
+    with agreed():
+        own = [name for name, crc in offer.sums.items() if offers[0].sums[name] != crc]
+        if rank and offer.extra == offers[0].extra:
+            new.drop_values("extra.")
+            encoded = None
+        names = names_of_parameters(model)
+        writers = [save_state(each, number, names, new, mine.__contains__) for number, each in enumerate(optimizers)]
+        saved = Saved(
+            rank=rank,
+            files=new.files,
+            model=shards.save(Part(rank, mine.__contains__, own)),
+            optimizers=[each.saved for each in writers],
+            wholes=[
+                [
+                    _Whole(names.get(id(p), ""), list(p.shape), list(p.stride()), box_of(p), split)
+                    for p, split in zip(parameters_of(optimizer), writer.split, strict=True)
+                ]
+                for optimizer, writer in zip(optimizers, writers, strict=True)
+            ],
+            extra=encoded,
+            step=writers[0].step if writers else None,
+        )
+        new.publish_records()
+        new.write_values()
+        new.complete()
+    return gathered_by_first(saved)
+
+
+def _check_alike(offers: Sequence[_Offer], optimizers: Sequence[Optimizer], names: Mapping[int, str]) -> None:
+    first = offers[0]
+    for rank, offer in enumerate(offers):
+        if others := sorted(offer.sums.keys() ^ offers[0].sums.keys()):
+            raise SwapError(
+                f"the model of rank {rank} is not that of rank 0: only one of them has {others[0]}; ranks "
+                "that save one checkpoint together have parts of one model"
+            )
+        if len(offer.options) != len(first.options):
+            raise SwapError("ranks have different numbers of optimizers; give the same ones on each")
+        for number, (here, there) in enumerate(zip(offer.options, first.options, strict=True)):
+            if here != there:
+                raise SwapError(
+                    f"optimizer {number} of rank {rank} is of another class than that of rank 0, or its groups have "
+                    "other options or numbers of parameters; ranks that save one checkpoint together have the same"
+                )
+        for number, (sums, theirs) in enumerate(zip(offer.plain, first.plain, strict=True)):
+            if sums != theirs:
+                slot = min({*sums.items()} ^ {*theirs.items()})[0]
+                p = [*parameters_of(optimizers[number])][slot]
+                raise _differ(names.get(id(p)) or f"parameter {slot} of optimizer {number}", 0, rank)
+
+
+def _differ(name: str, one: int, other: int) -> SwapError:
+    return SwapError(
+        f"{name} or its optimizer state is not the same on ranks {one} and {other}, which both have it, and a "
+        "checkpoint that ranks save together would have that of one; bring them together before it is saved "
+        "(torch.distributed.broadcast), or give what is another on each rank another name, or a DTensor of all"
+    )
+
+
+def _shared(offers: Sequence[_Offer]) -> set[str]:
+    """The parts of the model that several ranks have."""
+    count = Counter(part for offer in offers for part in offer.parts)
+    return {part for part, ranks in count.items() if ranks > 1}
+
+
+def _check_same_parts(sums: Sequence[Mapping[str, tuple[str, int]]]) -> None:
+    """Refuse DTensors of which ranks have the same elements with different values: all do, or none."""
+    known: dict[str, tuple[int, int]] = {}
+    for rank, each in enumerate(sums):
+        for part, (name, crc) in each.items():
+            one, expected = known.setdefault(part, (rank, crc))
+            if crc != expected:
+                raise _differ(name, one, rank)
+
+
+def _share_out(units: Sequence[Sequence[tuple[str, int]]]) -> list[set[str]]:
+    """The units that each rank writes: each is written by one of those that have it, so that bytes are spread."""
+    having: dict[str, list[int]] = {}
+    for rank, each in enumerate(units):
+        for unit, _ in each:
+            having.setdefault(unit, []).append(rank)
+    load = [0] * len(units)
+    chosen: list[set[str]] = [set() for _ in units]
+    for each in units:
+        for unit, length_bytes in each:
+            if ranks := having.pop(unit, None):
+                rank = min(ranks, key=lambda rank: load[rank])
+                load[rank] += length_bytes
+                chosen[rank].add(unit)
+    return chosen
+
+
+# --- Rank 0 puts together what all say -------------------------------------------------------------------------------
+
+
+def joined(saved: Sequence[Saved]) -> dict[str, Any]:
+    """The fields of an index that are of what all ranks have written.
+
+    Raises:
+        SwapError: the parts are not those of one model and its optimizers.
+    """
+    files: dict[str, SavedFile] = {}
+    for each in saved:
+        files |= each.files
+    return {
+        "files": files,
+        "ranks": len(saved),
+        "step": next((each.step for each in saved if each.step is not None), None),
+        "model": (model := _joined_model([each.model for each in saved])),
+        "optimizers": [_joined_optimizer(saved, number, model) for number in range(len(saved[0].optimizers))],
+        "extra": saved[0].extra,
+        "own_extra": {str(each.rank): each.extra for each in saved[1:] if each.extra is not None},
+    }
+
+
+def _joined_model(models: Sequence[SavedModel]) -> SavedModel:
+    whole = models[0]
+    for model in models[1:]:
+        if model.sharded.keys() != whole.sharded.keys():
+            name = min(model.sharded.keys() ^ whole.sharded.keys())
+            raise SwapError(f"{name} is a DTensor of only some ranks, which cannot be saved together")
+        whole.tensors |= model.tensors
+        for name, shards in model.sharded.items():
+            whole.sharded[name].parts.update(shards.parts)
+        for name, own in model.own.items():
+            whole.own.setdefault(name, {}).update(own)
+        for name, values in model.own_values.items():
+            whole.own_values.setdefault(name, {}).update(values)
+    for name, shards in whole.sharded.items():
+        # Of a tensor without elements each rank has all.
+        shards.parts = dict(list(shards.parts.items())[:1]) if 0 in shards.shape else shards.parts
+        boxes = [Box(tuple(at), tuple(whole.tensors[part].shape)) for part, at in shards.parts.items()]
+        _check_parts(name, boxes, shards.shape)
+    return whole
+
+
+def _check_parts(name: str, boxes: Sequence[Box], shape: Sequence[int]) -> None:
+    if not are_a_whole(boxes, shape):
+        raise SwapError(
+            f"{name}: what ranks have of it are no boxes that make up its shape {list(shape)}, as with placements "
+            "_StridedShard alone, or on meshes that not all ranks are in; use torch.distributed.checkpoint, also with "
+            "swapper.dcp"
+        )
+
+
+def _joined_optimizer(saved: Sequence[Saved], number: int, model: SavedModel) -> SavedOptimizer:
+    first = saved[0].optimizers[number]
+    whole = SavedOptimizer(
+        kind=first.kind,
+        encoding=first.encoding,
+        options=first.options,
+        groups=first.groups,
+        parameters=[],
+        buckets=[],
+        sharded=[],
+    )
+    wholes = saved[0].wholes[number]
+    part_of: dict[tuple[int, Box], int] = {}
+    for each in saved:
+        mine = each.wholes[number]
+        if [(p.name, p.shape) for p in mine] != [(p.name, p.shape) for p in wholes]:
+            raise SwapError(
+                f"optimizer {number} of rank {each.rank} does not have the parameters of that of rank 0; ranks that "
+                "save one checkpoint together have parts of the same"
+            )
+    for slot, p in enumerate(wholes):
+        described = SavedWhole(
+            name=p.name,
+            shape=p.shape,
+            stride=p.stride,
+            dtype=first.parameters[slot].dtype,
+            parts=[],
+            split=sorted(set().union(*(each.wholes[number][slot].split for each in saved))),
+        )
+        for each in saved:
+            box = each.wholes[number][slot].box
+            if (slot, box) in part_of and each.optimizers[number].parameters[slot].small is not None:
+                whole.parameters[part_of[slot, box]].small = each.optimizers[number].parameters[slot].small
+            if (slot, box) in part_of or not (box.numel or 0 in p.shape) or (0 in p.shape and described.parts):
+                continue
+            part_of[slot, box] = len(whole.parameters)
+            described.parts.append(len(whole.parameters))
+            parameter = each.optimizers[number].parameters[slot]
+            parameter.offsets = list(box.offsets)
+            if (name := model.tied.get(p.name, p.name)) in model.sharded:
+                parameter.name = part_name(name, box)
+            whole.parameters.append(parameter)
+        _check_parts(
+            p.name or f"parameter {slot} of optimizer {number}",
+            [box for (of, box) in part_of if of == slot],
+            p.shape,
+        )
+        whole.sharded.append(described)
+    for each in saved:
+        for bucket in each.optimizers[number].buckets:
+            for i, segment in enumerate(bucket.segments):
+                if isinstance(segment, SavedSegment):
+                    part = part_of.get((segment.parameter, each.wholes[number][segment.parameter].box))
+                    if part is None:  # It has no elements.
+                        bucket.segments[i] = SavedHole(hole=True, tie_bits=segment.tie_bits)
+                    else:
+                        segment.parameter = part
+            whole.buckets.append(bucket)
+    _drop_doubles(whole)
+    return whole
+
+
+def _drop_doubles(optimizer: SavedOptimizer) -> None:
+    """Leave one of the slices that ranks have written twice, since they have cut what both have otherwise."""
+    found: dict[int, list[tuple[int, int, int, int]]] = {}
+    for b, bucket in enumerate(optimizer.buckets):
+        for i, segment in enumerate(bucket.segments):
+            if isinstance(segment, SavedSegment):
+                found.setdefault(segment.parameter, []).append((segment.start, -segment.stop, b, i))
+    for slices in found.values():
+        at, is_first = 0, True
+        for start, stop, b, i in sorted(slices):
+            if start == at and (is_first or -stop > at):
+                at, is_first = -stop, False
+                continue
+            bucket = optimizer.buckets[b]
+            segment = bucket.segments[i]
+            bucket.segments[i] = SavedHole(hole=True, tie_bits=segment.tie_bits)

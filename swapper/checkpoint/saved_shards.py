@@ -1,0 +1,229 @@
+"""A model of which this rank has shards, in a checkpoint that all ranks save together. See [Note: ranks] of `ranks`.
+
+A shard is written once, by one of the ranks that have it: by a second name of its record, if it is on disk, else to a
+file of the shards that are in memory. What can be linked is linked whole: the shards of a record are one unit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from swapper.checkpoint.index import SavedModel, SavedShards
+from swapper.checkpoint.saved_model import (
+    check_can_be_saved,
+    encoded_value,
+    flat_state_dict,
+    record_file,
+    save_tensors,
+    write_memory,
+)
+from swapper.checkpoint.writer import NewCheckpoint, RecordFile, pieces_of
+from swapper.errors import SwapError
+from swapper.io.checksums import checksum, join_checksums
+from swapper.parameter.cache import Held
+from swapper.parameter.swapper import ParameterSwapper
+from swapper.storage.store import RecordKey
+from swapper.tensors.evicted_views import viewed_by
+from swapper.tensors.homes import home_of
+from swapper.tensors.sharded import Box, box_of, is_sharded, local_of, part_name
+
+__all__ = ["Part", "ShardedModel"]
+
+
+@dataclass(frozen=True)
+class Part:
+    """What this rank writes of a model that several save together.
+
+    Attributes:
+        rank: of this process.
+        writes: True of those of `ShardedModel.units` that it writes.
+        own: names of tensors that are no DTensors, and of other values, that differ from those of rank 0.
+    """
+
+    rank: int
+    writes: Callable[[str], bool]
+    own: Collection[str]
+
+
+class _Shard(NamedTuple):
+    """What this rank has of a DTensor: of those that are tied, the first."""
+
+    name: str
+    box: Box
+    whole: torch.Tensor
+
+    @property
+    def local(self) -> torch.Tensor:
+        """The tensor that has it, evicted or not."""
+        local = local_of(self.whole)
+        return local if (parameter := viewed_by(local)) is None else parameter
+
+    @property
+    def length_bytes(self) -> int:
+        """Bytes of the values."""
+        return self.box.numel * self.whole.element_size()
+
+
+class _Unit(NamedTuple):
+    """Shards that are written in one piece or not at all; with the record that has them, and nothing else, if any."""
+
+    shards: Sequence[_Shard]
+    held: Held | None
+
+    @property
+    def key(self) -> str:
+        """The same on each rank that has the same shards, in a record of their own or not."""
+        return repr(sorted((shard.name, shard.box) for shard in self.shards))
+
+    @property
+    def length_bytes(self) -> int:
+        """Bytes of the values."""
+        return sum(shard.length_bytes for shard in self.shards)
+
+
+class ShardedModel:
+    """What this rank has of a model that several save together, as it is now: nothing may change until it is saved.
+
+    Args:
+        model: the user's own module.
+        new: the checkpoint, for what is encoded.
+
+    Attributes:
+        units: what is written in one piece or not at all, with its length in bytes; see `state_units`.
+        parts: of each of its shards, what it is of which tensor.
+
+    Raises:
+        SwapError: something cannot be saved.
+        SwapIOError: a record that was changed could not be written.
+    """
+
+    def __init__(self, model: torch.nn.Module, new: NewCheckpoint) -> None:
+        self._model, self._new = model, new
+        self._state = flat_state_dict(model)
+        firsts = {id(value): (name, value) for name, value in reversed(self._state.items()) if is_sharded(value)}
+        self._shards = {name: _Shard(name, box_of(value), value) for name, value in firsts.values()}
+        for shard in self._shards.values():
+            check_can_be_saved(shard.name, shard.local)
+        self._units = self._cut()
+        self.units = [(unit.key, unit.length_bytes) for unit in self._units]
+        self.parts = [_part(shard) for shard in self._shards.values()]
+
+    def _cut(self) -> list[_Unit]:
+        units = []
+        left = dict(self._shards)
+        swapper = vars(self._model).get("swapper")
+        for held in swapper.settled_records() if isinstance(swapper, ParameterSwapper) else ():
+            found = [left.get(location.name) for location in held.plan.locations]
+            shards = [shard for shard in found if shard is not None]
+            if held.plan.sharded and len(shards) == len(found) and _is_linkable(held, shards):
+                units.append(_Unit(shards, held))
+                for shard in shards:
+                    del left[shard.name]
+        return [*units, *(_Unit([shard], None) for shard in left.values())]
+
+    def sums_of_parts(self, wanted: Container[str]) -> dict[str, tuple[str, int]]:
+        """The name and the CRC-32C of those of `parts` that are wanted and have elements.
+
+        Raises:
+            SwapIOError: a record could not be read.
+        """
+        found = {}
+        for unit in self._units:
+            for slot, shard in enumerate(unit.shards):
+                if shard.box.numel and (part := _part(shard)) in wanted:
+                    known = unit.held is not None and shard.local.is_contiguous()
+                    crc = unit.held.checksums[slot] if unit.held is not None and known else _sum_of(shard.local)
+                    found[part] = (shard.name, crc)
+        return found
+
+    def sums_of_others(self) -> dict[str, object]:
+        """By name what tells whether two tensors that are no DTensors, or other values, are the same.
+
+        Raises:
+            SwapError: one cannot be saved.
+        """
+        found: dict[str, object] = {}
+        for name, value in self._state.items():
+            if not isinstance(value, torch.Tensor):
+                found[name] = self._new.summed(encoded_value(value, name, self._new), f"model.{name}.")
+                self._new.drop_values(f"model.{name}.")
+            elif not is_sharded(value):
+                check_can_be_saved(name, value)
+                found[name] = (_sum_of(value), value.dtype, tuple(value.shape))
+        return found
+
+    def save(self, part: Part) -> SavedModel:
+        """Put what this rank writes into the checkpoint: records by a second name, else written.
+
+        Raises:
+            SwapError: a tensor of the model has the name of a part.
+            SwapIOError: the drive failed or is full.
+        """
+        saved = SavedModel(tensors={}, tied={}, values={})
+        first_names = {id(shard.whole): shard.name for shard in self._shards.values()}
+        for name, value in self._state.items():
+            if is_sharded(value) and (first := first_names[id(value)]) != name:
+                saved.tied[name] = first
+            elif is_sharded(value):
+                saved.sharded[name] = SavedShards(shape=list(value.shape), parts={})
+        memory: dict[str, torch.Tensor] = {}
+        files: dict[RecordKey, RecordFile] = {}
+        for unit in filter(lambda unit: part.writes(unit.key), self._units):
+            if unit.held is not None:
+                files[unit.held.key] = record_file(unit.held, self._new, saved.tensors)
+            for shard in unit.shards:
+                if not shard.box.numel and shard.whole.numel():
+                    continue
+                piece = _free_name(part_name(shard.name, shard.box), self._state)
+                saved.sharded[shard.name].parts[piece] = list(shard.box.offsets)
+                if unit.held is None:
+                    # Evicted it stays so, until it is written: what it is detached to would keep its record in memory.
+                    memory[piece] = shard.local if home_of(shard.local) is not None else shard.local.detach()
+        if files:
+            self._new.add_records(vars(self._model)["swapper"].store, files)
+        plain = {name: value for name, value in self._state.items() if not is_sharded(value)}
+        if part.rank == 0:
+            others = save_tensors(plain, self._new, self._model, memory)
+            others.sharded = saved.sharded
+            others.tied |= saved.tied
+            others.tensors |= saved.tensors
+            return others
+        for name in part.own:
+            if not isinstance(plain[name], torch.Tensor):
+                saved.own_values[name] = {str(part.rank): encoded_value(plain[name], name, self._new)}
+                continue
+            piece = _free_name(f"{name}@r{part.rank}", self._state)
+            memory[piece] = plain[name]
+            saved.own[name] = {str(part.rank): piece}
+        write_memory(memory, self._new, saved)
+        return saved
+
+
+def _is_linkable(held: Held, shards: Sequence[_Shard]) -> bool:
+    """True if the record's file has the shards of the state dict, as they were cut when it was laid out."""
+    return all(
+        shard.local is location.parameter
+        and shard.box.sizes == tuple(location.shape)
+        and part_name(shard.name, shard.box) == entry.name
+        for shard, location, entry in zip(shards, held.plan.locations, held.plan.layout.entries, strict=True)
+    )
+
+
+def _part(shard: _Shard) -> str:
+    return repr((shard.name, shard.box))
+
+
+def _free_name(piece: str, state: Mapping[str, Any]) -> str:
+    if piece in state:
+        raise SwapError(
+            f"{piece} is the name of a tensor of the model, and a part of another would have it in the files; rename it"
+        )
+    return piece
+
+
+def _sum_of(tensor: torch.Tensor) -> int:
+    return join_checksums((checksum(piece.cpu()), piece.numel()) for piece in pieces_of(tensor))

@@ -1,0 +1,157 @@
+"""Which tensors of safetensors files are which parameters and buffers of a model."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from swapper.errors import SwapError
+from swapper.files.experts import ExpertTensors
+from swapper.files.tensor_files import StoredTensor, TensorReader
+from swapper.files.unread import Step, evaluate, sources_of
+from swapper.files.weights import find_weights
+from swapper.io.handle import AsyncIOHandle
+from swapper.tensors.inner import Inner, inner_tensors, is_wrapper
+
+__all__ = ["ModelWeights", "match_weights"]
+
+
+@dataclass(frozen=True)
+class ModelWeights:
+    """The tensors of a model that are in files.
+
+    Attributes:
+        stored: by parameter or buffer of the model, the tensors that are it one after another in memory: one, or those
+            that a fused parameter is made of, or parts of them.
+        made: by parameter or buffer, how it is made of tensors of files, where these are not its bytes.
+        same_files: returns True if the files have the same tensors at the same places as before.
+    """
+
+    stored: Mapping[torch.Tensor, tuple[StoredTensor, ...]]
+    made: Mapping[torch.Tensor, Step]
+    same_files: Callable[[], bool]
+
+    def __contains__(self, tensor: torch.Tensor) -> bool:
+        return tensor in self.stored or tensor in self.made
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Give all parameters and buffers that are in files."""
+        return [*self.stored, *self.made]
+
+    def paths(self) -> list[Path]:
+        """Give the files, each once."""
+        sources = [piece for pieces in self.stored.values() for piece in pieces]
+        sources += [source for step in self.made.values() for source in sources_of(step)]
+        return list(dict.fromkeys(source.path for source in sources))
+
+    def read(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Read the values of some, each into memory of its own, without holes, at a multiple of 64 bytes.
+
+        Raises:
+            SwapIOError: a file could not be read.
+        """
+        with closing(TensorReader(AsyncIOHandle(), lambda length_bytes: None)) as reader:
+            return [self._read(reader, tensor) for tensor in tensors]
+
+    def _read(self, reader: TensorReader, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor in self.made:
+            return evaluate(self.made[tensor], reader.read).clone()
+        return _read(reader, tensor, self.stored[tensor])
+
+
+def _read(reader: TensorReader, tensor: torch.Tensor, pieces: tuple[StoredTensor, ...]) -> torch.Tensor:
+    if len(pieces) == 1:
+        return reader.read(pieces[0]).view(tensor.shape).clone()
+    values = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+    cursor = 0
+    for piece in pieces:  # One after another: the reader has room for one.
+        values.view(-1)[cursor : cursor + piece.shape.numel()].copy_(reader.read(piece).view(-1))
+        cursor += piece.shape.numel()
+    return values
+
+
+def match_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> ModelWeights:
+    """Find the tensors of `model`, which may be on the meta device, in the files that `path` names.
+
+    Names, shapes and dtypes must be those of the model's state dict, but for experts, which a file may have one by one:
+    see `experts`. A tensor with several names there needs to be in the files under one of them; if it is there under
+    more the last counts, as in `load_state_dict`.
+
+    Args:
+        model: any whose tensors are ordinary, or made of others in memory, as those of torchao. The files have those
+            inside under the names of torchao's own files, as `0._weight_qdata`.
+        path: as for `swapper.load_safetensors`.
+
+    Raises:
+        SwapError: they do not fit, or one of the files is broken; the message names file and tensor.
+        SwapIOError: a file cannot be read, or is shorter than its header says.
+    """
+    stored = _match(model, path)
+    return ModelWeights(stored, {}, lambda: _match(model, path) == stored)
+
+
+def _match(model: torch.nn.Module, path: str | os.PathLike[str]) -> dict[torch.Tensor, tuple[StoredTensor, ...]]:
+    found = {tensor.name: tensor for tensor in find_weights(path)}
+    state: dict[str, object] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if isinstance(tensor, torch.Tensor) and is_wrapper(tensor):  # The files have what is inside.
+            state.update((inner.name, inner.tensor) for inner in _inside(name, tensor))
+        else:
+            state[name] = tensor
+    parameters = dict(inner[:2] for name, p in model.named_parameters() for inner in _inside(name, p))
+    own = {id(tensor) for tensor in parameters.values()}
+    own.update(id(inner.tensor) for name, buffer in model.named_buffers() for inner in _inside(name, buffer))
+    stored: dict[torch.Tensor, tuple[StoredTensor, ...]] = {}
+    missing: list[str] = []
+    experts = ExpertTensors(found)
+    used: set[str] = set()
+    for name, tensor in state.items():
+        if not isinstance(tensor, torch.Tensor) or id(tensor) not in own:
+            raise SwapError(
+                f"the model's state dict has {name}, which is neither a parameter nor a buffer of it; offload it with "
+                "swapper.materialize and swapper.load_safetensors instead of weights"
+            )
+        if name in found:
+            _check_fits(tensor, found[name])
+            stored[tensor] = (found[name],)
+        elif pieces := experts.of(name, tensor):
+            for piece, shape in pieces:
+                _check_fits(tensor, piece, shape)
+            stored[tensor] = tuple(piece for piece, _ in pieces)
+        else:
+            missing.append(name)
+            continue
+        used.update(piece.name for piece in stored[tensor])
+    missing = [name for name in missing if state[name] not in stored]
+    missing += [name for name, p in parameters.items() if p not in stored and name not in missing]
+    unexpected = [tensor for name, tensor in found.items() if name not in state and name not in used]
+    if missing or unexpected:
+        lacks = f"it lacks {', '.join(missing)}" if missing else ""
+        has = ", ".join(f"{tensor.name} (in {tensor.path.name})" for tensor in unexpected)
+        has = f"the model does not have {has}" if unexpected else ""
+        raise SwapError(
+            f"{path} does not fit the model: {' and '.join(filter(None, (lacks, has)))}; name weights of this model"
+        )
+    return stored
+
+
+def _inside(name: str, tensor: torch.Tensor) -> list[Inner]:
+    """What the files have of `tensor`."""
+    return list(inner_tensors(name, tensor)) if is_wrapper(tensor) else [Inner(name, tensor)]
+
+
+def _check_fits(tensor: torch.Tensor, found: StoredTensor, shape: torch.Size | None = None) -> None:
+    """Raise unless `found` is `tensor`, or a part of it that must have `shape`."""
+    if torch.nn.parameter.is_lazy(tensor):
+        raise SwapError(f"{found.name} is lazy and has no shape yet; run the model once before swapper.offload")
+    shape = tensor.shape if shape is None else shape
+    if shape != found.shape or tensor.dtype != found.dtype:
+        raise SwapError(
+            f"{found.path}: tensor {found.name} is {tuple(found.shape)} x {found.dtype}, and in the model it is "
+            f"{tuple(shape)} x {tensor.dtype}; make the model with the shapes and dtypes of the files"
+        )

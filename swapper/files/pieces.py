@@ -1,0 +1,155 @@
+"""Which bytes of files, one after another, are the bytes of a converted tensor, where that is all there is to it.
+
+Stacking matrices of experts, joining some of them, splitting one: such conversions only say in which order bytes of
+files lie in memory. They need not be computed if the bytes are read to where they belong.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from swapper.files.tensor_files import StoredTensor
+from swapper.files.unread import Recipe, Step
+
+__all__ = ["pieces_of"]
+
+_MOST = 4096
+"""Pieces of a tensor. With more of them a read is no longer one of a few long spans."""
+
+_ATEN = torch.ops.aten
+_RESHAPES = {
+    _ATEN.view.default, _ATEN._unsafe_view.default, _ATEN.reshape.default, _ATEN.unsqueeze.default,
+    _ATEN.squeeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims, _ATEN.clone.default, _ATEN.contiguous.default,
+    _ATEN.flatten.using_ints, _ATEN._reshape_alias.default,
+}  # fmt: skip
+"""These keep the elements in their order."""
+
+
+class _Bytes:
+    """A tensor whose elements are, in the order of indices, bytes of files."""
+
+    def __init__(self, shape: torch.Size, dtype: torch.dtype, pieces: Sequence[StoredTensor]) -> None:
+        self.shape = shape
+        self.dtype = dtype
+        self.pieces = pieces
+
+    def part(self, start: int, stop: int) -> list[StoredTensor]:
+        """Bytes from `start` to `stop`."""
+        found, cursor = [], 0
+        for piece in self.pieces:
+            first, last = max(start, cursor), min(stop, cursor + piece.length_bytes)
+            if first < last:
+                found.append(_slice(piece, first - cursor, last - cursor))
+            cursor += piece.length_bytes
+        return found
+
+    def narrow(self, shape: torch.Size, dim: int, start: int) -> _Bytes | None:
+        """As `torch.narrow`, to `shape`."""
+        inner = math.prod(self.shape[dim + 1 :]) * self.dtype.itemsize
+        outer = math.prod(self.shape[:dim])
+        if outer > _MOST:
+            return None
+        row, kept = self.shape[dim] * inner, shape[dim] * inner
+        parts = [self.part(i * row + start * inner, i * row + start * inner + kept) for i in range(outer)]
+        return _Bytes(shape, self.dtype, list(itertools.chain(*parts)))
+
+
+def pieces_of(recipe: Recipe, tensor: torch.Tensor) -> tuple[StoredTensor, ...] | None:
+    """Give the parts of tensors in files whose bytes, one after another, are those of `tensor`.
+
+    Args:
+        recipe: how it is made.
+        tensor: has its shape, strides and dtype.
+
+    Returns:
+        None if it is made in another way, or if its elements lie in memory in another order than that of indices.
+    """
+    if isinstance(recipe, StoredTensor):
+        return (recipe,)
+    found = _find(recipe)
+    if found is None or not tensor.is_contiguous() or len(found.pieces) > _MOST or not found.pieces:
+        return None
+    if found.shape.numel() != tensor.numel() or found.dtype != tensor.dtype:
+        return None
+    return tuple(found.pieces)
+
+
+def _find(recipe: Any) -> _Bytes | None:
+    if isinstance(recipe, StoredTensor):
+        return _Bytes(recipe.shape, recipe.dtype, [recipe])
+    if not isinstance(recipe, Step):
+        return None
+    func, args = recipe.operator, recipe.args
+    if func in (_ATEN.stack.default, _ATEN.cat.default):
+        parts = [_find(each) for each in args[0]]
+        known = [part for part in parts if part is not None]
+        if len(known) < len(parts) or len({part.dtype for part in known}) > 1:
+            return None
+        dim = args[1] if len(args) > 1 else recipe.kwargs.get("dim", 0)
+        return _stack(known, dim) if func is _ATEN.stack.default else _cat(known, dim)
+    of = _find(args[0]) if args else None
+    if of is None:
+        return None
+    if func in _RESHAPES:
+        shape = func(torch.empty(of.shape, device="meta"), *args[1:], **recipe.kwargs).shape
+        return _Bytes(shape, of.dtype, of.pieces)
+    if func in (_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.unbind.int, _ATEN.slice.Tensor):
+        return _narrow(of, recipe)
+    if func is _ATEN.select.int:
+        return _narrow(of, recipe)
+    return None
+
+
+def _narrow(of: _Bytes, recipe: Step) -> _Bytes | None:
+    """The part of `of` that an operator selects along one dimension."""
+    # The offsets of the result in one of the same strides say which part it is.
+    like = torch.empty(of.shape, device="meta")
+    result: Any = recipe.operator(like, *recipe.args[1:], **recipe.kwargs)
+    result = result if recipe.item is None else result[recipe.item]
+    func, args = recipe.operator, recipe.args
+    position = 2 if func in (_ATEN.split.Tensor, _ATEN.split_with_sizes.default) else 1
+    dim = args[position] if len(args) > position else recipe.kwargs.get("dim", 0)
+    dim %= max(len(of.shape), 1)
+    if func is _ATEN.slice.Tensor and len(args) > 4 and args[4] != 1:
+        return None
+    start = result.storage_offset() // max(like.stride(dim), 1)
+    size = 1 if func in (_ATEN.select.int, _ATEN.unbind.int) else result.shape[dim]
+    found = of.narrow(torch.Size((*of.shape[:dim], size, *of.shape[dim + 1 :])), dim, start)
+    return None if found is None else _Bytes(result.shape, of.dtype, found.pieces)
+
+
+def _stack(parts: Sequence[_Bytes], dim: int) -> _Bytes | None:
+    dim %= len(parts[0].shape) + 1
+    shape = parts[0].shape
+    longer = torch.Size((*shape[:dim], 1, *shape[dim:]))
+    return _cat([_Bytes(longer, part.dtype, part.pieces) for part in parts], dim)
+
+
+def _cat(parts: Sequence[_Bytes], dim: int) -> _Bytes | None:
+    dim %= max(len(parts[0].shape), 1)
+    shape = parts[0].shape
+    if any(len(part.shape) != len(shape) for part in parts):
+        return None
+    outer = math.prod(shape[:dim])
+    if outer * len(parts) > _MOST:
+        return None
+    pieces: list[StoredTensor] = []
+    for i in range(outer):
+        for part in parts:
+            row = math.prod(part.shape[dim:]) * part.dtype.itemsize
+            pieces += part.part(i * row, (i + 1) * row)
+    size = sum(part.shape[dim] for part in parts)
+    return _Bytes(torch.Size((*shape[:dim], size, *shape[dim + 1 :])), parts[0].dtype, pieces)
+
+
+def _slice(piece: StoredTensor, start_bytes: int, stop_bytes: int) -> StoredTensor:
+    if (start_bytes, stop_bytes) == (0, piece.length_bytes):
+        return piece
+    shape = torch.Size(((stop_bytes - start_bytes) // piece.dtype.itemsize,))
+    first, last = piece.start_bytes + start_bytes, piece.start_bytes + stop_bytes
+    return StoredTensor(piece.path, piece.name, piece.dtype, shape, first, last)

@@ -1,0 +1,199 @@
+"""Lets transformers make a model from its files without reading them.
+
+[Note: how transformers loads] `from_pretrained` makes the model on the meta device, opens each safetensors file with
+`safe_open`, renames, casts, stacks and splits its tensors by rules of its own, sets the results as parameters, ties
+them, and makes what is in no file. Here it does all that itself, but `safe_open` is ours: it gives `Unread` tensors.
+So what it knows of models and checkpoints is used, and not written again. Where it has the name `safe_open` from
+elsewhere in a later version, the parameters are found to be ordinary tensors, and refused.
+"""
+
+from __future__ import annotations
+
+import importlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from swapper.errors import ConfigError
+from swapper.files.model_weights import ModelWeights
+from swapper.files.pieces import pieces_of
+from swapper.files.tensor_files import StoredTensor, read_header
+from swapper.files.unread import Step, Unread
+from swapper.tensors.dtypes import NAMES
+from swapper.tensors.inner import is_wrapper
+
+__all__ = ["FilesRead", "import_transformers", "make_hollow", "unread_files"]
+
+_patching = threading.Lock()
+_here = threading.local()
+
+
+def import_transformers() -> Any:
+    """Import transformers.
+
+    Raises:
+        ConfigError: it is not installed, or older than version 5.
+    """
+    try:
+        found = importlib.import_module("transformers")
+    except ImportError as error:
+        raise ConfigError(
+            f"transformers cannot be imported ({error}); install it (pip install transformers), or make the model "
+            "yourself and call swapper.offload with weights"
+        ) from error
+    if int(found.__version__.partition(".")[0]) < 5:
+        raise ConfigError(f"transformers {found.__version__} is too old: swapper.from_pretrained needs version 5")
+    return found
+
+
+class FilesRead:
+    """The safetensors files that were opened within `unread_files`, and their headers."""
+
+    def __init__(self) -> None:
+        self._headers: dict[Path, list[StoredTensor]] = {}
+
+    def header(self, path: Path) -> list[StoredTensor]:
+        """Give the header of a file, which is read once.
+
+        Raises:
+            SwapError, SwapIOError: as `read_header`.
+        """
+        if path not in self._headers:
+            self._headers[path] = read_header(path)
+        return self._headers[path]
+
+    def paths(self) -> list[Path]:
+        """Give the files."""
+        return list(self._headers)
+
+    def same(self) -> bool:
+        """Return True if the files have the headers that they had."""
+        return all(read_header(path) == header for path, header in self._headers.items())
+
+    def __str__(self) -> str:
+        return ", ".join(map(str, self._headers))
+
+
+class _Slice:
+    """As safetensors' `PySafeSlice`: a tensor that is read when it is indexed."""
+
+    def __init__(self, stored: StoredTensor) -> None:
+        self._stored = stored
+
+    def get_shape(self) -> list[int]:
+        return list(self._stored.shape)
+
+    def get_dtype(self) -> str:
+        return NAMES[self._stored.dtype]
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        tensor = Unread.of_file(self._stored)
+        return tensor if index is Ellipsis else tensor[index]
+
+
+class _UnreadFile:
+    """As safetensors' `safe_open`."""
+
+    def __init__(self, header: Sequence[StoredTensor]) -> None:
+        self._tensors = {tensor.name: tensor for tensor in header}
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    offset_keys = keys
+
+    def metadata(self) -> dict[str, str]:
+        return {"format": "pt"}
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self._tensors[name])
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return Unread.of_file(self._tensors[name])
+
+    def __enter__(self) -> _UnreadFile:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        pass
+
+
+@contextmanager
+def unread_files() -> Iterator[FilesRead]:
+    """Within it, in this thread, what transformers loads from safetensors files is `Unread`.
+
+    Other threads that load a model meanwhile wait, or are not concerned.
+
+    Raises:
+        ConfigError: this version of transformers does not load as it is known.
+    """
+    module = importlib.import_module("transformers.modeling_utils")
+    found = FilesRead()
+    with _patching:
+        plain: Callable[..., Any] | None = vars(module).get("safe_open")
+        if plain is None:
+            raise ConfigError(
+                "this version of transformers opens files in a way that swapper does not know; make the model on the "
+                "meta device and call swapper.offload with weights"
+            )
+
+        def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(_here, "files", None) is not found:
+                return plain(path, *args, **kwargs)
+            return _UnreadFile(found.header(Path(path)))
+
+        vars(module)["safe_open"] = opened
+        _here.files = found
+        try:
+            yield found
+        finally:
+            _here.files = None
+            vars(module)["safe_open"] = plain
+
+
+def make_hollow(model: torch.nn.Module, files: FilesRead) -> ModelWeights:
+    """Replace the `Unread` tensors of `model` by ones on the meta device, with their attributes.
+
+    Those inside of tensors that are made of others, as torchao's, are replaced by ones on the CPU whose memory nobody
+    has touched: it costs addresses only, and the tensor around them knows its device.
+
+    Returns:
+        What these are in the files.
+    """
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for module in model.modules():
+        for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
+            if tensor is not None and is_wrapper(tensor):
+                _make_hollow_inside(tensor, made)
+            if not isinstance(tensor, Unread):
+                continue
+            if tensor not in made:
+                like = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+                is_parameter = isinstance(tensor, torch.nn.Parameter)
+                new = torch.nn.Parameter(like, tensor.requires_grad) if is_parameter else like
+                own = ("_recipe", "like", "view_of", "_is_param")
+                vars(new).update({key: value for key, value in vars(tensor).items() if key not in own})
+                made[tensor] = new
+            setattr(module, name, made[tensor])
+    recipes = {new: tensor.recipe for tensor, new in made.items() if isinstance(tensor, Unread)}
+    stored = {new: pieces_of(recipe, new) for new, recipe in recipes.items()}
+    steps = {new: recipe for new, recipe in recipes.items() if isinstance(recipe, Step) and stored[new] is None}
+    return ModelWeights({new: pieces for new, pieces in stored.items() if pieces is not None}, steps, files.same)
+
+
+def _make_hollow_inside(wrapper: Any, made: dict[torch.Tensor, torch.Tensor]) -> None:
+    for key in wrapper.__tensor_flatten__()[0]:
+        tensor = getattr(wrapper, key)
+        if is_wrapper(tensor) and not isinstance(tensor, Unread):
+            _make_hollow_inside(tensor, made)
+        elif isinstance(tensor, Unread):
+            if tensor not in made:
+                # Not by `torch.empty`, which fills it where deterministic algorithms are asked for.
+                storage = torch.UntypedStorage(tensor.like.untyped_storage().nbytes())  # type: ignore[no-untyped-call]
+                empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
+                made[tensor] = empty.set_(storage, 0, tensor.shape, tensor.stride())
+            setattr(wrapper, key, made[tensor])

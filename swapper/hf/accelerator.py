@@ -1,0 +1,130 @@
+"""`prepare`: a model and optimizers for accelerate, swapped; and what the Trainer needs of the same."""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.api import offload
+from swapper.api.arguments import ConfigLike, as_config
+from swapper.config import OffloadConfig
+from swapper.errors import ConfigError
+from swapper.gradient.swapper import GradientSwapper
+from swapper.parameter.swapper import ParameterSwapper
+from swapper.strategy.swapping import swapper_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator  # type: ignore[import-untyped]
+
+__all__ = ["prepare", "swap", "swap_clipping"]
+
+_PLAIN = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU")
+"""Kinds of `DistributedType` under which a process has whole parameters, and clips by torch's own functions."""
+
+_ModelT = TypeVar("_ModelT", bound=torch.nn.Module)
+
+
+def prepare(
+    accelerator: Accelerator, model: _ModelT, optimizer: Any, config: ConfigLike, *others: Any
+) -> tuple[Any, ...]:
+    """`accelerator.prepare(model, optimizer, *others)`, of a model and optimizers that are offloaded first.
+
+    Everything else stays as accelerate has it: `backward`, accumulation, `clip_grad_norm_`, `save_state`, `load_state`.
+    Clipping leaves gradients that are evicted where they are.
+
+    Args:
+        accelerator: an `accelerate.Accelerator` that neither shards (FSDP, DeepSpeed, Megatron) nor runs on XLA.
+        model: not prepared yet.
+        optimizer: of parameters of the model, not prepared yet; or several in a list or tuple.
+        config: see `swapper.wrap_optimizer`.
+        others: data loaders, schedulers and other models, as for `accelerator.prepare`.
+
+    Returns:
+        The prepared objects in the order of the arguments: model, optimizer (or each of them), others.
+
+    Raises:
+        ConfigError: the config cannot work with this model and optimizer, or with what `accelerator` is.
+        SwapIOError: the drive failed, or has too little free space. Model and optimizer are then as they were.
+    """
+    kind = str(accelerator.distributed_type.value)
+    if kind not in _PLAIN:
+        raise ConfigError(
+            f"swapper.hf.prepare: an Accelerator of kind {kind} keeps parameters and state in its own way"
+        )
+    optimizers: Sequence[Any] = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    swap(model, optimizers, as_config(config))
+    swap_clipping(accelerator, optimizers)
+    return tuple(accelerator.prepare(model, *optimizers, *others))
+
+
+def swap(model: torch.nn.Module, optimizers: Iterable[Any], settings: OffloadConfig) -> None:
+    """Offload `model` and those of the optimizers that are not offloaded yet; accelerate may have prepared them."""
+    new = [inner for inner in map(_innermost, optimizers) if swapper_of(inner) is None]
+    if not new:
+        return
+    former = vars(model).get("swapper")
+    if isinstance(former, ParameterSwapper) and former.made_with == settings:
+        settings = former.made_with  # An equal config: with the same object they share its pool.
+    offload(model, new, settings)
+
+
+def _innermost(optimizer: Any) -> Optimizer:
+    while type(optimizer).__module__.partition(".")[0] == "accelerate":
+        optimizer = optimizer.optimizer
+    if not isinstance(optimizer, Optimizer):
+        raise ConfigError(f"a {type(optimizer).__name__} is not a torch.optim.Optimizer: it cannot be swapped")
+    return optimizer
+
+
+def swap_clipping(accelerator: Accelerator, optimizers: Iterable[Any]) -> None:
+    """Let `clip_grad_norm_` and `clip_grad_value_` of an Accelerator leave gradients that are evicted where they are.
+
+    Set on the object: both the Trainer and loops of users call them there. Of several swappers that evict gradients
+    the one is used that has the parameters. A norm over parameters of more than one is taken by torch, which brings
+    gradients into memory: the bits are the same.
+    """
+    former = vars(accelerator).get("clip_grad_norm_")
+    if isinstance(former, partial) and former.func is _clip:  # Prepared before, with optimizers that are still used.
+        former.args[2].update(map(_innermost, optimizers))
+        return
+    known = weakref.WeakSet(map(_innermost, optimizers))
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        setattr(accelerator, name, partial(_clip, accelerator, getattr(accelerator, name), known))
+
+
+def _clip(
+    accelerator: Accelerator,
+    plain: Callable[..., Any],
+    optimizers: Iterable[Optimizer],
+    *args: Any,
+    **named: Any,
+) -> Any:
+    given = inspect.signature(plain).bind(*args, **named)  # Loops name `max_norm` and `clip_value`, too.
+    given.apply_defaults()
+    parameters, limit, *kind = given.arguments.values()
+    found: Any = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    wanted = set(map(id, found))
+    concerned = [o for o in optimizers if any(id(p) in wanted for group in o.param_groups for p in group["params"])]
+    swappers = [swapper for optimizer in concerned if (swapper := swapper_of(optimizer)) is not None]
+    if any(swapper.backward_steps is not None for swapper in swappers):
+        if math.isinf(limit):
+            return None  # The Trainer asks for the norm alone, to log it, and takes None for "not known".
+        raise ConfigError(
+            "offload_optimizer.step_in_backward cannot go with clipping, for which all gradients have to be there "
+            "after backward; set max_grad_norm to 0 (TrainingArguments), or step_in_backward to false"
+        )
+    evicting = [swapper.gradients for swapper in swappers if isinstance(swapper.gradients, GradientSwapper)]
+    if len(evicting) != 1:
+        return plain(found, limit, *kind)
+    gradients: Any = evicting[0]
+    accelerator.unscale_gradients()
+    if plain.__name__ == "clip_grad_value_":
+        return gradients.clip_grad_value_(found, limit)
+    return gradients.clip_grad_norm_(found, limit, *kind, error_if_nonfinite=False, foreach=None)

@@ -1,0 +1,164 @@
+"""`LayerTokens`: keys and values of one layer, in records of some tokens each; new tokens go to the last one.
+
+[Note: rows] A beam search gives every row of the batch another history at every token. Records are not rewritten for
+that: each knows which of its rows is which row of the batch. Only the last one, which new tokens go to, is put in
+order, in the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from swapper.hf.token_records import TokenRecord, TokenRecords
+
+__all__ = ["LayerTokens"]
+
+
+class LayerTokens:
+    """Tensors of shape `(batch, heads, tokens, width)` that grow by tokens, on the drive.
+
+    Args:
+        records: of the cache. This appends its own list to `records.layers`.
+        window: no more than so many tokens are usually kept: records are not made for many more. None for no limit.
+
+    Attributes:
+        likes: an empty tensor for each part (keys, values) with the shape that the parts have, but no tokens; its
+            dtype and device; () before the first tokens.
+        count: tokens.
+    """
+
+    def __init__(self, records: TokenRecords, window: int | None = None) -> None:
+        self._all = records
+        self._most = None if window is None else 2 * max(window, 1)
+        self._own: list[TokenRecord] = []
+        self._number = len(records.layers)
+        records.layers.append(self._own)
+        self.likes: tuple[torch.Tensor, ...] = ()
+        self.count = 0
+
+    def begin(self, tokens: Sequence[torch.Tensor]) -> None:
+        """Take dtypes, devices and shapes from the first tokens."""
+        # A `DynamicLayer` joins all to empty tensors of the dtype of the keys, which promotes values to it.
+        dtypes = [torch.promote_types(tokens[0].dtype, each.dtype) for each in tokens]
+        self.likes = tuple(
+            each.new_empty(each[:, :, :0].shape, dtype=dtype) for each, dtype in zip(tokens, dtypes, strict=True)
+        )
+
+    def refusal(self, tokens: Sequence[torch.Tensor]) -> str:
+        """Say why `tokens` cannot be appended; "" if they can."""
+        for name, like, new in zip(("keys", "values"), self.likes, tokens, strict=False):
+            wanted, given = list(like.shape), list(new.shape)
+            if len(given) != 4 or wanted[:2] + wanted[3:] != given[:2] + given[3:]:
+                return f"{name} of shape {given} do not continue those of shape {wanted}, in which 0 stands for tokens"
+            if torch.promote_types(like.dtype, new.dtype) != like.dtype or like.device != new.device:
+                return f"{name} are {new.dtype} on {new.device}, and were {like.dtype} on {like.device}"
+        return ""
+
+    def fill(self, outs: Sequence[torch.Tensor | None]) -> None:
+        """Copy all tokens to `outs`, in order.
+
+        Args:
+            outs: for each part a tensor of shape `(batch, heads, tokens, width)`, of any strides; or None.
+        """
+        at = 0
+        for position, record in enumerate(self._own):
+            self._all.read_ahead(self._number, position - 1)  # This one and those after it.
+            with self._all.opened(record) as parts:
+                for out, part in zip(outs, parts, strict=True):
+                    if out is not None:
+                        self._copy(record, part, out[:, :, at : at + len(record)])
+            at += len(record)
+        self._all.read_ahead(self._number, len(self._own) - 1)
+
+    @staticmethod
+    def _copy(record: TokenRecord, part: torch.Tensor, out: torch.Tensor) -> None:
+        tokens = part[:, :, record.start : record.stop]
+        if record.rows is None:
+            out.copy_(tokens)
+        else:
+            for i, row in enumerate(record.rows.tolist()):
+                out[i].copy_(tokens[row])
+
+    def append(self, tokens: Sequence[torch.Tensor]) -> None:
+        """Take new tokens in. `refusal` must have been asked before.
+
+        Raises:
+            SwapIOError: the drive is full, or failed.
+            ConfigError: the pool is too small for one token.
+        """
+        done, count = 0, tokens[0].shape[2]
+        if count and self._own:
+            self._put_in_order(self._own[-1])
+        while done < count:
+            if not self._own or self._own[-1].stop == self._own[-1].capacity or self._own[-1].rows is not None:
+                self._own.append(self._all.create(tokens, self._all.record_bytes(len(self._all.layers)), self._most))
+            record = self._own[-1]
+            taken = min(record.capacity - record.stop, count - done)
+            self._all.note_changed(record)
+            with self._all.opened(record, full=record.stop + taken == record.capacity) as parts:
+                for part, new in zip(parts, tokens, strict=True):
+                    part[:, :, record.stop : record.stop + taken].copy_(new[:, :, done : done + taken])
+                record.stop += taken
+            done += taken
+            self.count += taken
+
+    def _put_in_order(self, record: TokenRecord) -> None:
+        """Let new tokens have room in the last record: its rows are those of the batch, and no token is dropped."""
+        rows = record.rows
+        batch = self.likes[0].shape[0]
+        reordered = rows is not None and record.parts[0].shape[0] == batch
+        shifted = record.stop == record.capacity and 2 * record.start >= record.capacity
+        if not reordered and not shifted:
+            return
+        self._all.note_changed(record)
+        with self._all.opened(record) as parts:
+            for part in parts:
+                tokens = part[:, :, record.start : record.stop]
+                tokens = tokens.clone() if rows is None else tokens.index_select(0, rows)
+                part[:, :, : len(record)].copy_(tokens)
+            record.rows, record.start, record.stop = None, 0, len(record)
+
+    def drop_last(self, count: int) -> None:
+        """Drop the last `count` tokens, or all, if those are fewer."""
+        while count > 0 and self._own:
+            record = self._own[-1]
+            dropped = min(count, len(record))
+            record.stop -= dropped
+            self.count -= dropped
+            count -= dropped
+            self._forget_empty(-1)
+
+    def drop_first(self, count: int) -> None:
+        """Drop the first `count` tokens, or all, if those are fewer."""
+        while count > 0 and self._own:
+            record = self._own[0]
+            dropped = min(count, len(record))
+            record.start += dropped
+            self.count -= dropped
+            count -= dropped
+            self._forget_empty(0)
+
+    def _forget_empty(self, position: int) -> None:
+        if not len(record := self._own[position]):
+            self._all.forget(record)
+            del self._own[position]
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Let the batch have the rows `rows` of what it has now. See [Note: rows].
+
+        Args:
+            rows: 1-D, on the CPU; int64.
+        """
+        for record in self._own:
+            record.rows = rows if record.rows is None else record.rows[rows]
+        self.likes = tuple(like.new_empty((rows.numel(), *like.shape[1:])) for like in self.likes)
+
+    def clear(self) -> None:
+        """Drop all."""
+        while self._own:
+            self._all.forget(self._own[-1])
+            self._own.pop()
+        self.count = 0
+        self.likes = ()

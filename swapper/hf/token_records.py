@@ -1,0 +1,389 @@
+"""`TokenRecords`: the records of one cache of keys and values, and their way between a part of the pool and the drive.
+
+[Note: one round] Layers use their records in order, one layer after the other, and after the last layer comes the first
+one of the next token. So `RecordCache` moves them as those of all swappers, with `RoundPolicy`: what was used last is
+needed last. What comes next is read ahead, of this layer and of those after it, as far as the part of the pool goes.
+
+[Note: failures] A forward pass that is cut off has given some layers their tokens, and not the others. So after any
+exception in here, Ctrl-C included, nothing is given out or taken in any more until `clear`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import ClassVar, TypeVar
+
+import torch
+
+from swapper.config import OffloadConfig
+from swapper.errors import ConfigError, SwapError
+from swapper.hf.round_policy import RoundPolicy
+from swapper.metrics import Metrics
+from swapper.process.finalizers import finalizer
+from swapper.session import Shared
+from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
+from swapper.storage.buffers import Lease, PoolExhausted
+from swapper.storage.cache import RecordCache
+from swapper.storage.malloc_trim import FreedMemory
+from swapper.storage.store import RecordKey, TensorStore
+
+__all__ = ["RecordPart", "TokenRecord", "TokenRecords", "part_bytes_of"]
+
+LARGEST_BYTES = 16 << 20
+"""A record is no longer: transfers are long enough for any drive."""
+
+_SMALLEST_BYTES = 64 << 10
+"""Nor is it shorter if there are many layers, as long as the pool has room for a few."""
+
+_BUFFERS = 4
+"""The part of the pool has room for so many records: arriving, in use, leaving, and one more to read ahead."""
+
+_owners = itertools.count()
+
+_ResultT = TypeVar("_ResultT")
+
+
+def part_bytes_of(config: OffloadConfig) -> int:
+    """Bytes of the pool that all caches of `config` have together: all of it, or a quarter if others use it too."""
+    devices = config.offload_param.device, config.offload_optimizer.device, config.offload_gradient.device
+    return config.pool_bytes // 4 if "nvme" in devices else config.pool_bytes
+
+
+@dataclass(frozen=True)
+class RecordPart:
+    """Keys, or values, in a record: a tensor of shape `(rows, heads, tokens, width)`, contiguous.
+
+    Attributes:
+        shape: of it; the tokens are those that there is room for.
+        dtype: its dtype.
+        offset_bytes: where it begins, a multiple of 64.
+    """
+
+    shape: tuple[int, int, int, int]
+    dtype: torch.dtype
+    offset_bytes: int
+
+    def view(self, lease: Lease) -> torch.Tensor:
+        """The tensor in `lease`, the record's buffer."""
+        rows, heads, tokens, width = self.shape
+        return lease.view(self.offset_bytes, rows * heads * tokens * width, self.dtype).view(self.shape)
+
+
+@dataclass(eq=False)
+class TokenRecord:
+    """Some tokens of one layer, those that follow one another.
+
+    Attributes:
+        key: of the record.
+        parts: keys and values.
+        length_bytes: of the record, a multiple of 4096.
+        start, stop: the tokens of the record that the layer has. Those before and after were dropped.
+        rows: int64, 1-D: for each row of the batch the row in the record; None: they are the same.
+    """
+
+    key: RecordKey
+    parts: tuple[RecordPart, ...]
+    length_bytes: int
+    start: int = 0
+    stop: int = 0
+    rows: torch.Tensor | None = None
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that it has room for."""
+        return self.parts[0].shape[2]
+
+    def __len__(self) -> int:
+        return self.stop - self.start
+
+
+class _Part:
+    """Counts what caches take of a pool: for all caches of one config the same part, once."""
+
+    _all: ClassVar[weakref.WeakKeyDictionary[Shared, _Part]] = weakref.WeakKeyDictionary()
+    _lock: ClassVar[threading.RLock] = threading.RLock()
+
+    def __init__(self, release: Callable[[], None]) -> None:
+        self._release = release
+        self._users = 0
+
+    @classmethod
+    def of(cls, config: OffloadConfig) -> tuple[Shared, Callable[[], None]]:
+        """Give the pool with the store, and what is to be called once, when they are not used any more."""
+        with cls._lock:
+            shared = Shared.of(config, None)
+            part = cls._all.get(shared)
+            if part is None:
+                part = cls._all[shared] = cls(shared.hold(part_bytes_of(config), 0))
+            part._users += 1
+            return shared, part._leave
+
+    def _leave(self) -> None:
+        with self._lock:
+            self._users -= 1
+            if self._users > 0:
+                return
+            for shared in [shared for shared, part in self._all.items() if part is self]:
+                del self._all[shared]
+        self._release()
+
+
+class TokenRecords:
+    """The records of one cache. Made with the cache; its files go when it is closed or dies.
+
+    Args:
+        config: names the drive and the pool.
+
+    Attributes:
+        metrics: counts what is moved.
+        freed: counts what the heap may keep of tensors that were given out.
+        layers: the records of each layer, in the order in which layers are used; each layer changes its own list.
+
+    Raises:
+        ConfigError: the config names no drive, or the pool is too small.
+        SwapIOError: the drive failed.
+    """
+
+    def __init__(self, config: OffloadConfig) -> None:
+        if not config.nvme_paths:
+            raise ConfigError("nvme_path: OffloadedCache keeps keys and values on a drive; name a directory there")
+        self.metrics = Metrics()
+        self.freed = FreedMemory()
+        self.layers: list[list[TokenRecord]] = []
+        self._pid = os.getpid()
+        self._failure: str | None = None
+        self._changes = 0
+        self._owner = next(_owners)
+        self._numbers = itertools.count()
+        self._longest_bytes = min(config.bucket_bytes, LARGEST_BYTES)
+        self._live: dict[RecordKey, None] = {}
+        shared, release = _Part.of(config)
+        try:
+            self._pool, self._store = shared.pool, shared.store
+            self._policy = RoundPolicy(part_bytes_of(config))
+            self._cache = RecordCache(self._pool, self._store, self.metrics, self._policy)
+            self._cache.limit_bytes = self._policy.limit_bytes
+            self._finalizer = finalizer(self, _finalize, self._cache, self._store, self._live, release, self._pid)
+        except BaseException:
+            release()
+            raise
+
+    # --- Failures ---------------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Raise if nothing can be given out any more.
+
+        Raises:
+            SwapError: closed, a forked child, or an earlier call was cut off.
+        """
+        if os.getpid() != self._pid:
+            raise SwapError("this OffloadedCache was made before a fork: its files and buffers belong to the parent")
+        if not self._finalizer.alive:
+            raise SwapError("this OffloadedCache was closed; make a new one")
+        if self._failure is None and self._policy.failure is not None:
+            self._failure = str(self._policy.failure)
+        if self._failure is not None:
+            raise SwapError(
+                f"this OffloadedCache is of no use any more, since a call was cut off ({self._failure}): some layers "
+                "have tokens that others lack; call reset(), or make a new one"
+            )
+
+    @contextmanager
+    def changing(self) -> Iterator[None]:
+        """Check, and see to it that an exception within this is the last use. See [Note: failures]."""
+        self.check()
+        try:
+            self._changes += 1
+            yield
+        except BaseException as error:
+            self._fail(error)
+            raise
+
+    @contextmanager
+    def changing_together(self) -> Iterator[None]:
+        """As `changing`, for several layers: an exception before the first of them has changed does no harm."""
+        self.check()
+        changes = self._changes
+        try:
+            yield
+        except BaseException as error:
+            if self._changes != changes:
+                self._fail(error)
+            raise
+
+    def _fail(self, error: BaseException) -> None:
+        self._failure = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+    def clear(self) -> None:
+        """Forget all records, and what has failed."""
+        if os.getpid() == self._pid and self._finalizer.alive:
+            self._failure = "clearing it was cut off"
+            self._cache.recover()
+            for records in self.layers:
+                while records:
+                    self.forget(records[-1])
+                    records.pop()
+            for key in list(self._live):  # Of calls that were cut off.
+                self._forget(key)
+            self._policy.failure = self._failure = None
+        else:
+            self.check()
+
+    def close(self) -> None:
+        """Delete the files and give the memory back. Idempotent."""
+        self._finalizer()
+
+    @property
+    def closed(self) -> bool:
+        """True after `close`."""
+        return not self._finalizer.alive
+
+    # --- Records ----------------------------------------------------------------------------------------------------
+
+    @property
+    def pool_bytes(self) -> tuple[int, int, int]:
+        """The most of the pool that records may hold, what they hold now, and the most that they ever did."""
+        return self._policy.limit_bytes, self._policy.held_bytes, self._policy.peak_bytes
+
+    def lock_for(self, device: torch.device) -> None:
+        """Let `device` copy to and from the pool."""
+        self._pool.lock_for(device)
+
+    @property
+    def stored_bytes(self) -> int:
+        """Bytes of all records, on the drive or in the pool."""
+        return sum(record.length_bytes for records in self.layers for record in records)
+
+    def record_bytes(self, layers: int) -> int:
+        """Length of a record where so many layers each have one that is being filled.
+
+        It is such that these take half of what records may hold of the pool, if that is not too short for a drive.
+        """
+        longest_bytes = min(self._longest_bytes, self._policy.limit_bytes // _BUFFERS)
+        length_bytes = max(self._policy.limit_bytes // (2 * max(layers, 1)), min(_SMALLEST_BYTES, longest_bytes))
+        return max(min(length_bytes, longest_bytes) // PAGE_BYTES * PAGE_BYTES, PAGE_BYTES)
+
+    def create(self, tokens: Sequence[torch.Tensor], room_bytes: int, most: int | None) -> TokenRecord:
+        """Make a record for tokens like these. It is empty.
+
+        Args:
+            tokens: keys and values, each of shape `(rows, heads, tokens, width)`.
+            room_bytes: there is room for as many tokens as fit this; at least for one.
+            most: there is room for no more; None for no limit.
+
+        Raises:
+            SwapIOError: the drive is full, or failed.
+            ConfigError: the pool is too small for one token.
+        """
+        one_bytes = sum(each[:, :, :1].numel() * each.element_size() for each in tokens)
+        capacity = max((room_bytes - ALIGNMENT_BYTES * len(tokens)) // max(one_bytes, 1), 1)
+        if most is not None:
+            capacity = max(min(capacity, most), 1)
+        parts: list[RecordPart] = []
+        offset_bytes = 0
+        for each in tokens:
+            rows, heads, _, width = each.shape
+            parts.append(RecordPart((rows, heads, capacity, width), each.dtype, offset_bytes))
+            numel = rows * heads * capacity * width
+            offset_bytes += round_up(numel * each.element_size(), ALIGNMENT_BYTES)
+        length_bytes = max(round_up(offset_bytes, PAGE_BYTES), PAGE_BYTES)
+        if _BUFFERS * length_bytes > self._policy.limit_bytes:
+            raise ConfigError(
+                f"pool_bytes: keys and values of one token are {format_bytes(length_bytes)}, of which "
+                f"OffloadedCache needs {_BUFFERS}, and its part of the pool is "
+                f"{format_bytes(self._policy.limit_bytes)}; make pool_bytes larger"
+            )
+        key = RecordKey(self._owner, "kv", next(self._numbers))
+        self._live[key] = None
+        self._policy.lengths_bytes[key] = length_bytes
+        self._store.plan({key: length_bytes})
+        _patiently(lambda: self._cache.require(key, length_bytes, anew=True))
+        self._policy.unwritten[key] = length_bytes
+        return TokenRecord(key, tuple(parts), length_bytes)
+
+    @contextmanager
+    def opened(self, record: TokenRecord, *, full: bool = False) -> Iterator[tuple[torch.Tensor, ...]]:
+        """Bring a record, and give its parts as they are in the pool: valid within this.
+
+        Args:
+            record: any.
+            full: what is changed within this is kept, and written now, as the record is complete.
+        """
+        lease, _ = _patiently(lambda: self._cache.take(record.key, record.length_bytes))
+        self._policy.use(record.key)
+        yield tuple(part.view(lease) for part in record.parts)
+        if full:
+            self._cache.put(record.key, record.length_bytes)
+            self._policy.unwritten.pop(record.key, None)
+        else:
+            self._cache.release(record.key)
+
+    def note_changed(self, record: TokenRecord) -> None:
+        """What is stored of `record` is older than what is in the pool."""
+        self._policy.unwritten[record.key] = record.length_bytes
+
+    def read_ahead(self, layer: int, position: int) -> None:
+        """Start reading what is used after the record at `position` of `layer`, as far as there is room."""
+        count = sum(map(len, self.layers))
+        if len(self._cache.records) == count:
+            return
+        following = itertools.islice(self._following(layer, position), min(count, _DEPTH) - 1)
+        for distance, record in enumerate(following, start=1):
+            self._policy.age_allowed = count - distance - 1
+            if not self._cache.stage(record.key, record.length_bytes):
+                return
+
+    def _following(self, layer: int, position: int) -> Iterator[TokenRecord]:
+        yield from self.layers[layer][position + 1 :]
+        for step in range(1, len(self.layers) + 1):
+            yield from self.layers[(layer + step) % len(self.layers)]
+
+    def forget(self, record: TokenRecord) -> None:
+        """Delete a record, which no layer has any more after this."""
+        self._forget(record.key)
+
+    def _forget(self, key: RecordKey) -> None:
+        self._policy.unwritten.pop(key, None)
+        self._cache.forget(key)
+        self._policy.lengths_bytes.pop(key, None)
+        self._live.pop(key, None)
+
+
+_DEPTH = 64
+"""Records that are looked at to be read ahead."""
+
+
+_PATIENCE_S = 2.0
+"""Another thread's cache cannot give buffers up while it waits for its own drive."""
+
+
+def _patiently(call: Callable[[], _ResultT]) -> _ResultT:
+    """Call again while others hold the whole pool, but not for ever."""
+    stop_s = time.monotonic() + _PATIENCE_S
+    while True:
+        try:
+            return call()
+        except PoolExhausted:
+            if time.monotonic() > stop_s:
+                raise
+        time.sleep(0.001)
+
+
+def _finalize(
+    cache: RecordCache, store: TensorStore, live: dict[RecordKey, None], release: Callable[[], None], pid: int
+) -> None:
+    """Wait for what is in flight, delete the files and give the memory back."""
+    if os.getpid() != pid:
+        return
+    cache.close()
+    for key in list(live):
+        store.forget(key)
+    live.clear()
+    release()

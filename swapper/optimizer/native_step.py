@@ -1,0 +1,585 @@
+"""`NativeSteps`: steps segments in one pass over memory, with the bits of the optimizer's class. See `step_recorder`.
+
+Each step, and in it for each group and each distinct small state, the class steps a token: copies of the first elements
+of a segment, and random ones. What it computed is replayed on the token, and compared, and only then on the segments.
+It steps a part of the token in another shape, too: what it computes with must not depend on sizes.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from swapper.errors import ConfigError, SwapError
+from swapper.io.checksums import checksum
+from swapper.optimizer.class_step import ClassStep
+from swapper.optimizer.frozen import Unfrozen, frozen
+from swapper.optimizer.master_codec import join_master, ties_bytes_max
+from swapper.optimizer.operands import Operand, Scratch
+from swapper.optimizer.placement import IMMUTABLE, placement_of
+from swapper.optimizer.probe import is_elementwise, state_after_steps
+from swapper.optimizer.records import Encoded, OpenBucket
+from swapper.optimizer.segments import MASTER, OptimizerParameter, Segment
+from swapper.optimizer.step_program import (
+    NativeProgram,
+    NativeSegment,
+    Unsupported,
+    best_instruction_set,
+    compiled,
+)
+from swapper.optimizer.step_recorder import FIRST_STATE, FUSED, PARAMETER, Operation, StepRecorder
+from swapper.tensors.strides import is_dense
+
+__all__ = ["NativeOperand", "NativeSteps"]
+
+log = logging.getLogger(__name__)
+
+TOKEN_NUMEL = 61
+"""Real elements of a token: not a multiple of 8, so that it has a rest of each loop."""
+
+_TOKEN_MORE = 128
+"""Other elements of a token, of each kind."""
+
+_NUMEL_MIN = 64
+_PROBE_LENGTHS = (1, 2, 3, 5, 7, 8, 9, 15, 16, 17, 31, 64, 100, 257, 1003)
+_OTHER_SIZES = (15, 2, 2)
+"""Of the first dimensions of a token, at most `TOKEN_NUMEL` in all: the first is larger than the others together."""
+
+_CONTRACTIONS = (2, 0, 1, 3)
+_KINDS = ("usual", "small", "bits")
+_RECORDINGS_MAX = 64
+"""In a step: each takes the time of about a million elements."""
+
+
+@dataclass(eq=False, slots=True)
+class NativeOperand:
+    """An operand that is stepped natively.
+
+    Attributes:
+        small: its small state after the step, by key; of its recording, so tensors are to be cloned.
+        result: count of ties and checksum of the bits, of a split master, when it was stepped.
+    """
+
+    operand: Operand
+    program: NativeProgram
+    segment: NativeSegment
+    small: Mapping[str, Any]
+    result: tuple[int, int] = (0, 0)
+
+
+@dataclass(eq=False, slots=True)
+class _Case:
+    """What a class may read of a parameter that it steps, but for its elements.
+
+    Attributes:
+        number: of its group.
+        dims: of its shape.
+        keys: of its state tensors that are as long as it is.
+        small: the rest of its state.
+        attributes: what the user has set on it.
+    """
+
+    optimizer: Optimizer
+    number: int
+    dims: int
+    keys: list[str]
+    small: Mapping[str, Any]
+    attributes: Mapping[str, Any]
+
+
+@dataclass(eq=False, slots=True)
+class _Recording:
+    """What the class did to a token; without a program it is to be stepped by the class."""
+
+    program: NativeProgram | None
+    small: dict[str, Any] = field(default_factory=dict)
+    writes_gradient: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class _Recorded:
+    """A recording, the tensors that the class has stepped, and those that it was given."""
+
+    recorder: StepRecorder
+    before: list[Tensor]
+    after: list[Tensor]
+    small: dict[str, Any]
+
+
+class NativeSteps:
+    """Steps what it can of a bucket.
+
+    Args:
+        class_step: calls the optimizer's class.
+        enabled: False: it can nothing.
+    """
+
+    def __init__(self, class_step: ClassStep, enabled: bool) -> None:
+        self.enabled = enabled
+        self._class_step = class_step
+        self._set = best_instruction_set() if enabled else 0
+        self._recordings: dict[tuple[Any, ...], _Recording] = {}  # of this step
+        self._options: dict[int, Hashable] = {}  # of each group, in this step; None: not comparable
+        self._room: Tensor | None = None  # float32, for roots; of this step
+        self._contractions: dict[tuple[Any, ...], int | None] = {}
+        self._reasons: set[str] = set()
+        self._is_told = False
+
+    def forget(self) -> None:
+        """A step begins, or is over: what was recorded is not true of the next one."""
+        self._recordings.clear()
+        self._options.clear()
+        self._room = None
+
+    def announce(self, optimizer: Optimizer, kinds: Iterable[tuple[int, int]]) -> None:
+        """Try the class before its first step, so that the log says which way is taken.
+
+        Args:
+            kinds: the group and the dimensions of parameters that it will step.
+        """
+        tried: set[tuple[Hashable, int]] = set()
+        for number, dims in sorted(set(kinds)) if self.enabled and is_elementwise(optimizer) else ():
+            options = self._frozen_options(optimizer, number)
+            if options is not None and (options, dims) not in tried and len(tried) < _RECORDINGS_MAX:
+                tried.add((options, dims))
+                self.probe(optimizer, number, dims)
+
+    def probe(self, optimizer: Optimizer, number: int, dims: int) -> str:
+        """Try the class with the options of group `number`. Returns why it is not stepped natively, or ""."""
+        shape = (*[1] * (dims - 1), TOKEN_NUMEL)
+        try:
+            state = state_after_steps(optimizer, optimizer.param_groups[number], shape)
+            large = [key for key, value in state.items() if isinstance(value, Tensor) and value.shape == shape]
+            small = {key: value for key, value in state.items() if key not in large}
+            frozen(small)
+            case = _Case(optimizer, number, dims, large, small, {})
+            token = _probe_token(TOKEN_NUMEL, 2 + len(large), torch.Generator().manual_seed(0), _KINDS[0])
+            operations = self._recorded_twice(case, token).recorder.operations
+            compiled(operations, len(large), self._contraction(case, operations))
+        except ConfigError as error:  # Found when it was planned, or only in this probe: then the step says so.
+            return str(error)
+        except (Unsupported, Unfrozen) as error:
+            self._tell(optimizer, str(error))
+            return str(error)
+        finally:
+            self._class_step.abandon()  # What the class changed in its groups.
+        return ""
+
+    def choose(
+        self,
+        optimizer: Optimizer,
+        operands: Sequence[Operand],
+        opened: OpenBucket,
+        scratch: Scratch,
+        unedited: Container[OptimizerParameter],
+    ) -> list[NativeOperand]:
+        """Those of `operands` that `run` can step. Nothing is written but `scratch`.
+
+        Args:
+            unedited: those that the user is known not to have changed, nor can have until the step is over.
+
+        Raises:
+            SwapError: a stored master is damaged.
+        """
+        if not self.enabled or not is_elementwise(optimizer):
+            return []
+        if any(operand.segment.of.sharded for operand in operands) or _share_memory(operands):
+            return []
+        chosen = []
+        address = opened.address()
+        for operand in operands:
+            number = operand.segment.of.group
+            assert number is not None
+            if number not in self._options:
+                self._options[number] = self._frozen_options(optimizer, number)
+            found = self._choose_one(optimizer, self._options[number], operand, opened, address, scratch, unedited)
+            if found is not None:
+                chosen.append(found)
+        return chosen
+
+    def run(self, chosen: Sequence[NativeOperand]) -> None:
+        """Step `chosen`, and note the `result` of each. Their small state is `keep`'s.
+
+        Raises:
+            SwapError: a stored master is damaged. Nothing was written of it, nor of its parameter's elements.
+        """
+        numel = max((each.segment.numel for each in chosen if each.program.needs_scratch), default=0)
+        if numel > (0 if self._room is None else self._room.numel()):
+            self._room = torch.empty(numel, dtype=torch.float32, device="cpu")  # The class would make as much.
+        threads = torch.get_num_threads()
+        by_program: dict[int, list[NativeOperand]] = {}
+        for each in chosen:
+            by_program.setdefault(id(each.program), []).append(each)
+        for mine in by_program.values():
+            try:
+                results = mine[0].program.run([each.segment for each in mine], self._room, threads, self._set)
+            except ValueError as error:
+                raise SwapError(f"a stored master is damaged: {error}") from error
+            for each, result in zip(mine, results, strict=True):
+                each.result = result
+
+    def keep(self, each: NativeOperand) -> None:
+        """Keep the small state after the step."""
+        small = each.operand.segment.small
+        for key, value in each.small.items():
+            small[key] = value.clone() if isinstance(value, Tensor) else value
+
+    def encoded(self, chosen: Sequence[NativeOperand]) -> Encoded:
+        """What `OpenBucket.place_ties` needs to know of split masters."""
+        return {
+            each.operand.segment: (*each.result, each.segment.new_ties, each.operand.bits)
+            for each in chosen
+            if each.segment.new_ties is not None and each.operand.bits is not None
+        }
+
+    # --- One operand -----------------------------------------------------------------------------------------------
+
+    def _choose_one(
+        self,
+        optimizer: Optimizer,
+        options: Hashable,
+        operand: Operand,
+        opened: OpenBucket,
+        address: int,
+        scratch: Scratch,
+        unedited: Container[OptimizerParameter],
+    ) -> NativeOperand | None:
+        segment = operand.segment
+        if options is None or segment.numel < _NUMEL_MIN or operand.edited is not False:
+            return None
+        if segment.master and not isinstance(segment.checksum, int):
+            return None
+        if segment.dtypes and not segment.keys:
+            return None  # The first step, which makes state.
+        parts = _parts_of(operand, opened, address)
+        if parts is None:
+            return None
+        attributes = vars(segment.parameter)
+        dims = segment.parameter.dim() if segment.whole else 1
+        try:
+            seen = frozen(attributes) if attributes else None
+            key = (segment.of.group, dims, options, frozen(parts.small), seen, parts.keys)
+        except Unfrozen as unfrozen:
+            self._tell(optimizer, f"an attribute of a parameter, or of its state: {unfrozen}")
+            return None
+        if key in self._recordings and self._recordings[key].program is None:
+            return None
+        if segment.master and segment.of not in unedited and segment.checksum != checksum(parts.values):
+            return None  # It was edited: the class's own way notes that.
+        if key not in self._recordings:
+            if len(self._recordings) >= _RECORDINGS_MAX:
+                self._tell(optimizer, f"more than {_RECORDINGS_MAX} different attributes and small states in a step")
+                return None
+            number = segment.of.group
+            assert number is not None
+            case = _Case(optimizer, number, dims, list(parts.keys), parts.small, attributes)
+            self._recordings[key] = self._record(case, _token_of(segment, opened, parts))
+        recording = self._recordings[key]
+        if recording.program is None or (recording.writes_gradient and not segment.master):
+            return None
+        new_ties = scratch.take(ties_bytes_max(segment.numel), torch.uint8) if segment.is_split else None
+        native = _native_segment(segment, opened, parts, address, new_ties)
+        return NativeOperand(operand, recording.program, native, recording.small)
+
+    def _frozen_options(self, optimizer: Optimizer, number: int) -> Hashable:
+        try:
+            return frozen(dict(_options(optimizer.param_groups[number])))
+        except Unfrozen as unfrozen:
+            self._tell(optimizer, f"an option of a group: {unfrozen}")
+            return None
+
+    def _record(self, case: _Case, first: Sequence[Tensor]) -> _Recording:
+        """Have the class step a token: `first`, of real elements, and others."""
+        generator = torch.Generator().manual_seed(first[0].numel())
+        # Of real elements most updates are far smaller than the parameter, and their last bits do not show.
+        more = [_probe_token(_TOKEN_MORE, 2 + len(case.keys), generator, kind) for kind in _KINDS[1:]]
+        token = [torch.cat(parts) for parts in zip(*more, first, strict=True)]
+        try:
+            recorded = self._recorded_twice(case, token)
+            operations = recorded.recorder.operations
+            program = compiled(operations, len(case.keys), self._contraction(case, operations))
+        except Unsupported as unsupported:
+            self._tell(case.optimizer, str(unsupported))
+            return _Recording(None)
+        if not self._agrees(program, recorded):
+            log.warning(
+                "%s: a native step gave other bits than the class's own; the class steps as before",
+                _name(case.optimizer),
+            )
+            self.enabled = False
+            return _Recording(None)
+        return _Recording(program, recorded.small, recorded.recorder.writes_gradient)
+
+    def _recorded_twice(self, case: _Case, token: Sequence[Tensor]) -> _Recorded:
+        """As `_recorded`, of a class that does the same to elements of a parameter that has other sizes.
+
+        Raises:
+            Unsupported: it does not, or cannot be recorded.
+        """
+        recorded = self._recorded(case, token)
+        sizes = [_OTHER_SIZES[i] if i < len(_OTHER_SIZES) else 1 for i in range(max(case.dims, 1))]
+        other = self._recorded(case, [each[: math.prod(sizes)] for each in token], sizes)
+        if other.recorder.operations != recorded.recorder.operations:
+            raise Unsupported("a number that is not the same for parameters of other sizes")
+        return recorded
+
+    def _recorded(self, case: _Case, token: Sequence[Tensor], sizes: Sequence[int] = ()) -> _Recorded:
+        """Have the class step `token`: parameter, gradient and large state, which are copied before.
+
+        Args:
+            sizes: of its shape; none: all elements in the last dimension.
+
+        Raises:
+            Unsupported: it cannot be recorded.
+        """
+        shape = sizes or [1] * (case.dims - 1) + [token[0].numel()]
+        values, gradient, *large = (each.clone().view(shape) for each in token)
+        parameter = torch.nn.Parameter(values)
+        parameter.grad = gradient
+        vars(parameter).update(copy.deepcopy(dict(case.attributes)))
+        given = dict(zip(case.keys, large, strict=True))
+        state = {
+            key: given[key] if key in given else value.clone() if isinstance(value, Tensor) else value
+            for key, value in {**case.small, **given}.items()
+        }
+        recorder = StepRecorder([parameter, gradient, *large])
+        left = self._class_step.record(case.optimizer, case.number, parameter, state, recorder)
+        if recorder.reason is not None:
+            raise Unsupported(recorder.reason)
+        if left is None or recorder.register_of(parameter) != PARAMETER or left.keys() != state.keys():
+            raise Unsupported("the class does more than arithmetic on state that is there")
+        if _attributes_key(vars(parameter)) != _attributes_key(case.attributes):
+            raise Unsupported("the class changes an attribute of a parameter")
+        small_after = {}
+        for key, value in left.items():
+            if key in given:
+                self._note_assigned(recorder, value, FIRST_STATE + case.keys.index(key))
+                given[key] = value
+            elif isinstance(value, IMMUTABLE) or (isinstance(value, Tensor) and value.dim() == 0):
+                small_after[key] = value
+            else:
+                raise Unsupported(f"state {key!r} has changed its kind")
+        after = [parameter.detach(), *(given[key] for key in case.keys)]
+        return _Recorded(recorder, list(token), after, small_after)
+
+    def _note_assigned(self, recorder: StepRecorder, value: object, register: int) -> None:
+        """The class may leave a tensor that it made in the place of its state."""
+        found = recorder.register_of(value) if isinstance(value, Tensor) else None
+        if found is None or (found != register and found < recorder.states_stop):
+            raise Unsupported("state was replaced by another tensor")
+        if found != register:
+            recorder.operations.append(Operation(0, register, found, found, found))
+
+    def _contraction(self, case: _Case, operations: Sequence[Operation]) -> int:
+        """How torch's kernels round, found by a trial; 0 where it does not matter.
+
+        Raises:
+            Unsupported: no way gives the class's bits.
+        """
+        flags = tuple((key, bool(value)) for key, value in _options(case.optimizer.param_groups[case.number]))
+        shape = tuple((each.opcode, each.out, each.a, each.b, each.c) for each in operations)
+        key = (flags, shape, case.dims, torch.get_num_threads())
+        if key not in self._contractions:
+            self._contractions[key] = self._try(case, operations)
+        found = self._contractions[key]
+        if found is None:
+            raise Unsupported("a trial, which gave other bits than the class's own step")
+        if not self._is_told:
+            self._is_told = True
+            log.info("%s is stepped natively, with the bits of its class", _name(case.optimizer))
+        return found
+
+    def _try(self, case: _Case, operations: Sequence[Operation]) -> int | None:
+        left = set(_CONTRACTIONS if any(each.opcode in FUSED for each in operations) else _CONTRACTIONS[:1])
+        generator = torch.Generator().manual_seed(0)
+        for numel in _PROBE_LENGTHS:
+            for kind in _KINDS:
+                recorded = self._recorded(case, _probe_token(numel, 2 + len(case.keys), generator, kind))
+                for contraction in sorted(left):
+                    program = compiled(recorded.recorder.operations, len(case.keys), contraction)
+                    if not self._agrees(program, recorded):
+                        left.remove(contraction)
+        return next((each for each in _CONTRACTIONS if each in left), None)
+
+    def _agrees(self, program: NativeProgram, recorded: _Recorded) -> bool:
+        """True if `program` gives what the class gave."""
+        values, gradient, *large = (each.clone() for each in recorded.before)
+        numel = values.numel()
+        state = [each.data_ptr() for each in large]
+        segment = NativeSegment(numel, values.data_ptr(), 0, 0, 0, 0, None, gradient, state, large.__getitem__)
+        room = torch.empty(numel, dtype=torch.float32, device="cpu") if program.needs_scratch else None
+        program.run([segment], room, 1, self._set)
+        return all(_same(mine, other.reshape(-1)) for mine, other in zip([values, *large], recorded.after, strict=True))
+
+    def _tell(self, optimizer: Optimizer, reason: str) -> None:
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            log.info("%s is stepped by its own class, because of %s", _name(optimizer), reason)
+
+
+def _name(optimizer: Optimizer) -> str:
+    return type(optimizer).__name__
+
+
+def _options(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
+    return sorted((key, value) for key, value in group.items() if key not in ("params", "param_names"))
+
+
+def _attributes_key(attributes: Mapping[str, Any]) -> Hashable:
+    try:
+        return frozen(dict(attributes))
+    except Unfrozen:
+        return None
+
+
+def _share_memory(operands: Sequence[Operand]) -> bool:
+    """True if a parameter has a byte in common with another, or a gradient: the class steps in order."""
+    ranges = []
+    for operand in operands:
+        p = operand.segment.parameter
+        values, gradient = (p, p.grad) if operand.bits is None else (operand.bits, operand.gradient)
+        ranges.append((values.data_ptr(), values.nbytes, True))
+        if gradient is not None and gradient.layout is torch.strided:
+            ranges.append((gradient.data_ptr(), gradient.nbytes, False))
+    ranges.sort()
+    return any(
+        (is_parameter or next_is_parameter) and next_begin < begin + length
+        for (begin, length, is_parameter), (next_begin, _, next_is_parameter) in pairwise(ranges)
+    )
+
+
+class _Parts(NamedTuple):
+    """An operand as the native core may step it.
+
+    Attributes:
+        values, gradient: 1-D. The gradient may be of any dtype if there is a master.
+        keys: of the state that is as long, float32 and dense.
+        state: the addresses of that.
+        state_at: each of its tensors, 1-D, by its index.
+        small: the rest of the state.
+    """
+
+    values: Tensor
+    gradient: Tensor
+    keys: tuple[str, ...]
+    state: Sequence[int]
+    state_at: Callable[[int], Tensor]
+    small: Mapping[str, Any]
+
+
+def _parts_of(operand: Operand, opened: OpenBucket, address: int) -> _Parts | None:
+    """The parts of `operand`; None if they are not all that it has. `address`: of the record."""
+    segment = operand.segment
+    p = segment.parameter
+    values, gradient = operand.bits, operand.gradient
+    if segment.whole and not segment.master and type(p) is not torch.nn.Parameter:
+        return None  # The class, which is given the parameter itself, may ask what it is.
+    if values is None or gradient is None:
+        gradient = p.grad
+        if p.dtype is not torch.float32 or gradient is None or gradient.dtype is not torch.float32:
+            return None
+        if not (p.is_contiguous() and gradient.layout is torch.strided and gradient.is_contiguous()):
+            return None
+        values, gradient = p.detach().view(-1), gradient.detach().view(-1)
+    if not segment.master and (values.dtype is not torch.float32 or gradient.dtype is not torch.float32):
+        return None
+    if not (values.is_cpu and gradient.is_cpu and values.is_contiguous() and gradient.is_contiguous()):
+        return None
+    placed = placement_of(segment)
+    small = None if placed is None else placed.small_of(segment)
+    if placed is not None and small is not None:
+        keys = placed.large
+
+        def stored(i: int) -> Tensor:
+            return opened.stored(segment, keys[i]).as_strided((segment.numel,), (1,))
+
+        return _Parts(values, gradient, keys, placed.addresses(segment, address), stored, small)
+    return _parts_in_memory(segment, opened.state_of(segment), values, gradient)
+
+
+def _parts_in_memory(segment: Segment, state: Mapping[str, Any], values: Tensor, gradient: Tensor) -> _Parts | None:
+    """As `_parts_of`, of state that may lie anywhere."""
+    p = segment.parameter
+    large: dict[str, Tensor] = {}
+    small: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim():
+            alike = value.stride() == p.stride() and is_dense(p) if segment.whole else True
+            if value.dtype is not torch.float32 or value.numel() != segment.numel or not value.is_cpu:
+                return None
+            if not (alike or p.is_contiguous()) or not (value.is_contiguous() or alike):
+                return None
+            large[key] = value.as_strided((segment.numel,), (1,))
+        elif isinstance(value, Tensor):
+            if not value.is_cpu:
+                return None
+            small[key] = value
+        elif isinstance(value, IMMUTABLE):
+            small[key] = value
+        else:
+            return None
+    tensors = list(large.values())
+    addresses = [each.data_ptr() for each in tensors]
+    return _Parts(values, gradient, tuple(large), addresses, tensors.__getitem__, small)
+
+
+def _native_segment(
+    segment: Segment, opened: OpenBucket, parts: _Parts, address: int, new_ties: Tensor | None
+) -> NativeSegment:
+    values, gradient = parts.values, parts.gradient
+    if gradient.dtype not in (torch.float32, torch.bfloat16):
+        gradient = gradient.to(torch.float32)
+    if not segment.is_split:
+        whole = opened.whole_master(segment) if segment.master else values
+        numbers = segment.numel, whole.data_ptr(), 0, 0, 0, 0
+    else:
+        low = address + segment.locations[MASTER].offset_bytes
+        ties = address + opened.ties_offset_bytes(segment)
+        numbers = segment.numel, 0, values.data_ptr(), low, ties, segment.tie_bits
+    return NativeSegment(*numbers, new_ties, gradient, parts.state, parts.state_at)
+
+
+def _token_of(segment: Segment, opened: OpenBucket, parts: _Parts) -> list[Tensor]:
+    """Copies of the first elements of a segment: parameter or master, gradient, state; float32."""
+    numel = min(segment.numel, TOKEN_NUMEL)
+    values = torch.empty(numel, dtype=torch.float32, device="cpu")
+    if not segment.is_split:
+        values.copy_((opened.whole_master(segment) if segment.master else parts.values)[:numel])
+    else:
+        low = opened.stored(segment, MASTER)[:numel].contiguous()
+        tie_bits = int((low.view(torch.int16) == -(1 << 15)).sum())
+        if tie_bits > segment.tie_bits:
+            raise SwapError(f"a stored master is damaged: more than {segment.tie_bits} ties")
+        ties = opened.ties_of(segment)[: ties_bytes_max(tie_bits)].clone()
+        join_master(parts.values[:numel].clone(), low, ties, tie_bits, values)
+    state = [parts.state_at(i)[:numel].clone() for i in range(len(parts.keys))]
+    return [values, parts.gradient[:numel].to(torch.float32), *state]
+
+
+def _probe_token(numel: int, count: int, generator: torch.Generator, kind: str) -> list[Tensor]:
+    """Random tensors: of usual sizes; with a parameter so small that each bit of its update shows; or random bits,
+    denormals, infinities and NaNs among them.
+    """
+    if kind == "bits":
+        bits = torch.randint(-(1 << 31), 1 << 31, (count, numel), generator=generator, dtype=torch.int64, device="cpu")
+        return list(bits.to(torch.int32).view(torch.float32))
+    values = torch.randn(count, numel, generator=generator, dtype=torch.float32, device="cpu")
+    if kind == "small":
+        values[0] *= 2.0**-40
+        values[2:].abs_()  # Else the root of half of them is NaN.
+    return list(values)
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    """True if each element has the same bits, or is a NaN in both."""
+    alike = a.view(torch.int32) == b.contiguous().view(torch.int32)
+    return bool((alike | (a.isnan() & b.isnan())).all())

@@ -1,0 +1,544 @@
+"""`FileParameters`: a model whose parameters come from files of somebody else, which are never written.
+
+[Note: the reference] The bits are those of the model with its parameters in memory at multiples of 64 bytes, as torch
+allocates them. `safetensors.torch.load_file` may give tensors at other addresses, where some kernels sum in another
+order: with one row in fp32 a matrix off a multiple of 16 bytes has other bits in 72 of 2,100 cases.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from swapper.errors import SwapError
+from swapper.parameter.cache import Held, finalize
+from swapper.parameter.candidates import ALREADY, BUFFER_IN_NO_FILE, Candidate, why_not
+from swapper.parameter.conversions import Conversion, plan_sources
+from swapper.parameter.experts import (
+    KIND,
+    CallHook,
+    ExpertCache,
+    ExpertHook,
+    ExpertParts,
+    ExpertPlan,
+    FusedParameter,
+    find_called,
+    find_fused,
+    plan_called,
+    plan_parts,
+)
+from swapper.parameter.home import ParameterHome
+from swapper.parameter.owner import ParameterOwner, ParameterUse, Parts
+from swapper.parameter.records import (
+    GROUP_BYTES,
+    DeviceRoom,
+    ParameterLocation,
+    ParameterPlan,
+    ParameterRecord,
+    needs_of,
+    plan_parameters,
+)
+from swapper.parameter.swapper import ParameterSwapper
+from swapper.parameter.what_stays import SMALL
+from swapper.process.interrupts import interrupts_deferred
+from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, format_bytes, round_up
+from swapper.storage.buffers import BufferPool
+from swapper.storage.cache import RecordCache
+from swapper.storage.growing_pool import GrowingPool
+from swapper.storage.layout import Entry, RecordLayout
+from swapper.storage.spans import Extent, Span, SpanStore, plan_spans
+from swapper.storage.store import RecordKey
+from swapper.tensors.dtypes import NAMES
+from swapper.tensors.evicted import evict, is_ordinary, restore_for_good
+from swapper.tensors.homes import ADDRESS, HOME, PARTS, home_of
+
+__all__ = ["FileParameters", "FilePlan", "plan_from_files"]
+
+log = logging.getLogger(__name__)
+
+_SMALL_BYTES = 64 << 10
+"""Parameters of less are read once and stay: as spans of their own they would cost up to two pages more every time."""
+
+
+@dataclass
+class FilePlan(ParameterPlan):
+    """The parameters of a model that come from files.
+
+    Attributes:
+        experts: those that come one by one. They are in none of `records`, and `needs` has what they need.
+    """
+
+    experts: ExpertPlan = field(default_factory=ExpertPlan)
+
+    def moved(self) -> set[torch.Tensor]:
+        """All parameters that come when they are used."""
+        both = {location.parameter for r in (*self.records, *self.experts.modules) for location in r.locations}
+        return both.union(each.parameter for each in self.experts.fused)
+
+    def spans(self, owner: int) -> dict[RecordKey, tuple[Span, ...]]:
+        """The spans of each record of the swapper with this number."""
+        whole = [*self.records, *(each.whole for each in self.experts.fused)]
+        found = {RecordKey(owner, "param", record.number): record.spans for record in whole}
+        one_by_one = enumerate((*self.experts.parts, *self.experts.modules))
+        return found | {RecordKey(owner, KIND, number): record.spans for number, record in one_by_one}
+
+
+_NO_FILE = "it is in no file"
+"""Why a parameter stays in memory, of a model whose others stay in their files."""
+
+
+def plan_from_files(
+    model: torch.nn.Module,
+    extents: Mapping[torch.Tensor, Sequence[Extent] | Conversion],
+    bucket_bytes: int,
+    resident_bytes: int,
+    device_resident_bytes: int,
+    device: torch.device,
+    *,
+    by_parts: bool = True,
+) -> FilePlan:
+    """Plan which parameters of `model` come from files when they are used. The others are read once.
+
+    Args:
+        model: in memory, or on the meta device.
+        extents: of parameters that are in files; of each one or more, in the order of its memory, or how it is made.
+        bucket_bytes, resident_bytes, device_resident_bytes: as for `plan_parameters`.
+        device: that the model computes on.
+        by_parts: fused experts come one by one, where that is known to work.
+
+    Raises:
+        ConfigError: as for `plan_parameters`.
+    """
+
+    sources_bytes: list[int] = []
+
+    def lay_out(number: int, group: Sequence[Candidate]) -> ParameterRecord:
+        found = [(each.tensor, extents[each.tensor]) for each in group]
+        plan = plan_spans([each for _, each in found if not isinstance(each, Conversion)])
+        planned, cursor = iter(plan.offsets_bytes), plan.length_bytes
+        places, converted = [], []
+        for p, each in found:
+            if isinstance(each, Conversion):
+                converted.append((p, each, cursor))
+                places.append(cursor)
+                cursor = round_up(cursor + p.nbytes, ALIGNMENT_BYTES)
+            else:
+                places.append(next(planned))
+        file_bytes = cursor = round_up(cursor, PAGE_BYTES)
+        locations = []
+        for candidate, at in zip(group, places, strict=True):
+            p, offset = candidate.tensor, at
+            if not p.is_contiguous():  # The file has the elements in another order.
+                offset, cursor = cursor, round_up(cursor + p.nbytes, ALIGNMENT_BYTES)
+            locations.append(ParameterLocation(p, candidate.name, p.shape, p.stride(), p.dtype, at, offset))
+        entries = tuple(Entry(c.name, NAMES[c.tensor.dtype], tuple(c.tensor.shape)) for c in group)
+        layout = RecordLayout(entries, tuple(places), 0, file_bytes, file_bytes)
+        start = round_up(cursor, PAGE_BYTES)
+        spans, length = plan_sources(converted, start)
+        sources_bytes.append(length - start)
+        return ParameterRecord(number, tuple(locations), layout, file_bytes, length, plan.spans + spans)
+
+    found, unknown = find_fused(model, extents, _SMALL_BYTES) if by_parts else ({}, [])
+    if unknown:
+        log.warning(
+            "experts of %s are brought whole: it is not known that it takes them one at a time", ", ".join(unknown)
+        )
+
+    called = find_called(model, extents, _SMALL_BYTES) if by_parts else []
+    apart: set[torch.Tensor] = {c.tensor for _, candidates in called for c in candidates}.union(found)
+
+    def why_stays(tensor: torch.Tensor) -> str:
+        if tensor not in extents:
+            return _NO_FILE if isinstance(tensor, torch.nn.Parameter) else BUFFER_IN_NO_FILE
+        if tensor in apart:
+            return ALREADY
+        return why_not(tensor, device) or (SMALL if tensor.nbytes < _SMALL_BYTES else "")
+
+    plan = plan_parameters(
+        model, bucket_bytes, resident_bytes, device_resident_bytes, False, lay_out, why_stays, device
+    )
+    names = {name for name, _ in found.values()}.union(c.name for _, candidates in called for c in candidates)
+    stays = {name: why for name, why in plan.stays.items() if name not in names}
+    experts = ExpertPlan(plan_parts(found, extents, len(plan.records), lay_out))
+    experts.called, experts.called_bytes = plan_called(
+        model, called, len(plan.records) + len(experts.fused), min(GROUP_BYTES, bucket_bytes), lay_out
+    )
+    needs = plan.needs
+    if converted_bytes := max(sources_bytes, default=0):
+        why = f", with {format_bytes(converted_bytes)} of the files that are cast or converted in it"
+        needs = replace(needs, why=needs.why.replace("the largest record", f"the largest record{why}"))
+    needs = experts.added_to(needs)
+    kept = plan.resident, plan.device_resident
+    return FilePlan(plan.records, stays, *kept, needs, plan.summary, plan.device_needs, experts)
+
+
+def choose_streamed(model: torch.nn.Module, plan: ParameterPlan, budget_bytes: int) -> set[int]:
+    """Choose the records that are read in each round, evenly spread. See [Note: streams] in `cache_policies`.
+
+    The longest stay first: room for what arrives is then two of the longest that are left.
+
+    Args:
+        model, plan: as for `FileParameters`.
+        budget_bytes: the most of the pool that records may hold.
+
+    Returns:
+        Their numbers; none if all have room.
+    """
+    passing = {record.number for record in plan.device_resident}  # To where they stay.
+    records = [record for record in plan.records if record.number not in passing]
+    for limit_bytes in sorted({record.length_bytes for record in records if record not in plan.resident}):
+        moving = [r for r in records if r.length_bytes <= limit_bytes and r not in plan.resident]
+        staying = set(records).difference(moving)
+        needs = needs_of(model, records, staying, False, on_host=plan.device_needs is None)
+        if needs.least_bytes <= budget_bytes:
+            break
+    else:
+        return set()  # As little room as that is shared best by what is needed soonest.
+    total_bytes = sum(record.length_bytes for record in moving)
+    # Where longer ones stay a record or two more are streamed, so that four have room: the drive goes on while one is
+    # used and another given up. What is read in a round is still within the sum that two of the longest make it.
+    longest_bytes = max(record.length_bytes for record in records)
+    more_bytes = max(0, min(2 * limit_bytes, 2 * longest_bytes - 3 * limit_bytes))
+    left_bytes = min(total_bytes, total_bytes - (budget_bytes - needs.least_bytes) + more_bytes)
+    if total_bytes + sum(record.length_bytes for record in staying) <= budget_bytes:
+        return set()
+    streamed: set[ParameterRecord] = set()
+    due_bytes = chosen_bytes = 0
+    for record in moving:  # Each is chosen when that brings the sum closer to its part of what is left.
+        due_bytes += record.length_bytes
+        if chosen_bytes * total_bytes < left_bytes * due_bytes - total_bytes * record.length_bytes // 2:
+            streamed.add(record)
+            chosen_bytes += record.length_bytes
+    shortest_first = sorted(moving, key=lambda record: record.length_bytes)
+    for record in shortest_first:
+        if chosen_bytes < left_bytes and record not in streamed:
+            streamed.add(record)
+            chosen_bytes += record.length_bytes
+    for record in reversed(shortest_first):
+        if record in streamed and chosen_bytes - record.length_bytes >= left_bytes:
+            streamed.remove(record)
+            chosen_bytes -= record.length_bytes
+    while swap := _closest_swap(streamed, shortest_first, chosen_bytes - left_bytes):
+        streamed.symmetric_difference_update(swap)
+        chosen_bytes -= swap[0].length_bytes - swap[1].length_bytes
+    return passing.union(record.number for record in streamed)
+
+
+def _closest_swap(
+    streamed: set[ParameterRecord], shortest_first: Sequence[ParameterRecord], most_bytes: int
+) -> tuple[ParameterRecord, ParameterRecord] | None:
+    """Find one of `streamed`, and a shorter one of the others, that differ by as much of `most_bytes` as can be."""
+    others = [record for record in shortest_first if record not in streamed]
+    lengths_bytes = [record.length_bytes for record in others]
+    best, best_bytes = None, 0
+    for record in {record.length_bytes: record for record in shortest_first if record in streamed}.values():
+        i = bisect.bisect_left(lengths_bytes, record.length_bytes - most_bytes)
+        if i < len(others) and record.length_bytes - lengths_bytes[i] > best_bytes:
+            best, best_bytes = (record, others[i]), record.length_bytes - lengths_bytes[i]
+    return best
+
+
+class _Places:
+    """The modules that have each tensor of a model, and under which names."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._of: dict[torch.Tensor, list[tuple[torch.nn.Module, str]]] = {}
+        for module in model.modules():
+            for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None:
+                    self._of.setdefault(tensor, []).append((module, name))
+
+    def put(self, old: torch.Tensor, new: torch.Tensor) -> None:
+        """Let the modules have `new` in the place of `old`, with the attributes that the user gave that."""
+        for name, value in vars(old).items():
+            if name not in (HOME, ADDRESS):  # As of one that is given back after a failure.
+                vars(new).setdefault(name, value)
+        self._of[new] = self._of.pop(old)
+        for module, name in self._of[new]:
+            setattr(module, name, new)  # Not in its dictionary: some, as of `nn.LSTM`, take note of it elsewhere too.
+
+    def fill(self, tensor: torch.Tensor, values: torch.Tensor, *, are_new: bool) -> None:
+        """Let a parameter or buffer have `values`: in its own memory, or as a new one if that is on another device.
+
+        If they `are_new`, one that is replaced has them too, as a module may know it by other ways: in a list, say.
+        """
+        if tensor.device == values.device or (are_new and tensor.device.type != "meta"):
+            with torch.inference_mode(tensor.is_inference()), torch.no_grad():
+                tensor.copy_(values)
+        if tensor.device == values.device:
+            return
+        if isinstance(tensor, torch.nn.Parameter):
+            own = torch.nn.Parameter if is_ordinary(tensor) else type(tensor)  # Some know what to do by its class.
+            values = torch.Tensor._make_subclass(own, values, tensor.requires_grad)
+        self.put(tensor, values)
+
+
+class _Replaced(ParameterHome):
+    """The home of a parameter that was in memory of another device: every use of it is refused.
+
+    A module may know it by other ways than its name, in a list, say. The values that it had were never the file's.
+    """
+
+    __slots__ = ()
+
+    def of_owner(self) -> ParameterOwner:
+        """Raise SwapError."""
+        raise SwapError(
+            f"{self.name} was on another device when swapper.offload put a new parameter in its place; take that from "
+            "the model by its name, or move the model there (model.to) before swapper.offload"
+        )
+
+
+class FileParameters(ParameterSwapper):
+    """Brings the parameters of `model` from files when they are used. See `ParameterSwapper`.
+
+    Parameters on the meta device, and on any other than `device`, are replaced by new ones there, with their attributes
+    and `requires_grad`; the others stay the objects that they are. What they had in memory is freed, of all that move.
+
+    Args:
+        model, owner, plan, budget_bytes, pool, release: as for `ParameterSwapper`; the plan is from `plan_from_files`.
+            Its attribute `swapper` is this from the moment that all is done.
+        store: of the records of the plan.
+        stays: parameters and buffers that stay in memory, each with its values, on `device`, of its strides; and if
+            these come from files.
+        device: that the model computes on.
+        room: what records may have of it; None for the CPU.
+        fixed: a parameter that is changed is an error. Else its record is written to the run directory.
+
+    Attributes:
+        fixed: as given.
+    """
+
+    # For what is not streamed, as in a pool with room for little more than two records.
+    _depth = 1
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        owner: int,
+        plan: FilePlan,
+        budget_bytes: int,
+        pool: BufferPool | GrowingPool,
+        store: SpanStore,
+        release: Callable[[], None],
+        stays: Iterable[tuple[torch.Tensor, torch.Tensor, bool]],
+        device: torch.device,
+        room: DeviceRoom | None,
+        *,
+        fixed: bool,
+    ) -> None:
+        self.fixed = fixed
+        self._device = device
+        self._versions: dict[torch.Tensor, int] = {}
+        self._places = _Places(model)
+        self._taken: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._replaced: list[tuple[Held, int, torch.Tensor]] = []
+        self._one_by_one = plan.experts
+        self._whole_bytes = budget_bytes
+        self._whole: weakref.WeakKeyDictionary[torch.nn.Module, list[Held]] = weakref.WeakKeyDictionary()
+        self._experts: ExpertCache | None = None
+        self._owner = owner
+        self._told = False
+        dense_bytes = self._dense_bytes(plan, budget_bytes)
+        complete = False
+        try:
+            super().__init__(model, owner, plan, dense_bytes, pool, store, release, room)
+            for held in self._all:
+                held.fixed = fixed
+            streamed = choose_streamed(model, plan, dense_bytes)
+            staying_bytes = sum(r.length_bytes for r in plan.records if r.number not in streamed)
+            self._policy.stream(streamed, dense_bytes - staying_bytes)
+            with interrupts_deferred():  # Only memory is copied. Ctrl-C finds all done, or nothing.
+                for tensor, values, are_new in stays:
+                    self._places.fill(tensor, values, are_new=are_new)
+                object.__setattr__(model, "swapper", self)
+                complete = True
+                for held, slot, former in self._replaced:
+                    if former.device.type != "meta":
+                        evict(former, _Replaced(self._reference, held, slot))
+                del self._places, self._taken, self._replaced  # What the parameters had in memory goes.
+        except BaseException:
+            if not complete and "_finalizer" in vars(self):  # Else that was done, or there was nothing to give back.
+                self._give_everything_back()
+            raise
+
+    @staticmethod
+    def _dense_bytes(plan: FilePlan, budget_bytes: int) -> int:
+        """The part of the pool of what does not come by parts: all that it can use. Parts have the rest."""
+        least_bytes = plan.experts.least_bytes
+        if not least_bytes:
+            return budget_bytes
+        return min(max(plan.kept_bytes, plan.needs.least_bytes - least_bytes), budget_bytes - least_bytes)
+
+    @property
+    def _caches(self) -> list[RecordCache]:
+        """Those that records are in."""
+        return [self._cache] if self._experts is None else [self._cache, self._experts.record_cache]
+
+    def _install(self, model: torch.nn.Module) -> None:
+        """As for all owners. See [Note: experts] in `experts`."""
+        if self._one_by_one.least_bytes:
+            assert self._store is not None
+            self._experts = ExpertCache(self._one_by_one, self._owner, 0, self._pool, self._store, self.metrics)
+            self._share_out(self._whole_bytes)
+            called = self._experts.called()
+            wholes = [Held(e.whole, RecordKey(self._owner, "param", e.whole.number)) for e in self._one_by_one.fused]
+            self._all.extend((*wholes, *called))  # By their numbers.
+            for held in called:
+                self._adopt(held)
+            super()._install(model)  # Modules have the parameters that were adopted attached while they run.
+            for each, held in zip(self._one_by_one.fused, wholes, strict=True):
+                self._store.plan({held.key: held.plan.file_bytes})
+                self._adopt_whole(each, held, self._experts)
+            self._hook_experts(self._experts)
+        else:
+            super()._install(model)
+
+    def _adopt_whole(self, each: FusedParameter, held: Held, experts: ExpertCache) -> None:
+        """Let a fused parameter come by parts; as a whole it is in `held`."""
+        self._adopt(held)
+        parameter = held.plan.locations[0].parameter
+        assert isinstance(parameter, torch.nn.Parameter)
+        each.parameter = parameter
+        for record in each.records:
+            record.locations[0].parameter = parameter
+        vars(parameter)[PARTS] = ExpertParts(experts, each)
+        if (module := each.module()) is not None:
+            self._whole.setdefault(module, []).append(held)
+
+    def _hook_experts(self, experts: ExpertCache) -> None:
+        of_module: dict[torch.nn.Module, list[FusedParameter]] = {}
+        for each in self._one_by_one.fused:
+            if (module := each.module()) is not None:
+                of_module.setdefault(module, []).append(each)
+        for module, those in of_module.items():
+            self._hooks.append(module.register_forward_pre_hook(ExpertHook(experts, those), with_kwargs=True))
+        first = len(self._one_by_one.parts)
+        for called in self._one_by_one.called:
+            numbers = range(first, first + len(called.records))
+            first += len(called.records)
+            if (expert := called.module()) is not None and len(numbers) > 1:
+                self._hooks.append(expert.register_forward_pre_hook(CallHook(experts, numbers)))
+
+    def _share_out(self, budget_bytes: int) -> None:
+        """Share `budget_bytes` of the pool between parts and all else."""
+        assert isinstance(self.plan, FilePlan)
+        dense_bytes = self._dense_bytes(self.plan, budget_bytes)
+        self._whole_bytes = budget_bytes
+        self._cache.limit_bytes = self._budget_bytes = dense_bytes
+        if self._experts is not None:
+            self._experts.limit(budget_bytes - dense_bytes)
+
+    def share_pool(self, budget_bytes: int) -> None:
+        """As for all swappers; parts of fused parameters have their share of it."""
+        self._share_out(budget_bytes)
+
+    def flush(self) -> None:
+        """As for all swappers. Raises SwapError if a part of a fused parameter was changed."""
+        super().flush()
+        if self._experts is not None:
+            self._experts.check_unchanged()
+
+    def enter(self, module: torch.nn.Module, parts: Parts) -> None:
+        """As for all owners. A forward with gradients of fused parameters has them whole."""
+        if (whole := self._whole.get(module)) and torch.is_grad_enabled():
+            wanted = [held for held in whole if held.plan.locations[0].parameter.requires_grad]
+            parts = [*parts, *((held, (0,)) for held in wanted)]
+        super().enter(module, parts)
+
+    def _bring(self, held: Held, phase: str) -> None:
+        if held.key.kind == KIND:
+            assert self._experts is not None
+            self._experts.bring(held)
+            return
+        if held.number < len(self.plan.records):
+            super()._bring(held, phase)
+            return
+        # A fused parameter whole. It is in no order of use: where it is used so nothing would be gained by that.
+        if not (self._told or torch.is_grad_enabled()):
+            self._told = True
+            log.warning("%s is used as a whole, and brought whole", held.plan.locations[0].name)
+        limit_bytes = self._cache.limit_bytes
+        try:
+            self._cache.limit_bytes = self._whole_bytes  # The parts make room as far as the pool needs it.
+            self._cache.require(held.key, held.length_bytes)
+        finally:
+            self._cache.limit_bytes = limit_bytes
+        lease = self._cache.fetch(held.key)
+        if not held.opened:
+            held.open(lease, self, arrived=True)
+
+    def _restore_values(self, held: Held) -> None:
+        """As for all owners; a fused parameter gets its parts one by one."""
+        parameter = held.plan.locations[0].parameter
+        parts = vars(parameter).get(PARTS)
+        if parts is None or held.opened or home_of(parameter) is None:
+            super()._restore_values(held)
+            return
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
+        for index in range(parameter.shape[0]):
+            values[index].copy_(parts.part(index))
+        restore_for_good(parameter, values)
+
+    def close(self, *, keep_values: bool = False) -> None:
+        """As for all owners."""
+        super().close(keep_values=keep_values)
+        if self._closed:
+            self._forget_parts()
+
+    def _forget_parts(self) -> None:
+        if self._experts is not None:
+            self._experts.close()
+        for each in self._one_by_one.fused:
+            vars(each.parameter).pop(PARTS, None)
+
+    def _adopt(self, held: Held) -> None:
+        for slot, location in enumerate(held.plan.locations):
+            parameter = location.parameter
+            if parameter.device != self._device:
+                element = torch.empty((), dtype=location.dtype, device=self._device)
+                new = element.expand(location.shape)
+                if isinstance(parameter, torch.nn.Parameter):
+                    new = torch.nn.Parameter(new, parameter.requires_grad)
+                with interrupts_deferred():
+                    self._places.put(parameter, new)
+                    location.parameter = new
+                    self._replaced.append((held, slot, parameter))
+                parameter = new
+            else:
+                self._taken.append((parameter, parameter.data))
+            self._home[parameter] = held
+            evict(parameter, self.home_type(self._reference, held, slot))
+            self._versions[parameter] = parameter._version
+
+    def _release_part(self, use: ParameterUse, held: Held, slots: tuple[int, ...]) -> None:
+        """As for all owners. Raises SwapError at once if a `fixed` parameter was changed by an operator of torch."""
+        super()._release_part(use, held, slots)
+        for parameter in (held.plan.locations[slot].parameter for slot in slots if held.fixed):
+            if self._versions[parameter] != parameter._version:
+                self._versions[parameter] = parameter._version
+                if self._tier is not None:
+                    self._tier.check_unchanged(held)
+                elif held.opened:
+                    held.check_unchanged()  # What else changes it is found when the record leaves the pool.
+
+    def _give_everything_back(self) -> None:
+        """After a failed construction: nothing was read or written, and all has the values that it had. Idempotent."""
+        self._forget_parts()
+        while self._taken:
+            restore_for_good(*self._taken[-1])
+            self._taken.pop()
+        while self._replaced:
+            with interrupts_deferred():
+                held, slot, former = self._replaced.pop()
+                location = held.plan.locations[slot]
+                self._places.put(location.parameter, former)
+                location.parameter = former
+        self._closed = True
+        self._remove_hooks()
+        finalize(self._all, self._caches, self._store, lambda: None, self._pid)

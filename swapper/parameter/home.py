@@ -1,0 +1,92 @@
+"""`ParameterHome`: what an evicted parameter knows of the record that has its values."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from swapper.errors import SwapError
+from swapper.parameter.cache import Held
+from swapper.parameter.records import ParameterLocation
+from swapper.tensors.evicted import refuse_copy
+from swapper.tensors.homes import Home, TemporaryHome, home_of
+
+if TYPE_CHECKING:
+    from swapper.parameter.owner import ParameterOwner
+
+__all__ = ["ParameterHome", "follow_shape", "parts_of"]
+
+
+class ParameterHome:
+    """Brings the values of one parameter. See `homes.Home`.
+
+    The parameter has this, and its record has the parameter. So this knows the record by its number only, and a
+    parameter that nobody uses any more is freed at once, not when the garbage collector comes.
+    """
+
+    __slots__ = ("name", "number", "reference", "slot", "stride")
+
+    def __init__(self, reference: weakref.ref[Any], held: Held, slot: int) -> None:
+        self.reference = reference
+        self.number, self.slot = held.number, slot
+        self.name, self.stride = held.plan.locations[slot].name, held.plan.locations[slot].stride
+
+    def of_owner(self) -> ParameterOwner:
+        """The owner, while there is one."""
+        owner: ParameterOwner | None = self.reference()
+        if owner is None:
+            raise SwapError("the values of this parameter are gone: its swapper was closed")
+        return owner
+
+    @property
+    def owner(self) -> object:
+        """The reference, which all homes of one owner share, also when it is dead."""
+        return id(self.reference)
+
+    @property
+    def keeper(self) -> object:
+        """The owner itself."""
+        return self.reference()
+
+    @property
+    def temporary(self) -> TemporaryHome | None:
+        """None: the parameter stays with its owner."""
+        return None
+
+    def mapped_copy(self) -> torch.Tensor:
+        """See `ParameterOwner.mapped_copy`."""
+        return self.of_owner().mapped_copy(self.number, self.slot)
+
+    def present(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
+        """See `ParameterOwner.used`."""
+        return self.of_owner().used(parts_of(homes))
+
+    def gather(self, homes: Iterable[Home]) -> contextlib.AbstractContextManager[None]:
+        """See `ParameterOwner.gathered`."""
+        return self.of_owner().gathered(parts_of(homes))
+
+    def deepcopy(self, parameter: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        """Refuse: the copy would need records of its own."""
+        refuse_copy()
+
+
+def parts_of(homes: Iterable[Home | None]) -> list[tuple[Held, tuple[int, ...]]]:
+    """The records and slots of our `homes`, all of one owner."""
+    slots: dict[Held, dict[int, None]] = {}
+    for home in homes:
+        if isinstance(home, ParameterHome):
+            slots.setdefault(home.of_owner()._all[home.number], {})[home.slot] = None
+    return [(held, tuple(those)) for held, those in slots.items()]
+
+
+def follow_shape(location: ParameterLocation, parameter: torch.Tensor) -> None:
+    """Let `parameter` have another shape than before, with as many bytes, as where bitsandbytes packs its codes."""
+    known = parameter.dtype == location.dtype and parameter.numel() == location.numel and parameter.is_contiguous()
+    if known and isinstance(home := home_of(parameter), ParameterHome):
+        location.laid_out = location.laid_out or location.shape
+        location.shape, location.stride = parameter.shape, parameter.stride()
+        home.stride = location.stride

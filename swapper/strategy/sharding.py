@@ -1,0 +1,154 @@
+"""What the strategies for FSDP2 and tensor parallelism of Lightning and Fabric have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+
+from swapper.config import OffloadConfig
+from swapper.errors import ConfigError, show
+from swapper.tensors.homes import gathered
+from swapper.tensors.sharded import box_of, is_sharded, local_of, reshard
+
+__all__ = [
+    "apply_if_needed",
+    "check_format",
+    "check_gradients_stay",
+    "check_parameters_stay",
+    "data_parallel_size_of",
+    "load_whole_tensors",
+]
+
+
+def check_parameters_stay(name: str, config: OffloadConfig) -> None:
+    """Refuse a config whose parameters are to leave memory.
+
+    Args:
+        name: of the strategy, for messages.
+
+    Raises:
+        ConfigError: it is such a config.
+    """
+    asked = config.offload_param.device
+    if asked != "none":
+        raise ConfigError(
+            f"offload_param.device: {asked} cannot be done with {name}: FSDP1 gathers and frees parameters by itself; "
+            "leave it out, or use SwapModelParallelStrategy (FSDP2)"
+        )
+
+
+def check_gradients_stay(name: str, config: OffloadConfig) -> None:
+    """Refuse a config whose gradients are to leave memory.
+
+    Args:
+        name: of the strategy, for messages.
+
+    Raises:
+        ConfigError: it is such a config.
+    """
+    for field, asked in (
+        ("offload_gradient.device", config.offload_gradient.device != "none"),
+        ("offload_optimizer.step_in_backward", config.offload_optimizer.step_in_backward),
+    ):
+        if asked:
+            raise ConfigError(
+                f"{field} cannot be used with {name}: FSDP1 reduces gradients in a buffer of its own, of which the "
+                "optimizer sees views; leave it out, or use SwapModelParallelStrategy (FSDP2)"
+            )
+
+
+def check_format(name: str, asked: str | None) -> None:
+    """Refuse a format of checkpoints that FSDP1 cannot have.
+
+    Raises:
+        ConfigError: it is one, of the strategy `name`.
+    """
+    if asked not in (None, "full"):
+        raise ConfigError(
+            f"checkpoint_format: {show(asked)} is not for {name}, whose checkpoints are those of the stock strategy: "
+            "leave it out; state_dict_type chooses between a directory with shards and one file. "
+            "SwapModelParallelStrategy (FSDP2) has it"
+        )
+
+
+@torch.no_grad()
+def load_whole_tensors(module: torch.nn.Module, state: Mapping[str, Any], strict: bool) -> None:
+    """`module.load_state_dict(state)`, where `state` has whole tensors of DTensors. One is in memory at a time.
+
+    Args:
+        module: sharded.
+        state: by name, of the shapes of the module's, on any device and of any dtype.
+        strict: as for `load_state_dict`.
+
+    Raises:
+        RuntimeError: as from `load_state_dict`.
+    """
+    reshard(module)
+    own = module.state_dict(keep_vars=True)
+    given = dict(state)
+    for name, value in state.items():
+        here = own.get(name)
+        if not isinstance(here, torch.Tensor) or not is_sharded(here) or is_sharded(value) or value.shape != here.shape:
+            continue
+        part = value
+        for dim, (offset, size) in enumerate(zip(*box_of(here), strict=True)):
+            part = part.narrow(dim, offset, size)
+        with gathered([here]):
+            local_of(here).copy_(part)
+        given[name] = here  # Given to itself, so that hooks of modules run.
+    module.load_state_dict(given, strict=strict)
+
+
+Size = Literal["auto"] | int
+
+
+def data_parallel_size_of(asked: Size, tensor_parallel_size: Size, ranks: int) -> Size:
+    """The ranks along the data-parallel dimension.
+
+    Args:
+        asked: as the user gave it.
+        tensor_parallel_size: as the user gave it.
+        ranks: all, of all nodes.
+
+    Returns:
+        `asked`, unless that is "auto" and the other size is known: then what is left for it. The stock strategies take
+        the number of nodes, and raise unless both happen to agree.
+    """
+    if asked != "auto" or isinstance(tensor_parallel_size, str) or tensor_parallel_size < 1:
+        return asked
+    return ranks // tensor_parallel_size if ranks % tensor_parallel_size == 0 else asked
+
+
+def apply_if_needed(
+    module: torch.nn.Module, function: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True
+) -> torch.nn.Module:
+    """`module._apply(function)`, as `to` calls it, unless that changes no device and no dtype. FSDP2 reshards anyway.
+
+    Raises:
+        ConfigError: it would change some, and torch refuses to because a parameter's optimizer is swapped.
+    """
+    from torch.distributed.fsdp import FSDPModule
+
+    for each in module.modules():
+        if isinstance(each, FSDPModule):
+            each.reshard()  # Else parameters that were left unsharded would be taken for those to train.
+
+    def changes(tensor: torch.Tensor) -> bool:
+        new = function(tensor)
+        return (new.device, new.dtype) != (tensor.device, tensor.dtype)
+
+    with torch.no_grad():
+        if not any(changes(tensor) for tensor in (*module.parameters(), *module.buffers())):
+            return module
+    try:
+        applied: torch.nn.Module = type(module)._apply(module, function, recurse)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        if "weakref" not in str(error.__cause__):
+            raise
+        raise ConfigError(
+            "the model is to be moved or converted, and an optimizer of an earlier fit has its parameters swapped; "
+            "drop the former Trainer first, or make a new model"
+        ) from error
+    return applied

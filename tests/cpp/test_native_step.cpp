@@ -1,0 +1,186 @@
+// Native steps: every array ends where its memory ends, and what is written does not depend on threads.
+#include "native_step.h"
+
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <cstring>
+#include <stdexcept>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "codec.h"
+#include "crc32c.h"
+
+using swapper::Instruction;
+using swapper::InstructionSet;
+using swapper::Opcode;
+using swapper::run_step;
+using swapper::StepJob;
+using swapper::StepProgram;
+
+namespace {
+
+Instruction make(Opcode code, uint8_t out, uint8_t a, uint8_t b, uint8_t c, double x = 0) {
+    Instruction it;
+    it.code = code;
+    it.out = out;
+    it.a = a;
+    it.b = b;
+    it.c = c;
+    it.constants[0] = x;
+    return it;
+}
+
+// momentum = 0.9 * momentum + gradient; param -= 0.1 * momentum, by way of a register of the tile.
+std::shared_ptr<StepProgram> momentum_program() {
+    return std::make_shared<StepProgram>(
+        std::vector<Instruction>{make(Opcode::kMulNumber, 3, 2, 2, 2, 0.9),
+                                 make(Opcode::kAdd, 2, 3, 1, 1, 1.0), make(Opcode::kAdd, 0, 0, 2, 2, -0.1)},
+        1, 4);
+}
+
+struct Segment {
+    explicit Segment(size_t numel, uint64_t seed) : master(numel), momentum(numel), gradient(numel) {
+        std::mt19937_64 random(seed);
+        for (size_t i = 0; i < numel; ++i) {
+            // One in four is a tie.
+            uint32_t value = static_cast<uint32_t>(random()) & 0xBFFFFFFF;
+            if (random() % 4 == 0) value = (value & 0xFFFF0000) | 0x8000;
+            std::memcpy(&master[i], &value, 4);
+            momentum[i] = static_cast<float>(random() % 1000) / 7;
+            gradient[i] = static_cast<uint16_t>(0x3F00 + random() % 256);
+        }
+        bits.resize(numel);
+        low.resize(numel);
+        ties.resize(swapper::ties_bytes_max(numel));
+        new_ties.resize(ties.size());
+        tie_bits = swapper::split_master(master.data(), bits.data(), low.data(), ties.data(), numel, 1);
+    }
+
+    StepJob job(const std::shared_ptr<StepProgram>& program) {
+        StepJob made;
+        made.program = program;
+        made.numel = master.size();
+        made.bits = bits.data();
+        made.low = low.data();
+        made.ties = ties.data();
+        made.tie_bits = tie_bits;
+        made.new_ties = new_ties.data();
+        made.gradient = gradient.data();
+        made.is_half = true;
+        made.arrays = {momentum.data()};
+        return made;
+    }
+
+    std::vector<float> master, momentum;
+    std::vector<uint16_t> gradient, bits, low;
+    std::vector<unsigned char> ties, new_ties;
+    size_t tie_bits = 0;
+};
+
+float widened(uint16_t half) {
+    const uint32_t bits = static_cast<uint32_t>(half) << 16;
+    float value = 0;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+void test_a_split_master_is_stepped(size_t numel, unsigned threads, InstructionSet set) {
+    Segment segment(numel, numel);
+    Segment other(100, 7);
+    const auto program = momentum_program();
+    const auto results = run_step({segment.job(program), other.job(program)}, threads, set);
+    CHECK(results.size() == 2);
+    std::vector<float> stepped(segment.master);
+    const Segment fresh(numel, numel);
+    for (size_t i = 0; i < numel; ++i) {
+        const float moved = std::fma(widened(fresh.gradient[i]), 1.0F, fresh.momentum[i] * 0.9F);
+        CHECK(segment.momentum[i] == moved);
+        stepped[i] = std::fma(moved, -0.1F, stepped[i]);
+    }
+    std::vector<uint16_t> bits(numel);
+    std::vector<uint16_t> low(numel);
+    std::vector<unsigned char> ties(swapper::ties_bytes_max(numel));
+    const size_t count =
+        swapper::split_master(stepped.data(), bits.data(), low.data(), ties.data(), numel, 1);
+    CHECK(results[0].tie_bits == count);
+    CHECK(bits == segment.bits && low == segment.low);
+    CHECK(std::equal(ties.begin(), ties.begin() + static_cast<ptrdiff_t>((count + 7) / 8),
+                     segment.new_ties.begin()));
+    CHECK(results[0].crc == swapper::crc32c(bits.data(), 2 * numel));
+}
+
+void test_what_is_damaged_is_refused_before_anything_is_written() {
+    const auto program = momentum_program();
+    Segment good(70000, 1);
+    Segment bad(70000, 2);
+    bad.tie_bits -= 1;
+    const Segment good_before = good;
+    const Segment bad_before = bad;
+    CHECK_THROWS(std::invalid_argument,
+                 run_step({good.job(program), bad.job(program)}, 2, InstructionSet::kBaseline));
+    CHECK(good.bits == good_before.bits && good.low == good_before.low &&
+          good.momentum == good_before.momentum);
+    CHECK(bad.bits == bad_before.bits && bad.low == bad_before.low && bad.momentum == bad_before.momentum);
+}
+
+void test_what_is_not_as_described_is_refused() {
+    const auto one = [](Instruction it) { return StepProgram({it}, 1, 4); };
+    CHECK_THROWS(std::invalid_argument, one(make(Opcode::kCopy, 1, 0, 0, 0)));  // writes the gradient
+    CHECK_THROWS(std::invalid_argument, one(make(Opcode::kCopy, 4, 0, 0, 0)));
+    CHECK_THROWS(std::invalid_argument, one(make(Opcode::kCopy, 0, 0, 9, 0)));
+    CHECK_THROWS(std::invalid_argument, one(make(static_cast<Opcode>(200), 0, 0, 0, 0)));
+    CHECK_THROWS(std::invalid_argument, one(make(Opcode::kFusedSgd, 2, 2, 2, 2)));
+    CHECK_THROWS(std::invalid_argument, StepProgram({}, 1, 99));
+    Segment segment(100, 3);
+    StepJob job = segment.job(momentum_program());
+    job.arrays.clear();
+    CHECK_THROWS(std::invalid_argument, run_step({job}, 1, InstructionSet::kBaseline));
+    job = segment.job(momentum_program());
+    job.low = segment.bits.data() + 1;
+    CHECK_THROWS(std::invalid_argument, run_step({job}, 1, InstructionSet::kBaseline));
+    job = segment.job(momentum_program());
+    job.gradient = nullptr;
+    CHECK_THROWS(std::invalid_argument, run_step({job}, 1, InstructionSet::kBaseline));
+}
+
+void test_threads_step_at_the_same_time_and_after_a_fork() {
+    std::vector<std::thread> threads;
+    for (size_t i = 0; i < 3; ++i) {
+        threads.emplace_back([] {
+            for (int round = 0; round < 20; ++round) {
+                test_a_split_master_is_stepped(100003, 2, InstructionSet::kBaseline);
+            }
+        });
+    }
+    for (auto& each : threads) each.join();
+#if !defined(__SANITIZE_THREAD__)  // It allows no new threads after a fork.
+    const pid_t child = fork();
+    if (child == 0) {
+        test_a_split_master_is_stepped(100003, 4, InstructionSet::kBaseline);
+        _exit(0);
+    }
+    int status = 0;
+    CHECK(waitpid(child, &status, 0) == child);
+    CHECK(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+#endif
+}
+
+}  // namespace
+
+int main() {
+    for (const auto set : {InstructionSet::kAvx512, InstructionSet::kAvx2, InstructionSet::kBaseline}) {
+        if (!swapper::has_instruction_set(set)) continue;
+        for (const size_t numel : {1, 7, 64, 255, 257, 16384, 16385, 200003}) {
+            for (const unsigned threads : {1U, 4U}) test_a_split_master_is_stepped(numel, threads, set);
+        }
+    }
+    test_threads_step_at_the_same_time_and_after_a_fork();
+    test_what_is_damaged_is_refused_before_anything_is_written();
+    test_what_is_not_as_described_is_refused();
+    std::puts("native steps: passed");
+    return 0;
+}

@@ -1,0 +1,127 @@
+"""A quantised model of transformers whose weights stay in its files gives the bits of `from_pretrained`."""
+
+from __future__ import annotations
+
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from twins import bits, config_for, small_records, swapper_of
+
+import swapper
+from swapper.parameter import from_files
+from swapper.tensors.evicted import is_evicted
+
+transformers = pytest.importorskip("transformers")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    quantization = pytest.importorskip("torchao.quantization")
+
+from pretrained import generated, inputs_for, save_tiny  # noqa: E402
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
+
+KINDS = {
+    "int8": "Int8WeightOnlyConfig",
+    "int8 activations too": "Int8DynamicActivationInt8WeightConfig",
+    "float8": "Float8WeightOnlyConfig",
+    "intx": "IntxWeightOnlyConfig",
+}
+
+
+@pytest.fixture(autouse=True)
+def _all_move(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(from_files, "_SMALL_BYTES", 300)
+    with small_records():
+        yield
+
+
+def save_quantised(path: Path, kind: str) -> Path:
+    """A tiny Llama that torchao has quantised, as transformers saves it, in shards."""
+    save_tiny(path / "plain", "llama", torch.bfloat16)
+    asked = transformers.TorchAoConfig(getattr(quantization, KINDS[kind])())
+    model = transformers.AutoModelForCausalLM.from_pretrained(path / "plain", quantization_config=asked)
+    model.save_pretrained(path / "model", max_shard_size="40KB")
+    assert len(list((path / "model").glob("*.safetensors"))) > 2
+    return path / "model"
+
+
+def opened(nvme_path: Path, path: Path) -> Any:
+    return swapper.from_pretrained(path, config_for(nvme_path, pool_bytes="160KiB"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_generate_gives_the_logits_of_from_pretrained(kind: str, nvme_path: Path, tmp_path: Path) -> None:
+    path = save_quantised(tmp_path, kind)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(path)
+    model = opened(nvme_path, path)
+    weight, expected = (each.model.layers[1].mlp.up_proj.weight for each in (model, plain))
+    assert type(weight) is type(expected) is not torch.nn.Parameter and is_evicted(weight.qdata)
+    for batch in (1, 4):
+        inputs = inputs_for(plain, batch, torch.Generator().manual_seed(batch))
+        for way in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
+            assert generated(model, inputs, **way) == generated(plain, inputs, **way)
+    metrics = swapper_of(model).metrics
+    assert metrics.bytes_read and not metrics.bytes_written
+    swapper_of(model).close(keep_values=True)
+    assert bits(dict(model.state_dict())) == bits(dict(plain.state_dict()))
+
+
+def test_only_what_is_small_is_read_before_it_is_used(nvme_path: Path, tmp_path: Path) -> None:
+    model = opened(nvme_path, save_quantised(tmp_path, "int8"))
+    assert swapper_of(model).metrics.bytes_read == 0
+    inside = [layer.mlp.up_proj.weight.qdata for layer in model.model.layers]
+    assert all(map(is_evicted, inside)) and not {"qdata"}.intersection(swapper_of(model).stays)
+    swapper_of(model).close()
+
+
+def change(path: Path, name: str, value: torch.Tensor | None) -> None:
+    """Let the file that has a tensor have another in its place, or none."""
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            with safe_open(file, "pt") as before:
+                metadata = before.metadata()
+            del tensors[name]
+            save_file(tensors if value is None else {**tensors, name: value}, file, metadata)
+            index = path / "model.safetensors.index.json"
+            table = json.loads(index.read_text())
+            if value is None:
+                del table["weight_map"][name]
+            index.write_text(json.dumps(table))
+
+
+SCALE = "model.layers.1.mlp.up_proj._weight_scale"
+
+
+@pytest.mark.parametrize("how", ["truncated", "lacks", "shape", "foreign"])
+def test_what_cannot_work_is_an_error_with_its_name(how: str, nvme_path: Path, tmp_path: Path) -> None:
+    path = save_quantised(tmp_path, "int8")
+    if how == "truncated":
+        file = max(path.glob("*.safetensors"))
+        os.truncate(file, file.stat().st_size - 8)
+        says = f"{file.name}"
+    elif how == "lacks":
+        change(path, SCALE, None)
+        says = (
+            r"model-0000\d.* says that model\.layers\.1\.mlp\.up_proj\.weight is made of .*up_proj\._weight_scale too"
+        )
+    elif how == "shape":
+        text = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**text, "intermediate_size": 100}))
+        says = r"layers\.0\.mlp\.gate_proj\.weight is \(96, 64\) and in the model \(100, 64\) \(in .*model-00001-of"
+    else:
+        text = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({**text, "quantization_config": {"quant_method": "gptq"}}))
+        says = r"is a quantised model \(gptq\)"
+    with pytest.raises(swapper.SwapError, match=says):
+        opened(nvme_path, path)
+    assert list(nvme_path.iterdir()) == []

@@ -1,0 +1,478 @@
+"""Native steps have the bits of the optimizer's own class, on any values, and whatever gives others is not used."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+import swapper
+from swapper.io import _native
+from swapper.optimizer import native_step, step_recorder
+from swapper.optimizer.master_codec import split_master, ties_bytes_max
+
+
+class Lion(Optimizer):
+    """A user's own, after Chen et al. 2023."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(p)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                update = state["exp_avg"] * group["betas"][0] + p.grad * (1 - group["betas"][0])
+                p.add_(update.sign_(), alpha=-group["lr"])
+                state["exp_avg"].mul_(group["betas"][1]).add_(p.grad, alpha=1 - group["betas"][1])
+
+
+swapper.register_elementwise(Lion)
+
+NATIVE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {}),
+    "AdamW-no-decay": (torch.optim.AdamW, {"weight_decay": 0.0, "maximize": True}),
+    "AdamW-foreach": (torch.optim.AdamW, {"foreach": True}),
+    "AdamW-small-betas": (torch.optim.AdamW, {"betas": (0.3, 0.4)}),
+    "AdamW-fused": (torch.optim.AdamW, {"fused": True}),
+    "AdamW-fused-small-betas": (torch.optim.AdamW, {"fused": True, "betas": (0.3, 0.4), "weight_decay": 0.0}),
+    "Adam": (torch.optim.Adam, {"weight_decay": 0.1}),
+    "Adam-fused": (torch.optim.Adam, {"fused": True, "weight_decay": 0.1, "maximize": True}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "SGD-momentum": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}),
+    "SGD-nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "SGD-dampening": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "maximize": True, "foreach": True},
+    ),
+    "SGD-fused": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "fused": True}),
+    "SGD-fused-nesterov": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1, "fused": True},
+    ),
+    "SGD-fused-dampening": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "fused": True, "maximize": True},
+    ),
+    "Adagrad": (torch.optim.Adagrad, {}),
+    "RMSprop": (torch.optim.RMSprop, {}),
+    "RMSprop-centered": (torch.optim.RMSprop, {"centered": True, "momentum": 0.9, "weight_decay": 0.1}),
+    "NAdam": (torch.optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "RAdam": (torch.optim.RAdam, {}),
+    "ASGD": (torch.optim.ASGD, {}),
+    "Lion": (Lion, {}),
+}
+BY_CLASS = {
+    "Adam-amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "Adamax": (torch.optim.Adamax, {}),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Rprop": (torch.optim.Rprop, {}),
+}
+
+Chosen = list[tuple[int, int]]
+
+
+@pytest.fixture
+def chosen(monkeypatch: pytest.MonkeyPatch) -> Chosen:
+    """Of each bucket, how many segments were stepped natively, and how many there were."""
+    counts: Chosen = []
+    choose: Callable[..., list[Any]] = native_step.NativeSteps.choose
+
+    def counted(self: Any, optimizer: Optimizer, operands: list[Any], *rest: Any) -> list[Any]:
+        found = choose(self, optimizer, operands, *rest)
+        counts.append((len(found), len(operands)))
+        return found
+
+    monkeypatch.setattr(native_step.NativeSteps, "choose", counted)
+    return counts
+
+
+@pytest.fixture(params=[1, 2, 4], ids=lambda n: f"{n}-threads")
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=[0, 1, 2], ids=["avx512", "avx2", "baseline"])
+def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    chosen: int = request.param
+    if not _native.has_instruction_set(chosen):
+        pytest.skip("this processor lacks it")
+    monkeypatch.setattr(_native, "best_instruction_set", lambda: chosen)
+    return chosen
+
+
+def values(numel: int, seed: int) -> torch.Tensor:
+    """Usual values; one in four is random bits, one in sixteen a special value."""
+    generator = torch.Generator().manual_seed(seed)
+    usual = torch.randn(numel, generator=generator)
+    bits = torch.randint(-(1 << 31), 1 << 31, (numel,), generator=generator).to(torch.int32).view(torch.float32)
+    special = torch.tensor([0.0, -0.0, 1e-45, -1e-45, 1e-38, 3.4e38, torch.inf, -torch.inf, torch.nan, 1.0, 0.5])
+    kind = torch.randint(16, (numel,), generator=generator)
+    picked = special[torch.randint(len(special), (numel,), generator=generator)]
+    return torch.where(kind == 0, picked, torch.where(kind < 5, bits, usual))
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal bits, or both NaN."""
+    a, b = a.detach().reshape(-1), b.detach().reshape(-1)
+    kind = torch.int16 if a.element_size() == 2 else torch.int32
+    return bool(((a.view(kind) == b.view(kind)) | (a.isnan() & b.isnan())).all())
+
+
+def wrapped(optimizer: Optimizer, masters: bool = False, native: str = "auto", bucket_bytes: str = "1MiB") -> Optimizer:
+    config = swapper.OffloadConfig(
+        pool_bytes="32MiB",
+        bucket_bytes=bucket_bytes,
+        offload_optimizer={"device": "cpu", "master_weights": masters, "native_step": native},
+    )
+    return swapper.wrap_optimizer(optimizer, config)
+
+
+def with_any_values(name: str, lengths: list[int], steps: int) -> Optimizer:
+    """An optimizer that has made some steps, and whose parameters and state are then random bits."""
+    cls, options = NATIVE[name]
+    parameters = [nn.Parameter(torch.randn(n, generator=torch.Generator().manual_seed(n))) for n in lengths]
+    optimizer = cls(parameters, **options)
+    for _ in range(steps):
+        for p in parameters:
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel()))
+        optimizer.step()
+    for i, p in enumerate(parameters):
+        p.data.copy_(values(p.numel(), 3 * i))
+        p.grad = values(p.numel(), 3 * i + 1)
+        for k, value in enumerate(optimizer.state[p].values()):
+            if isinstance(value, torch.Tensor) and value.dim():
+                value.copy_(values(p.numel(), 1000 * i + k))
+    return optimizer
+
+
+def assert_one_step_is_the_same(name: str, lengths: list[int], steps: int, bucket_bytes: str) -> None:
+    plain = with_any_values(name, lengths, steps)
+    swapped = wrapped(with_any_values(name, lengths, steps), bucket_bytes=bucket_bytes)
+    plain.step()
+    swapped.step()
+    for p, q in zip(plain.param_groups[0]["params"], swapped.param_groups[0]["params"], strict=True):
+        assert same(p, q), p.numel()
+        mine, other = plain.state[p], swapper.of(swapped).state(q)
+        assert list(mine) == list(other)
+        for key, value in mine.items():
+            assert same(value, other[key]) if isinstance(value, torch.Tensor) else value == other[key], key
+    swapper.of(swapped).close()
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("name", NATIVE)
+def test_any_bits_of_any_length_step_as_in_plain_torch(
+    name: str, threads: int, instruction_set: int, chosen: Chosen
+) -> None:
+    lengths = [*range(64, 128), 300, 16384 + 5, 70003]
+    assert_one_step_is_the_same(name, lengths, 7, "64KiB")
+    assert all(native == all_ for native, all_ in chosen) and chosen
+
+
+@pytest.mark.thorough("10^8 values for each class; a few lengths and threads otherwise")
+@pytest.mark.parametrize("name", NATIVE)
+def test_a_hundred_million_values_step_as_in_plain_torch(name: str, chosen: Chosen) -> None:
+    for round_ in range(6):
+        assert_one_step_is_the_same(name, [(1 << 24) + 64 * round_ + 13], 6, "8MiB")
+    assert all(native == all_ for native, all_ in chosen) and chosen
+
+
+@pytest.mark.sampled(6)
+@pytest.mark.parametrize("bucket_bytes", ["64KiB", "4MiB"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", [*NATIVE, *BY_CLASS])
+def test_masters_step_as_by_the_class(
+    name: str, dtype: torch.dtype, bucket_bytes: str, threads: int, chosen: Chosen
+) -> None:
+    cls, options = {**NATIVE, **BY_CLASS}[name]
+    shapes = [(300, 401), (64,), (3,), (67,), (5000,), (37, 129), ()]
+
+    def run(native: str) -> tuple[list[torch.Tensor], dict[int, dict[str, Any]]]:
+        generator = torch.Generator().manual_seed(0)
+        # From fp16: one master in eight is a tie.
+        start = [torch.randn(shape, generator=generator).to(torch.float16).float() for shape in shapes]
+        parameters = [nn.Parameter(each.to(dtype)) for each in start]
+        optimizer = wrapped(cls(parameters, **options), True, native, bucket_bytes)
+        for step in range(7):
+            for group in optimizer.param_groups:
+                group["lr"] = 1e-2 / (1 + step)
+            for i, p in enumerate(parameters):
+                p.grad = None if i == 1 and step == 3 else torch.randn(p.shape, generator=generator).to(dtype)
+                if step == 5 and i == 4:
+                    p.grad.view(-1)[:5] = torch.tensor([torch.inf, -torch.inf, torch.nan, 0, -0.0]).to(dtype)
+                if step == 4 and i == 5:
+                    p.data[0, 0] = 1.0  # Edited: its masters are made anew.
+            optimizer.step()
+        state = copy.deepcopy(optimizer.state_dict()["state"])
+        assert swapper.of(optimizer).stats().masters_reset == 1
+        swapper.of(optimizer).close()
+        return [p.detach().clone() for p in parameters], state
+
+    mine, my_state = run("auto")
+    assert any(native for native, _ in chosen) == (name in NATIVE)
+    chosen.clear()
+    others, other_state = run("off")
+    assert not any(native for native, _ in chosen)
+    assert all(map(same, mine, others))
+    for i, state in other_state.items():
+        assert list(state) == list(my_state[i])
+        for key, value in state.items():
+            assert same(value, my_state[i][key]) if isinstance(value, torch.Tensor) else value == my_state[i][key]
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_buffers_that_change_with_each_step_and_plans_that_change_between(
+    nvme_path: Path, masters: bool, chosen: Chosen
+) -> None:
+    """Where the state is, is found once for a segment; the pool gives it other places."""
+
+    def run(native: str) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        dtype = torch.bfloat16 if masters else torch.float32
+        parameters = [nn.Parameter(torch.randn(n, generator=generator).to(dtype)) for n in (150000, 70003, 9000, 65)]
+        section = {"device": "nvme", "master_weights": masters, "native_step": native}
+        config = swapper.OffloadConfig(
+            nvme_path=str(nvme_path), pool_bytes="2MiB", bucket_bytes="256KiB", offload_optimizer=section
+        )
+        optimizer = swapper.wrap_optimizer(torch.optim.AdamW(parameters[1:], lr=0.1, fused=True), config)
+        for step in range(8):
+            if step == 2:
+                optimizer.add_param_group({"params": parameters[:1], "lr": 0.01})
+            if step == 4:
+                removed = optimizer.param_groups[0]["params"].pop(1)
+            if step == 5:
+                optimizer.param_groups[0]["params"].append(removed)
+            if step == 6:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            for p in parameters:
+                p.grad = torch.randn(p.shape, generator=generator).to(dtype)
+            optimizer.step()
+        state = swapper.of(optimizer).state(parameters[0])
+        swapper.of(optimizer).close()
+        return [*(p.detach().clone() for p in parameters), *(state[key] for key in ("exp_avg", "exp_avg_sq"))]
+
+    mine = run("auto")
+    assert sum(native for native, _ in chosen) > 20
+    assert all(map(same, mine, run("off")))
+
+
+@pytest.mark.parametrize("moment", ["trial", "step"])
+def test_what_gives_other_bits_is_noticed_and_not_used(
+    moment: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, chosen: Chosen
+) -> None:
+    """As if torch rounded in another way than it does: a number is half a unit off."""
+    arithmetic = step_recorder.StepRecorder._arithmetic
+
+    def changed(self: Any, base: str, given: Any) -> Any:
+        opcode, operands, constants = arithmetic(self, base, given)
+        return opcode, operands, tuple(c * (1 + 2.0**-23) for c in constants) if base == "addcdiv" else constants
+
+    plain = [nn.Parameter(torch.full((100,), 0.5)) for _ in range(2)]
+    mine = [nn.Parameter(p.detach().clone()) for p in plain]
+    caplog.set_level(logging.INFO)
+    if moment == "trial":
+        monkeypatch.setattr(step_recorder.StepRecorder, "_arithmetic", changed)
+    reference, optimizer = torch.optim.AdamW(plain), wrapped(torch.optim.AdamW(mine))
+    assert ("other bits than the class's own" in caplog.text) == (moment == "trial")
+    assert ("AdamW is stepped natively" in caplog.text) == (moment == "step")
+    for step in range(6):
+        if step == 3 and moment == "step":
+            monkeypatch.setattr(step_recorder.StepRecorder, "_arithmetic", changed)
+        for p, q in zip(plain, mine, strict=True):
+            p.grad = torch.randn(100)
+            q.grad = p.grad.clone()
+        reference.step()
+        optimizer.step()
+        assert all(map(same, plain, mine))
+    said = [record.message for record in caplog.records if "other bits than the class's own" in record.message]
+    assert len(said) == 1
+    assert any(native for native, _ in chosen) == (moment == "step")
+    assert not any(native for native, _ in chosen[-2:])
+
+
+def test_a_damaged_master_is_refused_before_anything_is_written() -> None:
+    numel = 1000
+    master = torch.randn(numel)
+    bits, low = torch.empty(numel, dtype=torch.bfloat16), torch.empty(numel, dtype=torch.int16)
+    ties = torch.empty(ties_bytes_max(numel), dtype=torch.uint8)
+    tie_bits = split_master(master, bits, low, ties)
+    gradient, before = torch.randn(numel), (bits.clone(), low.clone())
+    program = _native.StepProgram([(5, 0, 0, 1, 0, 0, (-0.1,))], 0, 2)
+    addresses = bits.data_ptr(), low.data_ptr(), ties.data_ptr()
+    job = (program, numel, 0, *addresses, tie_bits + 1, torch.empty_like(ties).data_ptr(), gradient.data_ptr(), False)
+    with pytest.raises(ValueError, match="ties"):
+        _native.run_step([(*job, [])], 2, _native.best_instruction_set())
+    assert torch.equal(bits.view(torch.int16), before[0].view(torch.int16)) and torch.equal(low, before[1])
+
+
+@pytest.mark.parametrize("kind", ["list", "dict", "tensor"])
+def test_a_class_that_counts_in_place_is_stepped_by_itself(kind: str, chosen: Chosen) -> None:
+    class Clocked(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+            self.clock: Any = {"list": [0], "dict": {0: 0}, "tensor": torch.tensor(0)}[kind]
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            if kind == "tensor":
+                self.clock += 1
+            else:
+                self.clock[0] += 1
+            now = int(self.clock if kind == "tensor" else self.clock[0])
+            for p in self.param_groups[0]["params"]:
+                self.state[p].setdefault("m", torch.zeros_like(p))
+                p.add_(self.state[p]["m"].mul_(0.9).add_(p.grad), alpha=-0.1 / now)
+
+    swapper.register_elementwise(Clocked)
+    plain, mine = (nn.Parameter(torch.full((300,), 0.5)) for _ in range(2))
+    reference, optimizer = Clocked([plain]), wrapped(Clocked([mine]))
+    clock = optimizer.clock
+    for seed in range(3):
+        plain.grad = torch.randn(300, generator=torch.Generator().manual_seed(seed))
+        mine.grad = plain.grad.clone()
+        reference.step()
+        optimizer.step()
+        assert same(plain, mine)
+    assert optimizer.clock is clock
+    assert clock == reference.clock
+    assert chosen == [(0, 1)] * 3
+    swapper.of(optimizer).close()
+
+
+@pytest.mark.parametrize("shape", [(1000,), (40, 50), (40, 3, 3, 3)], ids=str)
+@pytest.mark.parametrize("of", ["numel", "sizes"])
+def test_a_class_that_asks_for_sizes_is_stepped_by_itself(of: str, shape: tuple[int, ...], chosen: Chosen) -> None:
+    class Scaled(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                if not state:
+                    state["m"] = torch.zeros_like(p)
+                scale = p.numel() if of == "numel" else max(1, p.shape[0] ** 2 / p.numel())
+                p.add_(state["m"].mul_(0.9).add_(p.grad), alpha=-0.1 * scale**0.5)
+
+    swapper.register_elementwise(Scaled)
+    plain, mine = (nn.Parameter(torch.full(shape, 0.5)) for _ in range(2))
+    reference, optimizer = Scaled([plain]), wrapped(Scaled([mine]))
+    for seed in range(3):
+        plain.grad = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+        mine.grad = plain.grad.clone()
+        reference.step()
+        optimizer.step()
+        assert same(plain, mine)
+    assert chosen == [(0, 1)] * 3
+    swapper.of(optimizer).close()
+
+
+@pytest.mark.parametrize("wrapped_before", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64], ids=["bf16", "fp64"])
+def test_the_default_dtype_is_not_asked(dtype: torch.dtype, wrapped_before: bool, chosen: Chosen) -> None:
+    """A trial's scratch of that dtype would be too short for fp32."""
+    plain, mine = (nn.Parameter(torch.full((300,), 0.5)) for _ in range(2))
+    before = wrapped(torch.optim.AdamW([mine])) if wrapped_before else None
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        reference, optimizer = torch.optim.AdamW([plain]), before or wrapped(torch.optim.AdamW([mine]))
+        for seed in range(3):
+            plain.grad = torch.randn(300, dtype=torch.float32, generator=torch.Generator().manual_seed(seed))
+            mine.grad = plain.grad.clone()
+            reference.step()
+            optimizer.step()
+            assert same(plain, mine)
+    finally:
+        torch.set_default_dtype(default)
+    assert chosen == [(0, 1), (1, 1), (1, 1)]
+    swapper.of(optimizer).close()
+
+
+def test_all_threads_take_denormals_for_what_the_caller_does() -> None:
+    """The threads are older than what the caller says."""
+    numel = 1 << 20
+    program = _native.StepProgram([(8, 0, 0, 0, 0, 0, (1.0,))] * 100, 0, 2)
+    gradient = torch.zeros(numel)
+
+    def kept() -> int:
+        p = torch.ones(numel, dtype=torch.int32).view(torch.float32)
+        job = (program, numel, p.data_ptr(), 0, 0, 0, 0, 0, gradient.data_ptr(), False, [])
+        _native.run_step([job], 3, _native.best_instruction_set())
+        return int(p.view(torch.int32).count_nonzero())
+
+    assert kept() == numel
+    if not torch.set_flush_denormal(True):
+        pytest.skip("this processor cannot flush denormals")
+    try:
+        assert [kept() for _ in range(3)] == [0] * 3
+    finally:
+        torch.set_flush_denormal(False)
+    assert kept() == numel
+
+
+def test_a_class_that_changes_attributes_of_its_own_is_stepped_by_itself(chosen: Chosen) -> None:
+    class Counting(torch.optim.SGD):
+        calls = 0
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            self.calls += 1
+            for p in self.param_groups[0]["params"]:
+                p.add_(p.grad, alpha=-0.1)
+
+    swapper.register_elementwise(Counting)
+    p = nn.Parameter(torch.randn(100))
+    expected = p.detach().clone()
+    optimizer = wrapped(Counting([p]))
+    p.grad = torch.randn(100)
+    before = optimizer.calls
+    optimizer.step()
+    assert optimizer.calls == before + 1
+    assert same(p, expected.add(p.grad, alpha=-0.1))
+    assert chosen == [(0, 1)]
+
+
+def test_parameters_that_share_memory_are_stepped_one_after_the_other(chosen: Chosen) -> None:
+    def run(wrap: Callable[[Optimizer], Optimizer]) -> torch.Tensor:
+        torch.manual_seed(0)
+        memory = torch.randn(300)
+        parameters = [nn.Parameter(memory[:200]), nn.Parameter(memory[100:])]
+        optimizer = wrap(torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.1))
+        for _ in range(3):
+            for p in parameters:
+                p.grad = torch.randn(200)
+            optimizer.step()
+        return memory
+
+    assert same(run(wrapped), run(lambda optimizer: optimizer))
+    assert chosen and not any(native for native, _ in chosen)
+
+
+def test_a_user_sees_that_a_parameter_has_changed() -> None:
+    for dtype, masters in ((torch.float32, False), (torch.bfloat16, True)):
+        p = nn.Parameter(torch.randn(5000).to(dtype))
+        optimizer = wrapped(torch.optim.SGD([p], lr=0.1), masters)
+        for _ in range(3):
+            p.grad = torch.randn(5000).to(dtype)
+            version = p._version
+            optimizer.step()
+            assert p._version > version

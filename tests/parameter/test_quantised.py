@@ -1,0 +1,272 @@
+"""Quantised weights on the drive give the bits of memory: tensor subclasses, integers, float8 and large buffers."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import WIDTH
+from quantised import KINDS, Adapted, CodedTensor, make_quantised
+from torch import nn
+from twins import Run, bits, config_for, models_on, offloaded, run_twice, small_records, swapper_of
+
+import swapper
+from swapper.tensors.evicted import is_evicted
+from swapper.tensors.hollow import is_hollow
+from swapper.tensors.inner import inner_tensors
+
+WIDE = 3 * WIDTH
+
+
+@pytest.fixture(autouse=True)
+def buffers_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swapper.parameter.candidates.BUFFER_BYTES", 1024)
+
+
+def trainable(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def fine_tune(run: Run) -> None:
+    for step in range(2):
+        x = torch.randn(7, WIDE, generator=run.generator)
+        loss = run.model(x).square().mean()
+        run.note(f"loss {step}", loss)
+        loss.backward()
+        run.finish_step(f"step {step}")
+    with torch.no_grad():
+        run.note("evaluation", run.model(torch.randn(2, WIDE, generator=run.generator)))
+    with torch.inference_mode():
+        run.note("inference", run.model(torch.randn(1, WIDE, generator=run.generator)).clone())
+
+
+def weights_of(model: nn.Module) -> list[torch.Tensor]:
+    """All that the quantised weights of `model` are made of."""
+    layers = [layer.base for layer in model if isinstance(layer, Adapted)]  # type: ignore[attr-defined]
+    return [inner.tensor for layer in layers for inner in inner_tensors("weight", layer.weight)]  # type: ignore[arg-type]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters_over_a_quantised_model_are_trained_to_the_bit(kind: str, nvme_path: Path) -> None:
+    run_twice(nvme_path, lambda: make_quantised(kind, 4, WIDE), fine_tune, trainable)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_a_quantised_weight_is_made_of_is_let_go_and_comes_back_as_the_same_object(
+    kind: str, nvme_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = make_quantised(kind)
+    wholes = [layer.base.weight for layer in model]  # type: ignore[union-attr]
+    tensors, before = weights_of(model), bits([t.clone() for t in weights_of(model)])
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path))
+    assert not swapper_of(model).stays
+    assert all(is_evicted(t) and is_hollow(t) for t in tensors)
+    with torch.no_grad():
+        model(torch.randn(2, WIDTH))
+    assert all(a is b for a, b in zip(wholes, (layer.base.weight for layer in model), strict=True))  # type: ignore[union-attr]
+    assert all(a is b for a, b in zip(tensors, weights_of(model), strict=True))
+    assert all(is_evicted(t) for t in tensors)
+    with swapper.gathered(model):
+        assert not any(is_evicted(t) for t in tensors)
+        assert {type(t) for t in tensors} <= {torch.Tensor, nn.Parameter}
+    assert bits(tensors) == before  # Each brought for itself.
+    swapper_of(model).close(keep_values=True)
+    assert not any(is_evicted(t) for t in tensors) and bits(tensors) == before
+    assert {type(t) for t in tensors} <= {torch.Tensor, nn.Parameter}
+
+
+def test_an_integer_model_reads_its_own_bytes_and_no_more(nvme_path: Path) -> None:
+    width = 512
+    with torch.no_grad(), small_records():
+        models = [make_quantised("int8", 4, width), make_quantised("int32", 4, width)]
+        moved = []
+        for model in models:
+            swapper.offload(model, config=config_for(nvme_path, bucket_bytes=1 << 20, pool_bytes=3 << 20))
+            for _ in range(3):
+                before = swapper_of(model).metrics.bytes_read
+                model(torch.ones(1, width))
+                moved.append(swapper_of(model).metrics.bytes_read - before)
+            swapper_of(model).close()
+    assert moved[2] < moved[5] / 3
+
+
+@pytest.mark.parametrize("kind", ["coded", "nested", "int8", "buffer"])
+def test_a_state_dict_costs_nothing_until_it_is_used(kind: str, nvme_path: Path) -> None:
+    torch.manual_seed(0)
+    model = make_quantised(kind, 3)
+    want = bits(copy.deepcopy(model).state_dict())
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path))
+    state = model.state_dict()
+    again = {name: value.detach() for name, value in state.items()}
+    assert not any(held.has_views() for held in swapper_of(model)._all)
+    assert bits(dict(state)) == want and bits(again) == want
+    file = io.BytesIO()
+    torch.save(dict(state), file)
+    file.seek(0)
+    other = make_quantised(kind, 3)
+    loaded = torch.load(file, weights_only=False)
+    assert bits(loaded) == want
+    other.load_state_dict(loaded)
+    assert bits(other.state_dict()) == want
+    for value in model.parameters():
+        value.data.zero_() if not isinstance(value, CodedTensor) else value.codes.zero_()
+    model.load_state_dict(other.state_dict())
+    assert bits(dict(state)) == want, "views follow what is loaded"
+    swapper_of(model).close()
+
+
+@pytest.mark.parametrize("kind", ["coded", "int8", "buffer"])
+def test_copies_of_a_model_are_refused_by_name(kind: str, nvme_path: Path) -> None:
+    model = make_quantised(kind, 2)
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path))
+    for make in (lambda: copy.deepcopy(model), lambda: pickle.dumps(model), lambda: torch.save(model, io.BytesIO())):
+        with pytest.raises(swapper.SwapError, match="cannot be copied or pickled"):
+            make()
+    swapper_of(model).close()
+
+
+@pytest.mark.parametrize("kind", ["coded", "nested", "buffer"])
+def test_a_weight_that_is_no_plain_parameter_can_be_copied(kind: str, nvme_path: Path) -> None:
+    model = make_quantised(kind, 2)
+    weight: Any = model[0].base.weight  # type: ignore[union-attr]
+    want = bits(weight)
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path))
+    file = io.BytesIO()
+    torch.save(weight, file)
+    file.seek(0)
+    copies = [torch.load(file, weights_only=False), pickle.loads(pickle.dumps(weight)), copy.deepcopy(weight)]
+    swapper_of(model).close()
+    assert all(bits(each) == want for each in copies)
+
+
+@pytest.mark.parametrize("operation", ["clone", "detach", "mm", "sum", "copy_", "decoded", "repr", "item"])
+def test_uses_that_no_hook_foresaw_are_right(operation: str, nvme_path: Path) -> None:
+    torch.manual_seed(0)
+    model = make_quantised("coded", 2)
+    twin = copy.deepcopy(model)
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path))
+    mine, theirs = (m[0].base.weight for m in (model, twin))  # type: ignore[union-attr]
+    x = torch.randn(3, WIDTH)
+    uses = {
+        "clone": lambda w: w.clone(),
+        "detach": lambda w: w.detach(),
+        "mm": lambda w: torch.mm(x, w),
+        "sum": lambda w: w.sum(),
+        "copy_": lambda w: w.data.copy_(CodedTensor.of(torch.ones(WIDTH, WIDTH))),
+        "decoded": lambda w: w.decoded(),
+        "repr": lambda w: [repr(w), repr(w.codes)],
+        "item": lambda w: w.codes[3, 4].item(),
+    }
+    assert bits(uses[operation](mine)) == bits(uses[operation](theirs))
+    assert is_evicted(mine.codes) and bits(mine) == bits(theirs)
+    swapper_of(model).close()
+
+
+def test_small_buffers_stay(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swapper.parameter.candidates.BUFFER_BYTES", 1 << 20)
+    model = make_quantised("buffer", 2)
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path))
+    assert not any(is_evicted(buffer) for buffer in model.buffers())
+    swapper_of(model).close()
+
+
+def test_a_buffer_that_is_changed_in_forward_keeps_its_changes(nvme_path: Path) -> None:
+    class Counting(nn.Module):
+        seen: torch.Tensor
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+            self.register_buffer("seen", torch.zeros(WIDTH, 16))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen += x.detach().abs().sum(0)[:, None]
+            y: torch.Tensor = self.linear(x) * self.seen.sum()
+            return y
+
+    def program(run: Run) -> None:
+        for _ in range(4):
+            run.model(torch.randn(3, WIDTH, generator=run.generator)).sum().backward()
+            run.finish_step()
+
+    run_twice(nvme_path, lambda: nn.Sequential(*(Counting() for _ in range(4))), program)
+
+
+def test_a_buffer_that_is_replaced_is_an_ordinary_one(nvme_path: Path) -> None:
+    model = make_quantised("buffer", 3)
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path))
+    model[1].base.weight = torch.ones(WIDTH, WIDTH, dtype=torch.int8)  # type: ignore[union-attr]
+    twin = make_quantised("buffer", 3)
+    twin.load_state_dict(model.state_dict())
+    x = torch.randn(2, WIDTH)
+    assert bits(model(x)) == bits(twin(x))
+    swapper_of(model).close()
+
+
+def test_the_wrapper_of_a_tied_weight_is_swapped_once(nvme_path: Path) -> None:
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = make_quantised("coded", 3)
+        model[2].base.weight = model[0].base.weight  # type: ignore[union-attr]
+        return model, trainable(model)
+
+    torch.manual_seed(0)
+    plain, _ = make()
+    torch.manual_seed(0)
+    model, optimizer = offloaded(nvme_path, make)
+    names = [location.name for record in swapper_of(model).plan.records for location in record.locations]
+    assert len(names) == len(set(names)) and "2.base._weight_codes" not in names
+    x = torch.randn(2, WIDTH)
+    assert bits(model(x)) == bits(plain(x))
+    swapper.unwrap_optimizer(optimizer)
+    swapper_of(model).close()
+
+
+def test_tensors_inside_that_are_shared_stay(nvme_path: Path) -> None:
+    model = make_quantised("coded", 2)
+    scale = model[0].base.weight.scale  # type: ignore[union-attr]
+    model[1].base.weight.scale = scale  # type: ignore[union-attr]
+    kept = model[1].base.weight.codes.view(-1)  # type: ignore[union-attr]
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path))
+    assert set(swapper_of(model).stays) == {"1.base._weight_codes"}
+    assert is_evicted(scale), "one object in two weights is swapped once"
+    assert kept.sum() == model[1].base.weight.codes.sum()  # type: ignore[union-attr]
+    swapper_of(model).close()
+
+
+@pytest.fixture
+def on(device: str) -> torch.device:
+    """The first device of the type: see `accelerators`."""
+    return torch.device(device, 0)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("kind", ["coded", "int8", "float8_e5m2", "buffer", "transient"])
+def test_of_a_model_on_an_accelerator_too(kind: str, on: torch.device, nvme_path: Path) -> None:
+    with models_on(on):
+        run_twice(nvme_path, lambda: make_quantised(kind, 3, WIDE), fine_tune, trainable, watch=False)
+
+
+def test_integers_stay_where_a_read_could_go_unnoticed(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("swapper.tensors.hollow._keys", None)  # As where this torch does not know of them.
+    monkeypatch.setattr("swapper.tensors.hollow._refuse_access", None)
+    model = make_quantised("int8", 2)
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path))
+    stays = swapper_of(model).stays
+    assert set(stays) == {"0.base.weight", "1.base.weight"} and "no NaN" in stays["0.base.weight"]
+    swapper_of(model).close()
