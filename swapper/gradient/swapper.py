@@ -84,6 +84,9 @@ class Window(Protocol):
     def complete(self, p: torch.nn.Parameter) -> None:
         """The whole gradient of `p` is final, and in memory."""
 
+    def fail_with_others(self, error: BaseException) -> None:
+        """Another rank has raised `error` in this backward."""
+
 
 class GradientSwapper(EvictedGradients):
     """Keeps the gradients of an optimizer's parameters out of memory from their arrival to the step.
@@ -289,7 +292,8 @@ class GradientSwapper(EvictedGradients):
         self._check_process()
         if not is_of_fsdp(caller):
             return
-        with raised_by_all(p):
+        window = self._window
+        with raised_by_all(p, None if window is None else window.fail_with_others):
             gradient = self._of(p)
             try:
                 if gradient is not None:

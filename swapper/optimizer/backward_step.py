@@ -205,6 +205,20 @@ class BackwardSteps:
             for known in self._plan.planned():
                 known.arrived = 0
 
+    def fail_with_others(self, error: BaseException) -> None:
+        """The step of a bucket has failed on another rank: see `raised_by_all`.
+
+        What is stepped here is not stepped there, so that this rank refuses what the other one does.
+        """
+        with self._lock:
+            if self._window.stepped:
+                self._end_window_of_failure(error)
+
+    def _end_window_of_failure(self, error: BaseException) -> None:
+        if (failed := self._failed()) is not None:
+            failed(error)
+        self.finish()
+
     def forget(self) -> None:
         """State and parameters are made anew: there is no window, and nothing is missing."""
         with self._lock:
@@ -235,7 +249,9 @@ class BackwardSteps:
 
     def gradient_to_add_to(self, parameter: torch.nn.Parameter) -> torch.Tensor | None:
         """Raises `SwapError`, as FSDP2 would add to values that are gone: see `bring_back`."""
-        return self.bring_back(parameter)
+        with raised_by_all(parameter, self.fail_with_others):
+            return self.bring_back(parameter)
+        return None
 
     def set_zero(self, parameter: torch.nn.Parameter) -> None:
         """Raises `SwapError`: see `bring_back`. Called by `zero_grad(set_to_none=False)`."""
@@ -307,9 +323,7 @@ class BackwardSteps:
                 set_grad_mode(False)
                 self._stepper.run_one(optimizer, work[0])
         except BaseException as error:
-            if (failed := self._failed()) is not None:
-                failed(error)
-            self.finish()
+            self._end_window_of_failure(error)
             raise
         window.stepped[bucket] = None
         for known in members:
@@ -432,7 +446,7 @@ class Arrivals:
 
     def _on_gradient(self, p: torch.Tensor) -> None:
         """Called on a thread of autograd, in the middle of backward."""
-        if self._guard.closed or self._guard.failure is not None or self._guard.is_forked:
+        if self._guard.closed or self._guard.is_forked:
             return
         if self.backward_steps is not None:
             assert isinstance(p, torch.nn.Parameter)
@@ -443,10 +457,11 @@ class Arrivals:
                 )
             gradients = self._stepper.gradients
             if gradients is None or not gradients.watches(p):  # Else it will say when they are complete.
-                with raised_by_all(p):
-                    self.backward_steps.arrived(p)
+                with raised_by_all(p, self.backward_steps.fail_with_others):
+                    if self._guard.failure is None:
+                        self.backward_steps.arrived(p)
             return
-        if self._has_begun:
+        if self._guard.failure is not None or self._has_begun:
             return
         with self._lock:
             known = self._plan.of(p)

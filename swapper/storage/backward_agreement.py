@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from swapper.errors import ConfigError, SwapError
+from swapper.errors import ConfigError
 from swapper.storage.agreement import agreed, rank_count
 from swapper.tensors.end_of_backward import call_at_the_end, is_nested
 from swapper.tensors.sharded import is_sharded, local_of
@@ -22,12 +23,19 @@ from swapper.tensors.sharded import is_sharded, local_of
 __all__ = ["have_all_ranks", "raised_by_all"]
 
 
+@dataclass
+class _Pass:
+    """A backward pass in which gradients were reduced."""
+
+    failure: Exception | None = None  # what went wrong first
+    told: list[Callable[[BaseException], object]] = field(default_factory=list)  # of what others raise
+
+
 class _Passes(threading.local):
-    """The backward passes of a thread, in which hooks of tensors on the CPU run."""
+    """The backward passes of a thread, in which hooks of tensors on the CPU run, by autograd's number of them."""
 
     def __init__(self) -> None:
-        self.failures: dict[int, SwapError | None] = {}
-        """By autograd's number of a pass in which gradients were reduced: what went wrong first."""
+        self.by_number: dict[int, _Pass] = {}
 
 
 _passes = _Passes()
@@ -45,35 +53,46 @@ def have_all_ranks(parameters: Iterable[Any]) -> bool:
 
 
 @contextmanager
-def raised_by_all(parameter: torch.Tensor) -> Iterator[None]:
+def raised_by_all(parameter: torch.Tensor, told: Callable[[BaseException], object] | None = None) -> Iterator[None]:
     """What is raised within, in a hook of FSDP2 for `parameter`, `backward()` raises at its end, on all ranks.
 
     Mistakes of the user are raised at once: all ranks make them. So is all of a model that not all processes share.
 
+    Args:
+        told: called with what another rank has raised, before it is raised here, where nothing went wrong.
+
     Raises:
         ConfigError: raised within.
-        SwapError: raised within, or an error of another rank: from `backward()`.
+        Exception: raised within, or an error of another rank: from `backward()`.
     """
     task = torch._C._current_graph_task_id()
     if task < 0 or not have_all_ranks([parameter]):
         yield
         return
-    failures = _passes.failures
-    if task not in failures:
+    passes = _passes.by_number
+    if task not in passes:
         if not is_nested():
-            failures.clear()  # Of passes that were cut off.
-        failures[task] = None
+            passes.clear()  # Of passes that were cut off.
+        passes[task] = _Pass()
         call_at_the_end(functools.partial(_agree, task))
+    this = passes[task]
+    if told is not None and told not in this.told:
+        this.told.append(told)
     try:
         yield
     except ConfigError:
         raise
-    except SwapError as error:
-        failures[task] = failures[task] or error
+    except Exception as error:
+        this.failure = this.failure or error
 
 
 def _agree(task: int) -> None:
-    failure = _passes.failures.pop(task, None)
-    with agreed():
-        if failure is not None:
-            raise failure
+    this = _passes.by_number.pop(task, None) or _Pass()
+    try:
+        with agreed():
+            if this.failure is not None:
+                raise this.failure
+    except Exception as error:
+        for tell in this.told if this.failure is None else ():
+            tell(error)
+        raise

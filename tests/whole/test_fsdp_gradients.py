@@ -368,6 +368,47 @@ def test_what_fails_on_one_rank_is_raised_by_all_and_nothing_is_lost(nvme_path: 
     in_processes(fail, str(nvme_path))
 
 
+def fail_in_backward(rank: int, directory: str) -> None:
+    """The step of a bucket in a backward fails on one rank; the program catches that, and goes on."""
+    for failing, gradients, clears in ((1, {}, True), (0, ON_DRIVE, False), (0, {}, False), (1, ON_DRIVE, True)):
+        models = [sharded(Case(), count=2) for _ in range(2)]
+        plain, net = models
+        optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in models]
+        state = {"step_in_backward": True}
+        swapper.offload(net, optimizers[1], config_of(directory, "2MiB", state=state, **gradients))
+        backward(models)
+        end_step(models, optimizers)
+        backward(models[:1], 1)
+        optimizers[0].step()
+        with unreadable(3, gradients=False) if rank == failing else contextlib.nullcontext():
+            fails(rank, failing, functools.partial(backward, [net], 1), "cannot be read")
+        if clears:
+            optimizers[1].zero_grad()
+        # Whatever a rank says of its state, it says when the backward is over, as the others do.
+        with contextlib.suppress(swapper.SwapError) if gradients else contextlib.nullcontext():
+            if clears or gradients:
+                backward([net], 2)
+            else:
+                with pytest.raises(swapper.SwapError, match="the gradient of this parameter is gone"):
+                    backward([net], 2)
+        with pytest.raises(swapper.SwapError, match="load both from a checkpoint"):
+            optimizers[1].step()
+        net.load_state_dict(plain.state_dict())
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+        for model in models:
+            model.zero_grad()
+        backward(models, 3)
+        end_step(models, optimizers)
+        close(net, optimizers[1])
+        torch.distributed.barrier()
+
+
+def test_a_program_goes_on_after_a_step_in_backward_has_failed_on_one_rank(
+    nvme_path: Path, leaves_nothing: None
+) -> None:
+    in_processes(fail_in_backward, str(nvme_path))
+
+
 def cannot_read(rank: int, directory: str) -> None:
     """The second of two ranks cannot read parameters in a backward."""
     torch.distributed.init_process_group("gloo")
