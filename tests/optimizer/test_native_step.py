@@ -186,11 +186,11 @@ def test_any_bits_of_any_length_step_as_in_plain_torch(
     assert all(native == all_ for native, all_ in chosen) and chosen
 
 
-@pytest.mark.thorough("10^8 values for each class; a few lengths and threads otherwise")
+@pytest.mark.thorough("millions of values for each class; a few lengths and threads otherwise")
 @pytest.mark.parametrize("name", NATIVE)
-def test_a_hundred_million_values_step_as_in_plain_torch(name: str, chosen: Chosen) -> None:
-    for round_ in range(6):
-        assert_one_step_is_the_same(name, [(1 << 24) + 64 * round_ + 13], 6, "8MiB")
+def test_millions_of_values_step_as_in_plain_torch(name: str, chosen: Chosen) -> None:
+    """A hundred million of each class are compared by `benchmarks/step_exactness.py`."""
+    assert_one_step_is_the_same(name, [(1 << 22) + 77], 6, "2MiB")
     assert all(native == all_ for native, all_ in chosen) and chosen
 
 
