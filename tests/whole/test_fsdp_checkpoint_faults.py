@@ -1,4 +1,4 @@
-"""Checkpoints of several ranks where one of them fails, or is killed: all end, and the checkpoint before is whole."""
+"""Several ranks of which one fails in a checkpoint, or is killed: all end, and the checkpoint before is whole."""
 
 from __future__ import annotations
 
@@ -18,12 +18,14 @@ import torch
 from test_fsdp import _worker, config_of, in_processes, local, same, small, step
 from test_fsdp_checkpoints import everything as wholes
 from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 import swapper
 from swapper.checkpoint import checkpoint as checkpoints
 from swapper.checkpoint.state_loader import _StateLoader
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import SwapIOError
+from swapper.optimizer.stepper import Stepper
 from swapper.storage.atomic import remove_tree, sweep_directories, temporary_path
 from swapper.storage.store import TensorStore
 
@@ -253,6 +255,8 @@ DEATHS: list[tuple[str, Any, str]] = [
     ("save", TensorStore, "publish_all"),
     ("save", NewCheckpoint, "complete"),
     ("load", _StateLoader, "load"),
+    ("step", FSDPParamGroup, "post_backward"),
+    ("step", Stepper, "_step_bucket"),
 ]
 
 
@@ -270,8 +274,10 @@ def live(rank: int, directory: str, nvme: str, on_drive: str, dying: int, what: 
     try:
         if what == "save":
             swapper.save_checkpoint(path, net, optimizer)
-        else:
+        elif what == "load":
             swapper.load_checkpoint(path, net, optimizer)
+        else:
+            step(net, optimizer, 2)
     except Exception as error:
         Path(f"{directory}/raised-{rank}").write_text(f"{type(error).__name__}: {error}")
         # Nobody is helped by its end.
@@ -295,7 +301,7 @@ def load_after(rank: int, directory: str, nvme: str, on_drive: str) -> None:
     assert not [name for name in os.listdir(directory) if ".tmp-" in name]
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.sampled(1, together=2)
 @pytest.mark.parametrize("on_drive", ON_DRIVE)
 @pytest.mark.parametrize("dying", [0, 1])
 @pytest.mark.parametrize("death", DEATHS, ids=lambda death: f"{death[0]}-{death[2]}")
