@@ -485,7 +485,7 @@ def no_save_goes_on() -> bool:
     """What was written was waited for; its thread may be about to end."""
     for thread in threading.enumerate():
         if "save" in thread.name:
-            thread.join(1)
+            thread.join(240)
     return not any("save" in thread.name for thread in threading.enumerate())
 
 

@@ -382,7 +382,7 @@ def test_a_model_that_is_dropped_waits_for_no_thread(
     with trained.swapper._lock:
         tier._send_down(held)
     del tier, held, _
-    assert inside.wait(60)
+    assert inside.wait(240)
 
     def drop() -> None:
         nonlocal trained
@@ -392,7 +392,7 @@ def test_a_model_that_is_dropped_waits_for_no_thread(
 
     dropping = threading.Thread(target=drop)
     dropping.start()
-    waited_for_none = ended.wait(60)
+    waited_for_none = ended.wait(240)
     go_on.set()
     dropping.join()
     for thread in threading.enumerate():

@@ -855,7 +855,7 @@ assert len(os.listdir(store.directories[0])) == 4
 """,
     )
     done = run_program(
-        [sys.executable, "-c", script, str(nvme_path), "run"], capture_output=True, text=True, timeout=50
+        [sys.executable, "-c", script, str(nvme_path), "run"], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert not list(nvme_path.iterdir())

@@ -44,9 +44,9 @@ def alone(function: Callable[..., object], *arguments: object, timeout_s: float 
         try:
             how, value = receiver.recv()
         except EOFError:
-            process.join(60)
+            process.join(240)
             pytest.fail(f"{function.__name__} ended without a word: exit code {process.exitcode}")
-        process.join(60)
+        process.join(240)
         if process.is_alive():
             pytest.fail(f"the process of {function.__name__} does not end")
     finally:

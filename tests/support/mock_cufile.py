@@ -114,7 +114,7 @@ def direct(
 def settled(mock: Mock) -> None:
     """The I/O threads drop what they hold of a transfer just after it is over."""
     gc.collect()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 240
     while mock["open_handles"] and time.monotonic() < deadline:
         time.sleep(0.001)
     assert (mock["open_handles"], mock["registered"]) == (0, mock["deregistered"])

@@ -368,7 +368,7 @@ def with_few_threads(backend: str, directory: Path) -> None:
     limit(resource.RLIMIT_NPROC, running + 5)
     with pytest.raises(SwapError, match=r"start I/O thread.*temporarily unavailable"):
         AsyncIOHandle(backend=backend, threads=40)
-    deadline = time.monotonic() + 10  # A thread that was joined may still be listed.
+    deadline = time.monotonic() + 240  # A thread that was joined may still be listed.
     while len(os.listdir("/proc/self/task")) > running and time.monotonic() < deadline:
         time.sleep(0.01)
     assert len(os.listdir("/proc/self/task")) == running
