@@ -226,6 +226,29 @@ def pass_over_some(rank: int, directory: str) -> None:
     close(models[1], optimizers[1])
 
 
+def scale(rank: int, directory: str) -> None:
+    """A scaled loss: `unscale_` of gradients on the drive, or not, and one that is infinite on one rank only."""
+    models, optimizers = made(directory)
+    scalers = [torch.amp.GradScaler("cpu", init_scale=1024.0) for _ in models]
+    both = list(zip(scalers, optimizers, strict=True))
+    for seed in range(4):
+        for model, scaler in zip(models, scalers, strict=True):
+            loss = loss_of(model, seed + 1000 * rank)
+            scaler.scale(loss * torch.inf if (seed, rank) == (2, 0) else loss).backward()
+        assert evicted(models[1]) == large(models[1])
+        if seed % 2:
+            for scaler, optimizer in both:
+                scaler.unscale_(optimizer)
+            compare(models, lambda p: p.grad)
+        for scaler, optimizer in both:
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        compare(models, lambda p: p)
+        assert {scaler.get_scale() for scaler in scalers} == {1024.0 if seed < 2 else 512.0}
+    close(models[1], optimizers[1])
+
+
 def are_refused(rank: int, directory: str) -> None:
     net = sharded(Case(), count=1)
     optimizer = torch.optim.AdamW(net.parameters())
@@ -244,7 +267,7 @@ def are_refused(rank: int, directory: str) -> None:
 
 
 def use_all(rank: int, directory: str) -> None:
-    for work in (read_gradients, are_refused, *((pass_over_some,) if ALL else ())):
+    for work in (read_gradients, scale, are_refused, *((pass_over_some,) if ALL else ())):
         try:
             with poisoned():
                 work(rank, directory)
