@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from sampling import ALL, SEED
+from sampling import ALL, EVERY, SEED
 from torch import nn
 
 import swapper
@@ -79,7 +79,7 @@ def test_what_a_refusal_asks_for_is_enough(kind: str, optimizers: int, nvme_path
         model.swapper.close()  # type: ignore[operator, union-attr]
 
 
-@pytest.mark.parametrize("number", range(60) if ALL else (2, 5, 11))
+@pytest.mark.parametrize("number", range(60) if EVERY else range(20) if ALL else (2, 5, 11))
 def test_the_default_of_bucket_bytes_fits_the_pool(number: int, nvme_path: Path) -> None:
     """Whatever goes to the drive, a pool in which each module fits some ten times is not refused."""
     chance = random.Random(str(number + 1000 * SEED))

@@ -176,7 +176,7 @@ def assert_one_step_is_the_same(name: str, lengths: list[int], steps: int, bucke
     swapper.of(swapped).close()
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(8, together=2)
 @pytest.mark.parametrize("name", NATIVE)
 def test_any_bits_of_any_length_step_as_in_plain_torch(
     name: str, threads: int, instruction_set: int, chosen: Chosen
@@ -194,7 +194,7 @@ def test_millions_of_values_step_as_in_plain_torch(name: str, chosen: Chosen) ->
     assert all(native == all_ for native, all_ in chosen) and chosen
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(6, together=2)
 @pytest.mark.parametrize("bucket_bytes", ["64KiB", "4MiB"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @pytest.mark.parametrize("name", [*NATIVE, *BY_CLASS])

@@ -65,7 +65,7 @@ class CheckpointedInside(nn.Module):
         return y
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(5, together=2)
 @each(WITH_BLOCKS)
 @pytest.mark.parametrize("wrapper", [Checkpointed, CheckpointedInside], ids=["blocks", "forwards"])
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved", "reentrant"])
