@@ -13,6 +13,7 @@
 #include <utility>
 #include <vector>
 
+#include "bf16_codec.h"
 #include "checksums.h"
 #include "codec.h"
 #include "crc32.h"
@@ -348,6 +349,20 @@ void bind_codec(py::module_& module) {
             join_master(source(param), source(low), source(ties), tie_bits, target(master), numel, threads);
         },
         "param"_a, "low"_a, "ties"_a, "tie_bits"_a, "master"_a, "numel"_a, "threads"_a, NoGil());
+    module.def(
+        "encode_bf16",
+        [](uintptr_t values, uintptr_t stored, size_t numel, uint64_t first, uint32_t seed, uint32_t name,
+           uint32_t step, uint32_t parameter, unsigned threads) {
+            encode_bf16(source(values), target(stored), numel, first, {seed, name, step, parameter}, threads);
+        },
+        "values"_a, "stored"_a, "numel"_a, "first"_a, "seed"_a, "name"_a, "step"_a, "parameter"_a,
+        "threads"_a, NoGil());
+    module.def(
+        "decode_bf16",
+        [](uintptr_t stored, uintptr_t values, size_t numel, unsigned threads) {
+            decode_bf16(source(stored), target(values), numel, threads);
+        },
+        "stored"_a, "values"_a, "numel"_a, "threads"_a, NoGil());
     module.def(
         "crc32c",
         [](uintptr_t address, size_t length_bytes, uint32_t seed, unsigned threads) {

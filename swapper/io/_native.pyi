@@ -198,6 +198,14 @@ def split_master(master: int, param: int, low: int, ties: int, numel: int, threa
 def join_master(param: int, low: int, ties: int, tie_bits: int, master: int, numel: int, threads: int) -> None:
     """See csrc/codec.h. Raises ValueError if `low` has another number of ties than `tie_bits`."""
 
+def encode_bf16(
+    values: int, stored: int, numel: int, first: int, seed: int, name: int, step: int, parameter: int, threads: int
+) -> None:
+    """See csrc/bf16_codec.h. Addresses, as ints; they are not checked."""
+
+def decode_bf16(stored: int, values: int, numel: int, threads: int) -> None:
+    """See csrc/bf16_codec.h. Addresses, as ints; they are not checked."""
+
 def crc32c(address: int, length_bytes: int, seed: int = 0, threads: int = 1) -> int:
     """See csrc/crc32c.h. `seed` is the checksum of what came before."""
 

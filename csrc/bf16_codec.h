@@ -1,0 +1,48 @@
+// fp32 values stored as bf16, rounded at random but always alike.
+//
+// [Note: stochastic rounding]
+// A value between two neighbours of bf16 becomes the upper or the lower one with the probability that makes
+// the mean the value itself: a random number of 16 bits is added to the low half, and the low half cut off.
+// Rounded to nearest, an average that changes by less than half a unit a step would never move.
+//
+// The random bits are those of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
+// SC 2011), a function of a counter: they depend on nothing but who asks for what. One call gives the bits of
+// eight elements:
+//
+//     key      seed, and a number of the state's name
+//     counter  number of the eight elements (64 bits), step, number of the parameter
+//
+// Of 64 elements from a multiple of 64 on, element e has half (e / 8) of the call 8 * (e / 64) + e % 8, low
+// halves first: so a vector of eight calls gives vectors of elements.
+//
+// What bf16 can hold stays as it is: zeros of both signs, infinities, and NaNs as far as their high half
+// goes. Denormals are rounded like all others. A finite value never becomes infinite: beyond the largest of
+// bf16 it becomes that.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace swapper {
+
+// Of which the random bits are a function, beside the element's index.
+struct RoundingKey {
+    std::uint32_t seed;
+    std::uint32_t name;
+    std::uint32_t step;
+    std::uint32_t parameter;
+};
+
+// Writes `numel` fp32 values at `values` as bf16 to `stored`. See [Note: stochastic rounding].
+//
+// `first` is the index of the first element. Addresses may have any alignment; the ranges must not overlap.
+// Up to `threads` threads share the work; what is written does not depend on their number, nor on how the
+// elements are cut into calls.
+void encode_bf16(const void* values, void* stored, std::size_t numel, std::uint64_t first,
+                 const RoundingKey& key, unsigned threads);
+
+// Writes `numel` bf16 values at `stored` as fp32 to `values`; exact. As above.
+void decode_bf16(const void* stored, void* values, std::size_t numel, unsigned threads);
+
+}  // namespace swapper

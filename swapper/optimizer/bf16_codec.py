@@ -1,0 +1,74 @@
+"""Stores float32 as bfloat16 and reads it again. It is rounded at random, but the same each time it is asked for.
+
+See [Note: stochastic rounding] in `csrc/bf16_codec.h`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from swapper.io import _native
+from swapper.io.host_memory import require_on_host
+
+__all__ = ["RoundingKey", "decode_bf16", "encode_bf16"]
+
+SEED = 0
+"""Of the random bits of all state. They differ by step, parameter, name and element."""
+
+
+class RoundingKey(NamedTuple):
+    """What random bits depend on, beside the index of the element.
+
+    Attributes:
+        name: of the tensor in the state.
+        step: of the optimizer; only its lowest 32 bits count.
+        parameter: its number; the same.
+        seed: 32 bits.
+    """
+
+    name: str
+    step: int
+    parameter: int
+    seed: int = SEED
+
+
+def encode_bf16(values: Tensor, stored: Tensor, first: int, key: RoundingKey) -> None:
+    """Write `values` to `stored`, rounded up or down at random, so that the mean is the value.
+
+    What bfloat16 can hold stays as it is. Uses up to `torch.get_num_threads()` threads and releases the GIL; what is
+    written depends neither on their number nor on how elements are cut into calls.
+
+    Args:
+        values: float32. Like `stored`: on the CPU, contiguous, one-dimensional, of any alignment.
+        stored: bfloat16, as many elements; written; without a byte in common with `values`.
+        first: index of the first element, 0 or more.
+        key: of the random bits.
+
+    Raises:
+        ValueError: a tensor is not as described.
+    """
+    _require(values, stored)
+    number = zlib.crc32(key.name.encode())
+    mask = (1 << 32) - 1
+    numbers = values.numel(), first, key.seed & mask, number, key.step & mask, key.parameter & mask
+    _native.encode_bf16(values.data_ptr(), stored.data_ptr(), *numbers, torch.get_num_threads())
+
+
+def decode_bf16(stored: Tensor, values: Tensor) -> None:
+    """Write `stored`, bfloat16, to `values`, float32: exact. Tensors and errors as of `encode_bf16`."""
+    _require(values, stored)
+    _native.decode_bf16(stored.data_ptr(), values.data_ptr(), values.numel(), torch.get_num_threads())
+
+
+def _require(values: Tensor, stored: Tensor) -> None:
+    for name, tensor, dtype in (("values", values, torch.float32), ("stored", stored, torch.bfloat16)):
+        require_on_host(name, tensor)
+        if tensor.dtype is not dtype or tensor.dim() != 1 or tensor.numel() != values.numel():
+            raise ValueError(
+                f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}; it must be {dtype} of one dimension with "
+                f"{values.numel()} elements"
+            )
