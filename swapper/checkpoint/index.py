@@ -162,7 +162,8 @@ class SavedParameter(_Entry):
     Of a checkpoint that was made of other files not all is known: where `dtype` is "", `name` may be "" for a parameter
     that the model has, and where `shape` is None, it has no state.
     `keys` are those of its state, in order; empty if it has none. `dtypes` has torch's names for those of them that are
-    in files, `small` is the encoded state that never moves. Of a part of a parameter `offsets` say where it begins.
+    in files, `encodings` how those of them are stored that are not as the class has them, `small` is the encoded state
+    that never moves. Of a part of a parameter `offsets` say where it begins.
     """
 
     name: str
@@ -173,6 +174,7 @@ class SavedParameter(_Entry):
     dtypes: dict[str, str]
     small: Any
     offsets: list[Count] = []
+    encodings: dict[str, Literal["bf16"]] = {}
 
 
 class SavedWhole(_Entry):
@@ -193,15 +195,18 @@ class SavedOptimizer(_Entry):
     """An optimizer: its class, the encoded options of its groups, the slots of each group's parameters, its state.
 
     If ranks had parts of its parameters `sharded` has those that the groups refer to, and `parameters` are their parts.
+    `encoding` is "bf16" if any state is stored so, and `encoded_steps` counts the steps that its random bits have come
+    to: see [Note: encoded state] of `encodings`.
     """
 
     kind: str
-    encoding: Literal["exact"]
+    encoding: Literal["exact", "bf16"]
     options: Any
     groups: list[list[Count]]
     parameters: list[SavedParameter]
     buckets: list[SavedBucket]
     sharded: list[SavedWhole] = []
+    encoded_steps: Count = 0
 
     def wholes(self) -> list[SavedWhole]:
         """The parameters that the groups refer to. Where none is in parts, `split` does not say anything."""

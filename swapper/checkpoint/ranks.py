@@ -288,7 +288,8 @@ def _joined_optimizer(saved: Sequence[Saved], number: int, model: SavedModel) ->
     first = saved[0].optimizers[number]
     whole = SavedOptimizer(
         kind=first.kind,
-        encoding=first.encoding,
+        encoding="bf16" if any(each.optimizers[number].encoding != "exact" for each in saved) else "exact",
+        encoded_steps=first.encoded_steps,
         options=first.options,
         groups=first.groups,
         parameters=[],

@@ -166,6 +166,7 @@ class _StateLoader:
     def _fill(self, records: StateRecords, optimizer: Optimizer) -> None:
         known = ((records.plan.of(p), slot) for slot, p in enumerate(self._parameters))
         wanted = {of for of, slot in known if of is not None and self.state.has_state(slot)}
+        records.bucket_records.steps = self.state.saved.encoded_steps
         records.replace(optimizer, wanted, self._entries, True, self._take_whole)
         for of in wanted:
             if of.collective:
@@ -244,6 +245,9 @@ class _StateLoader:
         if not segment.locations.keys() >= {*saved.present}:
             return False
         specs = {key: segment.locations[key].spec for key in saved.present}
+        encodings = self._saved[slot].encodings
+        if any(spec.encoding != encodings.get(key, "exact") for key, spec in specs.items()):
+            return False
         return all(
             same_order(spec.shape, saved.strides.get(key, contiguous_stride(spec.shape)), spec.stride)
             for key, spec in specs.items()

@@ -139,7 +139,7 @@ class StateReader:
         if {*segment.present, *small, *each.small} - {MASTER} != set(saved.keys):
             return False
         for key in segment.present:
-            shape = self._stored_shape(each, key, self._dtype(slot, key))
+            shape = self._stored_shape(each, key, self._dtype_in_file(slot, key))
             if segment.whole and not is_dense_stride(shape, segment.strides.get(key, contiguous_stride(shape))):
                 return False
             if not segment.whole and shape != (segment.numel,):
@@ -176,6 +176,14 @@ class StateReader:
         if small is None:
             raise self._incomplete(slot)
         return small.dtype
+
+    def _dtype_in_file(self, slot: int, key: str) -> torch.dtype:
+        """As `_dtype`, of what is stored: see `SavedParameter.encodings`."""
+        if key not in self.saved.parameters[slot].encodings:
+            return self._dtype(slot, key)
+        if self._dtype(slot, key) is not torch.float32:
+            raise self._incomplete(slot)
+        return torch.bfloat16
 
     def groups(self, names: Sequence[Any]) -> list[dict[str, Any]]:
         """The groups as in a state dict, with `names` of the parameters, one for each slot."""
@@ -236,7 +244,7 @@ class StateReader:
         saved, dtype, first = self.saved.parameters[slot], self._dtype(slot, key), self._slices[slot][0]
         shape, stride = tuple(saved.shape or ()), tuple(saved.stride)
         if first.segment.whole and key != MASTER:
-            shape = self._stored_shape(first, key, dtype)
+            shape = self._stored_shape(first, key, self._dtype_in_file(slot, key))
             stride = tuple(first.segment.strides.get(key, contiguous_stride(shape)))
         return TensorStream(dtype, shape, stride, partial(self.read, slot, key))
 
@@ -244,12 +252,12 @@ class StateReader:
         """Elements `start` to `stop` of a tensor of the state, 1-D, on the CPU.
 
         Elements are counted in the order of memory. A tensor that goes along with the parameter is put together of the
-        slices in which it was saved; masters are decoded.
+        slices in which it was saved; masters, and what is encoded, are decoded.
         """
         dtype = self._dtype(slot, key)
         slices = self._slices[slot]
         if slices[0].segment.whole and key != MASTER:
-            return self._elements(slices[0], key, start, stop, dtype)
+            return self._elements(slices[0], key, start, stop, self._dtype_in_file(slot, key)).to(dtype)
         out = torch.empty(stop - start, dtype=dtype, device="cpu")
         first = max(0, bisect.bisect_right(slices, start, key=lambda each: each.segment.start) - 1)
         for each in itertools.takewhile(lambda each: each.segment.start < stop, slices[first:]):
@@ -266,7 +274,7 @@ class StateReader:
         if key in each.small and key != MASTER:
             out.copy_(each.small[key][start:stop])
         elif key != MASTER:
-            out.copy_(self._elements(each, key, start, stop, out.dtype))
+            out.copy_(self._elements(each, key, start, stop, self._dtype_in_file(each.segment.parameter, key)))
         else:
             while start < stop:
                 at = start // MASTERS_NUMEL * MASTERS_NUMEL

@@ -244,6 +244,8 @@ class StateWriter:
     def save_records(self, records: StateRecords, parameters: Sequence[torch.nn.Parameter]) -> None:
         """Save the state of `parameters` that is in records."""
         files: dict[RecordKey, RecordFile] = {}
+        if records.plan.encodes:
+            self.saved.encoding, self.saved.encoded_steps = "bf16", records.bucket_records.steps
         slot_of = _slots(records, parameters)
         for bucket in records.plan.buckets:
             with_state = [segment for segment in bucket.segments if segment.of in slot_of and segment.has_state]
@@ -291,6 +293,8 @@ class StateWriter:
             if key in segment.present:
                 spec = segment.locations[key].spec
                 parameter.dtypes[key] = dtype_name(spec.dtype)
+                if spec.is_encoded:
+                    parameter.encodings[key] = "bf16"
                 if segment.whole and spec.stride != contiguous_stride(spec.shape):
                     saved.strides[key] = list(spec.stride)
             else:

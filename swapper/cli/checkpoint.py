@@ -128,7 +128,8 @@ def _optimizer(checkpoint: Checkpoint, number: int) -> dict[str, Any]:
         for key in parameter.keys:
             state.setdefault(key, parameter.dtypes.get(key, "small"))
             if key in parameter.dtypes:
-                state[key] = parameter.dtypes[key]
+                encoding = parameter.encodings.get(key)
+                state[key] = parameter.dtypes[key] + (f" as {encoding}" if encoding else "")
     return {
         "class": saved.kind,
         "encoding": saved.encoding,

@@ -33,6 +33,7 @@ from pydantic import (
 )
 
 from swapper.config.deepspeed import translate
+from swapper.config.encoding import Encoding
 from swapper.config.files import check_suffix, prefixed, read_mapping
 from swapper.config.section import Section
 from swapper.errors import ConfigError, show
@@ -61,7 +62,7 @@ BUCKETS_IN_POOL = 3
 
 _NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
     # A version that brings one of these deletes its row here, and "Not there yet" in the field's docstring.
-    "offload_optimizer.encoding": (("bf16", "int8"), "use encoding: exact"),
+    "offload_optimizer.encoding": (("int8",), "use encoding: bf16 or exact"),
 }
 """Settings of the design that this version cannot honour: the values that it refuses, and the advice."""
 
@@ -150,9 +151,12 @@ class OffloadOptimizerConfig(Section, frozen=True):
     parameters need none and get none. With device "none" the masters live in memory of the host. Changes what the
     optimizer computes, so default and off: false."""
 
-    encoding: Literal["exact", "bf16", "int8"] = "exact"
-    """How the state is written. "exact" loses nothing; "bf16" and "int8" move fewer bytes and are lossy. Default and
-    off: "exact". Not there yet: "bf16" and "int8"."""
+    encoding: Encoding = "exact"
+    """How the state is stored. "exact" loses nothing. "bf16" is lossy: fp32 state is rounded to bf16, up or down at
+    random so that averages stay right, and moves half the bytes; docs/encodings.md says what is lost. A mapping, such
+    as `{exp_avg_sq: bf16}`, says it for each tensor of the state by its name; those that it does not name are exact.
+    State under 16 KiB, sums that only grow, and masters are always exact. Needs device "nvme" or "cpu" and steps on the
+    CPU. Default and off: "exact". Not there yet: "int8"."""
 
     step_in_backward: bool = Field(default=False, strict=True)
     """Step each bucket as soon as the last gradient of its window has arrived, inside backward, and free the gradients;
@@ -169,6 +173,12 @@ class OffloadOptimizerConfig(Section, frozen=True):
     native_step: Literal["auto", "off"] = "off"
     """How a step on the CPU is computed. "auto": in one pass over memory by the native core, wherever a trial with the
     optimizer's own class gives its bits; all else by the class. "off": always by the class. Default and off: "off"."""
+
+    @property
+    def encodes(self) -> bool:
+        """True if some state may be encoded."""
+        names = [self.encoding] if isinstance(self.encoding, str) else self.encoding.values()
+        return any(name != "exact" for name in names)
 
     resident_bytes: Size = 0
     """Bytes of state kept in the pool from one step to the next, so that they are not read again (they are still
@@ -406,6 +416,17 @@ class OffloadConfig(Section, frozen=True):
                     f"{name}.resident_bytes: {format_size(section.resident_bytes)} has no use with {name}.device: "
                     f"{section.device}; use device: nvme or resident_bytes: 0"
                 )
+        state = self.offload_optimizer
+        if state.encodes and state.device == "none":
+            yield (
+                "offload_optimizer.encoding: bf16 has no use with offload_optimizer.device: none, where the optimizer "
+                "keeps its state; use device: nvme, device: cpu, or encoding: exact"
+            )
+        if state.encodes and state.step_device == "device":
+            yield (
+                "offload_optimizer.encoding: bf16 is for steps on the CPU, and offload_optimizer.step_device: device "
+                "steps on the accelerator; use step_device: auto or cpu, or encoding: exact"
+            )
         parameters = self.offload_param
         if (resident_bytes := parameters.device_resident_bytes) and parameters.device == "none":
             yield (

@@ -227,8 +227,9 @@ class NativeSteps:
             for each, result in zip(mine, results, strict=True):
                 each.result = result
 
-    def keep(self, each: NativeOperand) -> None:
-        """Keep the small state after the step."""
+    def keep(self, each: NativeOperand, opened: OpenBucket) -> None:
+        """Keep the small state after the step, and encode what was decoded."""
+        opened.encode_decoded(each.operand.segment)
         small = each.operand.segment.small
         for key, value in each.small.items():
             small[key] = value.clone() if isinstance(value, Tensor) else value
@@ -502,7 +503,10 @@ def _parts_of(operand: Operand, opened: OpenBucket, address: int) -> _Parts | No
         def stored(i: int) -> Tensor:
             return opened.stored(segment, keys[i]).as_strided((segment.numel,), (1,))
 
-        return _Parts(values, gradient, keys, placed.addresses(segment, address), stored, small)
+        addresses = placed.addresses(segment, address)
+        if segment.encoded:
+            addresses = [opened.stored(segment, key).data_ptr() for key in keys]
+        return _Parts(values, gradient, keys, addresses, stored, small)
     return _parts_in_memory(segment, opened.state_of(segment), values, gradient)
 
 

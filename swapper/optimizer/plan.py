@@ -5,6 +5,7 @@ It knows everything before anything is allocated. `PlanFollower` then gives it r
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.io.devices import is_accelerator
+from swapper.optimizer.encodings import check_keys, encoder_of, first_index_of
 from swapper.optimizer.probe import (
     StateSpec,
     is_elementwise,
@@ -33,7 +35,7 @@ from swapper.optimizer.segments import (
     plan_buckets,
     plan_segments,
 )
-from swapper.optimizer.step_device import has_room, may_step_on_device, step_bytes
+from swapper.optimizer.step_device import device_of, has_room, may_step_on_device, step_bytes
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.agreement import agreed
 from swapper.storage.buffers import BufferPool
@@ -76,6 +78,7 @@ class OptimizerPlan:
             use. On an accelerator scratch is its own.
         gradient_accumulation_steps: gradients that each parameter gets before a step.
         step_in_backward, steps_natively: buckets are stepped as their gradients arrive; see `NativeSteps`.
+        encodes: some state may be encoded. See [Note: encoded state] in `encodings`.
 
     Raises:
         ConfigError: the optimizer, or a parameter of it, cannot be swapped.
@@ -96,13 +99,14 @@ class OptimizerPlan:
         self._records: Mapping[torch.Tensor, tuple[int, int]] = records or {}
         self.threads = torch.get_num_threads()
         parameters = list(parameters_of(optimizer)) if swaps_state else []
-        self.device = _device_of(parameters)
+        self.device = device_of(parameters)
         self.on_accelerator = is_accelerator(self.device)
         self.gradient_accumulation_steps = config.gradient_accumulation_steps
         state = config.offload_optimizer
         self.step_in_backward, self.steps_natively = state.step_in_backward, state.native_step == "auto"
         asked, wanted = state.step_device, [p for p in parameters if p.requires_grad]
-        on_device = swaps_state and may_step_on_device(asked, self.device)
+        self.encodes = state.encodes
+        on_device = swaps_state and may_step_on_device(asked, self.device) and not self.encodes
         try:
             self._plan_for(optimizer, wanted, on_device)
             scratch_bytes = max((bucket.scratch_bytes for bucket in self.buckets), default=0)
@@ -206,7 +210,7 @@ class OptimizerPlan:
                     unknown.append(p)
                     continue
                 known.check_unchanged(p)
-                members[known] = number
+                members[known], known.number = number, len(seen) - 1
                 if p.device != known.device:
                     self.moved = known
                 known.fused = bool(group.get("fused"))
@@ -249,17 +253,21 @@ class OptimizerPlan:
         self._forget_gone()  # Others may have their ids.
         made: list[OptimizerParameter] = []
         groups = [*enumerate(optimizer.param_groups), (None, {**optimizer.defaults, "params": list(wanted.values())})]
+        positions = itertools.count()
         for number, group in groups:
             options = _options_of(group)
-            for p in group["params"]:
+            for p, position in zip(group["params"], positions, strict=False):
                 if wanted.pop(id(p), None) is None:
                     continue
                 known = self.of(p) or OptimizerParameter(p)
-                known.group = number
+                known.group, known.number = number, position
                 known.fused = known.cut_for_fused = bool(group.get("fused"))
                 known.stride = tuple(local_of(p).stride())
                 known.segments = tuple(self._plan_parameter(optimizer, group, options, p, known))
                 made.append(known)
+        if self.encodes:
+            specs = itertools.chain(*self._specs.values())
+            check_keys(self._config.offload_optimizer.encoding, type(optimizer).__name__, (spec.key for spec in specs))
         buckets = plan_buckets(
             self._owner,
             self._next_index,
@@ -392,6 +400,7 @@ class OptimizerPlan:
     ) -> list[Segment]:
         refuse_parameter(optimizer, p, self._config, self.remote)
         known.collective = known.sharded and not is_elementwise(optimizer)
+        known.first_index = first_index_of(p, type(optimizer).__name__, known.collective) if self.encodes else 0
         master = ""
         if self._config.offload_optimizer.master_weights and p.dtype in _LOW_PRECISION:
             master = "split" if p.dtype is torch.bfloat16 else "stored"
@@ -431,6 +440,7 @@ class OptimizerPlan:
             bucket_bytes=self._config.bucket_bytes,
             remote=self.remote,
             moves_gradient=self.moves_gradients,
+            encode=encoder_of(self._config.offload_optimizer.encoding, p),
             numel_max=DEVICE_SEGMENT_NUMEL if self.on_device else SEGMENT_NUMEL,
         )
 
@@ -582,16 +592,3 @@ def parameters_of(optimizer: Optimizer) -> Iterator[torch.nn.Parameter]:
 def is_remote(device: torch.device) -> bool:
     """True if parameters on `device` must be copied for a step."""
     return is_accelerator(device)
-
-
-def _device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
-    devices = {p.device for p in parameters}
-    if not devices:
-        return torch.device("cpu")
-    if len(devices) > 1:
-        names = ", ".join(sorted(str(device) for device in devices))
-        raise ConfigError(f"the parameters are on several devices ({names}); give each device an optimizer of its own")
-    device = devices.pop()
-    if not is_accelerator(device) and device.type not in ("cpu", "meta"):
-        raise ConfigError(f"the parameters are on {device}; swapper knows the CPU and torch's accelerators")
-    return device

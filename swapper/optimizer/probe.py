@@ -71,13 +71,16 @@ class StateSpec:
 
     Attributes:
         key: its name in the state.
+        dtype: as the class has it.
         shape, stride: in elements; the stride is that of the parameter where the shapes are equal.
+        encoding: how it is stored: "exact", or float32 as "bf16". See `encodings`.
     """
 
     key: str
     dtype: torch.dtype
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    encoding: str = "exact"
 
     @property
     def numel(self) -> int:
@@ -86,8 +89,23 @@ class StateSpec:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes, without padding."""
+        """Its bytes, as the class has it, without padding."""
         return self.numel * self.dtype.itemsize
+
+    @property
+    def is_encoded(self) -> bool:
+        """True if it is stored in another form than the class has it."""
+        return self.encoding != "exact"
+
+    @property
+    def stored_dtype(self) -> torch.dtype:
+        """The element type in the record."""
+        return torch.bfloat16 if self.encoding == "bf16" else self.dtype
+
+    @property
+    def stored_bytes(self) -> int:
+        """Its bytes in the record, without padding."""
+        return self.numel * self.stored_dtype.itemsize
 
 
 def unhooked_step(cls: type[Optimizer]) -> Callable[..., Any]:

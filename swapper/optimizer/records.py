@@ -11,6 +11,7 @@ import torch
 
 from swapper.io.checksums import checksum
 from swapper.metrics import Metrics
+from swapper.optimizer.bf16_codec import RoundingKey, decode_bf16, encode_bf16
 from swapper.optimizer.master_codec import join_master, split_master, ties_bytes_max
 from swapper.optimizer.segments import MASTER, Bucket, Memory, Segment
 from swapper.sizes import SMALL_BYTES
@@ -46,25 +47,66 @@ class OpenBucket:
         lease: the record's buffer; None if nothing of the bucket moves.
         memory: where the record is while the class steps on it: the lease, or a copy of it on an accelerator.
         device: of `memory`.
+        step: number of the step that what is encoded is of. See [Note: encoded state] in `encodings`.
     """
 
-    def __init__(self, bucket: Bucket, lease: Lease | None, note_unplanned: Callable[[str], None]) -> None:
+    def __init__(
+        self, bucket: Bucket, lease: Lease | None, note_unplanned: Callable[[str], None], step: int = 0
+    ) -> None:
         self.bucket = bucket
         self.lease = lease
         self.memory: Memory | None = lease
         self.device = torch.device("cpu")
+        self.step = step
         self._note_unplanned = note_unplanned
         self._ties_at = self._find_ties()
+        self._decoded: dict[Segment, dict[str, torch.Tensor]] = {}
 
     def state_of(self, segment: Segment) -> dict[str, Any]:
-        """The state as the class knows it; tensors that move are views of the record."""
+        """The state as the class knows it; tensors that move are views of the record.
+
+        Those that are encoded are as `decode` has left them, or without it as they are stored.
+        """
         present = segment.present
         return {key: self.stored(segment, key) if key in present else segment.small[key] for key in segment.keys}
 
     def stored(self, segment: Segment, key: str) -> torch.Tensor:
-        """The view of the record that holds one tensor of the state."""
+        """The view of the record that holds one tensor of the state; of an encoded one what `decode` has made of it."""
+        if segment.encoded and key in (decoded := self._decoded.get(segment, {})):
+            return decoded[key]
         assert self.memory is not None
         return segment.locations[key].view(self.memory)
+
+    def decode(self, segments: Iterable[Segment], take: Callable[[int, torch.dtype], torch.Tensor]) -> None:
+        """Decode what is encoded of the state of `segments`, to be stepped and encoded again.
+
+        Args:
+            take: gives memory for so many elements, which stays until the bucket is put.
+        """
+        for segment in segments:
+            for key in segment.encoded:
+                if key in segment.present:
+                    assert self.memory is not None
+                    location = segment.locations[key]
+                    values = take(location.spec.numel, torch.float32)
+                    decode_bf16(location.flat_view(self.memory), values)
+                    shaped = values.as_strided(location.spec.shape, location.spec.stride)
+                    self._decoded.setdefault(segment, {})[key] = shaped
+
+    def encode_decoded(self, segment: Segment) -> None:
+        """Encode what `decode` has made of the state of `segment`, and what has been stepped in place."""
+        for key, value in self._decoded.get(segment, {}).items():
+            self._encode_state(segment, key, value)
+
+    def _encode_state(self, segment: Segment, key: str, value: torch.Tensor) -> None:
+        assert self.memory is not None
+        location, of = segment.locations[key], segment.of
+        spec = location.spec
+        if value.stride() != spec.stride:
+            value = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device="cpu").copy_(value)
+        values = value.detach().as_strided((spec.numel,), (1,))
+        rounding = RoundingKey(key, self.step, of.number)
+        encode_bf16(values, location.flat_view(self.memory), of.first_index + segment.start, rounding)
 
     def keep(self, segment: Segment, state: Mapping[str, Any]) -> None:
         """Keep `state` as that of `segment`: what moves in the record, the rest in memory."""
@@ -74,6 +116,10 @@ class OpenBucket:
         for key, value in state.items():
             location = segment.locations.get(key)
             if isinstance(value, torch.Tensor) and location is not None and location.fits(value, self.device):
+                if location.spec.is_encoded:
+                    self._encode_state(segment, key, value)
+                    segment.present.add(key)
+                    continue
                 assert self.memory is not None
                 # The class steps most state in place: then it is in the record already.
                 address = self.memory.address + location.offset_bytes
@@ -217,11 +263,13 @@ class BucketRecords:
     Attributes:
         cache: of the pool.
         direct: has records in memory of a device: see [Note: one of two caches] in `direct_state`. None if none are.
+        steps: that were made since there was no state. See [Note: encoded state] in `encodings`.
     """
 
     def __init__(self, cache: RecordCache, metrics: Metrics, direct: DirectState | None = None) -> None:
         self.cache = cache
         self.direct = direct
+        self.steps = 0
         self._metrics = metrics
         self._resets: torch.Tensor | None = None
         self._unplanned: set[str] = set()
@@ -276,14 +324,16 @@ class BucketRecords:
             bucket.key, bucket.length_bytes
         )
 
-    def take(self, bucket: Bucket) -> OpenBucket:
+    def take(self, bucket: Bucket, *, for_step: bool = False) -> OpenBucket:
         """Bring the record in and wait for it. Its buffer is the caller's until `put` or `release`.
+
+        With `for_step` what is encoded is of the next step; else of the last that was made.
 
         Raises:
             SwapIOError: the drive failed.
         """
         lease, _ = self.take_lease(bucket)
-        return OpenBucket(bucket, lease, self.note_unplanned)
+        return OpenBucket(bucket, lease, self.note_unplanned, self.steps + for_step)
 
     def take_lease(self, bucket: Bucket) -> tuple[Lease | None, bool]:
         """As `take`: the buffer, and False if it is new. None if nothing of the bucket moves."""

@@ -99,10 +99,14 @@ class StateLocation:
     def view(self, memory: Memory) -> torch.Tensor:
         """The tensor, in the record's memory."""
         spec = self.spec
-        return memory.strided_view(self.offset_bytes, spec.numel, spec.dtype, spec.shape, spec.stride)
+        return memory.strided_view(self.offset_bytes, spec.numel, spec.stored_dtype, spec.shape, spec.stride)
+
+    def flat_view(self, memory: Memory) -> torch.Tensor:
+        """Its elements as they lie in the record's memory, 1-D."""
+        return memory.view(self.offset_bytes, self.spec.numel, self.spec.stored_dtype)
 
     def fits(self, tensor: torch.Tensor, device: torch.device) -> bool:
-        """True if `tensor` can be stored here as it is, in memory of `device`."""
+        """True if `tensor`, in memory of `device`, can be stored here, encoded or as it is."""
         same = tensor.dtype is self.spec.dtype and tensor.shape == self.spec.shape
         return same and tensor.device == device and tensor.layout is torch.strided
 
@@ -118,6 +122,8 @@ class OptimizerParameter:
         segments: hold its state, in order.
         buckets: have its segments, in order.
         group: number of its group; None while it is in none, so that it is not stepped.
+        number: among the parameters of all groups, when it was last in one.
+        first_index: in all of a DTensor, of the first element that this rank has; 0 if nothing is encoded.
         fused, cut_for_fused: its group has `fused=True`; it had that when the parameter was cut.
         keeps_whole: it is not cut when it is planned the next time, because a sparse gradient came.
         strides_may_differ: those of its gradient do not change the bits of a step on its accelerator.
@@ -141,6 +147,7 @@ class OptimizerParameter:
         self.segments: tuple[Segment, ...] = ()
         self.buckets: tuple[Bucket, ...] = ()
         self.group: int | None = None
+        self.number = self.first_index = 0
         self.fused = self.cut_for_fused = self.keeps_whole = self.strides_may_differ = False
         self.arrived = 0
         self.counted: weakref.ref[torch.Tensor] | None = None
@@ -250,6 +257,7 @@ class Segment:
         tie_bits: ties of the encoded master.
         placement: where the state is in the record, as `placement_of` has found it; None before.
         numel: elements in the slice.
+        encoded: keys of `specs` that are encoded.
         master_moves: the master is part of the record.
         is_split: the low halves of its master, and their ties, are part of the record.
     """
@@ -270,12 +278,14 @@ class Segment:
     tie_bits: int = 0
     placement: Placement | None = None
     numel: int = field(init=False)
+    encoded: tuple[str, ...] = field(init=False)
     master_moves: bool = field(init=False)
     is_split: bool = field(init=False)
 
     def __post_init__(self) -> None:
         # Each step asks for these some ten times, and they never change.
         self.numel = self.stop - self.start
+        self.encoded = tuple(spec.key for spec in self.specs if spec.is_encoded)
         self.master_moves = bool(self.master) and self.of.numel * 4 >= SMALL_BYTES
         self.is_split = self.master == "split" and self.master_moves
 
@@ -349,21 +359,23 @@ class Segment:
         return tensor.as_strided((tensor.numel(),), (1,))[self.start : self.stop]
 
     def scratch_bytes_per_element(self, remote: bool) -> int:
-        """Bytes of scratch for an element: decoded master and fp32 gradient; of an accelerator's both copies."""
+        """Bytes of scratch for an element: decoded master, fp32 gradient and decoded state; of an accelerator's both
+        copies."""
         master = (8 if self.is_split else 4) if self.master else 0
-        return master + (2 * self.of.dtype.itemsize if remote else 0)
+        return master + (2 * self.of.dtype.itemsize if remote else 0) + 4 * len(self.encoded)
 
     def scratch_bytes(self, remote: bool) -> int:
         """Bytes of scratch in a step."""
         per_element = self.scratch_bytes_per_element(remote)
-        # Each of at most four pieces starts at a multiple of 64 bytes.
-        return round_up(per_element * self.numel, ALIGNMENT_BYTES) + 4 * ALIGNMENT_BYTES if per_element else 0
+        # Each of at most four pieces, and those of decoded state, starts at a multiple of 64 bytes.
+        pieces = 4 + len(self.encoded)
+        return round_up(per_element * self.numel, ALIGNMENT_BYTES) + pieces * ALIGNMENT_BYTES if per_element else 0
 
     def cost_bytes(self, remote: bool, moves_gradient: bool) -> int:
         """Bytes that it adds to its bucket's record and scratch, at most; or to its gradients, if they move, and if
         that is more.
         """
-        stored = sum(round_up(spec.nbytes, ALIGNMENT_BYTES) for spec in self.stored_specs)
+        stored = sum(round_up(spec.stored_bytes, ALIGNMENT_BYTES) for spec in self.stored_specs)
         gradient = self.numel * self.of.dtype.itemsize if moves_gradient else 0
         return max(stored + self.tie_bytes_max + self.scratch_bytes(remote), gradient)
 
@@ -440,7 +452,8 @@ class Bucket:
         tensors = [(i, segment, spec) for i, segment in enumerate(self.segments) for spec in segment.stored_specs]
         for number, _, spec in tensors:
             shape = (*spec.shape, 2) if spec.dtype.is_complex else spec.shape
-            entries.append(Entry(f"{number}.{spec.key}", NAMES[spec.dtype], shape))
+            encoding = spec.encoding if spec.is_encoded else ""
+            entries.append(Entry(f"{number}.{spec.key}", NAMES[spec.stored_dtype], shape, encoding))
         layout = plan_record(entries, sum(segment.tie_bytes_max for segment in self.segments))
         for segment in self.segments:
             segment.placement = None
@@ -468,6 +481,7 @@ def plan_segments(
     bucket_bytes: int,
     remote: bool,
     moves_gradient: bool,
+    encode: Callable[[StateSpec], StateSpec] = lambda spec: spec,
     numel_max: int = SEGMENT_NUMEL,
 ) -> list[Segment]:
     """Cut one parameter.
@@ -479,25 +493,27 @@ def plan_segments(
         master: see `Segment`.
         bucket_bytes: most bytes of one segment's record and scratch; exceeded only where `segmented` is False.
         moves_gradient: its gradient is evicted; of that, too, a segment has at most `bucket_bytes`.
+        encode: says how a tensor of the state is stored. One that is encoded moves however small it is.
         numel_max: most elements of one segment, with the same exception.
     """
-    moving = tuple(spec for spec in specs if spec.dtype in PLAIN_DTYPES and spec.nbytes >= SMALL_BYTES)
+    plain = map(encode, (spec for spec in specs if spec.dtype in PLAIN_DTYPES))
+    moving = tuple(spec for spec in plain if spec.is_encoded or spec.nbytes >= SMALL_BYTES)
     dtypes = {spec.key: spec.dtype for spec in specs}
     whole = Segment(of, 0, of.numel, True, master, moving, dtypes)
     if not segmented or (whole.cost_bytes(remote, moves_gradient) <= bucket_bytes and of.numel <= numel_max):
         return [whole]
     like = [spec for spec in moving if spec.shape == tuple(of.local.shape)]
     # In eighths of a byte, because the ties of a split master take one bit.
-    eighths = 8 * (sum(spec.dtype.itemsize for spec in like) + whole.scratch_bytes_per_element(remote))
+    eighths = 8 * (sum(spec.stored_dtype.itemsize for spec in like) + whole.scratch_bytes_per_element(remote))
     if whole.master_moves:
         eighths += 8 * 2 + 1 if whole.is_split else 8 * 4
     if moves_gradient:
         eighths = max(eighths, 8 * of.dtype.itemsize)
-    room_bytes = bucket_bytes - ALIGNMENT_BYTES * (len(like) + 8)
+    room_bytes = bucket_bytes - ALIGNMENT_BYTES * (len(like) + len(whole.encoded) + 8)
     numel_max = max(min(8 * room_bytes // max(eighths, 1), numel_max), CUT_NUMEL)
     segments = []
     for start, stop in segment_cuts(of.numel, numel_max, low_precision=low_precision, threads=threads):
-        slices = tuple(StateSpec(spec.key, spec.dtype, (stop - start,), (1,)) for spec in like)
+        slices = tuple(StateSpec(spec.key, spec.dtype, (stop - start,), (1,), spec.encoding) for spec in like)
         segments.append(Segment(of, start, stop, False, master, slices, dtypes))
     return segments
 

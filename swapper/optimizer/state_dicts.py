@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from swapper.errors import ConfigError
 from swapper.optimizer.device_records import checksums_to_host
+from swapper.optimizer.encodings import STEPS
 from swapper.optimizer.plan import OptimizerPlan
 from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher
 from swapper.optimizer.segments import MASTER, Bucket, OptimizerParameter, Segment, as_shaped, is_edited
@@ -54,6 +55,7 @@ class StateRecords:
         self.plan = plan
         self.bucket_records = bucket_records
         self.store = store
+        self._noted_steps = 0
 
     def gather(self, parameters: Sequence[torch.nn.Parameter], allocate: Allocate) -> dict[int, dict[str, Any]]:
         """The state of `parameters`, by `id`, in the class's own format.
@@ -108,8 +110,29 @@ class StateRecords:
             set_grad_mode(False)
             checksums_to_host(segment for of in parameters for segment in of.segments)
 
-    def forget(self) -> None:
+    def put_into(self, state_dict: dict[str, Any], parameters: Sequence[torch.nn.Parameter]) -> None:
+        """Put the state of `parameters`, those of all groups in order, into `state_dict`. Errors as of `gather`."""
+        gathered = self.gather(parameters, self.allocator(parameters))
+        state_dict["state"] = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
+        if self.plan.encodes:
+            state_dict[STEPS] = self.bucket_records.steps
+
+    def note_steps(self, state_dict: Mapping[str, Any]) -> None:
+        """Note how many steps were made when `state_dict`, which is being loaded, was saved."""
+        steps = state_dict.get(STEPS)
+        self._noted_steps = steps if type(steps) is int and steps >= 0 else 0
+
+    def take_noted_steps(self) -> None:
+        """From here on random bits are those of the run that was noted. See [Note: encoded state] in `encodings`."""
+        self.bucket_records.steps = self._noted_steps
+
+    def reset(self) -> None:
         """As if no step had been made."""
+        self.bucket_records.steps = 0
+        self.forget()
+
+    def forget(self) -> None:
+        """Have no state."""
         for bucket in self.plan.buckets:
             self.bucket_records.discard(bucket)
             for segment in bucket.segments:
@@ -208,12 +231,14 @@ class _Gathered:
             self.edited = bool(segment.master) and is_edited(segment.of.segments, segment.local.detach())
         p = segment.local
         for key, value in opened.state_of(segment).items():
+            # What is encoded comes as it is stored, and is decoded by being copied.
+            dtype = segment.dtypes[key] if key in segment.encoded and key in segment.present else None
             if not segment.whole and isinstance(value, torch.Tensor) and value.shape == (segment.numel,):
-                flat = self._flat(key, p.numel(), value.dtype)
+                flat = self._flat(key, p.numel(), dtype or value.dtype)
                 flat[segment.start : segment.stop].copy_(value)
                 self.entries[key] = as_shaped(flat, p)
             elif key in segment.present:
-                flat = self._flat(key, value.numel(), value.dtype)
+                flat = self._flat(key, value.numel(), dtype or value.dtype)
                 self.entries[key] = flat.as_strided(value.shape, value.stride()).copy_(value)
             elif key not in self.entries:
                 self.entries[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)
@@ -257,7 +282,8 @@ def _write(
                 value = segment.slice_of(value)
             dtype = _kept_dtype(key, value, segment) if as_it_is else _loaded_dtype(key, value, segment, group)
             location = segment.locations.get(key)
-            if location is not None and value.shape == location.spec.shape and dtype == location.spec.dtype:
+            fits = location is not None and value.shape == location.spec.shape and dtype == location.spec.dtype
+            if fits and key not in segment.encoded:  # Those are encoded when they are kept.
                 state[key] = opened.stored(segment, key).copy_(value)
             else:
                 state[key] = value.to(device="cpu", dtype=dtype, copy=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 
 import torch
 
@@ -11,9 +12,27 @@ from swapper.io.devices import free_bytes, is_accelerator
 from swapper.optimizer.device_slots import SLOTS
 from swapper.sizes import format_bytes
 
-__all__ = ["has_room", "may_step_on_device", "step_bytes"]
+__all__ = ["device_of", "has_room", "may_step_on_device", "step_bytes"]
 
 log = logging.getLogger(__name__)
+
+
+def device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
+    """The device that all of `parameters` are on; the CPU if there are none.
+
+    Raises:
+        ConfigError: they are on several, or on one that swapper does not know.
+    """
+    devices = {p.device for p in parameters}
+    if not devices:
+        return torch.device("cpu")
+    if len(devices) > 1:
+        names = ", ".join(sorted(str(device) for device in devices))
+        raise ConfigError(f"the parameters are on several devices ({names}); give each device an optimizer of its own")
+    device = devices.pop()
+    if not is_accelerator(device) and device.type not in ("cpu", "meta"):
+        raise ConfigError(f"the parameters are on {device}; swapper knows the CPU and torch's accelerators")
+    return device
 
 
 def may_step_on_device(asked: str, device: torch.device) -> bool:

@@ -276,6 +276,7 @@ class Stepper:
         self._stored_bytes = None
         self._class_step.finish(optimizer)
         self._native.forget()
+        self._records.steps += 1
         if edited := [flag for flag in self._edited.values() if isinstance(flag, torch.Tensor)]:
             self._records.count_resets_later(torch.stack(edited).sum())
         self._forget_edited()
@@ -481,7 +482,8 @@ class Stepper:
             operand.edited = self._is_edited(operand)
         if on_device is not None:
             self._join(optimizer, on_device, operands)
-        opened = on_device or self._records.take(bucket)
+        opened = on_device or self._records.take(bucket, for_step=True)
+        opened.decode((operand.segment for operand in operands), scratch.take)
         native: list[NativeOperand] = []
         if on_device is None:
             # In backward the user's code runs between the buckets of a step.
@@ -531,7 +533,7 @@ class Stepper:
         self._native.run(native)
         masters: Masters = {}
         for each in native:
-            self._native.keep(each)
+            self._native.keep(each, opened)
             operand = each.operand
             if not operand.segment.master:
                 increment_version(operand.segment.parameter)

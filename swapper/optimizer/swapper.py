@@ -265,7 +265,7 @@ class OptimizerSwapper:
             return
         self._guard.note_cut_off(optimizer)
         with self._guard.replacing("forgetting optimizer state"):
-            self._records.forget()
+            self._records.reset()
         self._conversion.give_state_back(optimizer)
         self._made_anew()
 
@@ -528,15 +528,14 @@ class OptimizerSwapper:
 
     def _on_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> None:
         self._prepare("state_dict")
-        parameters = list(parameters_of(optimizer))
-        gathered = self._records.gather(parameters, self._records.allocator(parameters))
-        state_dict["state"] = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
+        self._records.put_into(state_dict, list(parameters_of(optimizer)))
 
     def _on_load_state_dict(self, optimizer: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         with agreed(is_shared(optimizer)):
             self._guard.check_open()
             self._guard.note_cut_off(optimizer)
             self._loading = state_by_position(optimizer, state_dict)
+            self._records.note_steps(state_dict)
         return {**state_dict, "state": {}}
 
     def _on_loaded(self, optimizer: Optimizer) -> None:
@@ -546,6 +545,7 @@ class OptimizerSwapper:
             with agreed(is_shared(optimizer)):
                 self._follower.follow(optimizer)
             given = [(p, state[i]) for i, p in enumerate(parameters_of(optimizer)) if i in state]
+            self._records.take_noted_steps()
             self._follower.load(optimizer, given, as_it_is=False, together=is_shared(optimizer))
         except Exception:
             self._conversion.give_state_back(optimizer)

@@ -23,11 +23,13 @@ class Entry:
         name: unique in the record.
         dtype: the safetensors name of the element type: "F32", "BF16", "U8", ...
         shape: in elements.
+        encoding: what the header says of it under its name in `__metadata__`; "" is nothing.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
+    encoding: str = ""
 
     @property
     def length_bytes(self) -> int:
@@ -85,7 +87,9 @@ class RecordLayout:
     @functools.cached_property
     def _fixed_table(self) -> tuple[bytes, int, int]:
         """The part that all headers share, as JSON without braces; the number of its pads; its end in bytes."""
-        table: dict[str, object] = {} if self.padded else {"__metadata__": {"format": "pt"}}
+        metadata = {} if self.padded else {"format": "pt"}
+        metadata |= {entry.name: entry.encoding for entry in self.entries if entry.encoding}
+        table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
         cursor = self.payload_bytes
         pads = 0
         for entry, offset in zip(self.entries, self.offsets_bytes, strict=True):
@@ -159,6 +163,7 @@ def _payload_bytes(entries: Sequence[Entry]) -> int:
     room = 512  # braces, the metadata, the last pads, the tail
     for entry in entries:
         room += len(json.dumps(entry.name)) + sum(len(str(size)) + 1 for size in entry.shape) + 200
+        room += len(json.dumps(entry.name)) + len(json.dumps(entry.encoding)) + 2 if entry.encoding else 0
     return round_up(room, PAGE_BYTES)
 
 

@@ -403,10 +403,14 @@ def test_what_a_later_version_brings_is_refused(
     assert "is not there yet in this version of swapper; use " in message
 
 
-def test_bf16_encoding_is_refused() -> None:
-    assert "offload_optimizer.encoding: 'bf16' is not there yet" in refused(
-        **nested("offload_optimizer.encoding", "bf16")
-    )
+@pytest.mark.parametrize("value", ["bf16", {"exp_avg": "bf16", "exp_avg_sq": "exact"}], ids=["all", "by-key"])
+def test_encodings_go_through_files_and_json(tmp_path: Path, value: object) -> None:
+    settings = {"nvme_path": str(tmp_path), "offload_optimizer": {"device": "nvme", "encoding": value}}
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(settings))
+    config = OffloadConfig.load(path)
+    assert config.offload_optimizer.encoding == value and config.offload_optimizer.encodes
+    assert OffloadConfig.model_validate_json(config.model_dump_json()) == config == copy.deepcopy(config)
 
 
 def test_table_of_refusals_is_tested_and_documented() -> None:

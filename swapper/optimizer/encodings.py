@@ -1,0 +1,109 @@
+"""Which state is stored in another form than the class has it, and at which index of its parameter an element is.
+
+[Note: encoded state] With `encoding: bf16` float32 state is stored as bfloat16, in half the bytes. A step decodes it to
+scratch, the class or the native core steps that, and it is encoded again, rounded at random ([Note: stochastic
+rounding] in `csrc/bf16_codec.h`). The random bits are a function of the number of the step, of the parameter's number
+among those of the groups, of the state's name and of the element's index in the whole parameter, in the order of
+memory. So bits depend on nothing that only says how the work is cut: buckets, threads, the pool, drives, ranks. The
+number of the step goes with state dicts and checkpoints, and a resumed run has the bits of one that went on. State that
+was decoded is encoded without a change, whatever the random bits are, so saving and loading lose nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+
+from swapper.errors import ConfigError
+from swapper.optimizer.probe import StateSpec
+from swapper.sizes import SMALL_BYTES
+from swapper.tensors.sharded import box_of, is_sharded, local_of
+from swapper.tensors.strides import contiguous_stride, is_dense, same_order
+
+__all__ = ["STEPS", "Encoding", "check_keys", "encoder_of", "first_index_of"]
+
+STEPS = "swapper_encoded_steps"
+"""Key in a state dict: the number of steps that the random bits have come to. torch's own loading passes it over."""
+
+Encoding = str | Mapping[str, str]
+"""As `offload_optimizer.encoding`."""
+
+_KEPT = {
+    "sum": "it only grows, and would stop where an addition is below its last digit",
+    "max_exp_avg_sq": "it is a maximum, which rounding up at random would let grow without end",
+    "step_size": "steps of Rprop are compared and multiplied, and do not average out",
+    "prev": "only the sign of it counts, and zero is one",
+    "ax": "it is an average of the parameters, and parameters are never encoded",
+}
+"""State that stays exact, and why."""
+
+
+def encoder_of(wanted: Encoding, parameter: torch.nn.Parameter) -> Callable[[StateSpec], StateSpec]:
+    """Says of each tensor of the state of `parameter` how it is stored: what comes back has that encoding."""
+    local = local_of(parameter)
+    shape = tuple(local.shape)
+    stride = tuple(local.stride()) if is_dense(local) else contiguous_stride(shape)
+    is_small = parameter.numel() * torch.float32.itemsize < SMALL_BYTES  # By the whole: the same on all ranks.
+
+    def encode(spec: StateSpec) -> StateSpec:
+        encoding = wanted if isinstance(wanted, str) else wanted.get(spec.key, "exact")
+        if encoding == "exact" or spec.key in _KEPT or is_small or not local.numel():
+            return spec
+        if spec.dtype is not torch.float32 or spec.shape != shape or not same_order(shape, spec.stride, stride):
+            return spec
+        return dataclasses.replace(spec, encoding=encoding)
+
+    return encode
+
+
+def check_keys(wanted: Encoding, name: str, known: Iterable[str]) -> None:
+    """Refuse keys that are to be encoded and cannot be.
+
+    Args:
+        name: of the optimizer's class.
+        known: the names of all tensors in its state; none if it has no parameter yet.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    keys = [] if isinstance(wanted, str) else [key for key, encoding in wanted.items() if encoding != "exact"]
+    there = sorted(set(known))
+    for key in keys:
+        if key in _KEPT:
+            raise ConfigError(f"offload_optimizer.encoding: {key} is always exact: {_KEPT[key]}; leave it out")
+        if there and key not in there:
+            raise ConfigError(
+                f"offload_optimizer.encoding: the state of {name} has no {key!r}; it has {', '.join(there)}"
+            )
+
+
+def first_index_of(parameter: torch.nn.Parameter, name: str, is_collective: bool) -> int:
+    """The index in all of a parameter of the first element that this rank has.
+
+    Args:
+        name: of the optimizer's class.
+        is_collective: DTensors are stepped as that, with collectives.
+
+    Raises:
+        ConfigError: what this rank has is no run of elements, or its class does not step those alone.
+    """
+    if not is_sharded(parameter):
+        return 0
+    if is_collective:
+        raise ConfigError(
+            f"offload_optimizer.encoding: {name}, which is not known to be elementwise, steps DTensors with "
+            "collectives, and its state is not encoded in this version of swapper; use encoding: exact"
+        )
+    local, box = local_of(parameter), box_of(parameter)
+    kinds = {type(each).__name__ for each in parameter.placements}  # type: ignore[attr-defined]
+    is_run = kinds <= {"Shard", "Replicate"} and box.sizes[1:] == tuple(parameter.shape)[1:] and local.is_contiguous()
+    if not is_run:
+        raise ConfigError(
+            f"offload_optimizer.encoding: a parameter is a DTensor of shape {tuple(parameter.shape)} with placements "
+            f"{parameter.placements}, and state is encoded only where ranks have whole rows, as "  # type: ignore[attr-defined]
+            "Shard(0) gives them; use encoding: exact"
+        )
+    return box.offsets[0] * math.prod(parameter.shape[1:]) if box.offsets else 0

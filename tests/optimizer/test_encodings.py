@@ -1,0 +1,713 @@
+"""`offload_optimizer.encoding: bf16`: a run has the bits of plain PyTorch whose state is rounded after each step."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import functools
+import json
+import math
+import zlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from configs import error_of
+from safetensors.torch import load_file
+from torch import nn
+from torch.optim import Optimizer
+from training import MORE, OPTIMIZERS, WIDTH, Make, assert_same, assert_same_state, backward, make_model, run, same_bits
+
+import swapper
+from swapper.io.handle import AsyncIOHandle, FaultPlan
+from swapper.optimizer.bf16_codec import RoundingKey, decode_bf16, encode_bf16
+
+KEPT = {"step", "sum", "max_exp_avg_sq", "step_size", "prev", "ax"}
+LARGE_NUMEL = 4096
+"""Of a parameter whose fp32 state is 16 KiB."""
+
+# --- The reference, written out --------------------------------------------------------------------------------------
+
+
+def philox(call: np.ndarray, key: RoundingKey) -> list[np.ndarray]:
+    """Philox4x32-10, after Salmon et al. 2011."""
+    low = np.uint64(0xFFFFFFFF)
+    c = [call & low, call >> np.uint64(32), np.full_like(call, key.step), np.full_like(call, key.parameter)]
+    k0, k1 = key.seed, zlib.crc32(key.name.encode())
+    for _ in range(10):
+        a, b = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+        c = [
+            (b >> np.uint64(32)) ^ c[1] ^ np.uint64(k0),
+            b & low,
+            (a >> np.uint64(32)) ^ c[3] ^ np.uint64(k1),
+            a & low,
+        ]
+        k0, k1 = (k0 + 0x9E3779B9) & 0xFFFFFFFF, (k1 + 0xBB67AE85) & 0xFFFFFFFF
+    return c
+
+
+def random_bits(first: int, numel: int, key: RoundingKey) -> np.ndarray:
+    index = np.arange(first, first + numel, dtype=np.uint64)
+    group, inside = index // np.uint64(64), index % np.uint64(64)
+    words = np.stack(philox(group * np.uint64(8) + inside % np.uint64(8), key))
+    half = (inside // np.uint64(8)).astype(np.int64)
+    word = words[half // 2, np.arange(numel)]
+    return (word >> (np.uint64(16) * (half % 2).astype(np.uint64))) & np.uint64(0xFFFF)
+
+
+def rounded(values: torch.Tensor, first: int, key: RoundingKey) -> torch.Tensor:
+    """fp32 that bf16 can hold, of finite fp32 values in 1-D."""
+    bits = values.view(torch.int32).numpy().astype(np.int64).astype(np.uint64) & np.uint64(0xFFFFFFFF)
+    bits = (bits + random_bits(first, values.numel(), key)) & np.uint64(0xFFFF0000)
+    return torch.from_numpy(bits.astype(np.uint32).view(np.int32)).view(torch.float32)
+
+
+class Reference:
+    """An optimizer of plain PyTorch whose state is rounded after each step."""
+
+    def __init__(self, optimizer: Optimizer, keys: set[str] | None = None) -> None:
+        self.optimizer, self.keys, self.steps = optimizer, keys, 0
+        self.zero_grad = optimizer.zero_grad
+
+    def step(self) -> None:
+        self.optimizer.step()
+        self.steps += 1
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for number, p in enumerate(parameters):
+            for key, value in self.optimizer.state.get(p, {}).items():
+                wanted = key not in KEPT if self.keys is None else key in self.keys
+                if wanted and p.numel() >= LARGE_NUMEL and torch.is_tensor(value) and value.shape == p.shape:
+                    new = rounded(value.view(-1), 0, RoundingKey(key, self.steps, number))
+                    value.copy_(new.view(value.shape))
+
+
+# --- Runs ------------------------------------------------------------------------------------------------------------
+
+
+def config_of(nvme_path: Path | list[Path], **settings: Any) -> swapper.OffloadConfig:
+    state = {"device": "nvme", "encoding": "bf16"} | settings.pop("state", {})
+    defaults = {"pool_bytes": "24MiB", "bucket_bytes": "256KiB"}
+    return swapper.OffloadConfig(nvme_path=nvme_path, offload_optimizer=state, **(defaults | settings))
+
+
+def wrap(make: Make, nvme_path: Any, model: nn.Module | None = None, **settings: Any) -> tuple[nn.Module, Optimizer]:
+    model = make_model() if model is None else model
+    optimizer = make(list(model.parameters()))
+    swapper.wrap_optimizer(optimizer, config_of(nvme_path, **settings))
+    return model, optimizer
+
+
+def adamw(parameters: list[nn.Parameter]) -> Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+@pytest.fixture(autouse=True)
+def _close_all(request: pytest.FixtureRequest) -> Iterator[None]:
+    threads = torch.get_num_threads()
+    yield
+    torch.set_num_threads(threads)
+
+
+def close(optimizer: Optimizer) -> None:
+    swapper.of(optimizer).close()
+
+
+# --- The codec -------------------------------------------------------------------------------------------------------
+
+
+KEY = RoundingKey("exp_avg", 1, 0)
+
+
+def encoded(values: torch.Tensor, first: int = 0, key: RoundingKey = KEY) -> torch.Tensor:
+    stored = torch.empty(values.numel(), dtype=torch.bfloat16)
+    encode_bf16(values, stored, first, key)
+    return stored
+
+
+def decoded(stored: torch.Tensor) -> torch.Tensor:
+    values = torch.empty(stored.numel(), dtype=torch.float32)
+    decode_bf16(stored, values)
+    return values
+
+
+def test_random_bits_are_those_of_the_paper() -> None:
+    """The first known answer of Philox4x32-10, of a counter and a key of zeros; and the others by the reference."""
+    zeros = np.zeros(1, dtype=np.uint64)
+    name = next(name for name in ["plumless", ""] if not zlib.crc32(name.encode()))
+    words = philox(zeros, RoundingKey(name, 0, 0, 0))
+    assert [int(word[0]) for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+
+
+@pytest.mark.parametrize("first", [0, 1, 63, 64, 1000, (1 << 35) + 17])
+@pytest.mark.parametrize("numel", [1, 63, 64, 65, 1000, 100_003])
+def test_the_core_rounds_as_the_reference(first: int, numel: int) -> None:
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+    key = RoundingKey("exp_avg_sq", 7, 3, seed=5)
+    assert same_bits(decoded(encoded(values, first, key)), rounded(values, first, key))
+
+
+def test_bits_depend_on_each_part_of_the_key() -> None:
+    values = torch.randn(4096, generator=torch.Generator().manual_seed(0))
+    keys = [("a", 1, 2, 3), ("b", 1, 2, 3), ("a", 2, 2, 3), ("a", 1, 3, 3), ("a", 1, 2, 4)]
+    found = [encoded(values, 0, RoundingKey(*key)) for key in keys] + [encoded(values, 4096, RoundingKey(*keys[0]))]
+    for i, one in enumerate(found):
+        assert not any(same_bits(one, other) for other in found[i + 1 :])
+
+
+@pytest.mark.parametrize("cut", [1, 64, 1000, 65_536])
+def test_bits_depend_neither_on_cuts_nor_on_threads(cut: int) -> None:
+    values = torch.randn(200_000 if cut > 1 else 2000, generator=torch.Generator().manual_seed(1))
+    torch.set_num_threads(1)
+    whole = encoded(values)
+    for threads in (1, 2, 4):
+        torch.set_num_threads(threads)
+        assert same_bits(encoded(values), whole)
+        parts = [encoded(part, i * cut) for i, part in enumerate(values.split(cut))]
+        assert same_bits(torch.cat(parts), whole)
+
+
+def test_what_bf16_can_hold_stays() -> None:
+    """All 65,536 of its values, NaNs and denormals too, at each place in a group of elements."""
+    stored = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for first in range(0, 64, 7):
+        assert same_bits(encoded(decoded(stored), first), stored)
+
+
+def test_special_values() -> None:
+    largest = torch.finfo(torch.float32).max
+    smallest = 2.0**-149
+    values = torch.tensor([0.0, -0.0, math.inf, -math.inf, math.nan, largest, -largest, smallest, -smallest])
+    ways = torch.stack([decoded(encoded(values, first)) for first in range(0, 64 * 9, 9)])
+    assert same_bits(ways[:, :4].contiguous(), values[:4].expand(64, 4).contiguous())
+    assert ways[:, 4].isnan().all()
+    held = torch.finfo(torch.bfloat16).max
+    assert (ways[:, 5] == held).all() and (ways[:, 6] == -held).all(), "a finite value became infinite"
+    assert ((ways[:, 7] == 0) | (ways[:, 7] == 2.0**-133)).all() and not ways[:, 7].signbit().any()
+    assert ((ways[:, 8] == 0) | (ways[:, 8] == -(2.0**-133))).all() and ways[:, 8].signbit().all()
+    low_payload = torch.tensor([0x7F800001, -0x7FFFFF], dtype=torch.int32).view(torch.float32)
+    assert decoded(encoded(low_payload)).isnan().all(), "a NaN became infinite"
+
+
+@pytest.mark.parametrize("value", [1.0 + 2.0**-9, -3.14159, 1e-20, 3.3 * 2.0**-135, 1.0 + 3 * 2.0**-23])
+def test_the_mean_is_the_value(value: float) -> None:
+    """To 4 standard errors, over 10^7 draws of each."""
+    numel, draws = 1 << 20, 10
+    exact = torch.full((numel,), value)
+    total, ones = 0.0, 0
+    for step in range(draws):
+        found = decoded(encoded(exact, 0, RoundingKey("exp_avg", step, 1))).double()
+        total += float((found - exact.double()).sum())
+        ones += int((found != found[0]).sum())
+    bits = int(exact[:1].view(torch.int32)) & 0xFFFFFFFF
+    below = (
+        torch.tensor([bits & 0xFFFF0000, (bits & 0xFFFF0000) + 0x10000]).to(torch.int32).view(torch.float32).double()
+    )
+    share = (bits & 0xFFFF) / 0x10000
+    sigma = float((below[1] - below[0]).abs()) * math.sqrt(share * (1 - share) / (numel * draws))
+    assert ones and abs(total / (numel * draws)) < 4 * sigma
+
+
+def test_neighbours_are_independent() -> None:
+    """Of two elements beside each other, of two steps, and of two tensors, a quarter is rounded up together."""
+    values = torch.full((1 << 20,), 1.0 + 2.0**-8)
+    up = [
+        (decoded(encoded(values, 0, key)) > values).double()
+        for key in (RoundingKey("a", 1, 0), RoundingKey("a", 2, 0), RoundingKey("b", 1, 0), RoundingKey("a", 1, 1))
+    ]
+    pairs = [(up[0][:-1], up[0][1:]), (up[0][:-8], up[0][8:]), *((up[0], other) for other in up[1:])]
+    for one, other in pairs:
+        assert abs(float((one * other).mean()) - 0.25) < 4 * math.sqrt(3 / 16 / one.numel())
+
+
+@pytest.mark.parametrize(
+    ("values", "stored"),
+    [
+        (torch.zeros(4), torch.zeros(5, dtype=torch.bfloat16)),
+        (torch.zeros(4, dtype=torch.float64), torch.zeros(4, dtype=torch.bfloat16)),
+        (torch.zeros(4), torch.zeros(4, dtype=torch.float16)),
+        (torch.zeros(2, 2), torch.zeros(4, dtype=torch.bfloat16)),
+    ],
+    ids=["lengths", "values", "stored", "dimensions"],
+)
+def test_other_tensors_are_refused(values: torch.Tensor, stored: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="it must be"):
+        encode_bf16(values, stored, 0, RoundingKey("a", 0, 0))
+
+
+# --- A run is that of the reference ----------------------------------------------------------------------------------
+
+CLASSES = {name: make for name, make in (OPTIMIZERS | MORE).items() if name not in ("Muon", "Adafactor")}
+
+
+@pytest.mark.sampled(6, together=1)
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("name", CLASSES)
+def test_each_class_has_the_bits_of_the_reference(nvme_path: Path, name: str, native: str) -> None:
+    plain = make_model()
+    reference = Reference(CLASSES[name](list(plain.parameters())))
+    run(plain, reference)
+    model, optimizer = wrap(CLASSES[name], nvme_path, state={"native_step": native})
+    run(model, optimizer)
+    assert_same(plain, model)
+    state_dict = optimizer.state_dict()
+    assert_same_state(state_dict, reference.optimizer.state_dict())
+    p = model[2].weight
+    for key, value in swapper.of(optimizer).state(p).items():
+        assert not torch.is_tensor(value) or same_bits(value.float(), state_dict["state"][2][key].float())
+    close(optimizer)
+
+
+class Lion(Optimizer):
+    """A user's own, after Chen et al. 2023, which leaves a new tensor as its state."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    old = self.state[p].get("momentum", torch.zeros_like(p))
+                    p.sub_((0.9 * old + 0.1 * p.grad).sign_(), alpha=group["lr"])
+                    self.state[p]["momentum"] = 0.99 * old + 0.01 * p.grad
+
+
+swapper.register_elementwise(Lion)
+
+
+@pytest.mark.parametrize("make", [Lion, OPTIMIZERS["Muon"]], ids=["registered", "stepped-whole"])
+def test_other_classes(nvme_path: Path, make: Make) -> None:
+    plain = make_model()
+    reference = Reference(make(list(plain.parameters())))
+    run(plain, reference)
+    model, optimizer = wrap(make, nvme_path)
+    run(model, optimizer)
+    assert_same(plain, model)
+    assert_same_state(optimizer.state_dict(), reference.optimizer.state_dict())
+    close(optimizer)
+
+
+def test_rows_and_columns_of_adafactor_stay_exact(nvme_path: Path) -> None:
+    plain, (model, optimizer) = make_model(), wrap(OPTIMIZERS["Adafactor"], nvme_path)
+    run(plain, OPTIMIZERS["Adafactor"](list(plain.parameters())))
+    run(model, optimizer)
+    assert_same(plain, model)
+    close(optimizer)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "1-thread": {"threads": 1},
+    "4-threads": {"threads": 4},
+    "buckets-of-16KiB": {"bucket_bytes": "16KiB"},
+    "buckets-of-1MiB": {"bucket_bytes": "1MiB"},
+    "least-pool": {"pool_bytes": "1MiB"},
+    "large-pool": {"pool_bytes": "64MiB"},
+    "resident": {"state": {"resident_bytes": "1MiB"}},
+    "in-memory": {"state": {"device": "cpu"}},
+    "two-drives": {"drives": 2},
+    "checksums": {"verify": "crc32c"},
+    "native": {"state": {"native_step": "auto"}},
+    "gradients": {"offload_gradient": {"device": "nvme"}},
+    "backward": {"state": {"step_in_backward": True}},
+    "backward-gradients": {"state": {"step_in_backward": True}, "offload_gradient": {"device": "nvme"}},
+}
+
+
+def reference_run() -> tuple[nn.Module, dict[str, Any]]:
+    """Of as many threads as now: the model's own bits depend on that."""
+    return _reference_run(torch.get_num_threads())
+
+
+@functools.cache
+def _reference_run(_threads: int) -> tuple[nn.Module, dict[str, Any]]:
+    plain = make_model()
+    reference = Reference(adamw(list(plain.parameters())))
+    run(plain, reference)
+    return plain, reference.optimizer.state_dict()
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_bits_do_not_depend_on_how_it_is_done(nvme_path: Path, name: str) -> None:
+    settings = copy.deepcopy(VARIANTS[name])
+    torch.set_num_threads(settings.pop("threads", 2))
+    paths = [nvme_path / f"drive{i}" for i in range(settings.pop("drives", 1))]
+    for path in paths:
+        path.mkdir()
+    model, optimizer = wrap(adamw, paths, **settings)
+    run(model, optimizer)
+    plain, state = reference_run()
+    assert_same(plain, model)
+    assert_same_state(optimizer.state_dict(), state)
+    close(optimizer)
+
+
+def test_accumulated_gradients(nvme_path: Path) -> None:
+    def train(model: nn.Module, optimizer: Any) -> None:
+        for seed in range(6):
+            backward(model, seed)
+            if seed % 2:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    plain = make_model()
+    train(plain, Reference(adamw(list(plain.parameters()))))
+    model, optimizer = wrap(
+        adamw,
+        nvme_path,
+        gradient_accumulation_steps=2,
+        offload_gradient={"device": "nvme"},
+        state={"native_step": "auto"},
+    )
+    train(model, optimizer)
+    assert_same(plain, model)
+    close(optimizer)
+
+
+@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_with_masters(nvme_path: Path, dtype: torch.dtype, native: str) -> None:
+    """State is rounded, and the masters are not."""
+    plain = make_model(dtype)
+    masters = [nn.Parameter(p.detach().float()) for p in plain.parameters()]
+    reference = Reference(adamw(masters))
+    model, optimizer = wrap(adamw, nvme_path, make_model(dtype), state={"master_weights": True, "native_step": native})
+    for seed in range(4):
+        backward(plain, seed)
+        for p, master in zip(plain.parameters(), masters, strict=True):
+            master.grad = p.grad.float()
+            p.grad = None
+        reference.step()
+        with torch.no_grad():
+            for p, master in zip(plain.parameters(), masters, strict=True):
+                p.copy_(master)
+        run(model, optimizer, range(seed, seed + 1))
+    assert_same(plain, model)
+    for p, master in zip(model.parameters(), masters, strict=True):
+        assert same_bits(swapper.of(optimizer).state(p)["master_param"], master)
+    close(optimizer)
+
+
+def test_state_in_the_dtype_of_bf16_parameters_is_as_it_was(nvme_path: Path) -> None:
+    """It is bf16 by itself, so there is nothing to encode."""
+    exact, optimizer = wrap(adamw, nvme_path, make_model(torch.bfloat16), state={"encoding": "exact"})
+    run(exact, optimizer)
+    close(optimizer)
+    model, optimizer = wrap(adamw, nvme_path, make_model(torch.bfloat16))
+    run(model, optimizer)
+    assert_same(exact, model)
+    close(optimizer)
+
+
+def test_one_key_alone(nvme_path: Path) -> None:
+    plain = make_model()
+    reference = Reference(adamw(list(plain.parameters())), {"exp_avg_sq"})
+    run(plain, reference)
+    model, optimizer = wrap(adamw, nvme_path, state={"encoding": {"exp_avg_sq": "bf16", "exp_avg": "exact"}})
+    run(model, optimizer)
+    assert_same(plain, model)
+    assert_same_state(optimizer.state_dict(), reference.optimizer.state_dict())
+    close(optimizer)
+
+
+def test_exact_is_what_it_was(nvme_path: Path) -> None:
+    plain = make_model()
+    optimizer = adamw(list(plain.parameters()))
+    run(plain, optimizer)
+    model, swapped = wrap(adamw, nvme_path, state={"encoding": {"exp_avg": "exact"}})
+    run(model, swapped)
+    assert_same(plain, model)
+    found = swapped.state_dict()
+    assert found.keys() == {"state", "param_groups"}
+    assert_same_state(found, optimizer.state_dict())
+    close(swapped)
+
+
+def test_a_parameter_that_comes_later(nvme_path: Path) -> None:
+    """Its number is that of its place in the groups, and those of the others stay."""
+
+    def train(model: nn.Sequential, optimizer: Any, add: Callable[[dict[str, Any]], None]) -> None:
+        run(model, optimizer, range(2))
+        add({"params": list(model[2].parameters()), "lr": 1e-3})
+        optimizer.zero_grad()
+        model[2].zero_grad()
+        run(model, optimizer, range(2, 5))
+
+    plain, model = make_model(), make_model()
+    reference = Reference(adamw(list(plain[0].parameters())))
+    train(plain, reference, reference.optimizer.add_param_group)
+    optimizer = adamw(list(model[0].parameters()))
+    swapper.wrap_optimizer(optimizer, config_of(nvme_path))
+    train(model, optimizer, optimizer.add_param_group)
+    assert_same(plain, model)
+    assert_same_state(optimizer.state_dict(), reference.optimizer.state_dict())
+    close(optimizer)
+
+
+# --- Resumed ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
+@pytest.mark.parametrize("at", range(1, 4))
+def test_a_resumed_run_has_the_bits_of_one_that_went_on(nvme_path: Path, tmp_path: Path, at: int, way: str) -> None:
+    model, optimizer = wrap(adamw, nvme_path)
+    run(model, optimizer, range(at))
+    if way == "checkpoint":
+        swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+    else:
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "saved.pt")
+    close(optimizer)
+    # Cut otherwise, so that nothing goes by records alone.
+    model, optimizer = wrap(adamw, nvme_path, bucket_bytes="64KiB" if at == 2 else "256KiB")
+    run(model, optimizer, range(at % 2))
+    if way == "checkpoint":
+        swapper.load_checkpoint(tmp_path / "saved", model, optimizer)
+    else:
+        saved = torch.load(tmp_path / "saved.pt")
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    run(model, optimizer, range(at, 4))
+    plain, state = reference_run()
+    assert_same(plain, model)
+    assert_same_state(optimizer.state_dict(), state)
+    close(optimizer)
+
+
+def test_reset_begins_anew(nvme_path: Path) -> None:
+    model, optimizer = wrap(adamw, nvme_path)
+    start = copy.deepcopy(model.state_dict())
+    run(model, optimizer, range(2))
+    swapper.of(optimizer).reset()
+    model.load_state_dict(start)
+    run(model, optimizer)
+    plain, _ = reference_run()
+    assert_same(plain, model)
+    close(optimizer)
+
+
+def test_plain_torch_loads_the_state_dict(nvme_path: Path) -> None:
+    model, optimizer = wrap(adamw, nvme_path)
+    run(model, optimizer)
+    plain = make_model()
+    plain.load_state_dict(model.state_dict())
+    loaded = adamw(list(plain.parameters()))
+    loaded.load_state_dict(optimizer.state_dict())
+    assert_same_state(loaded.state_dict(), optimizer.state_dict())
+    run(plain, loaded, range(4, 5))
+    close(optimizer)
+
+
+def test_unwrapping_keeps_the_state(nvme_path: Path) -> None:
+    model, optimizer = wrap(adamw, nvme_path)
+    run(model, optimizer)
+    swapper.unwrap_optimizer(optimizer)
+    assert_same_state(optimizer.state_dict(), reference_run()[1])
+
+
+# --- Between encodings -----------------------------------------------------------------------------------------------
+
+ENCODINGS: dict[str, Any] = {"exact": "exact", "bf16": "bf16", "mixed": {"exp_avg": "bf16"}}
+
+
+@pytest.mark.parametrize("way", ["state_dict", "checkpoint", "assigned"])
+@pytest.mark.parametrize("after", ENCODINGS)
+@pytest.mark.parametrize("before", ENCODINGS)
+def test_loading_between_encodings(nvme_path: Path, tmp_path: Path, before: str, after: str, way: str) -> None:
+    model, optimizer = wrap(adamw, nvme_path, state={"encoding": ENCODINGS[before]})
+    run(model, optimizer)
+    was = optimizer.state_dict()
+    other, loaded = wrap(adamw, nvme_path, state={"encoding": ENCODINGS[after]})
+    if way == "checkpoint":
+        swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+        swapper.load_checkpoint(tmp_path / "saved", other, loaded)
+    elif way == "assigned":
+        for p, q in zip(model.parameters(), other.parameters(), strict=True):
+            loaded.state[q] = swapper.of(optimizer).state(p)
+    else:
+        loaded.load_state_dict(was)
+    now = loaded.state_dict()
+    steps = 0 if way == "assigned" or before == "exact" else 4
+    for number, p in enumerate(other.parameters()):
+        for key in ("exp_avg", "exp_avg_sq"):
+            value = was["state"][number][key]
+            if p.numel() >= LARGE_NUMEL and (after == "bf16" or (after == "mixed" and key == "exp_avg")):
+                value = rounded(value.reshape(-1), 0, RoundingKey(key, steps, number)).view(value.shape)
+            assert same_bits(now["state"][number][key], value)
+    close(optimizer)
+    close(loaded)
+
+
+def test_wrapping_an_optimizer_that_has_state(nvme_path: Path) -> None:
+    model = make_model()
+    optimizer = adamw(list(model.parameters()))
+    run(model, optimizer)
+    was = copy.deepcopy(optimizer.state_dict())
+    swapper.wrap_optimizer(optimizer, config_of(nvme_path))
+    now = optimizer.state_dict()["state"][2]["exp_avg"]
+    expected = rounded(was["state"][2]["exp_avg"].reshape(-1), 0, RoundingKey("exp_avg", 0, 2))
+    assert same_bits(now.reshape(-1), expected)
+    close(optimizer)
+
+
+def test_a_checkpoint_and_its_files_say_how_state_is_stored(nvme_path: Path, tmp_path: Path) -> None:
+    model, optimizer = wrap(adamw, nvme_path, state={"encoding": {"exp_avg": "bf16"}}, bucket_bytes="8MiB")
+    run(model, optimizer)
+    state = optimizer.state_dict()["state"]
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+    index = json.loads((tmp_path / "saved" / "index.json").read_text())["optimizers"][0]
+    assert index["encoding"] == "bf16" and index["encoded_steps"] == 4
+    assert [each.get("encodings", {}) for each in index["parameters"]] == [
+        {"exp_avg": "bf16"} if each.numel() >= LARGE_NUMEL else {} for each in model.parameters()
+    ]
+    (path,) = (tmp_path / "saved").glob("optimizer-*.safetensors")
+    header = json.loads(path.read_bytes()[8:4096].split(b"\0")[0].decode().rstrip())
+    names = [name for name in header if name.endswith(".exp_avg")]
+    assert names and header["__metadata__"] == dict.fromkeys(names, "bf16")
+    tensors = load_file(path)
+    stored = {tuple(value.shape): value for name, value in tensors.items() if name in names}
+    for number in (0, 2):
+        value = state[number]["exp_avg"]
+        assert stored[tuple(value.shape)].dtype is torch.bfloat16
+        assert same_bits(stored[tuple(value.shape)].float(), value)
+    close(optimizer)
+
+
+def test_a_checkpoint_whose_index_says_another_encoding_is_refused(nvme_path: Path, tmp_path: Path) -> None:
+    model, optimizer = wrap(adamw, nvme_path)
+    run(model, optimizer)
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+    path = tmp_path / "saved" / "index.json"
+    fields = json.loads(path.read_text())
+    for parameter in fields["optimizers"][0]["parameters"]:
+        parameter.pop("encodings", None)
+    from swapper.checkpoint.index import with_checksum
+
+    fields.pop("crc32c")
+    path.write_bytes(with_checksum(json.dumps(fields, separators=(",", ":")).encode()))
+    with pytest.raises(swapper.SwapError, match="does not fit together"):
+        swapper.load_checkpoint(tmp_path / "saved", model, optimizer)
+    close(optimizer)
+
+
+# --- Bytes -----------------------------------------------------------------------------------------------------------
+
+
+def test_half_the_bytes_move(nvme_path: Path) -> None:
+    found = {}
+    for encoding in ("exact", "bf16"):
+        settings: dict[str, Any] = {"state": {"encoding": encoding}, "bucket_bytes": "2MiB"}
+        model, optimizer = wrap(adamw, nvme_path, **copy.deepcopy(settings))
+        run(model, optimizer)
+        large = sum(p.numel() for p in model.parameters() if p.numel() >= LARGE_NUMEL)
+        found[encoding] = swapper.of(optimizer).stats().state_bytes
+        report = swapper.check(
+            model, optimizer, config_of(nvme_path, state={"encoding": encoding}, bucket_bytes="2MiB")
+        )
+        assert report.state_bytes == found[encoding]
+        per_element = 8 if encoding == "exact" else 4
+        assert large * per_element <= found[encoding] <= large * per_element + 4 * 8192
+        close(optimizer)
+
+
+def test_a_pool_without_room_for_decoded_state_is_refused(nvme_path: Path) -> None:
+    """A bucket that is stepped whole has its record three times, and all of its state decoded."""
+    model = nn.Sequential(nn.Linear(512, 512, bias=False))
+    numel = 512 * 512
+    muon = OPTIMIZERS["Muon"]
+    message = error_of(lambda: wrap(muon, nvme_path, model, pool_bytes="2MiB", bucket_bytes="64KiB"))
+    assert message.startswith("pool_bytes: ")
+    least = 3 * 2 * numel + 4 * numel
+    _, optimizer = wrap(muon, nvme_path, model, pool_bytes=least + (64 << 10), bucket_bytes="64KiB")
+    assert swapper.of(optimizer).stats().pool_bytes <= least + (64 << 10)
+    close(optimizer)
+
+
+# --- Refusals --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("encoding", "says"),
+    [
+        ({"exp_avg_sqr": "bf16"}, "the state of AdamW has no 'exp_avg_sqr'; it has exp_avg, exp_avg_sq, step"),
+        ({"max_exp_avg_sq": "bf16"}, "max_exp_avg_sq is always exact: "),
+        ({"sum": "bf16"}, "sum is always exact: it only grows"),
+    ],
+    ids=["unknown", "maximum", "sum"],
+)
+def test_keys_that_cannot_be_encoded_are_refused(nvme_path: Path, encoding: dict[str, str], says: str) -> None:
+    message = error_of(lambda: wrap(adamw, nvme_path, state={"encoding": encoding}))
+    assert message.startswith("offload_optimizer.encoding: ") and says in message
+
+
+@pytest.mark.parametrize(
+    ("state", "says"),
+    [
+        ({"device": "none"}, "bf16 has no use with offload_optimizer.device: none"),
+        ({"step_device": "device"}, "is for steps on the CPU"),
+        ({"encoding": {"exp_avg": "int8"}}, "exp_avg: 'int8' is not there yet"),
+        ({"encoding": {"exp_avg": "bf61"}}, "exp_avg: 'bf61' is not one of exact, bf16, int8; did you mean 'bf16'?"),
+        ({"encoding": {1: "bf16"}}, "1 is not the name of a tensor of the state"),
+    ],
+    ids=["none", "device", "int8", "typo", "number"],
+)
+def test_configs_that_cannot_be_are_refused(nvme_path: Path, state: dict[str, Any], says: str) -> None:
+    message = error_of(lambda: config_of(nvme_path, state=state))
+    assert message.startswith("offload_optimizer.encoding: ") and says in message
+
+
+# --- Failures --------------------------------------------------------------------------------------------------------
+
+
+def test_a_write_that_fails(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with exact state: the next step raises, and nothing goes on before both are loaded again."""
+    plan = FaultPlan()
+    monkeypatch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+    model, optimizer = wrap(adamw, nvme_path, pool_bytes="1MiB")
+    run(model, optimizer, range(2))
+    saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    plan.fail_write_at = 2
+    with pytest.raises(swapper.SwapIOError) as caught:
+        run(model, optimizer, range(2, 4))
+    assert caught.value.errno == errno.EIO and caught.value.operation == "write"
+    with pytest.raises(swapper.SwapError):
+        optimizer.state_dict()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    optimizer.zero_grad()
+    run(model, optimizer, range(2, 4))
+    plain, state = reference_run()
+    assert_same(plain, model)
+    assert_same_state(optimizer.state_dict(), state)
+    close(optimizer)
+
+
+def test_a_step_that_fails_in_the_middle_counts_for_nothing(nvme_path: Path) -> None:
+    """Loaded again, the run goes on with the random bits of the step that failed."""
+
+    class Failing(torch.optim.AdamW):
+        fails_in = -1
+
+        def step(self, closure: Any = None) -> Any:
+            Failing.fails_in -= 1
+            if Failing.fails_in == 0:
+                raise RuntimeError("on purpose")
+            return super().step(closure)
+
+    model, optimizer = wrap(lambda p: Failing(p, lr=1e-2), nvme_path)
+    run(model, optimizer, range(2))
+    saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    Failing.fails_in = 3
+    with pytest.raises(RuntimeError, match="on purpose"):
+        run(model, optimizer, range(2, 3))
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    optimizer.zero_grad()
+    run(model, optimizer, range(2, 4))
+    assert_same(reference_run()[0], model)
+    close(optimizer)
+
+
+assert WIDTH * 40 >= LARGE_NUMEL > 3 * WIDTH, "some parameters are large and some are small"
