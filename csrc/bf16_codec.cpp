@@ -17,9 +17,10 @@ using codec::load32;
 using codec::store16;
 using codec::store32;
 
-// Elements whose random bits are made together, and calls of Philox that make them.
-constexpr std::size_t kGroupNumel = 64;
-constexpr std::size_t kCalls = 8;
+// Elements whose random bits are made together, and calls of Philox that make them: so many that the compiler
+// makes vectors of a loop over them, and does not unroll it.
+constexpr std::size_t kGroupNumel = 512;
+constexpr std::size_t kCalls = 64;
 
 // Threads take pieces of so many elements. Waking one takes about as long as two.
 constexpr std::size_t kPieceNumel = std::size_t{1} << 15;

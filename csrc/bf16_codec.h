@@ -10,10 +10,10 @@
 // eight elements:
 //
 //     key      seed, and a number of the state's name
-//     counter  number of the eight elements (64 bits), step, number of the parameter
+//     counter  number of the call (64 bits), step, number of the parameter
 //
-// Of 64 elements from a multiple of 64 on, element e has half (e / 8) of the call 8 * (e / 64) + e % 8, low
-// halves first: so a vector of eight calls gives vectors of elements.
+// Of 512 elements from a multiple of 512 on, which have 64 calls, element i has of call i % 64 the half
+// i / 64, low halves first: so vectors of calls give vectors of elements.
 //
 // What bf16 can hold stays as it is: zeros of both signs, infinities, and NaNs as far as their high half
 // goes. Denormals are rounded like all others. A finite value never becomes infinite: beyond the largest of

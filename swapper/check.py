@@ -69,6 +69,7 @@ class CheckReport:
         parameter_numel: elements of the optimizers' parameters.
         model_bytes: parameters, buffers and gradients of the model, as far as they stay in memory.
         state_bytes: optimizer state, as stored.
+        encoded_numel: elements of state, and not of parameters, that are stored as bf16 and lose bits.
         gradient_bytes: gradients that do not stay in memory, or on the GPU.
         parameter_bytes: parameters that do not stay in memory.
         buckets: how many records it is cut into.
@@ -111,6 +112,7 @@ class CheckReport:
     step_device_bytes: int = 0
     cache_token_bytes: int = 0
     cache_tokens: int = 0
+    encoded_numel: int = 0
 
     def __str__(self) -> str:
         rows = [
@@ -147,6 +149,9 @@ class CheckReport:
         if self.cache_token_bytes:
             room = f"; the drive has room for {self.cache_tokens:,} tokens" if self.cache_tokens else ""
             rows.append(("keys and values of a token", f"{format_bytes(self.cache_token_bytes)}{room}"))
+        if self.encoded_numel:
+            place = 1 + next(i for i, (name, _) in enumerate(rows) if name == "optimizer state")
+            rows[place:place] = [("  of it rounded to bf16, which is lossy", f"{self.encoded_numel:,} values")]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -241,6 +246,12 @@ def make_report(
         step_device_bytes=together,
         cache_token_bytes=token_bytes,
         cache_tokens=max(room_bytes - stored_bytes, 0) // token_bytes if token_bytes else 0,
+        encoded_numel=sum(
+            segment.numel * len(segment.encoded)
+            for plan in plans
+            for bucket in plan.buckets
+            for segment in bucket.segments
+        ),
     )
 
 

@@ -106,7 +106,7 @@ class OptimizerPlan:
         self.step_in_backward, self.steps_natively = state.step_in_backward, state.native_step == "auto"
         asked, wanted = state.step_device, [p for p in parameters if p.requires_grad]
         self.encodes = state.encodes
-        on_device = swaps_state and may_step_on_device(asked, self.device) and not self.encodes
+        on_device = swaps_state and may_step_on_device(asked, self.device, self.encodes)
         try:
             self._plan_for(optimizer, wanted, on_device)
             scratch_bytes = max((bucket.scratch_bytes for bucket in self.buckets), default=0)
@@ -540,6 +540,8 @@ class PlanFollower:
         with agreed(together):
             self.extend(optimizer, [p for p, _ in state])
             entries_of = self._state.checked(state)  # Before anything is replaced.
+        if not as_it_is:
+            self._state.take_noted_steps()
         with self._guard.replacing("loading optimizer state"), agreed(together):
             self._state.replace(optimizer, entries_of, lambda segment: entries_of[segment.of], as_it_is)
 

@@ -35,11 +35,12 @@ def device_of(parameters: Iterable[torch.Tensor]) -> torch.device:
     return device
 
 
-def may_step_on_device(asked: str, device: torch.device) -> bool:
+def may_step_on_device(asked: str, device: torch.device, encodes: bool = False) -> bool:
     """True if buckets are to be stepped on `device`, that of the parameters, if it has room.
 
     Args:
         asked: `offload_optimizer.step_device`.
+        encodes: some state is encoded, which is done on the CPU only.
 
     Raises:
         ConfigError: that is "device", and the parameters are on no accelerator.
@@ -49,7 +50,9 @@ def may_step_on_device(asked: str, device: torch.device) -> bool:
             "offload_optimizer.step_device: device steps parameters on the accelerator that they are on, and these are "
             f"on {device}; use auto or cpu"
         )
-    return asked != "cpu" and is_accelerator(device)
+    if encodes and asked == "auto" and is_accelerator(device):
+        log.warning("steps are made on the CPU, with its bits, because offload_optimizer.encoding is for those only")
+    return asked != "cpu" and is_accelerator(device) and not encodes
 
 
 def step_bytes(slot_bytes: int, scratch_bytes: int) -> int:

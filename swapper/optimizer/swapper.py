@@ -545,7 +545,6 @@ class OptimizerSwapper:
             with agreed(is_shared(optimizer)):
                 self._follower.follow(optimizer)
             given = [(p, state[i]) for i, p in enumerate(parameters_of(optimizer)) if i in state]
-            self._records.take_noted_steps()
             self._follower.load(optimizer, given, as_it_is=False, together=is_shared(optimizer))
         except Exception:
             self._conversion.give_state_back(optimizer)

@@ -18,10 +18,13 @@ import torch
 from configs import error_of
 from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 from training import MORE, OPTIMIZERS, WIDTH, Make, assert_same, assert_same_state, backward, make_model, run, same_bits
 
 import swapper
+from swapper.checkpoint.export import export_checkpoint
+from swapper.checkpoint.index import with_checksum
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.optimizer.bf16_codec import RoundingKey, decode_bf16, encode_bf16
 
@@ -51,9 +54,9 @@ def philox(call: np.ndarray, key: RoundingKey) -> list[np.ndarray]:
 
 def random_bits(first: int, numel: int, key: RoundingKey) -> np.ndarray:
     index = np.arange(first, first + numel, dtype=np.uint64)
-    group, inside = index // np.uint64(64), index % np.uint64(64)
-    words = np.stack(philox(group * np.uint64(8) + inside % np.uint64(8), key))
-    half = (inside // np.uint64(8)).astype(np.int64)
+    group, inside = index // np.uint64(512), index % np.uint64(512)
+    words = np.stack(philox(group * np.uint64(64) + inside % np.uint64(64), key))
+    half = (inside // np.uint64(64)).astype(np.int64)
     word = words[half // 2, np.arange(numel)]
     return (word >> (np.uint64(16) * (half % 2).astype(np.uint64))) & np.uint64(0xFFFF)
 
@@ -141,8 +144,8 @@ def test_random_bits_are_those_of_the_paper() -> None:
     assert [int(word[0]) for word in words] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
 
 
-@pytest.mark.parametrize("first", [0, 1, 63, 64, 1000, (1 << 35) + 17])
-@pytest.mark.parametrize("numel", [1, 63, 64, 65, 1000, 100_003])
+@pytest.mark.parametrize("first", [0, 1, 64, 511, 512, 1000, (1 << 40) + 17])
+@pytest.mark.parametrize("numel", [1, 63, 64, 511, 512, 513, 100_003])
 def test_the_core_rounds_as_the_reference(first: int, numel: int) -> None:
     values = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
     key = RoundingKey("exp_avg_sq", 7, 3, seed=5)
@@ -172,7 +175,7 @@ def test_bits_depend_neither_on_cuts_nor_on_threads(cut: int) -> None:
 def test_what_bf16_can_hold_stays() -> None:
     """All 65,536 of its values, NaNs and denormals too, at each place in a group of elements."""
     stored = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    for first in range(0, 64, 7):
+    for first in range(0, 512, 73):
         assert same_bits(encoded(decoded(stored), first), stored)
 
 
@@ -217,7 +220,7 @@ def test_neighbours_are_independent() -> None:
         (decoded(encoded(values, 0, key)) > values).double()
         for key in (RoundingKey("a", 1, 0), RoundingKey("a", 2, 0), RoundingKey("b", 1, 0), RoundingKey("a", 1, 1))
     ]
-    pairs = [(up[0][:-1], up[0][1:]), (up[0][:-8], up[0][8:]), *((up[0], other) for other in up[1:])]
+    pairs = [(up[0][:-1], up[0][1:]), (up[0][:-64], up[0][64:]), *((up[0], other) for other in up[1:])]
     for one, other in pairs:
         assert abs(float((one * other).mean()) - 0.25) < 4 * math.sqrt(3 / 16 / one.numel())
 
@@ -507,6 +510,76 @@ def test_unwrapping_keeps_the_state(nvme_path: Path) -> None:
     assert_same_state(optimizer.state_dict(), reference_run()[1])
 
 
+def test_state_dicts_of_distributed_checkpoints(nvme_path: Path) -> None:
+    """They leave out the number of the step: values are kept, and random bits begin anew."""
+    model, optimizer = wrap(adamw, nvme_path)
+    run(model, optimizer)
+    was = copy.deepcopy(optimizer.state_dict())
+    saved = get_optimizer_state_dict(model, optimizer)
+    other, loaded = wrap(adamw, nvme_path)
+    set_optimizer_state_dict(other, loaded, saved)
+    now = loaded.state_dict()
+    assert (was["swapper_encoded_steps"], now["swapper_encoded_steps"]) == (4, 0)
+    assert_same_state(now, was)
+    close(optimizer)
+    close(loaded)
+
+
+def test_a_load_that_is_refused_changes_nothing(nvme_path: Path) -> None:
+    model, optimizer = wrap(adamw, nvme_path)
+    run(model, optimizer, range(2))
+    broken = optimizer.state_dict()
+    broken["swapper_encoded_steps"] = 99
+    broken["state"][2] = {**broken["state"][2], "exp_avg": torch.zeros(3, 3)}
+    with pytest.raises(ValueError, match="no state was loaded"):
+        optimizer.load_state_dict(broken)
+    run(model, optimizer, range(2, 4))
+    assert_same(reference_run()[0], model)
+    close(optimizer)
+
+
+@pytest.mark.parametrize("step_device", ["cpu", "auto"])
+def test_a_model_on_an_accelerator_is_stepped_on_the_cpu(
+    nvme_path: Path, device: str, step_device: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    def train(model: nn.Module, optimizer: Any) -> None:
+        generator = torch.Generator().manual_seed(3)
+        for _ in range(3):
+            for p in model.parameters():
+                p.grad = torch.randn(p.shape, generator=generator).to(p.device)
+            optimizer.step()
+
+    plain = make_model()
+    reference = Reference(adamw(list(plain.parameters())))
+    train(plain, reference)
+    model, optimizer = wrap(adamw, nvme_path, make_model().to(device), state={"step_device": step_device})
+    train(model, optimizer)
+    assert_same(plain, model.cpu())
+    assert ("encoding is for those only" in caplog.text) == (step_device == "auto")
+    close(optimizer)
+
+
+@pytest.mark.parametrize("to", ["torch", "safetensors"])
+def test_an_exported_checkpoint_has_fp32(nvme_path: Path, tmp_path: Path, to: Any) -> None:
+    model, optimizer = wrap(adamw, nvme_path)
+    run(model, optimizer)
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+    target = tmp_path / ("exported.pt" if to == "torch" else "exported")
+    export_checkpoint(tmp_path / "saved", to, target)
+    state = optimizer.state_dict()["state"]
+    if to == "torch":
+        exported = torch.load(target)["optimizer"]["state"]
+        assert same_bits(exported[2]["exp_avg_sq"], state[2]["exp_avg_sq"])
+    else:
+        found = {}
+        for path in target.glob("optimizer*.safetensors"):
+            found |= load_file(path)
+        assert any(
+            value.dtype is torch.float32 and same_bits(value, state[2]["exp_avg_sq"]) for value in found.values()
+        )
+    close(optimizer)
+
+
 # --- Between encodings -----------------------------------------------------------------------------------------------
 
 ENCODINGS: dict[str, Any] = {"exact": "exact", "bf16": "bf16", "mixed": {"exp_avg": "bf16"}}
@@ -583,8 +656,6 @@ def test_a_checkpoint_whose_index_says_another_encoding_is_refused(nvme_path: Pa
     fields = json.loads(path.read_text())
     for parameter in fields["optimizers"][0]["parameters"]:
         parameter.pop("encodings", None)
-    from swapper.checkpoint.index import with_checksum
-
     fields.pop("crc32c")
     path.write_bytes(with_checksum(json.dumps(fields, separators=(",", ":")).encode()))
     with pytest.raises(swapper.SwapError, match="does not fit together"):
@@ -607,6 +678,8 @@ def test_half_the_bytes_move(nvme_path: Path) -> None:
             model, optimizer, config_of(nvme_path, state={"encoding": encoding}, bucket_bytes="2MiB")
         )
         assert report.state_bytes == found[encoding]
+        assert report.encoded_numel == (2 * large if encoding == "bf16" else 0)
+        assert ("rounded to bf16, which is lossy" in str(report)) == (encoding == "bf16")
         per_element = 8 if encoding == "exact" else 4
         assert large * per_element <= found[encoding] <= large * per_element + 4 * 8192
         close(optimizer)
