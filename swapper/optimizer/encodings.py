@@ -12,6 +12,7 @@ was decoded is encoded without a change, whatever the random bits are, so saving
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
 
@@ -23,7 +24,9 @@ from swapper.sizes import SMALL_BYTES
 from swapper.tensors.sharded import box_of, is_sharded, local_of
 from swapper.tensors.strides import contiguous_stride, is_dense, same_order
 
-__all__ = ["STEPS", "Encoding", "check_keys", "encoder_of", "first_index_of"]
+__all__ = ["STEPS", "Encoding", "check_keys", "encoder_of", "first_index_of", "note_if_none"]
+
+log = logging.getLogger(__name__)
 
 STEPS = "swapper_encoded_steps"
 """Key in a state dict: the number of steps that the random bits have come to. torch's own loading passes it over."""
@@ -78,6 +81,21 @@ def check_keys(wanted: Encoding, name: str, known: Iterable[str]) -> None:
             raise ConfigError(
                 f"offload_optimizer.encoding: the state of {name} has no {key!r}; it has {', '.join(there)}"
             )
+
+
+def note_if_none(name: str, are_encoded: Iterable[bool]) -> None:
+    """Say in the log that the setting has no effect, where no parameter of an optimizer has encoded state.
+
+    Args:
+        name: of the optimizer's class.
+        are_encoded: of each segment, whether some of its state is.
+    """
+    each = list(are_encoded)
+    if each and not any(each):
+        log.warning(
+            "offload_optimizer.encoding: no state of %s is encoded: it is none, small, not fp32, or always exact",
+            name,
+        )
 
 
 def first_index_of(parameter: torch.nn.Parameter, name: str, is_collective: bool) -> int:

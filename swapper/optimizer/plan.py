@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.io.devices import is_accelerator
-from swapper.optimizer.encodings import check_keys, encoder_of, first_index_of
+from swapper.optimizer.encodings import check_keys, encoder_of, first_index_of, note_if_none
 from swapper.optimizer.probe import (
     StateSpec,
     is_elementwise,
@@ -268,6 +268,8 @@ class OptimizerPlan:
         if self.encodes:
             specs = itertools.chain(*self._specs.values())
             check_keys(self._config.offload_optimizer.encoding, type(optimizer).__name__, (spec.key for spec in specs))
+            if not self.buckets:
+                note_if_none(type(optimizer).__name__, (bool(s.encoded) for known in made for s in known.segments))
         buckets = plan_buckets(
             self._owner,
             self._next_index,

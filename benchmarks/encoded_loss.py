@@ -1,0 +1,126 @@
+"""What the loss of a training makes of state in bf16: a small GPT, with the state exact and encoded, over some seeds.
+
+Each row is an optimizer; "exact" and "bf16" are the means over seeds of the loss on text that was not trained on,
+"bf16 - exact" is the mean of the differences, and "seeds" is how far apart exact runs of different seeds are (standard
+deviation).
+
+    python benchmarks/encoded_loss.py --nvme-path DIR [--steps 2000] [--seeds 3] [--classes AdamW NAdam RMSprop SGD]
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmark import keep_result, settings_of, system
+from gpt import GPT, Shape
+from text import batches, load_text
+
+import swapper
+
+CLASSES: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "AdamW": lambda parameters: torch.optim.AdamW(parameters, lr=1e-3),
+    "NAdam": lambda parameters: torch.optim.NAdam(parameters, lr=1e-3),
+    "RMSprop": lambda parameters: torch.optim.RMSprop(parameters, lr=3e-4),
+    "SGD": lambda parameters: torch.optim.SGD(parameters, lr=0.1, momentum=0.9),
+}
+ENCODINGS = ("exact", "bf16")
+EVALUATED = 20
+"""Batches of the loss that is compared."""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nvme-path", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--classes", nargs="+", choices=CLASSES, default=list(CLASSES))
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=96)
+    parser.add_argument("--context", type=int, default=64)
+    parser.add_argument("--every", type=int, default=50, help="steps between points of the curves")
+    parser.add_argument("--data", type=Path, help="file to train on instead of Python's own source files")
+    parser.add_argument("--chart", type=Path, help="draw the curves there, as docs/encodings.png")
+    parser.add_argument("--save", action="store_true", help="keep the result in results/")
+    parser.add_argument("--json", type=Path, help="also write the figures there")
+    arguments = parser.parse_args()
+    text = load_text(arguments.data)
+    held_out = len(text) // 10
+    print(f"{system()}; {arguments.steps} steps, {arguments.seeds} seeds", flush=True)
+    print(f"{'optimizer':<10}{'exact':>10}{'bf16':>10}{'bf16 - exact':>14}{'of it':>9}{'seeds':>10}")
+    rows: list[dict[str, Any]] = []
+    curves: dict[str, dict[str, list[list[float]]]] = {}
+    for name in arguments.classes:
+        curves[name] = {encoding: [] for encoding in ENCODINGS}
+        losses: dict[str, list[float]] = {encoding: [] for encoding in ENCODINGS}
+        for seed, encoding in itertools.product(range(arguments.seeds), ENCODINGS):
+            curve, loss = train(arguments, text[:-held_out], text[-held_out:], name, encoding, seed)
+            curves[name][encoding].append(curve)
+            losses[encoding].append(loss)
+        exact, encoded = (statistics.fmean(losses[encoding]) for encoding in ENCODINGS)
+        spread = statistics.stdev(losses["exact"]) if arguments.seeds > 1 else float("nan")
+        rows.append({"optimizer": name, "losses": losses, "spread": spread})
+        print(
+            f"{name:<10}{exact:>10.4f}{encoded:>10.4f}{encoded - exact:>+14.4f}{(encoded - exact) / exact:>+9.2%}"
+            f"{spread:>10.4f}",
+            flush=True,
+        )
+    keep_result(arguments, "encoded-loss", {"system": system(), "settings": settings_of(arguments), "rows": rows})
+    if arguments.chart:
+        draw(curves, arguments.every, arguments.chart)
+
+
+def train(
+    arguments: argparse.Namespace, text: torch.Tensor, held_out: torch.Tensor, name: str, encoding: str, seed: int
+) -> tuple[list[float], float]:
+    """The means of the training's losses, one for each `every` steps, and the loss on `held_out`."""
+    torch.manual_seed(seed)
+    shape = Shape(layers=arguments.layers, heads=4, width=arguments.width, context=arguments.context)
+    model = GPT(shape)
+    optimizer = CLASSES[name](model.parameters())
+    state = {"device": "nvme", "encoding": encoding, "native_step": "auto"}
+    config = swapper.OffloadConfig(nvme_path=arguments.nvme_path, pool_bytes="64MiB", offload_optimizer=state)
+    swapper.wrap_optimizer(optimizer, config)
+    losses = []
+    try:
+        for tokens, targets in itertools.islice(batches(text, 8, shape.context, seed), arguments.steps):
+            loss = model.loss(tokens, targets)
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    finally:
+        swapper.of(optimizer).close()
+    with torch.no_grad():
+        few = itertools.islice(batches(held_out, 32, shape.context, 0), EVALUATED)
+        result = statistics.fmean(model.loss(tokens, targets).item() for tokens, targets in few)
+    every = arguments.every
+    return [statistics.fmean(losses[at : at + every]) for at in range(0, len(losses), every)], result
+
+
+def draw(curves: dict[str, dict[str, list[list[float]]]], every: int, path: Path) -> None:
+    """A chart for each optimizer: every run, exact ones below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(curves), figsize=(4 * len(curves), 3.2), squeeze=False, layout="constrained")
+    for axis, (name, by_encoding) in zip(axes[0], curves.items(), strict=True):
+        for color, (encoding, runs) in zip(("black", "tab:red"), by_encoding.items(), strict=True):
+            for i, run in enumerate(runs):
+                steps = [every * (at + 1) for at in range(len(run))]
+                style = "-" if encoding == "exact" else "--"
+                axis.plot(steps, run, style, color=color, linewidth=1, alpha=0.7, label=encoding if i == 0 else None)
+        axis.set(title=name, xlabel="step", ylabel="training loss")
+        axis.legend()
+    figure.savefig(path, dpi=120)
+
+
+if __name__ == "__main__":
+    main()
