@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -163,12 +164,12 @@ class OpenBucket:
         return True
 
     def address(self) -> int:
-        """Of the first byte of the record. 0 if nothing of the bucket moves.
+        """Of the first byte of the record in the host's memory. 0 if nothing of the bucket moves.
 
         Raises:
             SwapError: the memory is not ours any more, or this is a forked child, where it does not exist.
         """
-        return 0 if self.memory is None else self.memory.view(0, 1, torch.uint8).data_ptr()
+        return 0 if self.lease is None else self.lease.tensor.data_ptr()
 
     def ties_offset_bytes(self, segment: Segment) -> int:
         """Offset in the record of the ties of the split master of `segment`; 0 if it has none."""
@@ -199,14 +200,16 @@ class OpenBucket:
         if not encoded:
             return
         ties = self._copy_ties(encoded)
-        cursor = self.bucket.layout.tail_offset_bytes
+        address, cursor = self.address(), self.bucket.layout.tail_offset_bytes
         for segment in self.bucket.segments:
             if segment in encoded:
                 segment.tie_bits, segment.checksum, ties[segment], bits = encoded[segment]
                 torch.autograd.graph.increment_version(bits)
-            if segment in ties:
-                self._tail(cursor, segment.tie_bytes).copy_(ties[segment][: segment.tie_bytes])
-            cursor += segment.tie_bytes
+            length_bytes = segment.tie_bytes
+            if length_bytes and segment in ties:
+                assert cursor + length_bytes <= self.bucket.length_bytes
+                ctypes.memmove(address + cursor, ties[segment].data_ptr(), length_bytes)
+            cursor += length_bytes
         self._ties_at = self._find_ties()
 
     def _encode(self, masters: Masters, ties: Mapping[Segment, torch.Tensor]) -> None:
@@ -252,7 +255,9 @@ class OpenBucket:
         """Write the header of the record as it is now to its buffer."""
         assert self.lease is not None
         header = self.bucket.layout.header(self.bucket.tie_bytes)
-        self.lease.tensor[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        room = self.lease.tensor
+        assert len(header) <= room.numel()
+        ctypes.memmove(room.data_ptr(), header, len(header))
 
 
 class BucketRecords:

@@ -190,11 +190,11 @@ class RecordCache:
                     return lease, False
                 record = self._read(key, lease)
             assert record.state is not RecordState.LIVE, f"{key} is in use already"
-            with interrupts_deferred():
-                is_followed = follows and self._writes.withdraw(record)  # It is written after the next `put`.
-                if is_followed:
-                    self.records.move(record, RecordState.LIVE, writing=False)
-                    self._metrics.hits += 1
+            if is_followed := follows:
+                with interrupts_deferred():
+                    if is_followed := self._writes.withdraw(record):  # It is written after the next `put`.
+                        self.records.move(record, RecordState.LIVE, writing=False)
+                        self._metrics.hits += 1
             if not is_followed:
                 self._start_write(record)
                 self._wait_for_content(record)
