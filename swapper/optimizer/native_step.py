@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Container, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -66,6 +66,7 @@ class NativeOperand:
 
     Attributes:
         small: its small state after the step, by key; of its recording, so tensors are to be cloned.
+        makes_copies: memory that is freed after the step was allocated for it.
         result: count of ties and checksum of the bits, of a split master, when it was stepped.
     """
 
@@ -73,6 +74,7 @@ class NativeOperand:
     program: NativeProgram
     segment: NativeSegment
     small: Mapping[str, Any]
+    makes_copies: bool
     result: tuple[int, int] = (0, 0)
 
 
@@ -128,6 +130,7 @@ class NativeSteps:
         self._class_step = class_step
         self._set = best_instruction_set() if enabled else 0
         self._recordings: dict[tuple[Any, ...], _Recording] = {}  # of this step
+        self._is_elementwise: bool | None = None  # the class, in this step; None: not asked yet
         self._options: dict[int, Hashable] = {}  # of each group, in this step; None: not comparable
         self._room: Tensor | None = None  # float32, for roots; of this step
         self._contractions: dict[tuple[Any, ...], int | None] = {}
@@ -138,6 +141,7 @@ class NativeSteps:
         """A step begins, or is over: what was recorded is not true of the next one."""
         self._recordings.clear()
         self._options.clear()
+        self._is_elementwise = None
         self._room = None
 
     def announce(self, optimizer: Optimizer, kinds: Iterable[tuple[int, int]]) -> None:
@@ -180,17 +184,21 @@ class NativeSteps:
         operands: Sequence[Operand],
         opened: OpenBucket,
         scratch: Scratch,
-        unedited: Container[OptimizerParameter],
+        edited: Mapping[OptimizerParameter, object],
     ) -> list[NativeOperand]:
         """Those of `operands` that `run` can step. Nothing is written but `scratch`.
 
         Args:
-            unedited: those that the user is known not to have changed, nor can have until the step is over.
+            edited: False for those that the user is known not to have changed, nor can have until the step is over.
 
         Raises:
             SwapError: a stored master is damaged.
         """
-        if not self.enabled or not is_elementwise(optimizer):
+        if not self.enabled:
+            return []
+        if self._is_elementwise is None:
+            self._is_elementwise = is_elementwise(optimizer)
+        if not self._is_elementwise:
             return []
         if any(operand.segment.of.sharded for operand in operands) or _share_memory(operands):
             return []
@@ -201,7 +209,7 @@ class NativeSteps:
             assert number is not None
             if number not in self._options:
                 self._options[number] = self._frozen_options(optimizer, number)
-            found = self._choose_one(optimizer, self._options[number], operand, opened, address, scratch, unedited)
+            found = self._choose_one(optimizer, self._options[number], operand, opened, address, scratch, edited)
             if found is not None:
                 chosen.append(found)
         return chosen
@@ -252,7 +260,7 @@ class NativeSteps:
         opened: OpenBucket,
         address: int,
         scratch: Scratch,
-        unedited: Container[OptimizerParameter],
+        edited: Mapping[OptimizerParameter, object],
     ) -> NativeOperand | None:
         segment = operand.segment
         if options is None or segment.numel < _NUMEL_MIN or operand.edited is not False:
@@ -274,7 +282,7 @@ class NativeSteps:
             return None
         if key in self._recordings and self._recordings[key].program is None:
             return None
-        if segment.master and segment.of not in unedited and segment.checksum != checksum(parts.values):
+        if segment.master and edited.get(segment.of) is not False and segment.checksum != checksum(parts.values):
             return None  # It was edited: the class's own way notes that.
         if key not in self._recordings:
             if len(self._recordings) >= _RECORDINGS_MAX:
@@ -289,7 +297,8 @@ class NativeSteps:
             return None
         new_ties = scratch.take(ties_bytes_max(segment.numel), torch.uint8) if segment.is_split else None
         native = _native_segment(segment, opened, parts, address, new_ties)
-        return NativeOperand(operand, recording.program, native, recording.small)
+        copies = operand.is_copied or native.gradient is not parts.gradient
+        return NativeOperand(operand, recording.program, native, recording.small, copies)
 
     def _frozen_options(self, optimizer: Optimizer, number: int) -> Hashable:
         try:
@@ -452,10 +461,10 @@ def _share_memory(operands: Sequence[Operand]) -> bool:
         if gradient is not None and gradient.layout is torch.strided:
             ranges.append((gradient.data_ptr(), gradient.nbytes, False))
     ranges.sort()
-    return any(
-        (is_parameter or next_is_parameter) and next_begin < begin + length
-        for (begin, length, is_parameter), (next_begin, _, next_is_parameter) in pairwise(ranges)
-    )
+    for (begin, length, is_parameter), (next_begin, _, next_is_parameter) in pairwise(ranges):
+        if next_begin < begin + length and (is_parameter or next_is_parameter):
+            return True
+    return False
 
 
 class _Parts(NamedTuple):

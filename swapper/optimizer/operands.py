@@ -77,6 +77,7 @@ class Operand:
         gradient: the same of its gradient; None where the class is given the user's own parameter.
         master: decoded, fp32, 1-D; None without one.
         tensor: given to the class.
+        is_copied: what the class is given of the gradient, or of the parameter, may be a copy, as where strides differ.
         on_host: all of the parameter's values, of which `bits` is a view, where those are on the host though the
             parameter is on an accelerator; else None.
         edited: the user has changed the parameter, so the master is made anew from it. Set before `make_tensors` where
@@ -89,6 +90,7 @@ class Operand:
     master: torch.Tensor | None = None
     tensor: torch.nn.Parameter | None = None
     edited: bool | torch.Tensor = False
+    is_copied: bool = False
     on_host: torch.Tensor | None = None
 
 
@@ -132,6 +134,7 @@ def fetch(
         elif segment.master or not segment.whole:
             operand.bits = segment.slice_of(local)
             operand.gradient = segment.slice_of(gradient) if gradient is not None else brought
+            operand.is_copied = not (local.is_contiguous() and (gradient is None or gradient.is_contiguous()))
         operands.append(operand)
     return operands
 

@@ -447,7 +447,9 @@ class Stepper:
             return
         if _takes_any(segment):
             return
-        gradient = local_gradient(p, gradient)
+        gradient, local = local_gradient(p, gradient), segment.local
+        if gradient.layout is torch.strided and (segment.whole or (gradient.is_contiguous() and local.is_contiguous())):
+            return
         if gradient.is_sparse:
             if self.plan.step_in_backward and not segment.whole and not segment.master and not self.plan.remote:
                 raise SwapError(
@@ -460,9 +462,9 @@ class Stepper:
                     "a sparse gradient came, which can be stepped only on the CPU and without master weights; make "
                     "it dense (nn.Embedding(sparse=False))"
                 )
-        elif not (segment.whole or same_layout(gradient, segment.local) or self.plan.strides_may_differ(segment)):
+        elif not (segment.whole or same_layout(gradient, local) or self.plan.strides_may_differ(segment)):
             raise SwapError(
-                f"a gradient has strides {gradient.stride()} and its parameter {segment.local.stride()}; stepped in "
+                f"a gradient has strides {gradient.stride()} and its parameter {local.stride()}; stepped in "
                 "segments that would give other bits. Assign gradients in the parameter's layout: "
                 "torch.empty_like(p).copy_(gradient)"
             )
@@ -487,8 +489,8 @@ class Stepper:
         native: list[NativeOperand] = []
         if on_device is None:
             # In backward the user's code runs between the buckets of a step.
-            unedited = () if self.plan.step_in_backward else {of for of, flag in self._edited.items() if flag is False}
-            native = self._native.choose(optimizer, operands, opened, scratch, unedited)
+            edited = {} if self.plan.step_in_backward else self._edited
+            native = self._native.choose(optimizer, operands, opened, scratch, edited)
         if native:
             chosen = {each.operand.segment for each in native}
             operands, all_operands = [each for each in operands if each.segment not in chosen], operands
@@ -522,7 +524,7 @@ class Stepper:
             if made_state and opened.lease is not None:
                 states.clear()
                 return_free_memory()
-            elif self._is_larger_than_pool():
+            elif (operands or any(each.makes_copies for each in native)) and self._is_larger_than_pool():
                 self._freed.add(bucket.length_bytes)  # About what the class made on the way to its results.
         self.done += 1
 
