@@ -255,9 +255,11 @@ class OpenBucket:
         """Write the header of the record as it is now to its buffer."""
         assert self.lease is not None
         header = self.bucket.layout.header(self.bucket.tie_bytes)
-        room = self.lease.tensor
-        assert len(header) <= room.numel()
-        ctypes.memmove(room.data_ptr(), header, len(header))
+        room = self.lease.tensor[: len(header)]
+        if room.is_cpu:  # Many times as fast as a copy of torch's.
+            ctypes.memmove(room.data_ptr(), header, room.nbytes)
+        else:
+            room.copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
 
 class BucketRecords:
