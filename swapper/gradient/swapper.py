@@ -85,7 +85,7 @@ class Window(Protocol):
         """The whole gradient of `p` is final, and in memory."""
 
     def fail_with_others(self, error: BaseException) -> None:
-        """Another rank has raised `error` in this backward."""
+        """A rank has raised `error` in this backward."""
 
 
 class GradientSwapper(EvictedGradients):

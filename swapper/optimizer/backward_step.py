@@ -206,9 +206,9 @@ class BackwardSteps:
                 known.arrived = 0
 
     def fail_with_others(self, error: BaseException) -> None:
-        """The step of a bucket has failed on another rank: see `raised_by_all`.
+        """This backward, in which buckets were stepped, has failed on a rank: see `raised_by_all`.
 
-        What is stepped here is not stepped there, so that this rank refuses what the other one does.
+        What is stepped on one rank may not be on another, so that all refuse the same from here on.
         """
         with self._lock:
             if self._window.stepped:

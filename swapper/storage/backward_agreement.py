@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -59,7 +59,7 @@ def raised_by_all(parameter: torch.Tensor, told: Callable[[BaseException], objec
     Mistakes of the user are raised at once: all ranks make them. So is all of a model that not all processes share.
 
     Args:
-        told: called with what another rank has raised, before it is raised here, where nothing went wrong.
+        told: called with what is raised, before it is, on all ranks: on one where nothing went wrong, too.
 
     Raises:
         ConfigError: raised within.
@@ -93,6 +93,7 @@ def _agree(task: int) -> None:
             if this.failure is not None:
                 raise this.failure
     except Exception as error:
-        for tell in this.told if this.failure is None else ():
-            tell(error)
+        with ExitStack() as all_of_them:
+            for tell in this.told:
+                all_of_them.callback(tell, error)
         raise

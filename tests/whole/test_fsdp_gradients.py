@@ -426,10 +426,43 @@ def fail_in_backward(rank: int, directory: str) -> None:
         torch.distributed.barrier()
 
 
-def test_a_program_goes_on_after_a_step_in_backward_has_failed_on_one_rank(
+def lose_a_sum_in_backward(rank: int, directory: str) -> None:
+    """As `fail_in_backward`, where no step fails: after some buckets are stepped a sum cannot be read."""
+    models = [sharded(Case(), count=4) for _ in range(2)]
+    plain, net = models
+    optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in models]
+    config = config_of(directory, "2MiB", state={"step_in_backward": True}, gradient_accumulation_steps=2, **ON_DRIVE)
+    swapper.offload(net, optimizers[1], config)
+    for failing in (0, 1):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        backward(models)
+        backward(models[:1], 1)
+        optimizers[0].step()
+        with unreadable(9, gradients=True) if rank == failing else contextlib.nullcontext():
+            fails(rank, failing, functools.partial(backward, [net], 1), "cannot be read")
+        optimizers[1].zero_grad()  # Of buckets that are stepped it would be refused: on none, or on all.
+        with pytest.raises(swapper.SwapError, match="load both from a checkpoint"):
+            optimizers[1].step()
+        net.load_state_dict(plain.state_dict())
+        optimizers[1].load_state_dict(optimizers[0].state_dict())
+        optimizers[1].zero_grad()
+        optimizers[0].zero_grad()
+        for seed in (2, 3):
+            backward(models, seed)
+        end_step(models, optimizers)
+    close(net, optimizers[1])
+
+
+def go_on_after_failures(rank: int, directory: str) -> None:
+    fail_in_backward(rank, directory)
+    lose_a_sum_in_backward(rank, directory)
+
+
+def test_a_program_goes_on_after_a_backward_that_steps_has_failed_on_one_rank(
     nvme_path: Path, leaves_nothing: None
 ) -> None:
-    in_processes(fail_in_backward, str(nvme_path))
+    in_processes(go_on_after_failures, str(nvme_path))
 
 
 def cannot_read(rank: int, directory: str) -> None:
