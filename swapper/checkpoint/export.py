@@ -29,6 +29,7 @@ from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.dcp import SwapStorageWriter
 from swapper.files.fastsave import Prepared
 from swapper.files.output_file import OutputFile
+from swapper.optimizer.encodings import STEPS
 from swapper.optimizer.segments import MASTER
 from swapper.progress import progress_bar
 from swapper.sizes import SMALL_BYTES
@@ -247,7 +248,8 @@ class _Export:
         for slot, name in enumerate(names):
             if entries := self.state_of(number, slot):
                 found[name] = {key: self._tensor(value) for key, value in entries.items()}
-        return {"state": found, "param_groups": state.groups(names)}
+        steps = {} if state.saved.encoding == "exact" else {STEPS: state.saved.encoded_steps}
+        return {"state": found, "param_groups": state.groups(names), **steps}
 
     def optimizers_by_name(self) -> dict[str, Any]:
         """One state dict of all optimizers, as `torch.distributed.checkpoint.state_dict.get_state_dict` gives it."""

@@ -24,6 +24,7 @@ from swapper.checkpoint.state_writer import StateWriter, described_parameter, me
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, header_bytes, read_directory
+from swapper.optimizer.encodings import steps_in
 from swapper.optimizer.segments import MASTER
 from swapper.progress import progress_bar
 from swapper.tensors.strides import contiguous_stride, is_dense
@@ -390,6 +391,7 @@ def _optimizer(
     rounded_to = _rounded_to(model, known, entries, what)
     writer = StateWriter(new, number, kind, groups, described)
     writer.save_memory(entries, rounded_to)
+    writer.saved.encoded_steps = steps_in(state)
     return writer.saved, writer.step
 
 

@@ -15,6 +15,7 @@ import dataclasses
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import torch
 
@@ -24,7 +25,7 @@ from swapper.sizes import SMALL_BYTES
 from swapper.tensors.sharded import box_of, is_sharded, local_of
 from swapper.tensors.strides import contiguous_stride, is_dense, same_order
 
-__all__ = ["STEPS", "Encoding", "check_keys", "encoder_of", "first_index_of", "note_if_none"]
+__all__ = ["STEPS", "Encoding", "check_keys", "encoder_of", "first_index_of", "note_if_none", "steps_in"]
 
 log = logging.getLogger(__name__)
 
@@ -43,9 +44,20 @@ _KEPT = {
 }
 """State that stays exact, and why."""
 
+_KEPT_TOGETHER = {"square_avg", "grad_avg"}
+"""Those of `RMSprop(centered=True)`, which takes the root of the one less the square of the other: where gradients vary
+little they are nearly equal, and the difference of what is rounded comes to be below zero."""
 
-def encoder_of(wanted: Encoding, parameter: torch.nn.Parameter) -> Callable[[StateSpec], StateSpec]:
-    """Says of each tensor of the state of `parameter` how it is stored: what comes back has that encoding."""
+
+def encoder_of(
+    wanted: Encoding, parameter: torch.nn.Parameter, state: Iterable[str]
+) -> Callable[[StateSpec], StateSpec]:
+    """Says of each tensor of the state of `parameter` how it is stored: what comes back has that encoding.
+
+    Args:
+        state: the names of all of them.
+    """
+    keeps = {*_KEPT, *(_KEPT_TOGETHER if {*state} >= _KEPT_TOGETHER else ())}
     local = local_of(parameter)
     shape = tuple(local.shape)
     stride = tuple(local.stride()) if is_dense(local) else contiguous_stride(shape)
@@ -53,7 +65,7 @@ def encoder_of(wanted: Encoding, parameter: torch.nn.Parameter) -> Callable[[Sta
 
     def encode(spec: StateSpec) -> StateSpec:
         encoding = wanted if isinstance(wanted, str) else wanted.get(spec.key, "exact")
-        if encoding == "exact" or spec.key in _KEPT or is_small or not local.numel():
+        if encoding == "exact" or spec.key in keeps or is_small or not local.numel():
             return spec
         if spec.dtype is not torch.float32 or spec.shape != shape or not same_order(shape, spec.stride, stride):
             return spec
@@ -77,6 +89,11 @@ def check_keys(wanted: Encoding, name: str, known: Iterable[str]) -> None:
     for key in keys:
         if key in _KEPT:
             raise ConfigError(f"offload_optimizer.encoding: {key} is always exact: {_KEPT[key]}; leave it out")
+        if key in _KEPT_TOGETHER and {*there} >= _KEPT_TOGETHER:
+            raise ConfigError(
+                f"offload_optimizer.encoding: {key} of {name}(centered=True) is always exact: it takes the root of a "
+                "difference that rounding would make negative; leave it out"
+            )
         if there and key not in there:
             raise ConfigError(
                 f"offload_optimizer.encoding: the state of {name} has no {key!r}; it has {', '.join(there)}"
@@ -98,6 +115,12 @@ def note_if_none(name: str, are_encoded: Iterable[bool]) -> None:
         )
 
 
+def steps_in(state_dict: Mapping[str, Any]) -> int:
+    """How many steps were made when `state_dict` was saved, as far as it says so; else 0."""
+    steps = state_dict.get(STEPS)
+    return steps if type(steps) is int and steps >= 0 else 0
+
+
 def first_index_of(parameter: torch.nn.Parameter, name: str, is_collective: bool) -> int:
     """The index in all of a parameter of the first element that this rank has.
 
@@ -115,13 +138,17 @@ def first_index_of(parameter: torch.nn.Parameter, name: str, is_collective: bool
             f"offload_optimizer.encoding: {name}, which is not known to be elementwise, steps DTensors with "
             "collectives, and its state is not encoded in this version of swapper; use encoding: exact"
         )
-    local, box = local_of(parameter), box_of(parameter)
-    kinds = {type(each).__name__ for each in parameter.placements}  # type: ignore[attr-defined]
-    is_run = kinds <= {"Shard", "Replicate"} and box.sizes[1:] == tuple(parameter.shape)[1:] and local.is_contiguous()
+    shape, box = tuple(parameter.shape), box_of(parameter)
+    # By what is the same on all ranks, so that all refuse alike.
+    has_rows = all(
+        type(each).__name__ == "Replicate" or count == 1 or (type(each).__name__ == "Shard" and each.dim == 0)
+        for each, count in zip(parameter.placements, parameter.device_mesh.shape, strict=True)  # type: ignore[attr-defined]
+    )
+    is_run = has_rows and same_order(shape, tuple(parameter.stride()), contiguous_stride(shape))
     if not is_run:
         raise ConfigError(
-            f"offload_optimizer.encoding: a parameter is a DTensor of shape {tuple(parameter.shape)} with placements "
+            f"offload_optimizer.encoding: a parameter is a DTensor of shape {shape} with placements "
             f"{parameter.placements}, and state is encoded only where ranks have whole rows, as "  # type: ignore[attr-defined]
             "Shard(0) gives them; use encoding: exact"
         )
-    return box.offsets[0] * math.prod(parameter.shape[1:]) if box.offsets else 0
+    return box.offsets[0] * math.prod(shape[1:]) if box.offsets else 0

@@ -442,7 +442,7 @@ class OptimizerPlan:
             bucket_bytes=self._config.bucket_bytes,
             remote=self.remote,
             moves_gradient=self.moves_gradients,
-            encode=encoder_of(self._config.offload_optimizer.encoding, p),
+            encode=encoder_of(self._config.offload_optimizer.encoding, p, (spec.key for spec in self._specs[like])),
             numel_max=DEVICE_SEGMENT_NUMEL if self.on_device else SEGMENT_NUMEL,
         )
 

@@ -256,6 +256,7 @@ class OpenBucket:
         assert self.lease is not None
         header = self.bucket.layout.header(self.bucket.tie_bytes)
         room = self.lease.tensor[: len(header)]
+        assert room.nbytes == len(header)
         if room.is_cpu:  # Many times as fast as a copy of torch's.
             ctypes.memmove(room.data_ptr(), header, room.nbytes)
         else:

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from swapper.errors import ConfigError
 from swapper.optimizer.device_records import checksums_to_host
-from swapper.optimizer.encodings import STEPS
+from swapper.optimizer.encodings import STEPS, steps_in
 from swapper.optimizer.plan import OptimizerPlan
 from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher
 from swapper.optimizer.segments import MASTER, Bucket, OptimizerParameter, Segment, as_shaped, is_edited
@@ -119,8 +119,7 @@ class StateRecords:
 
     def note_steps(self, state_dict: Mapping[str, Any]) -> None:
         """Note how many steps were made when `state_dict`, which is being loaded, was saved."""
-        steps = state_dict.get(STEPS)
-        self._noted_steps = steps if type(steps) is int and steps >= 0 else 0
+        self._noted_steps = steps_in(state_dict)
 
     def take_noted_steps(self) -> None:
         """From here on random bits are those of the run that was noted. See [Note: encoded state] in `encodings`."""
@@ -286,7 +285,7 @@ def _write(
             if fits and key not in segment.encoded:  # Those are encoded when they are kept.
                 state[key] = opened.stored(segment, key).copy_(value)
             else:
-                state[key] = value.to(device="cpu", dtype=dtype, copy=True)
+                state[key] = value.to(device="cpu", dtype=dtype, copy=not fits)
         opened.keep(segment, state)
         if segment.master and MASTER in entries:
             master = entries[MASTER].detach()

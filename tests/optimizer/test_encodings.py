@@ -25,6 +25,7 @@ from training import MORE, OPTIMIZERS, WIDTH, Make, assert_same, assert_same_sta
 import swapper
 from swapper.checkpoint.export import export_checkpoint
 from swapper.checkpoint.index import with_checksum
+from swapper.checkpoint.plain_import import import_checkpoint
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.optimizer.bf16_codec import RoundingKey, decode_bf16, encode_bf16
 
@@ -80,8 +81,10 @@ class Reference:
         self.steps += 1
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         for number, p in enumerate(parameters):
-            for key, value in self.optimizer.state.get(p, {}).items():
-                wanted = key not in KEPT if self.keys is None else key in self.keys
+            state = self.optimizer.state.get(p, {})
+            kept = {*KEPT, "grad_avg", "square_avg"} if "grad_avg" in state else KEPT
+            for key, value in state.items():
+                wanted = key not in kept if self.keys is None else key in self.keys
                 if wanted and p.numel() >= LARGE_NUMEL and torch.is_tensor(value) and value.shape == p.shape:
                     new = rounded(value.view(-1), 0, RoundingKey(key, self.steps, number))
                     value.copy_(new.view(value.shape))
@@ -568,8 +571,15 @@ def test_an_exported_checkpoint_has_fp32(nvme_path: Path, tmp_path: Path, to: An
     export_checkpoint(tmp_path / "saved", to, target)
     state = optimizer.state_dict()["state"]
     if to == "torch":
-        exported = torch.load(target)["optimizer"]["state"]
-        assert same_bits(exported[2]["exp_avg_sq"], state[2]["exp_avg_sq"])
+        exported = torch.load(target)["optimizer"]
+        assert same_bits(exported["state"][2]["exp_avg_sq"], state[2]["exp_avg_sq"])
+        # And back, with the number of the step.
+        steps = optimizer.state_dict()["swapper_encoded_steps"]
+        swapper.of(optimizer).reset()
+        import_checkpoint(target, tmp_path / "imported", optimizer="AdamW")
+        swapper.load_checkpoint(tmp_path / "imported", model, optimizer)
+        assert_same_state(optimizer.state_dict(), exported)
+        assert optimizer.state_dict()["swapper_encoded_steps"] == exported["swapper_encoded_steps"] == steps > 0
     else:
         found = {}
         for path in target.glob("optimizer*.safetensors"):
@@ -701,6 +711,22 @@ def test_a_pool_without_room_for_decoded_state_is_refused(nvme_path: Path) -> No
     close(optimizer)
 
 
+def test_a_difference_of_averages_stays_positive(nvme_path: Path) -> None:
+    """`RMSprop(centered=True)` takes the root of one: gradients that vary little made parameters NaN."""
+    p = nn.Parameter(torch.zeros(LARGE_NUMEL))
+    optimizer = torch.optim.RMSprop([p], lr=1e-4, centered=True, momentum=0.9)
+    swapper.wrap_optimizer(optimizer, config_of(nvme_path))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(400):
+        p.grad = 1 + 0.1 * torch.randn(p.shape, generator=generator)
+        optimizer.step()
+    assert p.isfinite().all()
+    state = swapper.of(optimizer).state(p)
+    halves = {key: not (value.view(torch.int32) & 0xFFFF).any() for key, value in state.items() if value.dim()}
+    assert halves == {"square_avg": False, "grad_avg": False, "momentum_buffer": True}
+    close(optimizer)
+
+
 # --- Refusals --------------------------------------------------------------------------------------------------------
 
 
@@ -710,11 +736,13 @@ def test_a_pool_without_room_for_decoded_state_is_refused(nvme_path: Path) -> No
         ({"exp_avg_sqr": "bf16"}, "the state of AdamW has no 'exp_avg_sqr'; it has exp_avg, exp_avg_sq, step"),
         ({"max_exp_avg_sq": "bf16"}, "max_exp_avg_sq is always exact: "),
         ({"sum": "bf16"}, "sum is always exact: it only grows"),
+        ({"square_avg": "bf16"}, "square_avg of RMSprop(centered=True) is always exact: "),
     ],
-    ids=["unknown", "maximum", "sum"],
+    ids=["unknown", "maximum", "sum", "centered"],
 )
 def test_keys_that_cannot_be_encoded_are_refused(nvme_path: Path, encoding: dict[str, str], says: str) -> None:
-    message = error_of(lambda: wrap(adamw, nvme_path, state={"encoding": encoding}))
+    make = functools.partial(torch.optim.RMSprop, centered=True) if "square_avg" in encoding else adamw
+    message = error_of(lambda: wrap(make, nvme_path, state={"encoding": encoding}))
     assert message.startswith("offload_optimizer.encoding: ") and says in message
 
 

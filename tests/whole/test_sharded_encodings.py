@@ -79,9 +79,13 @@ def compare(module: nn.ParameterList, optimizer: torch.optim.Optimizer, expected
 
 
 def refuse_columns(mesh: Any, path: Path) -> None:
-    value = torch.randn(96, 96, generator=torch.Generator().manual_seed(0))
-    for placements, works in (([Shard(1)], False), ([Replicate()], True)):
-        p = nn.Parameter(distribute_tensor(value, mesh, placements))
+    square, column = (
+        torch.randn(*shape, generator=torch.Generator().manual_seed(0)) for shape in ((96, 96), (9216, 1))
+    )
+    # Of one column the first rank has all; it refuses as the others do.
+    cases: list[tuple[torch.Tensor, Any, bool]] = [(square, Shard(1), False), (column, Shard(1), False)]
+    for value, placement, works in [*cases, (square, Replicate(), True)]:
+        p = nn.Parameter(distribute_tensor(value, mesh, [placement]))
         optimizer = torch.optim.AdamW([p])
         if not works:
             with pytest.raises(swapper.ConfigError, match=r"encoding: a parameter is a DTensor of shape"):
@@ -89,7 +93,7 @@ def refuse_columns(mesh: Any, path: Path) -> None:
         else:
             swapper.wrap_optimizer(optimizer, config_of(path))
             swapper.of(optimizer).close()
-    p = nn.Parameter(distribute_tensor(value, mesh, [Shard(0)]))
+    p = nn.Parameter(distribute_tensor(square, mesh, [Shard(0)]))
     with pytest.raises(swapper.ConfigError, match=r"encoding: Muon, which is not known"):
         swapper.wrap_optimizer(torch.optim.Muon([p]), config_of(path))
 
