@@ -707,7 +707,8 @@ def count_memory(rank: int, directory: str) -> None:
         gc.collect()
     # Two that FSDP2 gathers, and the buffer of a collective for each.
     assert max(grown[1:]) < POOL_BYTES + 4 * LAYER_BYTES + (2 << 20), grown
-    assert grown[2] < grown[1] + LAYER_BYTES, grown
+    # 28 layers more have 28 times that. Their modules and hooks take 0.8 MB, and threads may have one or two at once.
+    assert grown[2] < grown[1] + 3 * LAYER_BYTES, grown
 
 
 @pytest.mark.thorough("by default: the bits with the least pool")
