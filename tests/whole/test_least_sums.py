@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from sampling import ALL, SEED
+from sampling import ALL, EVERY, SEED
 from torch import nn
 from training import same_bits
 
@@ -24,8 +24,9 @@ from swapper.errors import ConfigError
 from swapper.parameter import records as parameter_records
 from swapper.sizes import parse_size
 
-NUMBERS = range(200) if ALL else (121, 186)
-DEVICE_NUMBERS = range(200) if ALL else (13, 19)
+COUNT = 200 if EVERY else 100
+NUMBERS = sorted({*range(COUNT), 121, 186}) if ALL else (121, 186)
+DEVICE_NUMBERS = range(COUNT) if ALL else (13, 19)
 """Of programs. By default some that found no room before steps in backward gave back what they kept."""
 
 STEPS = 3
