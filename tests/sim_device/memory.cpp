@@ -79,6 +79,7 @@ std::optional<DeviceMemory::Block> DeviceMemory::take_free(int stream, size_t ma
     if (found->second.empty()) free_.erase(found);
     free_length_ -= free.block.mapped;
     look_at(free);
+    if (!free.poisoned) (void)poison(free.block);
     return std::move(free.block);
 }
 
@@ -117,8 +118,9 @@ void DeviceMemory::free(void* address) {
 
 void DeviceMemory::give_back(Block block) {
     block.recorded.clear();
-    const Mark poisoned = poison(block);
-    if (poison_now) scheduler_.wait(poisoned);
+    std::optional<Mark> poisoned;
+    if (!poison_reused) poisoned = poison(block);
+    if (poison_now) scheduler_.wait(*poisoned);
     free_length_ += block.mapped;
     std::vector<Free>& free = free_[{block.stream, block.mapped}];
     free.push_back({std::move(block), poisoned});
@@ -133,6 +135,7 @@ Mark DeviceMemory::poison(const Block& block) {
 }
 
 void DeviceMemory::keep_in_bounds() {
+    if (poison_reused) return;  // It stays with its streams, as other streams may still use it.
     // Not late any more, but in bounds. By the clock it would be a wait that no device makes.
     if (held_length_ + free_length_ > kFreedMax && scheduler_.speeds() == nullptr) {
         for (const Held& held : held_) {
@@ -140,7 +143,9 @@ void DeviceMemory::keep_in_bounds() {
         }
         reap();
         for (const auto& [_, blocks] : free_) {
-            for (const Free& free : blocks) scheduler_.wait(free.poisoned);
+            for (const Free& free : blocks) {
+                if (free.poisoned) scheduler_.wait(*free.poisoned);
+            }
         }
         release_poisoned();
     } else if (free_length_ > release_at_) {
@@ -181,7 +186,7 @@ void DeviceMemory::reap() {
 }
 
 void DeviceMemory::look_at(const Free& free) {
-    if (!scheduler_.reached(free.poisoned) || free.block.mapped == 0) return;
+    if (!free.poisoned || !scheduler_.reached(*free.poisoned) || free.block.mapped == 0) return;
     auto* const content = static_cast<unsigned char*>(bytes(free.block.address));
     if (content[0] == kPoison && std::memcmp(content, content + 1, free.block.mapped - 1) == 0) return;
     note("device memory was written to after it was freed: " + std::to_string(free.block.length) +
@@ -193,7 +198,7 @@ void DeviceMemory::release_poisoned() {
     for (auto& [_, blocks] : free_) {
         std::vector<Free> left;
         for (Free& free : blocks) {
-            if (!scheduler_.reached(free.poisoned)) {
+            if (!free.poisoned || !scheduler_.reached(*free.poisoned)) {
                 left.push_back(std::move(free));
                 continue;
             }

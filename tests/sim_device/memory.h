@@ -14,6 +14,10 @@
 //     another stream does not wait for the one that memory is of          poison is written over its work
 //     another stream writes to memory that was freed                      the poison is gone, or others'
 //     values
+//
+// CUDA writes no poison, so programs may let other streams use memory that is freed, if the stream that it is
+// of waits for them before it is given it again. FSDP2 does so. With `poison_reused` there is poison only
+// then: of the cases above the first two are seen when the memory has another owner.
 #pragma once
 
 #include <array>
@@ -69,6 +73,9 @@ class DeviceMemory {
     // Memory that is freed is waited for and poisoned at once, and nobody is given it for a while.
     bool poison_now = false;
 
+    // Memory is poisoned when somebody is given it, and not when it is freed.
+    bool poison_reused = false;
+
   private:
     struct Block {
         char* address;
@@ -83,7 +90,7 @@ class DeviceMemory {
     };
     struct Free {
         Block block;
-        Mark poisoned;
+        std::optional<Mark> poisoned;
     };
 
     std::optional<Block> take_free(int stream, size_t mapped);

@@ -278,13 +278,15 @@ void initialize() {
     at::globalContext().lazyInitDevice(kDeviceType);
 }
 
-void configure(const std::string& mode, int64_t seed, double max_delay_us, bool poison_now) {
+void configure(const std::string& mode, int64_t seed, double max_delay_us, bool poison_now,
+               bool poison_reused) {
     TORCH_CHECK_VALUE(mode == "eager" || mode == "random" || mode == "lazy",
                       "mode must be 'eager', 'random' or 'lazy', not '", mode, "'");
     const Entered world;
     const Mode which = mode == "eager" ? Mode::eager : mode == "random" ? Mode::random : Mode::lazy;
     world->scheduler.configure(which, static_cast<uint64_t>(seed), max_delay_us);
     world->memory.poison_now = poison_now;
+    world->memory.poison_reused = poison_reused;
     world->memory.reap();
 }
 
@@ -295,7 +297,7 @@ void keep_time(const std::vector<double>& given) {
     }
     const Entered world;
     world->scheduler.keep_time({given[0], given[1], given[2], given[3], given[4], given[5]});
-    world->memory.poison_now = false;
+    world->memory.poison_now = world->memory.poison_reused = false;
     world->memory.reap();
 }
 
@@ -372,7 +374,8 @@ void set_rng_state(int64_t device, const at::Tensor& state) {
 
 TORCH_LIBRARY(sim, m) {
     m.def("initialize() -> ()", initialize);
-    m.def("configure(str mode, int seed, float max_delay_us, bool poison_now) -> ()", configure);
+    m.def("configure(str mode, int seed, float max_delay_us, bool poison_now, bool poison_reused) -> ()",
+          configure);
     m.def("keep_time(float[] speeds) -> ()", keep_time);
     m.def("times_us() -> float[]", times_us);
     m.def("set_limit(int device, int length) -> ()", set_limit);

@@ -38,7 +38,13 @@ LIBRARY = Path(
 )
 
 
-def configure(mode: str = "random", seed: int = 0, max_delay_us: float = 300, poison_now: bool = False) -> None:
+def configure(
+    mode: str = "random",
+    seed: int = 0,
+    max_delay_us: float = 300,
+    poison_now: bool = False,
+    poison_reused: bool = False,
+) -> None:
     """Set when work on streams runs, from now on. What was started before is waited for.
 
     Args:
@@ -48,8 +54,10 @@ def configure(mode: str = "random", seed: int = 0, max_delay_us: float = 300, po
         max_delay_us: of "random", by the device's own clock, of which each call takes 10 us.
         poison_now: memory is waited for, and poisoned, when it is freed. So what uses it later without `record_stream`
             sees that, though the memory was not given to anybody else.
+        poison_reused: memory is poisoned when somebody is given it, and not when it is freed. For programs as FSDP2,
+            which let other streams use memory that is freed, until the stream that it is of waits for them.
     """
-    torch.ops.sim.configure(mode, seed, max_delay_us, poison_now)
+    torch.ops.sim.configure(mode, seed, max_delay_us, poison_now, poison_reused)
 
 
 @dataclass(frozen=True)
