@@ -233,7 +233,8 @@ class _Gathered:
             # What is encoded comes as it is stored, and is decoded by being copied.
             dtype = segment.dtypes[key] if key in segment.encoded and key in segment.present else None
             if not segment.whole and isinstance(value, torch.Tensor) and value.shape == (segment.numel,):
-                flat = self._flat(key, p.numel(), dtype or value.dtype)
+                # Small state is in no record, so `allocator` has no room for it; tiny buckets cut its parameter too.
+                flat = self._flat(key, p.numel(), dtype or value.dtype, key in segment.present)
                 flat[segment.start : segment.stop].copy_(value)
                 self.entries[key] = as_shaped(flat, p)
             elif key in segment.present:
@@ -250,9 +251,9 @@ class _Gathered:
             else:
                 opened.decode_master(segment, bits, out)
 
-    def _flat(self, key: str, numel: int, dtype: torch.dtype) -> torch.Tensor:
+    def _flat(self, key: str, numel: int, dtype: torch.dtype, stored: bool = True) -> torch.Tensor:
         if key not in self._flats:
-            self._flats[key] = self._allocate(numel, dtype)
+            self._flats[key] = (self._allocate if stored else allocate_in_memory)(numel, dtype)
         return self._flats[key]
 
 
