@@ -186,18 +186,24 @@ void check_mean(float value, const std::vector<float>& others) {
 }
 
 void check_edges() {
-    // A positive value never becomes zero, however small it is beside others.
+    // A positive value never becomes zero, however small it is beside others, and beside a NaN that has a
+    // sign.
+    constexpr size_t kNan = 5;
     const Array values(4 * kBlockNumel);
     for (size_t i = 0; i < kBlockNumel; ++i) {
         const float value = i % 2 == 0 ? 1e30F : 1e-40F;
         std::memcpy(values.data() + 4 * i, &value, 4);
     }
+    constexpr uint32_t kNegativeNan = 0xFFC00000;
+    std::memcpy(values.data() + 4 * kNan, &kNegativeNan, 4);
     const Coded coded = encoded(values, kBlockNumel, 0, {0, 0, 0, 0});
     const Array decoded(4 * kBlockNumel);
     decode_int8(coded.codes.data(), coded.scales.data(), decoded.data(), kBlockNumel, 1);
     for (size_t i = 0; i < kBlockNumel; ++i) {
         const float value = float_of(decoded, i);
-        CHECK(i % 2 == 0 ? std::fabs(value / 1e30F - 1) < 0.13F : value > 0 && value < 1e21F);
+        CHECK(i == kNan    ? std::isnan(value)
+              : i % 2 == 0 ? std::fabs(value / 1e30F - 1) < 0.13F
+                           : value > 0 && value < 1e21F);
     }
     // Whatever bytes come, something is decoded, the same by each instruction set.
     std::mt19937_64 random(3);

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import errno
 import functools
 import json
 import math
+import random
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,7 +34,9 @@ from swapper.io.checksums import checksum
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.optimizer.bf16_codec import RoundingKey, decode_bf16, encode_bf16
 from swapper.optimizer.int8_codec import decode_int8
-from swapper.optimizer.plan import OptimizerPlan
+from swapper.optimizer.probe import StateSpec
+from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, plan_buckets, plan_segments
+from swapper.storage.store import RecordKey
 
 # --- Runs ------------------------------------------------------------------------------------------------------------
 
@@ -761,27 +765,54 @@ def test_bytes_of_a_step_with_masters(nvme_path: Path, encoding: str, bar: float
     close(optimizer)
 
 
-@pytest.mark.parametrize("master", [False, True])
-@pytest.mark.parametrize("bucket_bytes", [16 << 10, 20_000, 48 << 10, 1 << 20])
-def test_cuts_are_at_blocks_and_buckets_as_long_as_they_may_be(
-    nvme_path: Path, bucket_bytes: int, master: bool
-) -> None:
-    model = make_model(torch.bfloat16 if master else torch.float32)
-    optimizer = adamw(list(model.parameters()))
-    state = {"device": "nvme", "encoding": {"exp_avg": "int8"}, "master_weights": master}
-    bucket_bytes = bucket_bytes // 4096 * 4096
-    config = swapper.OffloadConfig(
-        nvme_path=nvme_path, pool_bytes="8MiB", bucket_bytes=bucket_bytes, offload_optimizer=state
+def planned(
+    numel: int, bucket_bytes: int, encoding: tuple[str, str], master: str
+) -> tuple[nn.Parameter, list[Segment]]:
+    """A parameter with two tensors of state, and how it is cut."""
+    p = nn.Parameter(torch.empty(numel, dtype=torch.bfloat16 if master else torch.float32))
+    encodings = dict(zip("ab", encoding, strict=True))
+    segments = plan_segments(
+        OptimizerParameter(p),
+        [StateSpec(key, torch.float32, (numel,), (1,)) for key in "ab"],
+        segmented=True,
+        low_precision=False,
+        threads=1,
+        master=master,
+        bucket_bytes=bucket_bytes,
+        remote=False,
+        moves_gradient=False,
+        encode=lambda spec: dataclasses.replace(spec, encoding=encodings[spec.key]),
     )
-    plan = OptimizerPlan(optimizer, config, 0)
-    segments = [segment for bucket in plan.buckets for segment in bucket.segments]
-    cut = [segment for segment in segments if not segment.whole]
-    assert (len(cut) > 3) == (bucket_bytes < 1 << 20)
-    for segment in segments:
-        assert segment.start % 256 == 0 or not segment.encoded
-        assert segment.cost_bytes(False, False) <= bucket_bytes
-    longest = max((segment.numel for segment in cut), default=0)
-    assert not cut or max(segment.cost_bytes(False, False) for segment in cut) > bucket_bytes * 0.6, longest
+    return p, segments
+
+
+def used_bytes(bucket: Bucket) -> int:
+    """Of its record without the header, and of its scratch."""
+    layout, ties_bytes = bucket.layout, sum(segment.tie_bytes_max for segment in bucket.segments)
+    return layout.tail_offset_bytes - layout.payload_bytes + ties_bytes + bucket.scratch_bytes
+
+
+@pytest.mark.parametrize("master", ["", "split"])
+@pytest.mark.parametrize("encoding", [("int8", "int8"), ("int8", "exact"), ("bf16", "int8"), ("bf16", "bf16")])
+def test_buckets_are_not_longer_than_they_may_be(encoding: tuple[str, str], master: str) -> None:
+    """With scales and what is decoded; and cuts are at blocks where there are any."""
+    chance = random.Random(0)
+    key = RecordKey(0, "optim", 0)
+    for _ in range(100):
+        numel, bucket_bytes = chance.randrange(LARGE_NUMEL, 1 << 20), chance.randrange(4, 512) * 4096
+        _p, segments = planned(numel, bucket_bytes, encoding, master)
+        used = [used_bytes(Bucket(key, [segment], False)) for segment in segments]
+        assert max(used) <= bucket_bytes
+        # All are about as long as they may be.
+        assert len(segments) <= 1.1 * sum(used) / bucket_bytes + 1, (numel, bucket_bytes)
+        assert all(segment.start % (256 if "int8" in encoding else 64) == 0 for segment in segments)
+    for _ in range(20):
+        few = [planned(chance.randrange(LARGE_NUMEL, 1 << 13), 1 << 20, encoding, master) for _ in range(30)]
+        segments = [segment for _p, mine in few for segment in mine]
+        # Just so long that those together need it, and a little less.
+        bucket_bytes = used_bytes(Bucket(key, segments[:10], False)) - chance.randrange(2) * chance.randrange(600)
+        buckets = plan_buckets(0, 0, segments, bucket_bytes, False, False, lambda p: None)
+        assert all(used_bytes(bucket) <= bucket_bytes for bucket in buckets)
 
 
 def test_a_pool_without_room_for_decoded_state_is_refused(nvme_path: Path) -> None:

@@ -148,6 +148,15 @@ def test_blocks_of_nothing_but_what_is_not_finite() -> None:
     assert same_bytes(encoded(found), coded)
 
 
+def test_the_sign_of_a_nan_does_not_count() -> None:
+    """That of 0 / 0 has one on some processors, and its neighbours would become zero."""
+    values = draw("squares", 256) * torch.logspace(0, -6, 256)
+    values[3:5] = torch.tensor([-1, 0x7FC00000], dtype=torch.int32).view(torch.float32)
+    found = decoded(encoded(values))
+    assert torch.equal(found.isnan(), values.isnan())
+    assert (found[~values.isnan()] > 0).all()
+
+
 def test_a_value_without_a_sign_keeps_its_ratio() -> None:
     """Beside one that is 2**30 as large: an average of squares is divided by its root."""
     values = torch.full((256,), 3.0 * 2.0**-30)
