@@ -28,9 +28,8 @@
 //
 // The levels of one window or unit are among those of each finer one, and the form is decided anew by what
 // the values were rounded to. So it is a function of the stored values, and what was decoded is encoded to
-// the same bytes whatever the random bits are. And since levels lie where they lie, whatever the largest
-// value of a block is, a value that did not change stays from step to step, as in bf16: with a scale of any
-// value all of a block would be rounded anew in each step.
+// the same bytes whatever the random bits are. A value that did not change stays, too, where the largest or
+// smallest of its block does, unless levels must become coarser.
 //
 // All of it is arithmetic on integers: bits do not depend on instruction sets, nor on how denormals are
 // treated.

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,9 +14,11 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from training import same_bits
 
 import swapper
+from swapper.optimizer import encodings
 
 SHAPES = {
     "bf16": [(301, 33), (70, 71), (12, 12), (5000,), (1, 4096)],
@@ -139,3 +144,30 @@ def test_ranks_have_the_bits_of_one_process(nvme_path: Path, count: int, encodin
     train(module, optimizer, range(2, 4), encoding)
     compare(module, optimizer, torch.load(nvme_path / "expected.pt"))
     swapper.of(optimizer).close()
+
+
+def test_parts_of_blocks_are_refused_on_any_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch cuts: where several dimensions of a mesh cut rows, parts of parts too."""
+    monkeypatch.setattr(encodings, "is_sharded", lambda parameter: True)
+    chance = random.Random(0)
+    refused = 0
+    for _ in range(1000):
+        mesh = tuple(chance.randint(1, 4) for _ in range(chance.randint(1, 3)))
+        placements = [chance.choice([Shard(0), Shard(0), Replicate()]) for _ in mesh]
+        shape = (chance.randint(1, 40), chance.choice([32, 64, 128, 256, 3]), chance.choice([1, 2, 4]))
+        row_numel = shape[1] * shape[2]
+        starts = {
+            offsets[0] * row_numel
+            for at in itertools.product(*map(range, mesh))
+            for local, offsets in [_compute_local_shape_and_global_offset(shape, mesh, list(at), placements)]
+            if local[0]
+        }
+        parameter: Any = SimpleNamespace(shape=shape, placements=placements, device_mesh=SimpleNamespace(shape=mesh))
+        is_refused = False
+        try:
+            encodings._check_blocks(parameter)
+        except swapper.ConfigError:
+            is_refused = True
+        assert is_refused == any(start % 256 for start in starts), (shape, mesh, placements)
+        refused += is_refused
+    assert 200 < refused < 800
