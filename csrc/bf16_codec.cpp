@@ -2,11 +2,8 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
-#include <functional>
 
 #include "codec_tiles.h"
-#include "crew.h"
 
 namespace swapper {
 namespace {
@@ -16,58 +13,9 @@ using codec::load16;
 using codec::load32;
 using codec::store16;
 using codec::store32;
-
-// Elements whose random bits are made together, and calls of Philox that make them: so many that the compiler
-// makes vectors of a loop over them, and does not unroll it.
-constexpr std::size_t kGroupNumel = 512;
-constexpr std::size_t kCalls = 64;
-
-// Threads take pieces of so many elements. Waking one takes about as long as two.
-constexpr std::size_t kPieceNumel = std::size_t{1} << 15;
-
-constexpr unsigned kRounds = 10;
-
-using Words = std::array<std::uint32_t, kCalls>;
-
-// The random bits of group `group`, 16 for each element.
-CODEC_INLINE void random_bits(std::uint64_t group, const RoundingKey& key,
-                              std::array<std::uint32_t, kGroupNumel>& bits) {
-    Words c0;
-    Words c1;
-    Words c2;
-    Words c3;
-    for (std::size_t i = 0; i < kCalls; ++i) {
-        const std::uint64_t call = group * kCalls + i;
-        c0[i] = static_cast<std::uint32_t>(call);
-        c1[i] = static_cast<std::uint32_t>(call >> 32);
-        c2[i] = key.step;
-        c3[i] = key.parameter;
-    }
-    std::uint32_t k0 = key.seed;
-    std::uint32_t k1 = key.name;
-    for (unsigned round = 0; round < kRounds; ++round) {
-        for (std::size_t i = 0; i < kCalls; ++i) {
-            const std::uint64_t a = std::uint64_t{0xD2511F53} * c0[i];
-            const std::uint64_t b = std::uint64_t{0xCD9E8D57} * c2[i];
-            c0[i] = static_cast<std::uint32_t>(b >> 32) ^ c1[i] ^ k0;
-            c2[i] = static_cast<std::uint32_t>(a >> 32) ^ c3[i] ^ k1;
-            c1[i] = static_cast<std::uint32_t>(b);
-            c3[i] = static_cast<std::uint32_t>(a);
-        }
-        k0 += 0x9E3779B9;
-        k1 += 0xBB67AE85;
-    }
-    for (std::size_t i = 0; i < kCalls; ++i) {
-        bits[i] = c0[i] & 0xFFFF;
-        bits[kCalls + i] = c0[i] >> 16;
-        bits[2 * kCalls + i] = c1[i] & 0xFFFF;
-        bits[3 * kCalls + i] = c1[i] >> 16;
-        bits[4 * kCalls + i] = c2[i] & 0xFFFF;
-        bits[5 * kCalls + i] = c2[i] >> 16;
-        bits[6 * kCalls + i] = c3[i] & 0xFFFF;
-        bits[7 * kCalls + i] = c3[i] >> 16;
-    }
-}
+using rounding::in_pieces;
+using rounding::kGroupNumel;
+using rounding::random_bits;
 
 CODEC_INLINE std::uint32_t rounded(std::uint32_t value, std::uint32_t bits) {
     const std::uint32_t high = value >> 16;
@@ -140,18 +88,6 @@ Kernels choose_kernels() {
 const Kernels& kernels() {
     static const Kernels chosen = choose_kernels();
     return chosen;
-}
-
-void in_pieces(std::size_t numel, unsigned threads,
-               const std::function<void(std::size_t, std::size_t)>& work) {
-    const std::size_t pieces = (numel + kPieceNumel - 1) / kPieceNumel;
-    std::atomic<std::size_t> next{0};
-    run_on_crew(std::min<std::size_t>(threads, std::max<std::size_t>(pieces / 2, 1)), [&] {
-        for (std::size_t piece = next++; piece < pieces; piece = next++) {
-            const std::size_t offset = piece * kPieceNumel;
-            work(offset, std::min(kPieceNumel, numel - offset));
-        }
-    });
 }
 
 }  // namespace

@@ -3,17 +3,8 @@
 // [Note: stochastic rounding]
 // A value between two neighbours of bf16 becomes the upper or the lower one with the probability that makes
 // the mean the value itself: a random number of 16 bits is added to the low half, and the low half cut off.
-// Rounded to nearest, an average that changes by less than half a unit a step would never move.
-//
-// The random bits are those of Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3",
-// SC 2011), a function of a counter: they depend on nothing but who asks for what. One call gives the bits of
-// eight elements:
-//
-//     key      seed, and a number of the state's name
-//     counter  number of the call (64 bits), step, number of the parameter
-//
-// Of 512 elements from a multiple of 512 on, which have 64 calls, element i has of call i % 64 the half
-// i / 64, low halves first: so vectors of calls give vectors of elements.
+// Rounded to nearest, an average that changes by less than half a unit a step would never move. The random
+// numbers are those of [Note: random bits] in rounding.h.
 //
 // What bf16 can hold stays as it is: zeros of both signs, infinities, and NaNs as far as their high half
 // goes. Denormals are rounded like all others. A finite value never becomes infinite: beyond the largest of
@@ -24,15 +15,9 @@
 #include <cstddef>
 #include <cstdint>
 
-namespace swapper {
+#include "rounding.h"
 
-// Of which the random bits are a function, beside the element's index.
-struct RoundingKey {
-    std::uint32_t seed;
-    std::uint32_t name;
-    std::uint32_t step;
-    std::uint32_t parameter;
-};
+namespace swapper {
 
 // Writes `numel` fp32 values at `values` as bf16 to `stored`. See [Note: stochastic rounding].
 //

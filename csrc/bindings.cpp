@@ -23,6 +23,7 @@
 #include "error.h"
 #include "fault_backend.h"
 #include "file.h"
+#include "int8_codec.h"
 #include "native_step.h"
 #include "pinned.h"
 #include "prefault.h"
@@ -363,6 +364,21 @@ void bind_codec(py::module_& module) {
             decode_bf16(source(stored), target(values), numel, threads);
         },
         "stored"_a, "values"_a, "numel"_a, "threads"_a, NoGil());
+    module.def(
+        "encode_int8",
+        [](uintptr_t values, uintptr_t codes, uintptr_t scales, size_t numel, uint64_t first, uint32_t seed,
+           uint32_t name, uint32_t step, uint32_t parameter, unsigned threads) {
+            encode_int8(source(values), target(codes), target(scales), numel, first,
+                        {seed, name, step, parameter}, threads);
+        },
+        "values"_a, "codes"_a, "scales"_a, "numel"_a, "first"_a, "seed"_a, "name"_a, "step"_a, "parameter"_a,
+        "threads"_a, NoGil());
+    module.def(
+        "decode_int8",
+        [](uintptr_t codes, uintptr_t scales, uintptr_t values, size_t numel, unsigned threads) {
+            decode_int8(source(codes), source(scales), target(values), numel, threads);
+        },
+        "codes"_a, "scales"_a, "values"_a, "numel"_a, "threads"_a, NoGil());
     module.def(
         "crc32c",
         [](uintptr_t address, size_t length_bytes, uint32_t seed, unsigned threads) {

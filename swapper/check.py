@@ -69,7 +69,8 @@ class CheckReport:
         parameter_numel: elements of the optimizers' parameters.
         model_bytes: parameters, buffers and gradients of the model, as far as they stay in memory.
         state_bytes: optimizer state, as stored.
-        encoded_numel: elements of state, and not of parameters, that are stored as bf16 and lose bits.
+        encoded_numel: elements of state, and not of parameters, that are stored in another form and lose bits.
+        int8_numel: those of them that are int8; the others are bf16.
         gradient_bytes: gradients that do not stay in memory, or on the GPU.
         parameter_bytes: parameters that do not stay in memory.
         buckets: how many records it is cut into.
@@ -113,6 +114,7 @@ class CheckReport:
     cache_token_bytes: int = 0
     cache_tokens: int = 0
     encoded_numel: int = 0
+    int8_numel: int = 0
 
     def __str__(self) -> str:
         rows = [
@@ -151,7 +153,12 @@ class CheckReport:
             rows.append(("keys and values of a token", f"{format_bytes(self.cache_token_bytes)}{room}"))
         if self.encoded_numel:
             place = 1 + next(i for i, (name, _) in enumerate(rows) if name == "optimizer state")
-            rows[place:place] = [("  of it rounded to bf16, which is lossy", f"{self.encoded_numel:,} values")]
+            counts = {"bf16": self.encoded_numel - self.int8_numel, "int8": self.int8_numel}
+            rows[place:place] = [
+                (f"  of it rounded to {encoding}, which is lossy", f"{numel:,} values")
+                for encoding, numel in counts.items()
+                if numel
+            ]
         width = max(len(name) for name, _ in rows)
         return "\n".join(f"{name:<{width}}  {value}" for name, value in rows)
 
@@ -226,6 +233,8 @@ def make_report(
     worn_bytes = written_bytes
     if drives:
         worn_bytes = written_bytes * max(drive.disk_bytes for drive in drives) // max(stored_bytes, 1)
+    segments = [segment for plan in plans for bucket in plan.buckets for segment in bucket.segments]
+    specs = [spec for segment in segments for spec in segment.specs]
     return CheckReport(
         parameter_numel=sum(p.numel() for optimizer in optimizers for p in parameters_of(optimizer)),
         model_bytes=model_bytes,
@@ -246,12 +255,8 @@ def make_report(
         step_device_bytes=together,
         cache_token_bytes=token_bytes,
         cache_tokens=max(room_bytes - stored_bytes, 0) // token_bytes if token_bytes else 0,
-        encoded_numel=sum(
-            segment.numel * len(segment.encoded)
-            for plan in plans
-            for bucket in plan.buckets
-            for segment in bucket.segments
-        ),
+        encoded_numel=sum(spec.numel for spec in specs if spec.is_encoded),
+        int8_numel=sum(spec.numel for spec in specs if spec.encoding == "int8"),
     )
 
 

@@ -163,7 +163,8 @@ class SavedParameter(_Entry):
     that the model has, and where `shape` is None, it has no state.
     `keys` are those of its state, in order; empty if it has none. `dtypes` has torch's names for those of them that are
     in files, `encodings` how those of them are stored that are not as the class has them, `small` is the encoded state
-    that never moves. Of a part of a parameter `offsets` say where it begins.
+    that never moves. Of a part of a parameter `offsets` say where it begins. A key in int8 has scales beside it, by
+    `scales_name`.
     """
 
     name: str
@@ -174,7 +175,7 @@ class SavedParameter(_Entry):
     dtypes: dict[str, str]
     small: Any
     offsets: list[Count] = []
-    encodings: dict[str, Literal["bf16"]] = {}
+    encodings: dict[str, Literal["bf16", "int8"]] = {}
 
 
 class SavedWhole(_Entry):
@@ -195,12 +196,12 @@ class SavedOptimizer(_Entry):
     """An optimizer: its class, the encoded options of its groups, the slots of each group's parameters, its state.
 
     If ranks had parts of its parameters `sharded` has those that the groups refer to, and `parameters` are their parts.
-    `encoding` is "bf16" if any state is stored so, and `encoded_steps` counts the steps that its random bits have come
+    `encoding` names what state may be stored in, and `encoded_steps` counts the steps that its random bits have come
     to: see [Note: encoded state] of `encodings`.
     """
 
     kind: str
-    encoding: Literal["exact", "bf16"]
+    encoding: Literal["exact", "bf16", "int8", "bf16, int8"]
     options: Any
     groups: list[list[Count]]
     parameters: list[SavedParameter]

@@ -288,7 +288,7 @@ def _joined_optimizer(saved: Sequence[Saved], number: int, model: SavedModel) ->
     first = saved[0].optimizers[number]
     whole = SavedOptimizer(
         kind=first.kind,
-        encoding="bf16" if any(each.optimizers[number].encoding != "exact" for each in saved) else "exact",
+        encoding=next((e for each in saved if (e := each.optimizers[number].encoding) != "exact"), "exact"),
         encoded_steps=first.encoded_steps,
         options=first.options,
         groups=first.groups,

@@ -19,8 +19,10 @@ from swapper.checkpoint.values import decode
 from swapper.errors import SwapError
 from swapper.files.tensor_files import StoredTensor
 from swapper.io.checksums import checksum, join_checksums
+from swapper.optimizer.int8_codec import BLOCK_NUMEL, blocks_of, decode_int8
 from swapper.optimizer.master_codec import join_master
-from swapper.optimizer.segments import MASTER
+from swapper.optimizer.probe import ENCODED_DTYPES
+from swapper.optimizer.segments import MASTER, scales_name
 from swapper.tensors.dtypes import PLAIN_DTYPES, stored_dtype
 from swapper.tensors.strides import contiguous_stride, is_dense_stride
 
@@ -144,6 +146,10 @@ class StateReader:
                 return False
             if not segment.whole and shape != (segment.numel,):
                 return False
+            if saved.encodings.get(key) == "int8":
+                scales = self._scales(each, key)
+                if scales.dtype is not torch.float32 or tuple(scales.shape) != (blocks_of(math.prod(shape)),):
+                    return False
         if segment.parameter_crc32c is None:
             return not segment.tie_bits and MASTER not in each.small
         split = saved.dtype == "bfloat16"
@@ -166,6 +172,9 @@ class StateReader:
             raise self._incomplete(each.segment.parameter)
         return self._checkpoint.tensor(each.file, f"{each.number}.{key}")
 
+    def _scales(self, each: _SavedSlice, key: str) -> StoredTensor:
+        return self._checkpoint.tensor(each.file or "", scales_name(each.number, key))
+
     def _dtype(self, slot: int, key: str) -> torch.dtype:
         if key == MASTER:
             return torch.float32
@@ -179,11 +188,12 @@ class StateReader:
 
     def _dtype_in_file(self, slot: int, key: str) -> torch.dtype:
         """As `_dtype`, of what is stored: see `SavedParameter.encodings`."""
-        if key not in self.saved.parameters[slot].encodings:
+        encoding = self.saved.parameters[slot].encodings.get(key)
+        if encoding is None:
             return self._dtype(slot, key)
         if self._dtype(slot, key) is not torch.float32:
             raise self._incomplete(slot)
-        return torch.bfloat16
+        return ENCODED_DTYPES[encoding]
 
     def groups(self, names: Sequence[Any]) -> list[dict[str, Any]]:
         """The groups as in a state dict, with `names` of the parameters, one for each slot."""
@@ -257,7 +267,7 @@ class StateReader:
         dtype = self._dtype(slot, key)
         slices = self._slices[slot]
         if slices[0].segment.whole and key != MASTER:
-            return self._elements(slices[0], key, start, stop, self._dtype_in_file(slot, key)).to(dtype)
+            return self._values(slices[0], key, start, stop)
         out = torch.empty(stop - start, dtype=dtype, device="cpu")
         first = max(0, bisect.bisect_right(slices, start, key=lambda each: each.segment.start) - 1)
         for each in itertools.takewhile(lambda each: each.segment.start < stop, slices[first:]):
@@ -274,13 +284,27 @@ class StateReader:
         if key in each.small and key != MASTER:
             out.copy_(each.small[key][start:stop])
         elif key != MASTER:
-            out.copy_(self._elements(each, key, start, stop, self._dtype_in_file(each.segment.parameter, key)))
+            out.copy_(self._values(each, key, start, stop))
         else:
             while start < stop:
                 at = start // MASTERS_NUMEL * MASTERS_NUMEL
                 masters = self._masters(each, at)[start - at : stop - at]
                 out[len(out) - (stop - start) :][: len(masters)] = masters
                 start += len(masters)
+
+    def _values(self, each: _SavedSlice, key: str, start: int, stop: int) -> torch.Tensor:
+        """Elements of a slice that are in its file, decoded: 1-D."""
+        slot = each.segment.parameter
+        dtype = self._dtype_in_file(slot, key)
+        if self.saved.parameters[slot].encodings.get(key) != "int8":
+            return self._elements(each, key, start, stop, dtype).to(self._dtype(slot, key))
+        first = start // BLOCK_NUMEL
+        codes = self._elements(each, key, first * BLOCK_NUMEL, stop, dtype)
+        count = blocks_of(codes.numel())
+        scales = self._checkpoint.elements(self._scales(each, key), first, first + count, torch.float32)
+        values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
+        decode_int8(codes, scales, values)
+        return values[start - first * BLOCK_NUMEL :]
 
     def _elements(self, each: _SavedSlice, key: str, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         self._checkpoint.verify(each.file or "")

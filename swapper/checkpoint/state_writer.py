@@ -245,7 +245,8 @@ class StateWriter:
         """Save the state of `parameters` that is in records."""
         files: dict[RecordKey, RecordFile] = {}
         if records.plan.encodes:
-            self.saved.encoding, self.saved.encoded_steps = "bf16", records.bucket_records.steps
+            self.saved.encoding = records.plan.encodings  # type: ignore[assignment]
+            self.saved.encoded_steps = records.bucket_records.steps
         slot_of = _slots(records, parameters)
         for bucket in records.plan.buckets:
             with_state = [segment for segment in bucket.segments if segment.of in slot_of and segment.has_state]
@@ -294,7 +295,7 @@ class StateWriter:
                 spec = segment.locations[key].spec
                 parameter.dtypes[key] = dtype_name(spec.dtype)
                 if spec.is_encoded:
-                    parameter.encodings[key] = "bf16"
+                    parameter.encodings[key] = spec.encoding  # type: ignore[assignment]
                 if segment.whole and spec.stride != contiguous_stride(spec.shape):
                     saved.strides[key] = list(spec.stride)
             else:

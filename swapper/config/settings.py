@@ -12,7 +12,6 @@ pydantic's way around every check; do not use it.
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 import warnings
@@ -59,12 +58,6 @@ BLOCK_ALIGNMENT_BYTES = 4096
 
 BUCKETS_IN_POOL = 3
 """One arriving, one in use, one leaving."""
-
-_NOT_YET: dict[str, tuple[tuple[object, ...], str]] = {
-    # A version that brings one of these deletes its row here, and "Not there yet" in the field's docstring.
-    "offload_optimizer.encoding": (("int8",), "use encoding: bf16 or exact"),
-}
-"""Settings of the design that this version cannot honour: the values that it refuses, and the advice."""
 
 
 # --- Types of fields -------------------------------------------------------------------------------------------------
@@ -152,11 +145,11 @@ class OffloadOptimizerConfig(Section, frozen=True):
     optimizer computes, so default and off: false."""
 
     encoding: Encoding = "exact"
-    """How the state is stored. "exact" loses nothing. "bf16" is lossy: fp32 state is rounded to bf16, up or down at
-    random so that averages stay right, and moves half the bytes; docs/encodings.md says what is lost. A mapping, such
-    as `{exp_avg_sq: bf16}`, says it for each tensor of the state by its name; those that it does not name are exact.
-    State under 16 KiB, sums that only grow, and masters are always exact. Needs device "nvme" or "cpu" and steps on the
-    CPU. Default and off: "exact". Not there yet: "int8"."""
+    """How the state is stored. "exact" loses nothing. "bf16" and "int8" are lossy: fp32 state is rounded, up or down at
+    random so that averages stay right, and moves half the bytes, or a quarter; docs/encodings.md says what is lost. A
+    mapping, such as `{exp_avg: int8, exp_avg_sq: bf16}`, says it for each tensor of the state by its name; those that
+    it does not name are exact. State under 16 KiB, sums that only grow, and masters are always exact. Needs device
+    "nvme" or "cpu" and steps on the CPU. Default and off: "exact"."""
 
     step_in_backward: bool = Field(default=False, strict=True)
     """Step each bucket as soon as the last gradient of its window has arrived, inside backward, and free the gradients;
@@ -175,10 +168,15 @@ class OffloadOptimizerConfig(Section, frozen=True):
     optimizer's own class gives its bits; all else by the class. "off": always by the class. Default and off: "off"."""
 
     @property
+    def encodings(self) -> str:
+        """The names of those that are not "exact", sorted, with commas; "" if there are none."""
+        names = [self.encoding] if isinstance(self.encoding, str) else self.encoding.values()
+        return ", ".join(sorted({*names} - {"exact"}))
+
+    @property
     def encodes(self) -> bool:
         """True if some state may be encoded."""
-        names = [self.encoding] if isinstance(self.encoding, str) else self.encoding.values()
-        return any(name != "exact" for name in names)
+        return bool(self.encodings)
 
     resident_bytes: Size = 0
     """Bytes of state kept in the pool from one step to the next, so that they are not read again (they are still
@@ -392,16 +390,10 @@ class OffloadConfig(Section, frozen=True):
 
     @model_validator(mode="after")
     def _check_together(self) -> OffloadConfig:
-        lines = list(self._refusals()) or list(self._contradictions())
+        lines = list(self._contradictions())
         if lines:
             raise ConfigError("\n".join(lines))
         return self
-
-    def _refusals(self) -> Iterator[str]:
-        for field, (values, instead) in _NOT_YET.items():
-            value = operator.attrgetter(field)(self)
-            if value in values:
-                yield f"{field}: {show(value)} is not there yet in this version of swapper; {instead}"
 
     def _contradictions(self) -> Iterator[str]:
         for name in ("offload_optimizer", "offload_gradient", "offload_param"):
@@ -419,13 +411,14 @@ class OffloadConfig(Section, frozen=True):
         state = self.offload_optimizer
         if state.encodes and state.device == "none":
             yield (
-                "offload_optimizer.encoding: bf16 has no use with offload_optimizer.device: none, where the optimizer "
-                "keeps its state; use device: nvme, device: cpu, or encoding: exact"
+                f"offload_optimizer.encoding: {state.encodings} has no use with offload_optimizer.device: none, where "
+                "the optimizer keeps its state; use device: nvme, device: cpu, or encoding: exact"
             )
         if state.encodes and state.step_device == "device":
             yield (
-                "offload_optimizer.encoding: bf16 is for steps on the CPU, and offload_optimizer.step_device: device "
-                "steps on the accelerator; use step_device: auto or cpu, or encoding: exact"
+                f"offload_optimizer.encoding: {state.encodings} is for steps on the CPU, and "
+                "offload_optimizer.step_device: device steps on the accelerator; use step_device: auto or cpu, or "
+                "encoding: exact"
             )
         parameters = self.offload_param
         if (resident_bytes := parameters.device_resident_bytes) and parameters.device == "none":

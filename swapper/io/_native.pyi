@@ -206,6 +206,23 @@ def encode_bf16(
 def decode_bf16(stored: int, values: int, numel: int, threads: int) -> None:
     """See csrc/bf16_codec.h. Addresses, as ints; they are not checked."""
 
+def encode_int8(
+    values: int,
+    codes: int,
+    scales: int,
+    numel: int,
+    first: int,
+    seed: int,
+    name: int,
+    step: int,
+    parameter: int,
+    threads: int,
+) -> None:
+    """See csrc/int8_codec.h. Addresses, as ints; they are not checked."""
+
+def decode_int8(codes: int, scales: int, values: int, numel: int, threads: int) -> None:
+    """See csrc/int8_codec.h. Addresses, as ints; they are not checked."""
+
 def crc32c(address: int, length_bytes: int, seed: int = 0, threads: int = 1) -> int:
     """See csrc/crc32c.h. `seed` is the checksum of what came before."""
 

@@ -49,7 +49,9 @@ _GRAIN_NUMEL = 32768
 """`at::internal::GRAIN_SIZE`: kernels over at most this many elements are not split among threads."""
 
 
-def segment_cuts(numel: int, numel_max: int, *, low_precision: bool, threads: int) -> tuple[tuple[int, int], ...]:
+def segment_cuts(
+    numel: int, numel_max: int, *, low_precision: bool, threads: int, cut_numel: int = CUT_NUMEL
+) -> tuple[tuple[int, int], ...]:
     """Cut a flattened parameter into the segments on which an elementwise optimizer steps with the same bits.
 
     See [Note: cuts that keep the bits]. Each segment's state is to start at a multiple of `ALIGNMENT_BYTES` in a
@@ -57,36 +59,37 @@ def segment_cuts(numel: int, numel_max: int, *, low_precision: bool, threads: in
 
     Args:
         numel: elements of the parameter, >= 0.
-        numel_max: most elements of a segment, >= `CUT_NUMEL`. At `low_precision` use 32768 or more: with less,
+        numel_max: most elements of a segment, >= `cut_numel`. At `low_precision` use 32768 or more: with less,
             each segment is stepped by one thread.
         low_precision: the parameter is stepped in fp16 or bf16, by kernels that are not fused. False for fp32 and
             fp64, for fp32 masters (True would be exact there too, with more segments), and with `fused=True`,
             whatever the dtype: with fused kernels the cuts for True would be wrong.
         threads: `torch.get_num_threads()` in the thread that will call `step`, >= 1; of no effect unless
             `low_precision`.
+        cut_numel: without `low_precision` cuts are at multiples of this, which is one of `CUT_NUMEL`.
 
     Returns:
         `(start, stop)` of each segment, in order, without holes or overlap, none empty, none longer than
         `numel_max`; `()` if `numel` is 0; one segment if `numel <= numel_max`.
 
-        Without `low_precision` all starts are multiples of `CUT_NUMEL`, lengths differ by at most 2 * `CUT_NUMEL`,
-        and there are as few as `numel_max` rounded down to a multiple of `CUT_NUMEL` allows.
+        Without `low_precision` all starts are multiples of `cut_numel`, lengths differ by at most 2 * `cut_numel`,
+        and there are as few as `numel_max` rounded down to a multiple of `cut_numel` allows.
 
         With it, `keeps_bits` holds. Where chunks are ragged and longer than 32768, each takes a segment or more of
         its own, often two, the last of any length from 1 to 32768: at worst about 2 * `threads` segments more than
         without. Where chunks are multiples of 64 (most layers, on a power of two of threads) about one more.
 
     Raises:
-        ValueError: `numel_max` is less than `CUT_NUMEL`, `numel` is negative, or `threads` is less than 1.
+        ValueError: `numel_max` is less than `cut_numel`, `numel` is negative, or `threads` is less than 1.
     """
     if numel < 0 or threads < 1:
         raise ValueError(f"numel is {numel} and must be >= 0; threads is {threads} and must be >= 1")
-    if numel_max < CUT_NUMEL:
-        raise ValueError(f"numel_max is {numel_max}: a segment needs room for {CUT_NUMEL} elements")
+    if numel_max < cut_numel:
+        raise ValueError(f"numel_max is {numel_max}: a segment needs room for {cut_numel} elements")
     if numel <= numel_max:
         return ((0, numel),) if numel else ()
     if not low_precision or _pieces(numel, threads) == 1:
-        return _even_cuts(0, numel, numel_max)
+        return _even_cuts(0, numel, numel_max, cut_numel)
     return _cuts_of_chunks(numel, numel_max, threads)
 
 
@@ -134,11 +137,11 @@ def _segment_keeps_bits(start: int, stop: int, numel: int, threads: int) -> bool
     return True
 
 
-def _even_cuts(start: int, stop: int, numel_max: int) -> tuple[tuple[int, int], ...]:
-    """Fewest segments of at most `numel_max`, cut at multiples of `CUT_NUMEL` from `start`, of about one length."""
-    units = -(-(stop - start) // CUT_NUMEL)
-    count = -(-units // (numel_max // CUT_NUMEL))
-    edges = [start + units * i // count * CUT_NUMEL for i in range(count)] + [stop]
+def _even_cuts(start: int, stop: int, numel_max: int, cut_numel: int) -> tuple[tuple[int, int], ...]:
+    """Fewest segments of at most `numel_max`, cut at multiples of `cut_numel` from `start`, of about one length."""
+    units = -(-(stop - start) // cut_numel)
+    count = -(-units // (numel_max // cut_numel))
+    edges = [start + units * i // count * cut_numel for i in range(count)] + [stop]
     return tuple(itertools.pairwise(edges))
 
 

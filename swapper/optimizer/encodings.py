@@ -1,12 +1,14 @@
 """Which state is stored in another form than the class has it, and at which index of its parameter an element is.
 
-[Note: encoded state] With `encoding: bf16` float32 state is stored as bfloat16, in half the bytes. A step decodes it to
-scratch, the class or the native core steps that, and it is encoded again, rounded at random ([Note: stochastic
-rounding] in `csrc/bf16_codec.h`). The random bits are a function of the number of the step, of the parameter's number
-among those of the groups, of the state's name and of the element's index in the whole parameter, in the order of
-memory. So bits depend on nothing that only says how the work is cut: buckets, threads, the pool, drives, ranks. The
-number of the step goes with state dicts and checkpoints, and a resumed run has the bits of one that went on. State that
-was decoded is encoded without a change, whatever the random bits are, so saving and loading lose nothing.
+[Note: encoded state] With `encoding: bf16` float32 state is stored as bfloat16, in half the bytes, with `int8` in a
+byte, and 4 more for each block of 256. A step decodes it to scratch, the class or the native core steps that, and it is
+encoded again, rounded at random ([Note: stochastic rounding] in `csrc/bf16_codec.h`, [Note: blocks of 256] in
+`csrc/int8_codec.h`). The random bits are a function of the number of the step, of the parameter's number among those of
+the groups, of the state's name and of the element's index in the whole parameter, in the order of memory. Blocks begin
+at multiples of 256 of that index, so state in int8 is cut there, and a rank's part that begins elsewhere is refused. So
+bits depend on nothing that only says how the work is cut: buckets, threads, the pool, drives, ranks. The number of the
+step goes with state dicts and checkpoints, and a resumed run has the bits of one that went on. State that was decoded
+is encoded without a change, whatever the random bits are, so saving and loading lose nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from typing import Any
 import torch
 
 from swapper.errors import ConfigError
+from swapper.optimizer.int8_codec import BLOCK_NUMEL
 from swapper.optimizer.probe import StateSpec
 from swapper.sizes import SMALL_BYTES
 from swapper.tensors.sharded import box_of, is_sharded, local_of
@@ -41,6 +44,8 @@ _KEPT = {
     "step_size": "steps of Rprop are compared and multiplied, and do not average out",
     "prev": "only the sign of it counts, and zero is one",
     "ax": "it is an average of the parameters, and parameters are never encoded",
+    "row_var": "it is of rows, and not of elements",
+    "col_var": "it is of columns, and not of elements",
 }
 """State that stays exact, and why."""
 
@@ -56,6 +61,9 @@ def encoder_of(
 
     Args:
         state: the names of all of them.
+
+    Returns:
+        A function that raises ConfigError if blocks of int8 would depend on the number of ranks.
     """
     keeps = {*_KEPT, *(_KEPT_TOGETHER if {*state} >= _KEPT_TOGETHER else ())}
     local = local_of(parameter)
@@ -65,13 +73,43 @@ def encoder_of(
 
     def encode(spec: StateSpec) -> StateSpec:
         encoding = wanted if isinstance(wanted, str) else wanted.get(spec.key, "exact")
-        if encoding == "exact" or spec.key in keeps or is_small or not local.numel():
+        if encoding == "exact" or spec.key in keeps or is_small:
             return spec
         if spec.dtype is not torch.float32 or spec.shape != shape or not same_order(shape, spec.stride, stride):
+            return spec
+        if encoding == "int8":  # Also on ranks that have nothing of it: all refuse alike.
+            _check_blocks(parameter)
+        if not local.numel():
             return spec
         return dataclasses.replace(spec, encoding=encoding)
 
     return encode
+
+
+def _check_blocks(parameter: torch.nn.Parameter) -> None:
+    """Refuse a DTensor of which some rank's part does not begin with a block.
+
+    Raises:
+        ConfigError: as said.
+    """
+    if not is_sharded(parameter):
+        return
+    shape = tuple(parameter.shape)
+    row_numel = math.prod(shape[1:])
+    # By what is the same on all ranks: the numbers of rows that some rank has, of which each sharding makes parts.
+    counts = {shape[0] if shape else 1}
+    for each, count in zip(parameter.placements, parameter.device_mesh.shape, strict=True):  # type: ignore[attr-defined]
+        if type(each).__name__ != "Shard":
+            continue
+        parts = {rows: -(-rows // count) for rows in counts if rows}
+        for rows, part in parts.items():
+            if part < rows and part * row_numel % BLOCK_NUMEL:
+                raise ConfigError(
+                    f"offload_optimizer.encoding: int8 has blocks of {BLOCK_NUMEL} elements, and ranks have {part} "
+                    f"rows of {row_numel} elements each of a DTensor of shape {shape}, which are no whole blocks, so "
+                    "that bits would depend on the number of ranks; use bf16 for its state, or another number of ranks"
+                )
+        counts = {found for rows, part in parts.items() for found in (part, rows % part)}
 
 
 def check_keys(wanted: Encoding, name: str, known: Iterable[str]) -> None:

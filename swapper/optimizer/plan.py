@@ -78,7 +78,8 @@ class OptimizerPlan:
             use. On an accelerator scratch is its own.
         gradient_accumulation_steps: gradients that each parameter gets before a step.
         step_in_backward, steps_natively: buckets are stepped as their gradients arrive; see `NativeSteps`.
-        encodes: some state may be encoded. See [Note: encoded state] in `encodings`.
+        encodings: names of those that state may have but "exact", with commas; `encodes`: there are some. See
+            [Note: encoded state] in `encodings`.
 
     Raises:
         ConfigError: the optimizer, or a parameter of it, cannot be swapped.
@@ -105,7 +106,7 @@ class OptimizerPlan:
         state = config.offload_optimizer
         self.step_in_backward, self.steps_natively = state.step_in_backward, state.native_step == "auto"
         asked, wanted = state.step_device, [p for p in parameters if p.requires_grad]
-        self.encodes = state.encodes
+        self.encodings, self.encodes = state.encodings, state.encodes
         on_device = swaps_state and may_step_on_device(asked, self.device, self.encodes)
         try:
             self._plan_for(optimizer, wanted, on_device)

@@ -22,12 +22,14 @@ from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.cuts import segment_cuts
+from swapper.optimizer.int8_codec import blocks_of
 from swapper.storage.backward_agreement import have_all_ranks
 from swapper.tensors.reduced import check_reduction
 from swapper.tensors.sharded import Sharding, check_sharding, is_sharded, local_of
 from swapper.tensors.strides import contiguous_stride, is_dense, is_plain
 
 __all__ = [
+    "ENCODED_DTYPES",
     "OWN_ATTRIBUTES",
     "StateSpec",
     "class_step",
@@ -46,6 +48,9 @@ __all__ = [
 
 OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__"})
 """Names that wrapping puts on the user's instance."""
+
+ENCODED_DTYPES = {"bf16": torch.bfloat16, "int8": torch.uint8}
+"""The element type of each encoding in records, but of "exact"."""
 
 _CPU = torch.device("cpu")
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
@@ -73,7 +78,7 @@ class StateSpec:
         key: its name in the state.
         dtype: as the class has it.
         shape, stride: in elements; the stride is that of the parameter where the shapes are equal.
-        encoding: how it is stored: "exact", or float32 as "bf16". See `encodings`.
+        encoding: how it is stored: "exact", or float32 as "bf16" or "int8". See `encodings`.
     """
 
     key: str
@@ -100,12 +105,17 @@ class StateSpec:
     @property
     def stored_dtype(self) -> torch.dtype:
         """The element type in the record."""
-        return torch.bfloat16 if self.encoding == "bf16" else self.dtype
+        return ENCODED_DTYPES.get(self.encoding, self.dtype)
 
     @property
     def stored_bytes(self) -> int:
-        """Its bytes in the record, without padding."""
+        """Its bytes in the record, without padding and scales."""
         return self.numel * self.stored_dtype.itemsize
+
+    @property
+    def scales_numel(self) -> int:
+        """Its scales in the record, float32: one for each block of an "int8"."""
+        return blocks_of(self.numel) if self.encoding == "int8" else 0
 
 
 def unhooked_step(cls: type[Optimizer]) -> Callable[..., Any]:

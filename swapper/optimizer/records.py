@@ -13,6 +13,7 @@ import torch
 from swapper.io.checksums import checksum
 from swapper.metrics import Metrics
 from swapper.optimizer.bf16_codec import RoundingKey, decode_bf16, encode_bf16
+from swapper.optimizer.int8_codec import decode_int8, encode_int8
 from swapper.optimizer.master_codec import join_master, split_master, ties_bytes_max
 from swapper.optimizer.segments import MASTER, Bucket, Memory, Segment
 from swapper.sizes import SMALL_BYTES
@@ -87,12 +88,19 @@ class OpenBucket:
         for segment in segments:
             for key in segment.encoded:
                 if key in segment.present:
-                    assert self.memory is not None
-                    location = segment.locations[key]
-                    values = take(location.spec.numel, torch.float32)
-                    decode_bf16(location.flat_view(self.memory), values)
-                    shaped = values.as_strided(location.spec.shape, location.spec.stride)
-                    self._decoded.setdefault(segment, {})[key] = shaped
+                    spec = segment.locations[key].spec
+                    values = take(spec.numel, torch.float32)
+                    self.decode_state(segment, key, values)
+                    self._decoded.setdefault(segment, {})[key] = values.as_strided(spec.shape, spec.stride)
+
+    def decode_state(self, segment: Segment, key: str, values: torch.Tensor) -> None:
+        """Write what is encoded of one tensor of the state to `values`: float32, 1-D, in the order of memory."""
+        assert self.memory is not None
+        location = segment.locations[key]
+        if location.spec.encoding == "int8":
+            decode_int8(location.flat_view(self.memory), location.scales(self.memory), values)
+        else:
+            decode_bf16(location.flat_view(self.memory), values)
 
     def encode_decoded(self, segment: Segment) -> None:
         """Encode what `decode` has made of the state of `segment`, and what has been stepped in place."""
@@ -107,7 +115,11 @@ class OpenBucket:
             value = torch.empty_strided(spec.shape, spec.stride, dtype=value.dtype, device="cpu").copy_(value)
         values = value.detach().as_strided((spec.numel,), (1,))
         rounding = RoundingKey(key, self.step, of.number)
-        encode_bf16(values, location.flat_view(self.memory), of.first_index + segment.start, rounding)
+        stored, first = location.flat_view(self.memory), of.first_index + segment.start
+        if spec.encoding == "int8":
+            encode_int8(values, stored, location.scales(self.memory), first, rounding)
+        else:
+            encode_bf16(values, stored, first, rounding)
 
     def keep(self, segment: Segment, state: Mapping[str, Any]) -> None:
         """Keep `state` as that of `segment`: what moves in the record, the rest in memory."""

@@ -32,6 +32,7 @@ import torch
 from swapper.errors import SwapError
 from swapper.io.checksums import checksums
 from swapper.optimizer.cuts import CUT_NUMEL, segment_cuts
+from swapper.optimizer.int8_codec import BLOCK_NUMEL
 from swapper.optimizer.master_codec import ties_bytes_max
 from swapper.optimizer.probe import StateSpec
 from swapper.sizes import ALIGNMENT_BYTES, SMALL_BYTES, round_up
@@ -56,6 +57,7 @@ __all__ = [
     "is_edited",
     "plan_buckets",
     "plan_segments",
+    "scales_name",
 ]
 
 MASTER = "master_param"
@@ -91,10 +93,15 @@ class Memory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class StateLocation:
-    """Location of a tensor of the state in its bucket's record."""
+    """Location of a tensor of the state in its bucket's record.
+
+    Attributes:
+        scales_offset_bytes: of its scales, if it has any.
+    """
 
     offset_bytes: int
     spec: StateSpec
+    scales_offset_bytes: int = 0
 
     def view(self, memory: Memory) -> torch.Tensor:
         """The tensor, in the record's memory."""
@@ -104,6 +111,10 @@ class StateLocation:
     def flat_view(self, memory: Memory) -> torch.Tensor:
         """Its elements as they lie in the record's memory, 1-D."""
         return memory.view(self.offset_bytes, self.spec.numel, self.spec.stored_dtype)
+
+    def scales(self, memory: Memory) -> torch.Tensor:
+        """Its scales, float32, 1-D."""
+        return memory.view(self.scales_offset_bytes, self.spec.scales_numel, torch.float32)
 
     def fits(self, tensor: torch.Tensor, device: torch.device) -> bool:
         """True if `tensor`, in memory of `device`, can be stored here, encoded or as it is."""
@@ -375,7 +386,10 @@ class Segment:
         """Bytes that it adds to its bucket's record and scratch, at most; or to its gradients, if they move, and if
         that is more.
         """
-        stored = sum(round_up(spec.stored_bytes, ALIGNMENT_BYTES) for spec in self.stored_specs)
+        stored = sum(
+            round_up(spec.stored_bytes, ALIGNMENT_BYTES) + round_up(4 * spec.scales_numel, ALIGNMENT_BYTES)
+            for spec in self.stored_specs
+        )
         gradient = self.numel * self.of.dtype.itemsize if moves_gradient else 0
         return max(stored + self.tie_bytes_max + self.scratch_bytes(remote), gradient)
 
@@ -454,12 +468,20 @@ class Bucket:
             shape = (*spec.shape, 2) if spec.dtype.is_complex else spec.shape
             encoding = spec.encoding if spec.is_encoded else ""
             entries.append(Entry(f"{number}.{spec.key}", NAMES[spec.stored_dtype], shape, encoding))
+            if spec.scales_numel:
+                entries.append(Entry(scales_name(number, spec.key), NAMES[torch.float32], (spec.scales_numel,)))
         layout = plan_record(entries, sum(segment.tie_bytes_max for segment in self.segments))
         for segment in self.segments:
             segment.placement = None
-        for (_, segment, spec), offset in zip(tensors, layout.offsets_bytes, strict=True):
-            segment.locations[spec.key] = StateLocation(offset, spec)
+        offsets = iter(layout.offsets_bytes)
+        for _, segment, spec in tensors:
+            segment.locations[spec.key] = StateLocation(next(offsets), spec, next(offsets) if spec.scales_numel else 0)
         return layout
+
+
+def scales_name(number: int, key: str) -> str:
+    """The name in a record of the scales of the tensor `key` of segment `number`. No other tensor can have it."""
+    return f"scales.{number}.{key}"
 
 
 def grouped(segments: Iterable[Segment]) -> dict[OptimizerParameter, list[Segment]]:
@@ -503,16 +525,23 @@ def plan_segments(
     if not segmented or (whole.cost_bytes(remote, moves_gradient) <= bucket_bytes and of.numel <= numel_max):
         return [whole]
     like = [spec for spec in moving if spec.shape == tuple(of.local.shape)]
-    # In eighths of a byte, because the ties of a split master take one bit.
-    eighths = 8 * (sum(spec.stored_dtype.itemsize for spec in like) + whole.scratch_bytes_per_element(remote))
+    with_scales = sum(spec.scales_numel > 0 for spec in like)
+    if with_scales and low_precision:
+        return [whole]  # Cuts that depend on threads would cut blocks.
+    # In 64ths of a byte: the ties of a split master take one bit, and a scale 4 bytes for a block.
+    parts = 64 * (sum(spec.stored_dtype.itemsize for spec in like) + whole.scratch_bytes_per_element(remote))
+    parts += 64 * 4 // BLOCK_NUMEL * with_scales
     if whole.master_moves:
-        eighths += 8 * 2 + 1 if whole.is_split else 8 * 4
+        parts += 64 * 2 + 8 if whole.is_split else 64 * 4
     if moves_gradient:
-        eighths = max(eighths, 8 * of.dtype.itemsize)
-    room_bytes = bucket_bytes - ALIGNMENT_BYTES * (len(like) + len(whole.encoded) + 8)
-    numel_max = max(min(8 * room_bytes // max(eighths, 1), numel_max), CUT_NUMEL)
+        parts = max(parts, 64 * of.dtype.itemsize)
+    room_bytes = bucket_bytes - ALIGNMENT_BYTES * (len(like) + with_scales + len(whole.encoded) + 8)
+    cut_numel = BLOCK_NUMEL if with_scales else CUT_NUMEL
+    numel_max = max(min(64 * room_bytes // max(parts, 1), numel_max), cut_numel)
     segments = []
-    for start, stop in segment_cuts(of.numel, numel_max, low_precision=low_precision, threads=threads):
+    for start, stop in segment_cuts(
+        of.numel, numel_max, low_precision=low_precision, threads=threads, cut_numel=cut_numel
+    ):
         slices = tuple(StateSpec(spec.key, spec.dtype, (stop - start,), (1,), spec.encoding) for spec in like)
         segments.append(Segment(of, start, stop, False, master, slices, dtypes))
     return segments

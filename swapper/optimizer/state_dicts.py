@@ -230,15 +230,18 @@ class _Gathered:
             self.edited = bool(segment.master) and is_edited(segment.of.segments, segment.local.detach())
         p = segment.local
         for key, value in opened.state_of(segment).items():
-            # What is encoded comes as it is stored, and is decoded by being copied.
-            dtype = segment.dtypes[key] if key in segment.encoded and key in segment.present else None
-            if not segment.whole and isinstance(value, torch.Tensor) and value.shape == (segment.numel,):
+            if key in segment.encoded and key in segment.present:
+                flat = self._flat(key, p.numel(), torch.float32)
+                opened.decode_state(segment, key, flat[segment.start : segment.stop])
+                whole = segment.whole
+                self.entries[key] = flat.as_strided(value.shape, value.stride()) if whole else as_shaped(flat, p)
+            elif not segment.whole and isinstance(value, torch.Tensor) and value.shape == (segment.numel,):
                 # Small state is in no record, so `allocator` has no room for it; tiny buckets cut its parameter too.
-                flat = self._flat(key, p.numel(), dtype or value.dtype, key in segment.present)
+                flat = self._flat(key, p.numel(), value.dtype, key in segment.present)
                 flat[segment.start : segment.stop].copy_(value)
                 self.entries[key] = as_shaped(flat, p)
             elif key in segment.present:
-                flat = self._flat(key, value.numel(), dtype or value.dtype)
+                flat = self._flat(key, value.numel(), value.dtype)
                 self.entries[key] = flat.as_strided(value.shape, value.stride()).copy_(value)
             elif key not in self.entries:
                 self.entries[key] = value.clone() if isinstance(value, torch.Tensor) else copy.deepcopy(value)

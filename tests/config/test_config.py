@@ -31,7 +31,6 @@ from swapper.config import (
     json_schema,
     parse_size,
 )
-from swapper.config import settings as config_module
 from swapper.errors import ConfigError
 
 CONFIG_FILES = sorted((ROOT / "config").glob("*.yaml"))
@@ -371,11 +370,7 @@ def test_strings_are_validated() -> None:
     assert message.startswith("foo: unknown key")
 
 
-# --- Refusals: not there yet ---
-
-NOT_YET: dict[str, Any] = {
-    "offload_optimizer.encoding": "int8",
-}
+# --- Single fields ---
 
 
 @pytest.mark.parametrize(
@@ -388,22 +383,11 @@ def test_a_switch_is_what_yaml_makes_of_it(tmp_path: Path, text: str, value: str
     assert OffloadConfig.load(path).aio.gds == value
 
 
-def nested(field: str, value: object) -> dict[str, Any]:
-    section, _, key = field.rpartition(".")
-    return {section: {key: value}} if section else {key: value}
-
-
-@pytest.mark.parametrize(("field", "value"), NOT_YET.items(), ids=NOT_YET)
-@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
-def test_what_a_later_version_brings_is_refused(
-    way: Callable[[dict[str, Any]], OffloadConfig], field: str, value: object
-) -> None:
-    message = error_of(lambda: way(nested(field, value)))
-    assert message.startswith(f"{field}: ")
-    assert "is not there yet in this version of swapper; use " in message
-
-
-@pytest.mark.parametrize("value", ["bf16", {"exp_avg": "bf16", "exp_avg_sq": "exact"}], ids=["all", "by-key"])
+@pytest.mark.parametrize(
+    "value",
+    ["bf16", "int8", {"exp_avg": "bf16", "exp_avg_sq": "exact"}, {"exp_avg": "int8", "exp_avg_sq": "bf16"}],
+    ids=["bf16", "int8", "by-key", "both"],
+)
 def test_encodings_go_through_files_and_json(tmp_path: Path, value: object) -> None:
     settings = {"nvme_path": str(tmp_path), "offload_optimizer": {"device": "nvme", "encoding": value}}
     path = tmp_path / "config.json"
@@ -411,12 +395,9 @@ def test_encodings_go_through_files_and_json(tmp_path: Path, value: object) -> N
     config = OffloadConfig.load(path)
     assert config.offload_optimizer.encoding == value and config.offload_optimizer.encodes
     assert OffloadConfig.model_validate_json(config.model_dump_json()) == config == copy.deepcopy(config)
-
-
-def test_table_of_refusals_is_tested_and_documented() -> None:
-    assert list(config_module._NOT_YET) == list(NOT_YET)
-    documented = {name for name, text in docstrings(OffloadConfig).items() if "Not there yet" in text}
-    assert documented == set(NOT_YET)
+    others = [OffloadConfig.load(path), pickle.loads(pickle.dumps(config)), copy.deepcopy(config)]
+    assert {hash(config), *map(hash, others)} == {hash(config)}, "equal configs have one hash"
+    assert len({config, *others, config.model_copy(update={"pool_bytes": 2 << 30})}) == 2
 
 
 # --- Refusals: combinations ---
