@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -29,8 +30,9 @@ from swapper.parameter.device_tier import DeviceTier
 from swapper.parameter.forward_hooks import Forward, ForwardHooks
 from swapper.parameter.fsdp import SwappedGroups
 from swapper.parameter.home import ParameterHome, follow_shape, parts_of
+from swapper.parameter.kept_owners import keep_while_used
 from swapper.parameter.mapped_copies import MappedCopies
-from swapper.parameter.records import DeviceRoom
+from swapper.parameter.records import DeviceRoom, ParameterLocation
 from swapper.parameter.saved_tensors import in_transform, refuse_in_transform, saves_locations, saving_locations
 from swapper.process.finalizers import finalizer
 from swapper.sizes import format_bytes
@@ -151,6 +153,21 @@ class ParameterOwner(ParameterCache):
             if (model := self._model()) is not None and vars(model).get("swapper") is self:
                 object.__delattr__(model, "swapper")
             self._finalizer()
+
+    def __del__(self) -> None:
+        """Live on while somebody has a parameter. See `kept_owners`."""
+        if not self._closed and vars(self).get("_finalizer") is not None and self._finalizer.alive:
+            keep_while_used(self)
+
+    @property
+    def locations(self) -> Iterator[ParameterLocation]:
+        """Of the parameters of all records."""
+        return (location for held in self._all for location in held.plan.locations)
+
+    @property
+    def tables(self) -> list[dict[torch.Tensor, Any]]:
+        """Those whose keys are parameters. No other object of this refers to them but for locations."""
+        return [self._home, self._awaiting, self._former]
 
     def _restore_values(self, held: Held) -> None:
         """Give the parameters of a record memory of their own; those that have it are left alone."""
