@@ -156,7 +156,8 @@ class ParameterOwner(ParameterCache):
 
     def __del__(self) -> None:
         """Live on while somebody has a parameter. See `kept_owners`."""
-        if not self._closed and vars(self).get("_finalizer") is not None and self._finalizer.alive:
+        finalizer = vars(self).get("_finalizer")  # None: construction failed.
+        if finalizer is not None and finalizer.alive and not self._closed:
             keep_while_used(self)
 
     @property
