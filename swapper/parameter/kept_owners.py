@@ -18,6 +18,7 @@ import contextlib
 import gc
 import os
 import sys
+from collections import Counter
 from collections.abc import Container, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -39,7 +40,7 @@ class _Owner(Protocol):
 
     @property
     def tables(self) -> Sequence[Container[torch.Tensor]]:
-        """What of it refers to parameters, beside their locations, each once."""
+        """What refers to parameters, each once, beside locations. The first has those whose values it has."""
 
 
 def keep_while_used(owner: _Owner) -> None:
@@ -65,12 +66,17 @@ def _look_again(phase: str, info: dict[str, Any]) -> None:
 
 
 def _is_used(owner: _Owner) -> bool:
-    tables = owner.tables
-    for location in owner.locations:
-        # One reference is that of the location, and one the argument.
-        if sys.getrefcount(location.parameter) > 2 + sum(location.parameter in table for table in tables):
+    locations = list(owner.locations)  # A parameter that was converted has several, of which the last counts.
+    times = Counter(id(tensor) for location in locations for tensor in location.tensors)
+    home, *others = owner.tables
+    for location in locations:
+        if location.parameter not in home:  # It stays in memory, or another owner has its values.
+            continue
+        # The references are those of the locations, of the tables, and the argument.
+        ours = times[id(location.parameter)] + 1 + sum(location.parameter in table for table in others) + 1
+        if sys.getrefcount(location.parameter) > ours:
             return True
-        if any(sys.getrefcount(alias) > 3 for alias in location.aliases):  # of the tuple, and of the loop
+        if any(sys.getrefcount(alias) > times[id(alias)] + 2 for alias in location.aliases):  # That of the loop, too.
             return True
     return False
 

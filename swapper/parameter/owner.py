@@ -167,7 +167,7 @@ class ParameterOwner(ParameterCache):
 
     @property
     def tables(self) -> list[dict[torch.Tensor, Any]]:
-        """Those whose keys are parameters. No other object of this refers to them but for locations."""
+        """Those whose keys are parameters, which only they and locations refer to. The first has all that are ours."""
         return [self._home, self._awaiting, self._former]
 
     def _restore_values(self, held: Held) -> None:
