@@ -171,15 +171,22 @@ class ParameterOwner(ParameterCache):
         return [self._home, self._awaiting, self._former]
 
     def _restore_values(self, held: Held) -> None:
-        """Give the parameters of a record memory of their own; those that have it are left alone."""
+        """Give the parameters of a record memory of their own; those that have it are left alone.
+
+        Where somebody has views of the values, that is the memory that these are in now, as the parameters would else
+        no longer be what the views show. The pool leaves it to them.
+        """
         evicted = [location for location in held.plan.locations if home_of(location.parameter) is not None]
         if not evicted:
             return
         with self.present([held]):
-            copies = [each.parameter.detach().clone(memory_format=torch.preserve_format) for each in evicted]
-        for location, copy in zip(evicted, copies, strict=True):
+            is_viewed = held.has_views()
+            values = [each.parameter.detach() for each in evicted]
+            if not is_viewed:
+                values = [each.clone(memory_format=torch.preserve_format) for each in values]
+        for location, each in zip(evicted, values, strict=True):
             for tensor in location.tensors:
-                restore_for_good(tensor, copy)
+                restore_for_good(tensor, each)
 
     # --- Taking parameters over ------------------------------------------------------------------------------------
 
