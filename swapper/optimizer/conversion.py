@@ -1,8 +1,9 @@
 """`Conversion` of the user's optimizer object in place, and `GuardedState`, which is its `state` between steps.
 
 The state is in records, so the mapping has none of it. It says truly which parameters have state and under which
-names, which is in memory, and refuses to give values, which are not. What it is told to forget or to take it passes on:
-nothing that is done to it goes by in silence.
+names, which is in memory. It gives single numbers, as the `step` that schedules and logs read, which are in memory too,
+and refuses to give other values. What it is told to forget or to take it passes on: nothing that is done to it goes by
+in silence.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
 from torch.optim import Optimizer
 
 from swapper.errors import SwapError
+from swapper.optimizer.segments import MASTER
 
 if TYPE_CHECKING:
     from swapper.optimizer.swapper import OptimizerSwapper
@@ -49,8 +51,13 @@ class Conversion:
         """True unless the user has replaced `optimizer.state`."""
         return not self._replaces_step or optimizer.state is self._state
 
+    def check_given(self) -> None:
+        """See `GuardedState.check_given`."""
+        self._state.check_given()
+
     def give_state_back(self, optimizer: Optimizer) -> None:
-        """`optimizer.state` is the guarded one again, after torch or the user has replaced it."""
+        """`optimizer.state` is the guarded one again, after torch or the user has replaced it, or all that is in it."""
+        self._state.forget_given()
         optimizer.state = self._state
 
     def install_counter(self, optimizer: Optimizer, swapper: object, count: _Hook) -> None:
@@ -115,6 +122,14 @@ def _refuse_copy() -> NoReturn:
     )
 
 
+def _refuse_change() -> NoReturn:
+    raise SwapError(
+        "the state of a swapped optimizer is on disk, so single values of it cannot be changed in optimizer.state; "
+        "assign the whole state of the parameter: entries = optimizer.swapper.state(parameter), change them, then "
+        "optimizer.state[parameter] = entries"
+    )
+
+
 def _install_scheduler_wrapper(optimizer: Optimizer) -> None:
     """Put on the optimizer what a scheduler puts on it; the scheduler was given ours, and has left it alone."""
     reference = weakref.ref(optimizer)
@@ -132,9 +147,10 @@ def _install_scheduler_wrapper(optimizer: Optimizer) -> None:
 
 
 class StoredEntries:
-    """The value of one parameter in `optimizer.state`: the names of its state, without the values.
+    """The value of one parameter in `optimizer.state`: the names of its state, and the values that are single numbers.
 
-    Without state it is like an empty dictionary; with it, whatever would read or change values raises a `SwapError`.
+    Without state it is like an empty dictionary; with it, whatever would read other values, or change any, raises a
+    `SwapError`.
     It is no `Mapping`, so that code which walks the state of mappings leaves it as it is.
     """
 
@@ -169,15 +185,23 @@ class StoredEntries:
             return True
         return not self.items() and isinstance(other, (Mapping, StoredEntries)) and not len(other)
 
-    def __getitem__(self, key: str) -> NoReturn:
-        self.get(key)
-        raise KeyError(key)
+    def __getitem__(self, key: str) -> Any:
+        if (value := self.get(key, _ABSENT)) is _ABSENT:
+            raise KeyError(key)
+        return value
 
     def get(self, key: str, default: Any = None) -> Any:
-        """`default`, as there is no such state."""
-        if key in self.keys():
+        """A number, or a copy of a tensor of one element; `default`, if there is no such state.
+
+        Raises:
+            SwapError: the value is of more elements.
+        """
+        if key not in self.keys():
+            return default
+        value = self._state.number_of(self._parameter, key)
+        if value is None:
             self._refuse()
-        return default
+        return value
 
     def items(self) -> tuple[tuple[str, Any], ...]:
         """None, as there is no state."""
@@ -203,18 +227,22 @@ class StoredEntries:
 
     def _refuse(self) -> NoReturn:
         raise SwapError(
-            "the state of a swapped optimizer is on disk, so its values cannot be read from optimizer.state; use "
+            "the state of a swapped optimizer is on disk, so its tensors cannot be read from optimizer.state; use "
             "optimizer.swapper.state(parameter) for a copy of one parameter's, or optimizer.state_dict()"
         )
 
     def _refuse_change(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise SwapError(
-            "the state of a swapped optimizer is on disk, so single values of it cannot be changed in optimizer.state; "
-            "assign the whole state of the parameter: entries = optimizer.swapper.state(parameter), change them, then "
-            "optimizer.state[parameter] = entries"
-        )
+        _refuse_change()
 
     __setitem__ = __delitem__ = setdefault = update = pop = popitem = clear = _refuse_change
+
+
+class _Given(NamedTuple):
+    """A copy of a number of the state that somebody was given, and the value that it had."""
+
+    parameter: weakref.ref[torch.Tensor]
+    copy: torch.Tensor
+    value: Any
 
 
 class GuardedState(defaultdict[torch.Tensor, Any]):
@@ -232,13 +260,49 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
     def __init__(self, owner: OptimizerSwapper) -> None:
         super().__init__(dict)
         self._owner_ref = weakref.ref(owner)
+        self._given: dict[tuple[int, str], _Given] = {}
 
     def keys_of(self, parameter: Any) -> tuple[str, ...]:
         """Names of the state of a parameter."""
         owner = self._owner_ref()
         if owner is None or not isinstance(parameter, torch.Tensor):
             return ()
-        return tuple(owner.state_keys(parameter))  # type: ignore[arg-type]
+        segments = owner.segments_of(parameter)  # type: ignore[arg-type]
+        keys = segments[0].keys if segments else ()
+        return (*keys, *(MASTER,) * any(segment.checksum is not None for segment in segments))
+
+    def number_of(self, parameter: torch.Tensor, key: str) -> Any:
+        """A value of the state of a parameter that has some, if it is a single number; else None.
+
+        A tensor is a copy, which is the same until the next step, and is then looked at: what is written to it would
+        else be lost.
+        """
+        value = self._owner().small_state(parameter).get(key)  # type: ignore[arg-type]
+        if not isinstance(value, torch.Tensor):
+            return value if isinstance(value, (bool, int, float, complex)) else None
+        if value.numel() != 1:
+            return None
+        given = self._given.get((id(parameter), key))
+        if given is None or given.parameter() is not parameter:
+            with torch.inference_mode(False):
+                given = _Given(weakref.ref(parameter), value.clone(), value.item())
+            self._given[id(parameter), key] = given
+        return given.copy
+
+    def forget_given(self) -> None:
+        """The copies that `number_of` has given are of state that was replaced."""
+        self._given.clear()
+
+    def check_given(self) -> None:
+        """Refuse what was written to a copy that `number_of` has given; then all are forgotten.
+
+        Raises:
+            SwapError: it says what to do in place of it.
+        """
+        given = list(self._given.values())
+        self._given.clear()
+        if any(repr(each.copy.item()) != repr(each.value) for each in given):  # NaN is no other value than NaN.
+            _refuse_change()
 
     # A dictionary's own methods would look into the empty one that this is.
     keys = MutableMapping.keys  # type: ignore[assignment]

@@ -99,6 +99,7 @@ class OptimizerSwapper:
         self.backward_steps: BackwardSteps | None = None
         self._optimizer_ref = weakref.ref(optimizer)
         self._plan = plan
+        self.segments_of = plan.segments_of  # None of a parameter that is not planned.
         self._pool = pool
         self._release = release
         self._released = False
@@ -363,6 +364,7 @@ class OptimizerSwapper:
             raise SwapError(f"{operation} is refused: parameters were stepped in backward; call step() first")
 
     def _check_state(self, optimizer: Optimizer) -> None:
+        self._conversion.check_given()
         if not self._conversion.is_in_place(optimizer):
             raise SwapError(
                 "optimizer.state was replaced since the last step, but the state of a swapped optimizer is on disk. "
@@ -482,11 +484,10 @@ class OptimizerSwapper:
         members = {id(p) for p in parameters_of(optimizer)}
         return [p for p in self._plan.with_state() if id(p) in members]
 
-    def state_keys(self, parameter: torch.nn.Parameter) -> list[str]:
-        """Names of the state of a parameter, as `state` has them; none if it has no state."""
-        segments = self._plan.segments_of(parameter)
-        keys = list(segments[0].keys) if segments else []
-        return keys + [MASTER] * any(segment.checksum is not None for segment in segments)
+    def small_state(self, parameter: torch.nn.Parameter) -> Mapping[str, Any]:
+        """The state, of a parameter that has some, that never moves; of its first segment, if it is cut."""
+        self._check_usable("reading optimizer.state")
+        return self._plan.segments_of(parameter)[0].small
 
     def take_state(self, parameter: torch.nn.Parameter) -> dict[str, Any]:
         """Forget the state of a parameter, and return it, as the class would have it on the parameter's device.

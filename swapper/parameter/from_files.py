@@ -10,8 +10,9 @@ from __future__ import annotations
 import bisect
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -379,6 +380,17 @@ class FileParameters(ParameterSwapper):
     def _caches(self) -> list[RecordCache]:
         """Those that records are in."""
         return [self._cache] if self._experts is None else [self._cache, self._experts.record_cache]
+
+    @property
+    def locations(self) -> Iterator[ParameterLocation]:
+        """As of all owners, but for fused parameters, which their parts refer to, too: those go with the model."""
+        fused = {each.whole.number for each in self._one_by_one.fused}
+        return (each for held in self._all if held.number not in fused for each in held.plan.locations)
+
+    @property
+    def tables(self) -> list[dict[torch.Tensor, Any]]:
+        """As of all owners."""
+        return [*super().tables, self._versions]
 
     def _install(self, model: torch.nn.Module) -> None:
         """As for all owners. See [Note: experts] in `experts`."""

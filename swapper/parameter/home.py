@@ -39,7 +39,10 @@ class ParameterHome:
         """The owner, while there is one."""
         owner: ParameterOwner | None = self.reference()
         if owner is None:
-            raise SwapError("the values of this parameter are gone: its swapper was closed")
+            raise SwapError(
+                "the values of this parameter are gone: its swapper was closed, or the garbage collector has freed its "
+                "model, which was part of a cycle; keep the model as long as its parameters, or keep clones of them"
+            )
         return owner
 
     @property

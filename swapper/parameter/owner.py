@@ -18,6 +18,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -29,8 +30,9 @@ from swapper.parameter.device_tier import DeviceTier
 from swapper.parameter.forward_hooks import Forward, ForwardHooks
 from swapper.parameter.fsdp import SwappedGroups
 from swapper.parameter.home import ParameterHome, follow_shape, parts_of
+from swapper.parameter.kept_owners import keep_while_used
 from swapper.parameter.mapped_copies import MappedCopies
-from swapper.parameter.records import DeviceRoom
+from swapper.parameter.records import DeviceRoom, ParameterLocation
 from swapper.parameter.saved_tensors import in_transform, refuse_in_transform, saves_locations, saving_locations
 from swapper.process.finalizers import finalizer
 from swapper.sizes import format_bytes
@@ -152,16 +154,39 @@ class ParameterOwner(ParameterCache):
                 object.__delattr__(model, "swapper")
             self._finalizer()
 
+    def __del__(self) -> None:
+        """Live on while somebody has a parameter. See `kept_owners`."""
+        finalizer = vars(self).get("_finalizer")  # None: construction failed.
+        if finalizer is not None and finalizer.alive and not self._closed:
+            keep_while_used(self)
+
+    @property
+    def locations(self) -> Iterator[ParameterLocation]:
+        """Of the parameters of all records."""
+        return (location for held in self._all for location in held.plan.locations)
+
+    @property
+    def tables(self) -> list[dict[torch.Tensor, Any]]:
+        """Those whose keys are parameters, which only they and locations refer to. The first has all that are ours."""
+        return [self._home, self._awaiting, self._former]
+
     def _restore_values(self, held: Held) -> None:
-        """Give the parameters of a record memory of their own; those that have it are left alone."""
+        """Give the parameters of a record memory of their own; those that have it are left alone.
+
+        Where somebody has views of the values, that is the memory that these are in now, as the parameters would else
+        no longer be what the views show. The pool leaves it to them.
+        """
         evicted = [location for location in held.plan.locations if home_of(location.parameter) is not None]
         if not evicted:
             return
         with self.present([held]):
-            copies = [each.parameter.detach().clone(memory_format=torch.preserve_format) for each in evicted]
-        for location, copy in zip(evicted, copies, strict=True):
+            is_viewed = held.has_views()
+            values = [each.parameter.detach() for each in evicted]
+            if not is_viewed:
+                values = [each.clone(memory_format=torch.preserve_format) for each in values]
+        for location, each in zip(evicted, values, strict=True):
             for tensor in location.tensors:
-                restore_for_good(tensor, copy)
+                restore_for_good(tensor, each)
 
     # --- Taking parameters over ------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ def llama(lora: bool = False) -> Any:
 
 def trainer(directory: Path, lora: bool = False, kind: type[Trainer] = Trainer, **options: Any) -> Trainer:
     """A Trainer of a small Llama over six steps; `options` are arguments of the Trainer or of TrainingArguments."""
-    names = ("callbacks", "swap_config", "model_init", "model")
+    names = ("callbacks", "swap_config", "model_init", "model", "optimizers")
     own = {name: options.pop(name) for name in names if name in options}
     defaults = {"max_steps": 6, "per_device_train_batch_size": 2, "save_strategy": "no", "logging_steps": 1, "seed": 3}
     fixed = {"output_dir": str(directory), "report_to": [], "disable_tqdm": True, "use_cpu": True}
@@ -233,6 +233,23 @@ def test_an_optimizer_of_the_users_with_a_schedule(tmp_path: Path) -> None:
 
     plain = with_optimizer(tmp_path / "plain")
     swapped = with_optimizer(tmp_path / "swapped", callbacks=[SwapCallback(config(tmp_path, EVERYTHING))])
+    assert_same(swapped, plain)
+
+
+@pytest.mark.parametrize("sections", SECTIONS)
+def test_adafactor_with_the_schedule_that_reads_its_state(tmp_path: Path, sections: str) -> None:
+    runs = []
+    for name, callbacks in (("plain", []), ("swapped", [SwapCallback(config(tmp_path, SECTIONS[sections]))])):
+        model = llama()
+        optimizer = transformers.Adafactor(
+            model.parameters(), scale_parameter=True, relative_step=True, warmup_init=True, lr=None
+        )
+        schedule = transformers.optimization.AdafactorSchedule(optimizer, 0.1)
+        trained = trainer(tmp_path / name, model=model, callbacks=callbacks, optimizers=(optimizer, schedule))
+        trained.train()
+        runs.append((trained, [entry.get("learning_rate") for entry in trained.state.log_history]))
+    (plain, plain_rates), (swapped, rates) = runs
+    assert is_swapped(swapped, SECTIONS[sections]) and rates == plain_rates and len({*rates}) > 2
     assert_same(swapped, plain)
 
 

@@ -221,6 +221,68 @@ def test_values_are_refused_and_it_is_said_what_to_do(nvme_path: Path, read: str
     close(optimizer)
 
 
+@pytest.mark.parametrize("name", ["AdamW", "NAdam", "ASGD", "Adagrad", "Rprop", "Adafactor"])
+def test_single_numbers_are_read_as_in_plain(nvme_path: Path, name: str) -> None:
+    """Schedules and logs read them: the number of the step, the mean of squares of transformers' Adafactor."""
+
+    def make_optimizer(p: list[nn.Parameter]) -> Optimizer:
+        if name == "Adafactor":
+            from transformers.optimization import Adafactor
+
+            return Adafactor(p, scale_parameter=True, relative_step=True, warmup_init=True, lr=None)
+        kind: type[Optimizer] = getattr(torch.optim, name)
+        return kind(p)
+
+    plain_model, plain = make(make_optimizer)
+    model, optimizer = make(make_optimizer)
+    wrap(optimizer, nvme_path)
+    numbers = 0
+    for seed in range(3):
+        run(plain_model, plain, range(seed, seed + 1))
+        run(model, optimizer, range(seed, seed + 1))
+        for p, expected in zip(model.parameters(), plain_model.parameters(), strict=True):
+            for key, value in plain.state[expected].items():
+                if isinstance(value, torch.Tensor) and value.numel() > 1:
+                    with pytest.raises(swapper.SwapError, match=r"swapper\.state"):
+                        optimizer.state[p][key]
+                    continue
+                assert value is None or optimizer.state[p].get(key) is optimizer.state[p][key]
+                if value is not None:
+                    assert type(optimizer.state[p][key]) is type(value) and optimizer.state[p][key] == value
+                    numbers += 1
+    assert numbers
+    close(optimizer)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "in place": lambda t: t.zero_(),
+    "data": lambda t: t.data.fill_(7),
+    "detached": lambda t: t.detach().add_(1),
+    "numpy": lambda t: t.numpy().fill(7),
+}
+
+
+@pytest.mark.parametrize("uses", ["step", "state_dict", "unwrap"])
+@pytest.mark.parametrize("write", WRITES)
+def test_a_number_that_is_written_to_raises_and_the_state_stays(nvme_path: Path, write: str, uses: str) -> None:
+    model, optimizer = make(adamw)
+    wrap(optimizer, nvme_path)
+    run(model, optimizer, range(2))
+    before = state_of(optimizer)
+    WRITES[write](optimizer.state[model[0].weight]["step"])
+    use: dict[str, Callable[[], object]] = {
+        "step": optimizer.step,
+        "state_dict": optimizer.state_dict,
+        "unwrap": lambda: swapper.unwrap_optimizer(optimizer),
+    }
+    with pytest.raises(swapper.SwapError, match="single values of it cannot be changed"):
+        use[uses]()
+    assert state_of(optimizer) == before and optimizer.state[model[0].weight]["step"] == 2
+    use[uses]()  # It is said once, and what was written is forgotten.
+    if uses != "unwrap":
+        close(optimizer)
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
 def test_the_mapping_is_not_copied(nvme_path: Path, duplicate: Callable[[object], object]) -> None:
     model, optimizer = make(adamw)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from pathlib import Path
 
 import pytest
@@ -212,15 +211,3 @@ def test_of_a_model_that_is_being_built(nvme_path: Path) -> None:
         model = nn.Sequential(Gathering())
     assert isinstance(model[0].linear.weight, EvictedParameter)
     assert bool((model[0].linear.weight == 3).all())  # type: ignore[operator, union-attr]
-
-
-def test_a_parameter_that_outlives_its_model_says_that_its_values_are_gone(nvme_path: Path) -> None:
-    with small_records(), swapper.init(config_for(nvme_path)):
-        model = nn.Sequential(nn.Linear(WIDTH, WIDTH))
-    kept = model[0].weight
-    del model
-    gc.collect()
-    for use in (lambda: kept.sum(), lambda: swapper.gathered(kept).__enter__(), lambda: kept + kept):
-        with pytest.raises(swapper.SwapError, match="values of this parameter are gone"):
-            use()
-    assert kept.shape == (WIDTH, WIDTH)

@@ -132,6 +132,37 @@ def test_closed_with_its_values_it_is_an_ordinary_model(nvme_path: Path) -> None
     assert loss.item() < losses[0]
 
 
+VIEWS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "data": lambda p: p.data,
+    "detached": lambda p: p.detach(),
+    "row": lambda p: p.detach()[0],
+    "transposed": lambda p: p.data.t() if p.dim() == 2 else p.data,
+    "array": lambda p: p.detach().numpy(),
+}
+
+
+@pytest.mark.parametrize("which", ["all", "one"])
+@pytest.mark.parametrize("view", VIEWS)
+def test_closed_with_its_values_it_has_those_of_views(view: str, which: str, nvme_path: Path) -> None:
+    """Moving averages and clipping by hand keep views: they follow the parameters, and the parameters them."""
+    model, optimizer = offloaded(make_config(nvme_path))
+    train(model, optimizer, 1)
+    parameters = list(model.parameters())[:: 1 if which == "all" else 100]
+    views = [VIEWS[view](p) for p in parameters]
+    swapper_of(model).close(keep_values=True)
+    for _ in range(2):
+        train(model, optimizer, 1)
+        for kept, p in zip(views, parameters, strict=True):
+            now = VIEWS[view](p)
+            assert bool((kept == now).all())
+            kept *= 0.5
+            assert bool((kept == VIEWS[view](p)).all()) and bool((kept == now).all())
+    swapper.unwrap_optimizer(optimizer)
+    del model, optimizer, parameters
+    gc.collect()
+    assert list(nvme_path.iterdir()) == [] and all(bool((kept == kept + 0).all()) for kept in views)
+
+
 def test_closed_with_its_values_its_optimizer_goes_on(nvme_path: Path) -> None:
     model, optimizer = offloaded(make_config(nvme_path))
     losses = train(model, optimizer, 2)

@@ -1,0 +1,89 @@
+"""Owners whose models are gone live on while somebody has one of their parameters, whose values must not go.
+
+The modules of a model have the owner, and the owner has the parameters. So reference counting frees all of it with the
+last module. Parameters that somebody has kept would then lose their values, which those of plain PyTorch do not: so an
+owner that is about to die is kept here if its parameters are referred to by anybody else. It is looked at again
+whenever the garbage collector has run, and when a model is offloaded, and goes when nobody has any of them.
+
+Parameters do not refer to the owner themselves: what lives in the pool, and what is to be deleted at the end of the
+process, refers to records, and so to parameters, and nothing of it would ever be freed.
+
+A model that is part of a cycle is found by the garbage collector together with its owner, whose files are deleted
+before its `__del__` is called. A parameter that was kept raises then when it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+from collections import Counter
+from collections.abc import Container, Iterable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from swapper.parameter.records import ParameterLocation
+
+__all__ = ["drop_unused_owners", "keep_while_used"]
+
+_kept: list[_Owner] = []
+
+
+class _Owner(Protocol):
+    """What is asked of an owner."""
+
+    @property
+    def locations(self) -> Iterable[ParameterLocation]:
+        """Of its parameters."""
+
+    @property
+    def tables(self) -> Sequence[Container[torch.Tensor]]:
+        """What refers to parameters, each once, beside locations. The first has those whose values it has."""
+
+
+def keep_while_used(owner: _Owner) -> None:
+    """Called by the `__del__` of `owner`: keep it if others have one of its parameters."""
+    if not _is_used(owner):
+        return
+    _kept.append(owner)
+    if _look_again not in gc.callbacks:
+        gc.callbacks.append(_look_again)
+
+
+def drop_unused_owners() -> None:
+    """Let those go whose parameters nobody has any more."""
+    for owner in list(_kept):
+        if not _is_used(owner):
+            with contextlib.suppress(ValueError):  # Another thread was faster.
+                _kept.remove(owner)
+
+
+def _look_again(phase: str, info: dict[str, Any]) -> None:
+    if phase == "stop" and _kept:
+        drop_unused_owners()
+
+
+def _is_used(owner: _Owner) -> bool:
+    locations = list(owner.locations)  # A parameter that was converted has several, of which the last counts.
+    times = Counter(id(tensor) for location in locations for tensor in location.tensors)
+    home, *others = owner.tables
+    for location in locations:
+        if location.parameter not in home:  # It stays in memory, or another owner has its values.
+            continue
+        # The references are those of the locations, of the tables, and the argument.
+        ours = times[id(location.parameter)] + 1 + sum(location.parameter in table for table in others) + 1
+        if sys.getrefcount(location.parameter) > ours:
+            return True
+        if any(sys.getrefcount(alias) > times[id(alias)] + 2 for alias in location.aliases):  # That of the loop, too.
+            return True
+    return False
+
+
+def _forget_all() -> None:
+    """A forked child has none of what its parent keeps."""
+    _kept.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
