@@ -29,7 +29,7 @@ import torch
 from swapper.checkpoint.directories import check_replaceable, remove_leftovers
 from swapper.checkpoint.index import INDEX, VALUES, Index, SavedFile, crc32c_of, values_file
 from swapper.checkpoint.values import encode
-from swapper.errors import SwapIOError, system_errors
+from swapper.errors import SwapError, SwapIOError, system_errors
 from swapper.files.output_file import OutputFile
 from swapper.io.checksums import checksum, join_checksums
 from swapper.io.handle import AsyncIOHandle
@@ -37,6 +37,7 @@ from swapper.progress import progress_bar, warn_once
 from swapper.storage.atomic import NewDirectory, all_at_once, sync_path
 from swapper.storage.layout import Entry, plan_whole_tensors
 from swapper.storage.record_files import Pinned
+from swapper.storage.runs import run_directory_of
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.dtypes import NAMES
 
@@ -81,6 +82,8 @@ class NewCheckpoint:
     ) -> None:
         with system_errors("find", Path(directory)):
             self.directory = Path(os.path.abspath(directory))
+        if (run := run_directory_of(self.directory)) is not None:
+            raise SwapError(f"{directory} is in {run}, which is deleted with its run; name another directory")
         self._check_replaceable = partial(check_replaceable, self.directory, over_files=over_files)
         self._files: dict[str, SavedFile] = {}
         self._values: dict[str, torch.Tensor] = {}

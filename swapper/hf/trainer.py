@@ -114,6 +114,12 @@ class SwapCallback(TrainerCallback):
                 "offload_optimizer.step_in_backward cannot go with gradient_accumulation_steps of TrainingArguments: "
                 "the Trainer steps earlier at the end of an epoch; set one of them to false or 1"
             )
+        converts = [name for name in ("bf16_full_eval", "fp16_full_eval") if getattr(trainer.args, name, False)]
+        if converts and self.config.offload_param.device != "none":
+            raise ConfigError(
+                f"offload_param cannot go with {converts[0]} of TrainingArguments, which converts the parameters when "
+                "evaluate or predict is called after train; leave it out, and set bf16 or fp16 for autocast"
+            )
         return self.config if asked == steps else self.config.model_copy(update={"gradient_accumulation_steps": steps})
 
     def _swap(self, trainer: Trainer) -> None:

@@ -10,7 +10,7 @@ import copy
 import inspect
 import math
 from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any, cast
@@ -435,11 +435,27 @@ def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[i
     same = _equal(*groups)
     for p, q in zip(together.parameters, apart.parameters, strict=True):
         same &= _equal(together.optimizer.state[p], apart.optimizer.state[q]) and _same_bits(p.detach(), q.detach())
+    counted = next(
+        (key for key, value in _numbers(together.optimizer) if not _equal(value, vars(apart.optimizer).get(key))), ""
+    )
+    if counted:
+        raise ConfigError(
+            f"{type(optimizer).__name__} changes its attribute {counted} in each step, and would do so once for each "
+            "bucket; keep the number in param_groups or in the state of each parameter, or set "
+            "offload_optimizer.device to none"
+        )
     if not same:
         raise ConfigError(
             f"{type(optimizer).__name__} computes something else when it steps one parameter at a time, so it "
             "cannot be swapped exactly; set offload_optimizer.device to none, or use a per-parameter optimizer"
         )
+
+
+def _numbers(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """The attributes of an optimizer that are single numbers, in which it may count its steps."""
+    for key, value in vars(optimizer).items():
+        if isinstance(value, (int, float, complex)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
+            yield key, value
 
 
 class _Twin:

@@ -41,11 +41,12 @@ from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.record_store import RecordStore
 from swapper.tensors.evicted import evict, is_evicted, restore, restore_for_good
-from swapper.tensors.grad_modes import modes_kept, set_grad_mode
+from swapper.tensors.grad_modes import modes_kept, outside_of_dispatch_modes, refuse_fake_tensors, set_grad_mode
 from swapper.tensors.homes import TemporaryHome, home_of
 from swapper.tensors.inner import has_own_class
 from swapper.tensors.other_tensors import is_shared
 from swapper.tensors.sharded import is_sharded, local_of
+from swapper.tensors.strides import same_order
 
 __all__ = ["ParameterOwner", "ParameterUse", "Parts"]
 
@@ -395,9 +396,10 @@ class ParameterOwner(ParameterCache):
         A user may change the values, and change them back later. So no write goes on meanwhile: the file would have
         some of the values of between, and nothing would show it.
         """
+        refuse_fake_tensors()
         if self._ended:
             self._release_ended()
-        with self._lock:
+        with outside_of_dispatch_modes(), self._lock:
             if use.on_host:
                 assert self._tier is not None
                 self._tier.use_on_host([held for held, _ in use.parts], use, phase)
@@ -432,7 +434,7 @@ class ParameterOwner(ParameterCache):
         if self._closed:
             self._ended.clear()
             return
-        with self._lock:
+        with outside_of_dispatch_modes(), self._lock:
             if self._releasing:
                 return  # The garbage collector ended a use within the loop below, which will come to it.
             try:
@@ -482,6 +484,7 @@ class ParameterOwner(ParameterCache):
         if has_own_class(p):
             follow_shape(location, p)
         same = p.shape == location.shape and p.dtype == location.dtype and p.device == values.device
+        same = same and same_order(p.shape, p.stride(), location.stride)  # In another order torch computes other bits.
         if same and p.stride() == location.stride and p.data_ptr() == values.data_ptr():
             return ""
         if not (same and p.stride() == location.stride) and self._forgets_converted(held):
@@ -501,8 +504,8 @@ class ParameterOwner(ParameterCache):
                 "with it; keep a clone of them, or write with copy_"
             )
         return (
-            f"{location.name} was {tuple(location.shape)} x {location.dtype} and was given data of {given}; convert, "
-            "resize or move the model before swapper.offload"
+            f"{location.name} was {tuple(location.shape)} x {location.dtype} and was given data of {given} in place of "
+            f"{location.stride}; convert, resize or move the model before swapper.offload, or write with copy_"
         )
 
     def _forgets_converted(self, held: Held) -> bool:

@@ -38,6 +38,7 @@ __all__ = [
     "remove_run",
     "remove_run_directory",
     "remove_stale_runs",
+    "run_directory_of",
 ]
 
 log = logging.getLogger(__name__)
@@ -308,6 +309,13 @@ def _remove_if_stale(directory: Path) -> Removal | None:
         freed = format_bytes(removal.freed_bytes)
         log.warning("removed %s, left by a run that ended without cleaning up: %s freed", directory, freed)
     return removal
+
+
+def run_directory_of(path: Path) -> Path | None:
+    """The run directory that `path` is, or is in, if it is in one: what is there goes with the run."""
+    above = Path(os.path.realpath(path))
+    runs = (each for each in (above, *above.parents) if _is_named_like_a_run(each) and (each / _LOCK).exists())
+    return next(runs, None)
 
 
 def _is_named_like_a_run(path: Path) -> bool:

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from swapper.tensors.grad_modes import outside_of_inference
+from swapper.tensors.grad_modes import outside_of_dispatch_modes, outside_of_inference
 
 __all__ = [
     "answer_operators",
@@ -134,7 +134,7 @@ def hollow_out(tensor: torch.Tensor, stride: tuple[int, ...], name: str) -> None
 
 def hollow_of(cls: type[_TensorT], like: torch.Tensor, stride: tuple[int, ...]) -> _TensorT:
     """Make a hollow tensor of class `cls`, of the shape, dtype and device of `like`."""
-    with outside_of_inference(), torch._C.DisableTorchFunctionSubclass():
+    with outside_of_dispatch_modes(), outside_of_inference(), torch._C.DisableTorchFunctionSubclass():
         made: _TensorT = torch.Tensor._make_subclass(cls, torch.empty(0, dtype=like.dtype, device=like.device))
         made.data = _hollow(like, stride, f"a tensor of shape {tuple(like.shape)}")
         return made

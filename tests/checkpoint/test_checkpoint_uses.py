@@ -714,3 +714,28 @@ def test_state_of_a_parameter_without_elements_comes_back(tmp_path: Path) -> Non
     again, other = make()
     swapper.load_checkpoint(tmp_path / "saved", again, other)
     assert bits([dict(again), other.state_dict()["state"]]) == bits([dict(model), optimizer.state_dict()["state"]])
+
+
+@pytest.mark.parametrize("below", ["checkpoint", "deep/below/checkpoint", ""])
+@pytest.mark.parametrize("linked", [False, True])
+def test_a_checkpoint_within_a_run_directory_is_refused(below: str, linked: bool, tmp_path: Path) -> None:
+    """It would be deleted with the run."""
+    drive = tmp_path / "drive"
+    drive.mkdir()
+    model = nn.Linear(200, 200)
+    optimizer = torch.optim.AdamW(model.parameters())
+    swapper.wrap_optimizer(
+        optimizer, {"nvme_path": drive, "pool_bytes": "8MiB", "offload_optimizer": {"device": "nvme"}}
+    )
+    (run,) = drive.iterdir()
+    before = sorted(run.rglob("*"))
+    where = run
+    if linked:
+        where = tmp_path / "link"
+        where.symlink_to(run)
+    with pytest.raises(SwapError, match="is deleted with its run; name another directory"):
+        swapper.save_checkpoint(where / below, model, optimizer)
+    assert sorted(run.rglob("*")) == before
+    swapper.save_checkpoint(drive / "checkpoint", model, optimizer).wait()
+    swapper.of(optimizer).close()
+    assert [path.name for path in drive.iterdir()] == ["checkpoint"]

@@ -300,6 +300,10 @@ def test_what_cannot_be_is_refused_by_name(tmp_path: Path) -> None:
     settings = config(tmp_path, {**OPTIMIZER, "gradient_accumulation_steps": 3})
     with pytest.raises(swapper.ConfigError, match="3 in the config, and 2 in TrainingArguments"):
         trainer(tmp_path / "run", callbacks=[SwapCallback(settings)], gradient_accumulation_steps=2)
+    for name in ("bf16_full_eval", "fp16_full_eval"):
+        trainer(tmp_path / "run", callbacks=[SwapCallback(config(tmp_path, GRADIENTS))], **{name: True})
+        with pytest.raises(swapper.ConfigError, match=name):
+            trainer(tmp_path / "run", callbacks=[SwapCallback(config(tmp_path, EVERYTHING))], **{name: True})
     with pytest.raises(swapper.ConfigError, match="offload_optimiser"):
         SwapCallback({"nvme_path": tmp_path, "offload_optimiser": {}})
 

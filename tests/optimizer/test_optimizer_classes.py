@@ -201,3 +201,31 @@ def test_a_group_without_any_gradient_is_counted_as_ever(options: dict[str, Any]
     (counted, parameters), (expected, plain) = train(True), train(False)
     assert counted == expected == [6, 6, 6, 0]
     assert all(torch.equal(p, q) for p, q in zip(parameters, plain, strict=True))
+
+
+class CountsInAnAttribute(torch.optim.AdamW):
+    """Every so many steps it averages, as Lookahead does. It counts them in an attribute of its own."""
+
+    def __init__(self, params: Any, every: int, start: Any = 0) -> None:
+        super().__init__(params, lr=0.01)
+        self.every, self.calls = every, start
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        self.calls = self.calls + 1
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            slow = self.state[p].setdefault("slow", p.detach().clone())
+            if self.calls % self.every == 0:
+                p.copy_(slow.lerp_(p, 0.5))
+        return loss
+
+
+@pytest.mark.parametrize("start", [0, 3.0, torch.tensor(0), torch.zeros(1)], ids=str)
+@pytest.mark.parametrize("every", [2, 7, 1000])
+def test_a_class_that_counts_its_steps_in_an_attribute_is_refused(every: int, start: Any, nvme_path: Path) -> None:
+    """It would count buckets. However seldom that changes what it computes: trials make a few steps only."""
+    optimizer = CountsInAnAttribute(make_model().parameters(), every, start)
+    with pytest.raises(swapper.ConfigError, match="changes its attribute calls in each step"):
+        swapper.wrap_optimizer(optimizer, {"nvme_path": nvme_path, "offload_optimizer": {"device": "nvme"}})
+    assert optimizer.calls == start

@@ -568,3 +568,38 @@ def test_state_that_torch_refuses_to_load_is_let_go(nvme_path: Path, after: str)
     close(optimizer)
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bucket_bytes", ["16KiB", "64KiB"])
+@pytest.mark.parametrize("place", ["nvme-masters", "none-masters"])
+def test_small_state_of_parameters_that_buckets_cut(
+    place: str, bucket_bytes: str, dtype: torch.dtype, nvme_path: Path
+) -> None:
+    """It stays in memory, and what state dicts are written to has no room for it."""
+    lengths = [1, 63, 100, 1000, 2048, 3000, 3072, 4000, 4032, 4064, 4090, 4094, 4095, 4096, 4097, 5000]
+    for length in lengths:
+        parameters = [nn.Parameter(torch.ones(length, dtype=dtype)), nn.Parameter(torch.ones(70, 70, dtype=dtype))]
+        plain = [nn.Parameter(p.detach().float()) for p in parameters]
+        optimizers = [torch.optim.AdamW(each, lr=1e-2) for each in (parameters, plain)]
+        swapper.wrap_optimizer(
+            optimizers[0],
+            {
+                "nvme_path": nvme_path,
+                "pool_bytes": "8MiB",
+                "bucket_bytes": bucket_bytes,
+                "offload_optimizer": PLACES[place],
+            },
+        )
+        for seed in range(2):
+            for p, q in zip(parameters, plain, strict=True):
+                p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+                q.grad = p.grad.float()
+            for each in optimizers:
+                each.step()
+            state = optimizers[0].state_dict()
+            for i, expected in optimizers[1].state_dict()["state"].items():
+                assert bits(state["state"][i]["exp_avg_sq"]) == bits(expected["exp_avg_sq"]), length
+                assert bits(state["state"][i]["master_param"]) == bits(plain[i].detach()), length
+            optimizers[0].load_state_dict(state)
+        close(optimizers[0])

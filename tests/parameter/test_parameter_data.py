@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from twins import bits
+from twins import bits, small_records
+from weight_files import state_to_save, write_weights
 
 import swapper
 from swapper.parameter.swapper import ParameterSwapper
@@ -59,24 +60,61 @@ def test_data_that_is_kept_while_other_is_given_is_refused(nvme_path: Path) -> N
     model.swapper.close()
 
 
-@pytest.mark.parametrize("where", ["gathered", "hook"])
-def test_data_of_its_own_memory_in_another_order_is_taken(nvme_path: Path, where: str) -> None:
+@pytest.mark.parametrize("order", ["transposed", "another order"])
+@pytest.mark.parametrize("where", ["gathered", "hook", "outside"])
+def test_data_in_another_order_are_refused(nvme_path: Path, where: str, order: str) -> None:
+    """torch computes other bits with them, and the record keeps the order that it has."""
     model = offloaded(nvme_path)
     layer = model[2]
-    wanted = layer.weight.detach().clone().t().contiguous()
+    before = bits(layer.weight)
 
     def transpose(*_: Any) -> None:
-        layer.weight.data = layer.weight.data.t()
+        data = layer.weight.data
+        layer.weight.data = data.t() if order == "transposed" else data.t().contiguous().t()
 
-    if where == "gathered":
-        with swapper.gathered(model):
+    with pytest.raises(swapper.SwapError, match=r"2\.weight was .* strides \(1, 48\) in place of \(48, 1\); convert"):
+        if where == "outside":
             transpose()
-    else:
-        handle = layer.register_forward_pre_hook(transpose)
-        model(torch.ones(1, WIDTH))
+        elif where == "gathered":
+            with swapper.gathered(model):
+                transpose()
+        else:
+            handle = layer.register_forward_pre_hook(transpose)
+            model(torch.ones(1, WIDTH))
+    if where == "hook":
         handle.remove()
-    assert torch.equal(layer.weight, wanted)
+    assert bits(layer.weight) == before
+    model(torch.ones(1, WIDTH))
     model.swapper.close()
+
+
+@pytest.mark.parametrize("made", ["offloaded", "built", "from files"])
+def test_channels_last_after_offload_is_refused(nvme_path: Path, made: str) -> None:
+    """Before it the conversion is that of plain PyTorch."""
+    config = {"nvme_path": nvme_path, "pool_bytes": "4MiB", "offload_param": {"device": "nvme"}}
+    x = torch.randn(2, 64, 9, 9, generator=torch.Generator().manual_seed(1))
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Conv2d(64, 64, 3), nn.ReLU(), nn.Conv2d(64, 64, 1))
+
+    if made == "from files":
+        path = write_weights(nvme_path.parent / "model.safetensors", state_to_save(make()))
+        model, _ = swapper.offload(make(), config={"pool_bytes": "4MiB"}, weights=path)
+    elif made == "built":
+        with small_records(), swapper.init(config):
+            model = make()
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        swapper.offload(model, config=config)
+        assert bits(model(x)) == bits(make().to(memory_format=torch.channels_last)(x))  # type: ignore[call-overload]
+        with pytest.raises(swapper.SwapError, match=r"0\.weight was"):
+            model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        return
+    else:
+        model, _ = swapper.offload(make(), config=config)
+    with pytest.raises(swapper.SwapError, match=r"0\.weight was .* in place of \(576, 9, 3, 1\); convert"):
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    assert bits(model(x)) == bits(make()(x))
 
 
 CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

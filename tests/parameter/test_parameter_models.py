@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -13,8 +15,10 @@ from models import (
     loss_of,
 )
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 from twins import Run, run_twice
+
+aten = torch.ops.aten
 
 WITH_BLOCKS = ["gpt2 tied", "llama", "mamba", "mixtral", "resnet", "used twice", "lora", "frozen"]
 AUTOCAST = ["gpt2 functionally tied", "t5", "mamba", "mixtral", "torch encoder", "resnet channels_last", "lstm", "lora"]
@@ -83,6 +87,53 @@ def test_activation_checkpointing(
         assert isinstance(blocks, nn.ModuleList)
         for i, block in enumerate(blocks):
             blocks[i] = wrapper(block, use_reentrant)
+        return model
+
+    def program(run: Run) -> None:
+        for _ in range(2):
+            for _ in range(2):
+                loss_of(run, case.inputs).backward()
+            run.finish_step()
+
+    run_twice(nvme_path, make, program, spare_bytes=case.spare_bytes)
+
+
+SAVED_OPERATORS: dict[str, Callable[[Any], bool]] = {
+    "products": lambda op: op.overloadpacket in (aten.addmm, aten.mm, aten.bmm, aten.convolution, aten.matmul),
+    "some": lambda op: op.overloadpacket in (aten.mul, aten.add, aten.mm, aten.gelu, aten.relu),
+    "none": lambda op: False,
+}
+
+
+@pytest.mark.sampled(5, together=2)
+@each(WITH_BLOCKS)
+@pytest.mark.parametrize("saved", SAVED_OPERATORS)
+@pytest.mark.parametrize("functional", [False, True], ids=["blocks", "functions"])
+def test_selective_activation_checkpointing(name: str, saved: str, functional: bool, nvme_path: Path) -> None:
+    """torch counts the operators of forward and backward, among which may be none of ours."""
+    case = CASES[name]
+
+    def policy(context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        chosen = SAVED_OPERATORS[saved](op)
+        return CheckpointPolicy.MUST_SAVE if chosen else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    class Selective(nn.Module):
+        def __init__(self, block: nn.Module) -> None:
+            super().__init__()
+            self.block = block
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            block = (lambda x: self.block(x)) if functional else self.block
+            y: torch.Tensor = checkpoint(block, x, use_reentrant=False, context_fn=contexts)
+            return y
+
+    def make() -> nn.Module:
+        model = case.make()
+        assert isinstance(model.blocks, nn.ModuleList)
+        for i, block in enumerate(model.blocks):
+            model.blocks[i] = Selective(block)
         return model
 
     def program(run: Run) -> None:

@@ -28,7 +28,9 @@ from models import (
 )
 from sampling import EVERY
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
@@ -37,6 +39,7 @@ from twins import Run, adamw, close, facts_of, offloaded, run_twice, small_recor
 from swapper.api import offload
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, SwapError
+from swapper.parameter.swapper import ParameterSwapper
 from swapper.storage.buffers import PoolExhausted
 from swapper.storage.cache_policies import CyclicPolicy
 
@@ -1043,6 +1046,45 @@ def test_tracing_is_refused_by_name(nvme_path: Path) -> None:
     with pytest.raises(SwapError, match=r"torch\.jit\.trace"):
         torch.jit.trace(model, vectors(torch.Generator()))
     close(model, optimizer)
+
+
+def through_export(model: nn.Module, x: torch.Tensor) -> object:
+    return torch.export.export(model, (x,))
+
+
+def through_strict_export(model: nn.Module, x: torch.Tensor) -> object:
+    return torch.export.export(model, (x,), strict=True)
+
+
+def through_fake_tensors(model: nn.Module, x: torch.Tensor) -> object:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return model(torch.ones(x.shape))
+
+
+def through_a_use(model: nn.Module, x: torch.Tensor) -> object:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return next(model.parameters()) + 1
+
+
+def through_fx(model: nn.Module, x: torch.Tensor) -> object:
+    return make_fx(model, tracing_mode="fake")(x)
+
+
+@pytest.mark.parametrize(
+    "way", [through_export, through_strict_export, through_fake_tensors, through_a_use, through_fx]
+)
+def test_after_fake_tensors_the_model_is_what_it_was(way: Callable[..., object], nvme_path: Path) -> None:
+    """Values that came within their mode would be none, and stay."""
+
+    def program(run: Run) -> None:
+        step(run)
+        if isinstance(getattr(run.model, "swapper", None), ParameterSwapper):
+            with pytest.raises(Exception, match=r"FakeTensorMode|ForwardHooks"):
+                way(run.model, vectors(torch.Generator())[0])
+        evaluate(run)
+        step(run)
+
+    run_twice(nvme_path, Mlp, program)
 
 
 def with_adamw(model: nn.Module) -> tuple[nn.Module, Optimizer]:
