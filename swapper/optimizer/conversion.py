@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from swapper.errors import SwapError
 from swapper.optimizer.segments import MASTER
+from swapper.tensors.grad_modes import outside_of_inference
 
 if TYPE_CHECKING:
     from swapper.optimizer.swapper import OptimizerSwapper
@@ -232,6 +233,8 @@ class StoredEntries:
         )
 
     def _refuse_change(self, *args: Any, **kwargs: Any) -> NoReturn:
+        if args:  # `entries["step"] += 1` has changed the copy already, which needs not be said again.
+            self._state.forget_given((id(self._parameter), args[0]))
         _refuse_change()
 
     __setitem__ = __delitem__ = setdefault = update = pop = popitem = clear = _refuse_change
@@ -284,14 +287,17 @@ class GuardedState(defaultdict[torch.Tensor, Any]):
             return None
         given = self._given.get((id(parameter), key))
         if given is None or given.parameter() is not parameter:
-            with torch.inference_mode(False):
+            with outside_of_inference():
                 given = _Given(weakref.ref(parameter), value.clone(), value.item())
             self._given[id(parameter), key] = given
         return given.copy
 
-    def forget_given(self) -> None:
-        """The copies that `number_of` has given are of state that was replaced."""
-        self._given.clear()
+    def forget_given(self, key: tuple[int, Any] | None = None) -> None:
+        """The copies that `number_of` has given, or the one of `key`, are of state that was replaced, or refused."""
+        if key is None:
+            self._given.clear()
+        else:
+            self._given.pop(key, None)
 
     def check_given(self) -> None:
         """Refuse what was written to a copy that `number_of` has given; then all are forgotten.

@@ -23,6 +23,7 @@ from swapper.errors import ConfigError
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.cuts import segment_cuts
 from swapper.optimizer.int8_codec import blocks_of
+from swapper.optimizer.own_numbers import numbers_in, own_copy
 from swapper.storage.backward_agreement import have_all_ranks
 from swapper.tensors.reduced import check_reduction
 from swapper.tensors.sharded import Sharding, check_sharding, is_sharded, local_of
@@ -48,6 +49,9 @@ __all__ = [
 
 OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__"})
 """Names that wrapping puts on the user's instance."""
+
+_SHARED = frozenset({"state", "param_groups", "defaults"})
+"""Names of what is not compared as an attribute, and of which a twin has its own."""
 
 ENCODED_DTYPES = {"bf16": torch.bfloat16, "int8": torch.uint8}
 """The element type of each encoding in records, but of "exact"."""
@@ -386,7 +390,8 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
         raise ConfigError(
             f"{name} has state that belongs to no parameter of it ({stray[0]!r}), which cannot be swapped"
         )
-    if _is_one_of(optimizer, _elementwise | _whole):
+    is_known = _is_one_of(optimizer, _elementwise | _whole)
+    if is_known and _package_of(optimizer) == "torch":
         return
     for group in optimizer.param_groups:
         shapes = {
@@ -396,10 +401,12 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
         }
         for shape in sorted(shapes, key=lambda s: (len(s), s))[:4]:
             if 0 not in shape:
-                _refuse_coupling(optimizer, group, shape)
+                _refuse_coupling(optimizer, group, shape, only_attributes=is_known)
 
 
-def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> None:
+def _refuse_coupling(
+    optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...], *, only_attributes: bool = False
+) -> None:
     dtype = next(p.dtype for p in group["params"])
     # So small that an update of any usual size changes them, in bf16 too.
     start = [_seeded(shape, dtype, seed) * 2.0**-12 for seed in (0, 100)]
@@ -420,6 +427,16 @@ def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[i
             apart.step([gradient], only=[i])
             after = dict(apart.group)
         apart.group.update(after)
+    found, others = (dict(_own_numbers(twin.optimizer)) for twin in (together, apart))
+    changed = [key for key in {**found, **others} if not _equal(found.get(key), others.get(key))]
+    if changed:
+        raise ConfigError(
+            f"{type(optimizer).__name__} changes its attribute {changed[0]} in a step, and would do so in that of each "
+            "bucket; keep what it counts in param_groups or in the state of each parameter, remove what is for a log, "
+            "or set offload_optimizer.device to none"
+        )
+    if only_attributes:
+        return
     stray = [key for key in together.optimizer.state if not any(key is p for p in together.parameters)]
     if stray:
         raise ConfigError(
@@ -435,15 +452,6 @@ def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[i
     same = _equal(*groups)
     for p, q in zip(together.parameters, apart.parameters, strict=True):
         same &= _equal(together.optimizer.state[p], apart.optimizer.state[q]) and _same_bits(p.detach(), q.detach())
-    counted = next(
-        (key for key, value in _numbers(together.optimizer) if not _equal(value, vars(apart.optimizer).get(key))), ""
-    )
-    if counted:
-        raise ConfigError(
-            f"{type(optimizer).__name__} changes its attribute {counted} in each step, and would do so once for each "
-            "bucket; keep the number in param_groups or in the state of each parameter, or set "
-            "offload_optimizer.device to none"
-        )
     if not same:
         raise ConfigError(
             f"{type(optimizer).__name__} computes something else when it steps one parameter at a time, so it "
@@ -451,11 +459,14 @@ def _refuse_coupling(optimizer: Optimizer, group: dict[str, Any], shape: tuple[i
         )
 
 
-def _numbers(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    """The attributes of an optimizer that are single numbers, in which it may count its steps."""
+def _own_numbers(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
     for key, value in vars(optimizer).items():
-        if isinstance(value, (int, float, complex)) or (isinstance(value, torch.Tensor) and value.numel() == 1):
-            yield key, value
+        if key not in OWN_ATTRIBUTES and key not in _SHARED:
+            yield from numbers_in(value, key, _package_of(optimizer))
+
+
+def _package_of(optimizer: Optimizer) -> str:
+    return type(optimizer).__module__.split(".")[0]
 
 
 class _Twin:
@@ -486,10 +497,8 @@ class _Twin:
         self.optimizer: Optimizer = cls.__new__(cls)
         for key, value in vars(optimizer).items():
             if key not in OWN_ATTRIBUTES:
-                if isinstance(value, torch.Tensor) and not value.dim():  # It may count steps in it.
-                    vars(self.optimizer)[key] = value.detach().clone()
-                else:
-                    vars(self.optimizer)[key] = copy.copy(value) if isinstance(value, (dict, list, set)) else value
+                copied = value if key in _SHARED else own_copy(value, _package_of(optimizer))
+                vars(self.optimizer)[key] = copied
         self.optimizer._optimizer_step_pre_hooks = OrderedDict()
         self.optimizer._optimizer_step_post_hooks = OrderedDict()
         self.optimizer.state = defaultdict(dict)
@@ -582,4 +591,4 @@ def _equal(a: object, b: object) -> bool:
         return type(a) is type(b) and len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    return type(a) is type(b) and bool(a == b)
+    return type(a) is type(b) and (bool(a == b) or (a != a and b != b))  # NaN is as it was.

@@ -3,7 +3,8 @@
 The modules of a model have the owner, and the owner has the parameters. So reference counting frees all of it with the
 last module. Parameters that somebody has kept would then lose their values, which those of plain PyTorch do not: so an
 owner that is about to die is kept here if its parameters are referred to by anybody else. It is looked at again
-whenever the garbage collector has run, and when a model is offloaded, and goes when nobody has any of them.
+whenever the garbage collector has gone through all objects, and when a model is offloaded, and goes when nobody has any
+of them. A forked child keeps it, too, and may neither use it nor delete its files.
 
 Parameters do not refer to the owner themselves: what lives in the pool, and what is to be deleted at the end of the
 process, refers to records, and so to parameters, and nothing of it would ever be freed.
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import sys
 from collections import Counter
 from collections.abc import Container, Iterable, Sequence
@@ -61,7 +61,7 @@ def drop_unused_owners() -> None:
 
 
 def _look_again(phase: str, info: dict[str, Any]) -> None:
-    if phase == "stop" and _kept:
+    if phase == "stop" and _kept and info["generation"] == 2:  # The others run too often to look at all parameters.
         drop_unused_owners()
 
 
@@ -79,11 +79,3 @@ def _is_used(owner: _Owner) -> bool:
         if any(sys.getrefcount(alias) > times[id(alias)] + 2 for alias in location.aliases):  # That of the loop, too.
             return True
     return False
-
-
-def _forget_all() -> None:
-    """A forked child has none of what its parent keeps."""
-    _kept.clear()
-
-
-os.register_at_fork(after_in_child=_forget_all)

@@ -322,40 +322,6 @@ def test_a_damaged_master_is_refused_before_anything_is_written() -> None:
     assert torch.equal(bits.view(torch.int16), before[0].view(torch.int16)) and torch.equal(low, before[1])
 
 
-@pytest.mark.parametrize("kind", ["list", "dict", "tensor"])
-def test_a_class_that_counts_in_place_is_stepped_by_itself(kind: str, chosen: Chosen) -> None:
-    class Clocked(Optimizer):
-        def __init__(self, params: Any) -> None:
-            super().__init__(params, {"lr": 0.1})
-            self.clock: Any = {"list": [0], "dict": {0: 0}, "tensor": torch.tensor(0)}[kind]
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            if kind == "tensor":
-                self.clock += 1
-            else:
-                self.clock[0] += 1
-            now = int(self.clock if kind == "tensor" else self.clock[0])
-            for p in self.param_groups[0]["params"]:
-                self.state[p].setdefault("m", torch.zeros_like(p))
-                p.add_(self.state[p]["m"].mul_(0.9).add_(p.grad), alpha=-0.1 / now)
-
-    swapper.register_elementwise(Clocked)
-    plain, mine = (nn.Parameter(torch.full((300,), 0.5)) for _ in range(2))
-    reference, optimizer = Clocked([plain]), wrapped(Clocked([mine]))
-    clock = optimizer.clock
-    for seed in range(3):
-        plain.grad = torch.randn(300, generator=torch.Generator().manual_seed(seed))
-        mine.grad = plain.grad.clone()
-        reference.step()
-        optimizer.step()
-        assert same(plain, mine)
-    assert optimizer.clock is clock
-    assert clock == reference.clock
-    assert chosen == [(0, 1)] * 3
-    swapper.of(optimizer).close()
-
-
 @pytest.mark.parametrize("shape", [(1000,), (40, 50), (40, 3, 3, 3)], ids=str)
 @pytest.mark.parametrize("of", ["numel", "sizes"])
 def test_a_class_that_asks_for_sizes_is_stepped_by_itself(of: str, shape: tuple[int, ...], chosen: Chosen) -> None:
@@ -427,28 +393,6 @@ def test_all_threads_take_denormals_for_what_the_caller_does() -> None:
     finally:
         torch.set_flush_denormal(False)
     assert kept() == numel
-
-
-def test_a_class_that_changes_attributes_of_its_own_is_stepped_by_itself(chosen: Chosen) -> None:
-    class Counting(torch.optim.SGD):
-        calls = 0
-
-        @torch.no_grad()
-        def step(self, closure: Any = None) -> None:
-            self.calls += 1
-            for p in self.param_groups[0]["params"]:
-                p.add_(p.grad, alpha=-0.1)
-
-    swapper.register_elementwise(Counting)
-    p = nn.Parameter(torch.randn(100))
-    expected = p.detach().clone()
-    optimizer = wrapped(Counting([p]))
-    p.grad = torch.randn(100)
-    before = optimizer.calls
-    optimizer.step()
-    assert optimizer.calls == before + 1
-    assert same(p, expected.add(p.grad, alpha=-0.1))
-    assert chosen == [(0, 1)]
 
 
 def test_parameters_that_share_memory_are_stepped_one_after_the_other(chosen: Chosen) -> None:

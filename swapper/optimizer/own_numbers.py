@@ -1,0 +1,76 @@
+"""The numbers that an optimizer keeps in attributes of its own, in which it may count its steps.
+
+A class is stepped bucket by bucket, so there it would count buckets. Twins of an optimizer, on which it is tried, have
+copies of its attributes, and what they have come to is compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import numbers
+import types
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["numbers_in", "own_copy"]
+
+_DEPTH_MAX = 4
+_NUMEL_MAX = 64
+
+_KEPT = (type, types.ModuleType, types.FunctionType, types.MethodType, torch.nn.Module, Optimizer, torch.Tensor)
+"""Objects that a class may refer to and has not made to count in."""
+
+
+def own_copy(value: Any, package: str, depth: int = _DEPTH_MAX) -> Any:
+    """A copy of an attribute: of containers, small tensors and objects in it, and not of models, parameters, functions.
+
+    Args:
+        package: in which the optimizer's class is. Objects of classes of others are shared.
+        depth: of containers and objects in one another. What is deeper is shared.
+    """
+    if isinstance(value, torch.Tensor):
+        is_number = value.numel() <= _NUMEL_MAX and not isinstance(value, torch.nn.Parameter)
+        return value.detach().clone() if is_number else value
+    if not depth:
+        return value
+    if isinstance(value, tuple):
+        return tuple(own_copy(each, package, depth - 1) for each in value) if type(value) is tuple else value
+    if isinstance(value, (dict, list, deque, set, itertools.count)) or _has_attributes(value, package):
+        try:
+            copied = copy.copy(value)
+        except Exception:  # It cannot be copied, as a file.
+            return value
+        for items in _tables_of(copied, package):
+            for key, each in list(items.items()) if isinstance(items, dict) else list(enumerate(items)):
+                items[key] = own_copy(each, package, depth - 1)
+        return copied
+    return value
+
+
+def numbers_in(value: Any, name: str, package: str, depth: int = _DEPTH_MAX) -> Iterator[tuple[str, Any]]:
+    """The numbers and small tensors in what `own_copy` would copy, each with where it is."""
+    if isinstance(value, numbers.Number) or (isinstance(value, torch.Tensor) and value.numel() <= _NUMEL_MAX):
+        yield name, value
+    elif isinstance(value, itertools.count):
+        yield name, repr(value)
+    elif depth:
+        tables = [dict(enumerate(value))] if isinstance(value, tuple) else _tables_of(value, package)
+        for items in tables:
+            for key, each in items.items() if isinstance(items, Mapping) else enumerate(items):
+                inside = f".{key}" if _has_attributes(value, package) and items is vars(value) else f"[{key!r}]"
+                yield from numbers_in(each, name + inside, package, depth - 1)
+
+
+def _tables_of(value: Any, package: str) -> list[Any]:
+    tables: list[Any] = [value] if isinstance(value, (dict, list, deque)) else []
+    return tables + ([vars(value)] if _has_attributes(value, package) else [])
+
+
+def _has_attributes(value: Any, package: str) -> bool:
+    is_of_package = type(value).__module__.split(".")[0] == package
+    return is_of_package and hasattr(value, "__dict__") and not isinstance(value, _KEPT)
