@@ -70,9 +70,9 @@ class AccessOrder:
             self._next = at + 1
         else:
             self._next = len(self._log) + 1  # What comes after it is not known.
-        self._places.setdefault(use, []).append(len(self._log))
-        self._by_number.setdefault(use.number, []).append(len(self._log))
-        self._log.append(use)
+        self._log.append(use)  # First: a place that Ctrl-C leaves without its use could not be looked up.
+        self._places.setdefault(use, []).append(len(self._log) - 1)
+        self._by_number.setdefault(use.number, []).append(len(self._log) - 1)
         if use.number in self._due:
             self._update(use.number)
         if len(self._log) > _LONGEST_LOG:

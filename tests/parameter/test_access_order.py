@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Iterable
 from itertools import islice
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from interrupts import interrupted_at
 
 from swapper.storage import access_order as order
 from swapper.storage.access_order import NEVER, AccessOrder, Use
@@ -254,3 +256,17 @@ def test_the_work_for_a_use_does_not_grow_with_what_is_held() -> None:
             sys.settrace(former)
         lines[count] = seen
     assert lines[10_000] <= 1.2 * lines[100]
+
+
+def test_ctrl_c_anywhere_leaves_an_order_that_goes_on() -> None:
+    """Uses that are new to it, and those that it knows."""
+    for n in itertools.count():
+        o = AccessOrder([], start=0)
+        struck = interrupted_at(n, lambda o=o: note_all(o, [*FORWARD, *BACKWARD] * 2), "storage/access_order.py")  # type: ignore[misc]
+        for _ in range(3):
+            note_all(o, [*FORWARD, *BACKWARD])
+        assert [*islice(o.upcoming(), 8)] == [0, 1, 2, 3, 3, 2, 1, 0], n
+        assert o.distance(0) == 0, n
+        if not struck:
+            break
+    assert n > 30
