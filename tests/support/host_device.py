@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import ClassVar
@@ -35,11 +36,12 @@ class HostEvent:
 
 
 class HostStream:
-    """Does what is pushed, in order, later, on a thread of its own."""
+    """Does what is pushed, in order, later, on a thread of its own, which ends when the stream is gone."""
 
     def __init__(self) -> None:
-        self._work: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
-        threading.Thread(target=self._run, daemon=True).start()
+        self._work: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
+        threading.Thread(target=_run, args=(self._work,), daemon=True).start()
+        weakref.finalize(self, self._work.put, None).atexit = False
 
     def push(self, work: Callable[[], object]) -> None:
         self._work.put(work)
@@ -49,9 +51,11 @@ class HostStream:
         self.push(event.reach)
         return event
 
-    def _run(self) -> None:
-        while True:
-            self._work.get()()
+
+def _run(work: queue.SimpleQueue[Callable[[], object] | None]) -> None:
+    while (each := work.get()) is not None:
+        each()
+        del each  # It may be of the stream.
 
 
 class HostCopies:
