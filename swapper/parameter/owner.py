@@ -40,8 +40,9 @@ from swapper.storage.access_order import AccessOrder
 from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.record_store import RecordStore
+from swapper.tensors.dispatch_modes import outside_of_dispatch_modes, refuse_fake_tensors
 from swapper.tensors.evicted import evict, is_evicted, restore, restore_for_good
-from swapper.tensors.grad_modes import modes_kept, outside_of_dispatch_modes, refuse_fake_tensors, set_grad_mode
+from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 from swapper.tensors.homes import TemporaryHome, home_of
 from swapper.tensors.inner import has_own_class
 from swapper.tensors.other_tensors import is_shared

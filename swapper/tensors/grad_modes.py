@@ -8,16 +8,11 @@ between its entry and the body of the `with`. It restores grad mode too.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 
-from swapper.errors import SwapError
-
-__all__ = ["modes_kept", "outside_of_dispatch_modes", "outside_of_inference", "refuse_fake_tensors", "set_grad_mode"]
-
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
+__all__ = ["modes_kept", "outside_of_inference", "set_grad_mode"]
 
 
 def modes_kept() -> AbstractContextManager[object]:
@@ -30,27 +25,6 @@ def outside_of_inference() -> AbstractContextManager[object]:
     """As `torch.inference_mode(False)`. See [Note: Ctrl-C and modes]."""
     outside: AbstractContextManager[object] = torch._C._InferenceMode(False)
     return outside
-
-
-def outside_of_dispatch_modes() -> AbstractContextManager[object]:
-    """Within it no `TorchDispatchMode` of others sees what is done, as one that notes operators to do them again."""
-    if not torch._C._len_torch_dispatch_stack():
-        return nullcontext()
-    outside: AbstractContextManager[object] = _disable_current_modes()
-    return outside
-
-
-def refuse_fake_tensors() -> None:
-    """Raise within a `FakeTensorMode`, as `torch.export` has it: what is made there has no values, and would stay.
-
-    Raises:
-        SwapError: there is one.
-    """
-    if torch._C._len_torch_dispatch_stack() and torch._C._get_dispatch_mode(_FAKE) is not None:
-        raise SwapError(
-            "swapped parameters were used within a FakeTensorMode, as torch.export and torch.fx have it, where they "
-            "would come without values; export or trace the model before swapper.offload"
-        )
 
 
 def set_grad_mode(enabled: bool) -> None:

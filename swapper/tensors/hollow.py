@@ -27,7 +27,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from swapper.tensors.grad_modes import outside_of_dispatch_modes, outside_of_inference
+from swapper.tensors.dispatch_modes import outside_of_dispatch_modes
+from swapper.tensors.grad_modes import outside_of_inference
 
 __all__ = [
     "answer_operators",
