@@ -55,6 +55,7 @@ __all__ = [
     "note_failure",
     "on_device",
     "on_streams",
+    "seeded_generators",
     "synchronize",
 ]
 
@@ -257,6 +258,21 @@ def on_device(device: torch.device) -> Iterator[None]:
     """
     current = getattr(torch.get_device_module(device), "device", None)
     with contextlib.nullcontext() if current is None else current(device):
+        yield
+
+
+@contextlib.contextmanager
+def seeded_generators(device: torch.device, seed: int) -> Iterator[None]:
+    """Within it the default generators of the host and of `device` are seeded; afterwards they are as they were.
+
+    `torch.manual_seed` seeds all devices of all types, also those that are only initialized later.
+    """
+    accelerators = [device] if is_accelerator(device) else []
+    with torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"):
+        torch.default_generator.manual_seed(seed)
+        for accelerator in accelerators:
+            with on_device(accelerator):
+                torch.get_device_module(accelerator).manual_seed(seed)
         yield
 
 

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
-from swapper.io.devices import is_accelerator
+from swapper.io.devices import is_accelerator, seeded_generators
 from swapper.optimizer.cuts import segment_cuts
 from swapper.optimizer.int8_codec import blocks_of
 from swapper.optimizer.own_numbers import numbers_in, own_copy
@@ -531,8 +531,7 @@ class _Twin:
             parameter.grad = gradient.to_sparse() if sparse else gradient.clone()
         self.group["params"] = list(chosen)
         try:
-            with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(0)
+            with seeded_generators(self.parameters[0].device, 0):
                 self._step(self.optimizer)
         except Exception as error:
             raise ConfigError(

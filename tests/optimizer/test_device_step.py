@@ -106,6 +106,21 @@ def as_on_the_host(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
+@pytest.mark.parametrize("step_device", ["cpu", "device"])
+def test_the_trial_leaves_the_random_state_of_devices_alone(nvme_path: Path, device: str, step_device: str) -> None:
+    """A run with dropout goes on with the numbers that plain draws, on all devices of the type."""
+    devices = [torch.device(device, i) for i in range(torch.get_device_module(device).device_count())]
+
+    def drawn() -> list[torch.Tensor]:
+        return [torch.randn(50, device=each).cpu() for each in devices]
+
+    torch.manual_seed(5)
+    expected = drawn()
+    torch.manual_seed(5)
+    with wrapped(torch.optim.AdamW(make_model(device).parameters()), nvme_path, state={"step_device": step_device}):
+        assert all(map(torch.equal, expected, drawn()))
+
+
 def skip_what_is_not_there(name: str, how: str) -> None:
     if (how == "fused" and name not in FUSED) or (how == "capturable" and name not in CAPTURABLE):
         pytest.skip(f"torch has no such {name}")

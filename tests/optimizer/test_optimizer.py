@@ -886,6 +886,21 @@ def test_the_trial_leaves_the_random_state_alone(nvme_path: Path) -> None:
         assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.parametrize("parameters", [False, True])
+def test_the_trial_seeds_no_accelerator(nvme_path: Path, parameters: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the model's, and those that are initialized later, have the user's seed."""
+    model = make_model()
+    optimizer = adamw(model)
+    for module in (torch.cuda, torch.xpu, torch.mtia):
+        monkeypatch.setattr(module, "manual_seed_all", lambda seed: pytest.fail("all devices were seeded"))
+        monkeypatch.setattr(module, "manual_seed", lambda seed: pytest.fail("a device was seeded"))
+    if parameters:
+        swapper.offload(model, optimizer, swapper.OffloadConfig(nvme_path=nvme_path, offload_param={"device": "nvme"}))
+    else:
+        swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+    swapper.of(optimizer).close()
+
+
 def test_clip_grad_norm_is_torchs(nvme_path: Path) -> None:
     plain, model = make_model(), make_model()
     backward(plain, 0)
