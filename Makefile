@@ -81,7 +81,7 @@ test-all: checked
 # What is before tests, beside each other, since mypy has one thread. The package is compiled once for the many processes
 # that tests start, also where PYTHONDONTWRITEBYTECODE is set.
 checked: $(VENV)/.built
-	@$(BIN)/python -m compileall -q swapper tests/support
+	@$(BIN)/python -m compileall -q swapper tests
 	@$(MAKE) --no-print-directory -j2 --output-sync=target sim-device lint
 
 # Half a minute, once: an accelerator made of host memory, for tests of what runs on a GPU.

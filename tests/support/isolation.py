@@ -1,6 +1,6 @@
 """A function in a process of its own, for what a process cannot take back: limits, filters, a lost capability.
 
-The processes are forked from a server that has imported torch and has no threads, so that one costs milliseconds.
+The processes are forked from a server (`fork_server`), so that one costs milliseconds.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+from fork_server import ensure_server
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "swapper"])
 
 
 def _run(sender: Connection, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
@@ -34,6 +34,7 @@ def _run(sender: Connection, function: Callable[..., object], arguments: tuple[o
 
 def alone(function: Callable[..., object], *arguments: object, timeout_s: float = 240) -> Any:
     """Call `function`, of a test module, with `arguments` in a process of its own. Returns what it returns."""
+    ensure_server()
     receiver, sender = _context.Pipe(duplex=False)
     process = _context.Process(target=_run, args=(sender, function, arguments))
     process.start()

@@ -16,6 +16,7 @@ import array
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import os
@@ -215,6 +216,9 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     for name in sys.argv[2:]:
         importlib.import_module(name)
+    # Else a collection in a program, and the one at its end, writes to, and so copies, all of this.
+    gc.collect()
+    gc.freeze()
     request = _serve(socket.socket(fileno=int(sys.argv[1])))
     os.environ.clear()
     os.environ.update(request["env"])

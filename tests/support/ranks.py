@@ -1,27 +1,24 @@
 """Several processes that know each other, of which each is one rank.
 
-They are forked from a server that has imported what they need, so that only the first of them waits for that.
+They are forked from a server (`fork_server`), so that only the first of them waits for imports.
 """
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import random
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from typing import Any
 
-import pytest
 import torch.multiprocessing
+from fork_server import ensure_server
 
 __all__ = ["TIMEOUT_S", "free_port", "in_processes", "started"]
 
 TIMEOUT_S = 900
-PRELOADED = ["torch.distributed", "torch.distributed.fsdp", "lightning", "swapper.lightning"]
 
 
 def _rank(rank: int, work: Callable[..., None], environment: dict[str, str], args: tuple[Any, ...]) -> None:
@@ -56,15 +53,12 @@ def free_port() -> Iterator[int]:
 @contextmanager
 def started(work: Callable[..., None], *args: object, ranks: int = 2) -> Iterator[Any]:
     """Start `work(rank, *args)` in processes whose environment is that of `torchrun`. Kills those that are left."""
-    with free_port() as port, pytest.MonkeyPatch.context() as patch:
+    ensure_server()
+    with free_port() as port:
         environment = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
-        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))  # For the server.
-        patch.setenv("PYTHONWARNINGS", "ignore")
-        multiprocessing.set_forkserver_preload(PRELOADED)
         context = torch.multiprocessing.start_processes(
             _rank, (work, environment, args), nprocs=ranks, join=False, start_method="forkserver"
         )
-        patch.undo()
         try:
             yield context
         finally:
