@@ -212,7 +212,7 @@ class OffloadParamConfig(Section, frozen=True):
     device_bytes: Size | None = None
     """For a model on an accelerator: most bytes of its memory that parameters take at once, with those that are copied
     ahead, and what it takes to see that they were changed. Default: None, what one module uses and the two records that
-    come next. What it is must hold at least one module's; an error says how much that is."""
+    come next. What it is must hold at least one module's, of fused experts two; an error says how much that is."""
 
     device_resident_bytes: Size = 0
     """For a model on an accelerator: bytes of parameters kept in its memory once they are there, so that they are not

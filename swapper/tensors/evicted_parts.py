@@ -2,7 +2,8 @@
 
 [Note: grouped products] On the CPU torch computes a grouped product group by group, each by `mm` into its rows of one
 result (ATen, `_grouped_mm_fallback`). The same is done here, so the bits are the same, and of each group that has rows
-its part is in memory meanwhile, and no other.
+its part is in memory meanwhile, and no other. So it is on an accelerator for which torch has no kernel of its own: that
+takes all groups at once, and may have other bits than `mm`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from swapper.tensors.evicted_views import EvictedView, PartOfView, ViewOfParameter
 from swapper.tensors.homes import PARTS, Call, Parts, home_of
 
-__all__ = ["PARTWISE", "PartwiseView", "answer_by_parts"]
+__all__ = ["PARTWISE", "PartwiseView", "answer_by_parts", "multiplies_by_parts"]
 
 PARTWISE = frozenset({"__getitem__", "transpose", "_grouped_mm"})
 """Functions that may be answered by parts."""
@@ -85,13 +86,19 @@ def _indexed(parameter: torch.nn.Parameter, parts: Parts, index: object) -> Any:
     rows: dict[int, list[int]] = {}
     for row, each in enumerate(wanted):
         rows.setdefault(each % count, []).append(row)
-    gathered = torch.empty((len(wanted), *parameter.shape[1:]), dtype=parameter.dtype, device="cpu")
+    gathered = torch.empty((len(wanted), *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
     for each in sorted(rows):
         part = parts.part(each)
         for row in rows[each]:
             gathered[row].copy_(part)
         del part  # Else its memory is in use while the next part comes.
     return gathered
+
+
+def multiplies_by_parts(device: torch.device) -> bool:
+    """True if torch computes a grouped product on `device` by `mm`. See [Note: grouped products]."""
+    key = torch._C._dispatch_key_for_device(device.type)
+    return not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", key)
 
 
 def _grouped_mm(call: Call) -> Any:
@@ -104,6 +111,8 @@ def _grouped_mm(call: Call) -> Any:
     parts = _parts_of(weight.parameter if transposed else weight)
     if parts is None or type(rows) is not torch.Tensor or rows.dim() != 2 or offsets is None:
         return NotImplemented
+    if not multiplies_by_parts(rows.device):
+        return NotImplemented
     stops = offsets.tolist()
     if len(stops) != weight.shape[0] or (torch.is_grad_enabled() and rows.requires_grad):
         return NotImplemented
@@ -114,7 +123,7 @@ def _grouped_mm(call: Call) -> Any:
         part = parts.part(index)
         part = part.t() if transposed else part
         if result is None:  # As torch makes it, with its strides: none of its rows is in a group, so none is computed.
-            result = call.func(rows, part.unsqueeze(0), offs=torch.zeros(1, dtype=offsets.dtype, device="cpu"))
+            result = call.func(rows, part.unsqueeze(0), offs=torch.zeros_like(offsets[:1]))
         group = slice(starts[index], stops[index])
         torch.mm(rows[group], part, out=result[group])
         del part  # Else its memory is in use while the next part comes.
