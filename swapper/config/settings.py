@@ -226,7 +226,8 @@ class OffloadParamConfig(Section, frozen=True):
     experts: Literal["auto", "whole"] = "auto"
     """With `swapper.offload(..., weights=PATH)`: how fused experts, one parameter for all of a layer, come. "auto":
     those that the router has chosen and no others, where the module's class is known to take them one at a time and
-    `copy_on_write` is off; else whole, as the log says. Default: "auto". Off: "whole", all of a layer's."""
+    `copy_on_write` is off; else whole, as the log says. So come the rows of an embedding on the CPU. Default: "auto".
+    Off: "whole", all of a layer's, and all of an embedding."""
 
 
 def _add_thread_count(schema: dict[str, Any]) -> None:

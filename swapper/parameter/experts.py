@@ -19,9 +19,9 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo
@@ -66,6 +66,7 @@ __all__ = [
     "ExpertHook",
     "ExpertParts",
     "ExpertPlan",
+    "Found",
     "FusedParameter",
     "find_called",
     "find_fused",
@@ -86,12 +87,21 @@ _MARKS = ("num_experts", "has_bias", "is_transposed")
 """Attributes that `use_experts_implementation` of transformers gives a module, or expects."""
 
 
+class Found(NamedTuple):
+    """A parameter that has parts: its name and module, and `rows`, as of a `FusedParameter`."""
+
+    name: str
+    module: torch.nn.Module
+    rows: int = 0
+
+
 @dataclass(eq=False)
 class FusedParameter:
     """A parameter whose parts come one by one.
 
     Attributes:
         module: that has it; weak, because that has what has this.
+        rows: indices of its first dimension that are a part together; 0: each is one by itself, as an expert.
         records: of its parts, in order.
         whole: for uses of all of it. Only while one goes on is it in the pool, beside the parts.
     """
@@ -99,6 +109,7 @@ class FusedParameter:
     module: weakref.ref[torch.nn.Module]
     name: str
     parameter: torch.nn.Parameter
+    rows: int
     records: list[ParameterRecord]
     whole: ParameterRecord
 
@@ -108,7 +119,7 @@ def find_fused(
     extents: Mapping[torch.Tensor, Sequence[Extent] | Conversion],
     least_bytes: int,
     device: torch.device,
-) -> tuple[dict[torch.nn.Parameter, tuple[str, torch.nn.Module]], list[str]]:
+) -> tuple[dict[torch.nn.Parameter, Found], list[str]]:
     """Find the parameters of `model` whose parts can come one by one.
 
     Args:
@@ -117,10 +128,10 @@ def find_fused(
         device: that the model computes on.
 
     Returns:
-        Each with its name and module; and the classes of modules that have fused experts, as it seems, and use them in
+        Them; and the classes of modules that have fused experts, as it seems, and use them in
         a way that is not known.
     """
-    found: dict[torch.nn.Parameter, tuple[str, torch.nn.Module]] = {}
+    found: dict[torch.nn.Parameter, Found] = {}
     tied: set[torch.nn.Parameter] = set()
     unknown: dict[str, None] = {}
     for prefix, module in model.named_modules():
@@ -139,17 +150,17 @@ def find_fused(
                 continue
             long_enough = parameter.nbytes // parameter.shape[0] >= least_bytes
             if long_enough and parameter.is_contiguous() and is_ordinary(parameter) and not why_not(parameter, device):
-                found[parameter] = (f"{prefix}.{name}".lstrip("."), module)
+                found[parameter] = Found(f"{prefix}.{name}".lstrip("."), module)
     return {parameter: of for parameter, of in found.items() if parameter not in tied}, list(unknown)
 
 
 def plan_parts(
-    found: Mapping[torch.nn.Parameter, tuple[str, torch.nn.Module]],
+    found: Mapping[torch.nn.Parameter, Found],
     extents: Mapping[torch.Tensor, Sequence[Extent] | Conversion],
     first_number: int,
     lay_out: LayOut,
 ) -> list[FusedParameter]:
-    """Plan the records of the parameters that `find_fused` gave.
+    """Plan the records of the parameters that `find_fused` and `find_embeddings` gave.
 
     Args:
         extents: of each, in the order of its memory.
@@ -158,19 +169,21 @@ def plan_parts(
     """
     planned: list[FusedParameter] = []
     number = 0
-    for i, (p, (name, module)) in enumerate(found.items()):
+    for i, (p, (name, module, rows)) in enumerate(found.items()):
         pieces = extents[p]
         assert not isinstance(pieces, Conversion)
-        length = p.nbytes // p.shape[0]
-        shape = p.shape[1:]
+        row_bytes = p.nbytes // p.shape[0]
+        length = (rows or 1) * row_bytes
         records = []
-        for index in range(p.shape[0]):
-            part = _slice(pieces, index * length, (index + 1) * length)
+        for index, first in enumerate(range(0, p.shape[0], rows or 1)):
+            count = min(rows, p.shape[0] - first)
+            part = _slice(pieces, first * row_bytes, (first + (count or 1)) * row_bytes)
+            shape, stride = (torch.Size((count, *p.shape[1:])), p.stride()) if rows else (p.shape[1:], p.stride()[1:])
             # An odd length has other residues mod 64 in the middle of the parameter, and so here: kernels depend on it.
             plan = plan_spans([part], [index * length % 64])
-            title = f"{name}[{index}]"
+            title = f"{name}[{first}:{first + count}]" if rows else f"{name}[{index}]"
             (at,) = plan.offsets_bytes
-            location = ParameterLocation(p, title, shape, p.stride()[1:], p.dtype, at, at)
+            location = ParameterLocation(p, title, shape, stride, p.dtype, at, at)
             layout = RecordLayout(
                 (Entry(title, NAMES[p.dtype], tuple(shape)),), (at,), 0, plan.length_bytes, plan.length_bytes
             )
@@ -178,7 +191,9 @@ def plan_parts(
             records.append(ParameterRecord(number, (location,), layout, size, size, plan.spans))
             number += 1
         planned.append(
-            FusedParameter(weakref.ref(module), name, p, records, lay_out(first_number + i, [Candidate(name, name, p)]))
+            FusedParameter(
+                weakref.ref(module), name, p, rows, records, lay_out(first_number + i, [Candidate(name, name, p)])
+            )
         )
     longest: dict[int, int] = {}
     for record in (record for each in planned for record in each.records):
@@ -478,11 +493,12 @@ class ExpertCache(ParameterCache):
 class ExpertParts:
     """The parts of one parameter. See `homes.Parts`. The parameter has this; it keeps nothing alive."""
 
-    __slots__ = ("_cache", "_first")
+    __slots__ = ("_cache", "_first", "rows")
 
     def __init__(self, cache: ExpertCache, fused: FusedParameter) -> None:
         self._cache = weakref.ref(cache)
         self._first = fused.records[0].number
+        self.rows = fused.rows
 
     @property
     def usable(self) -> bool:
@@ -494,6 +510,12 @@ class ExpertParts:
         cache = self._cache()
         assert cache is not None
         return cache.part(self._first + index)
+
+    def expect(self, indices: Iterable[int]) -> None:
+        """See `ExpertCache.expect`."""
+        cache = self._cache()
+        assert cache is not None
+        cache.expect([self._first + index for index in indices])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()

@@ -22,6 +22,7 @@ from swapper.parameter.cache import Held, finalize
 from swapper.parameter.candidates import ALREADY, BUFFER_IN_NO_FILE, Candidate, why_not
 from swapper.parameter.conversions import Conversion, plan_sources
 from swapper.parameter.device_tier import DeviceTier
+from swapper.parameter.embeddings import find_embeddings
 from swapper.parameter.experts import (
     KIND,
     CallHook,
@@ -125,7 +126,7 @@ def plan_from_files(
         extents: of parameters that are in files; of each one or more, in the order of its memory, or how it is made.
         bucket_bytes, resident_bytes, device_resident_bytes: as for `plan_parameters`.
         device: that the model computes on.
-        by_parts: fused experts come one by one, where that is known to work.
+        by_parts: fused experts come one by one, where that is known to work, and rows of embeddings on the CPU.
 
     Raises:
         ConfigError: as for `plan_parameters`.
@@ -165,6 +166,8 @@ def plan_from_files(
             "experts of %s are brought whole: it is not known that it takes them one at a time", ", ".join(unknown)
         )
 
+    rows = find_embeddings(model, extents) if by_parts and not is_accelerator(device) else {}
+    found.update(rows)
     called = find_called(model, extents, _SMALL_BYTES, device) if by_parts else []
     apart: set[torch.Tensor] = {c.tensor for _, candidates in called for c in candidates}.union(found)
 
@@ -178,7 +181,7 @@ def plan_from_files(
     plan = plan_parameters(
         model, bucket_bytes, resident_bytes, device_resident_bytes, False, lay_out, why_stays, device
     )
-    names = {name for name, _ in found.values()}.union(c.name for _, candidates in called for c in candidates)
+    names = {each.name for each in found.values()}.union(c.name for _, candidates in called for c in candidates)
     stays = {name: why for name, why in plan.stays.items() if name not in names}
     experts = ExpertPlan(plan_parts(found, extents, len(plan.records), lay_out))
     experts.called, experts.called_bytes = plan_called(
@@ -189,6 +192,11 @@ def plan_from_files(
         why = f", with {format_bytes(converted_bytes)} of the files that are cast or converted in it"
         needs = replace(needs, why=needs.why.replace("the largest record", f"the largest record{why}"))
     needs = experts.added_to(needs)
+    if rows:  # With gradients of it an embedding comes whole, while nothing but its module runs.
+        wholes = [each.whole for each in experts.fused if each.rows]
+        others = needs_of(model, [*plan.records, *wholes], plan.resident, False, on_host=True)
+        if others.least_bytes > needs.least_bytes:
+            needs = replace(needs, least_bytes=others.least_bytes, why=others.why)
     kept = plan.resident, plan.device_resident
     device_needs = experts.plan_device(model, device, plan.device_needs) if is_accelerator(device) else None
     return FilePlan(plan.records, stays, *kept, needs, plan.summary, device_needs, experts)
@@ -457,7 +465,7 @@ class FileParameters(ParameterSwapper):
     def _hook_experts(self, experts: ExpertCache) -> None:
         of_module: dict[torch.nn.Module, list[FusedParameter]] = {}
         for each in self._one_by_one.fused:
-            if (module := each.module()) is not None:
+            if not each.rows and (module := each.module()) is not None:
                 of_module.setdefault(module, []).append(each)
         for module, those in of_module.items():
             self._hooks.append(module.register_forward_pre_hook(ExpertHook(experts, those), with_kwargs=True))
@@ -512,8 +520,8 @@ class FileParameters(ParameterSwapper):
             super()._restore_values(held)
             return
         values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
-        for index in range(parameter.shape[0]):
-            values[index].copy_(parts.part(index))
+        for index, rows in enumerate(torch.split(values, parts.rows or 1)):
+            rows.copy_(parts.part(index))
         restore_for_good(parameter, values)
 
     def close(self, *, keep_values: bool = False) -> None:

@@ -17,7 +17,7 @@ from swapper.tensors.homes import PARTS, Call, Parts, home_of
 
 __all__ = ["PARTWISE", "PartwiseView", "answer_by_parts", "multiplies_by_parts"]
 
-PARTWISE = frozenset({"__getitem__", "transpose", "_grouped_mm"})
+PARTWISE = frozenset({"__getitem__", "transpose", "_grouped_mm", "embedding"})
 """Functions that may be answered by parts."""
 
 
@@ -51,6 +51,8 @@ def answer_by_parts(call: Call) -> Any:
     """
     if call.name == "_grouped_mm":
         return _grouped_mm(call)
+    if call.name == "embedding":
+        return _embedded(call)
     parameter = call.first
     if call.kwargs or len(call.args) < 2 or (parts := _parts_of(parameter)) is None:
         return NotImplemented
@@ -62,14 +64,14 @@ def answer_by_parts(call: Call) -> Any:
     return _indexed(parameter, parts, call.args[1])
 
 
-def _parts_of(item: object) -> Parts | None:
-    """The parts of `item`, if they come one by one, and autograd needs no gradient of it."""
+def _parts_of(item: object, *, in_blocks: bool = False) -> Parts | None:
+    """The parts of `item`, if they come one by one, or `in_blocks`, and autograd needs no gradient of it."""
     if not isinstance(item, torch.nn.Parameter):
         return None
     parts: Parts | None = vars(item).get(PARTS)
     if parts is None or home_of(item) is None or (torch.is_grad_enabled() and item.requires_grad):
         return None
-    return parts if parts.usable else None
+    return parts if parts.usable and bool(parts.rows) is in_blocks else None
 
 
 def _indexed(parameter: torch.nn.Parameter, parts: Parts, index: object) -> Any:
@@ -93,6 +95,30 @@ def _indexed(parameter: torch.nn.Parameter, parts: Parts, index: object) -> Any:
             gathered[row].copy_(part)
         del part  # Else its memory is in use while the next part comes.
     return gathered
+
+
+def _embedded(call: Call) -> Any:
+    """Look rows up; only the blocks that have them come. See [Note: rows] in `parameter.embeddings`."""
+    if call.func is not torch.nn.functional.embedding or len(call.args) != 2 or call.kwargs.get("max_norm") is not None:
+        return NotImplemented
+    ids, weight = call.args
+    parts = _parts_of(weight, in_blocks=True)
+    if parts is None or type(ids) is not torch.Tensor or ids.dtype not in (torch.int64, torch.int32):
+        return NotImplemented
+    if ids.device.type != "cpu" or torch._C._functorch.peek_interpreter_stack() is not None:
+        return NotImplemented
+    wanted = ids.reshape(-1).long()
+    if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < weight.shape[0]:
+        return NotImplemented  # torch says what is wrong.
+    blocks = wanted.div(parts.rows, rounding_mode="floor")
+    hit, counts = torch.unique(blocks, return_counts=True)
+    found = torch.empty((wanted.numel(), weight.shape[1]), dtype=weight.dtype, device="cpu")
+    parts.expect(hit.tolist())
+    for block, at in zip(hit.tolist(), torch.split(blocks.argsort(), counts.tolist()), strict=True):
+        part = parts.part(block)
+        found[at] = part[wanted[at] - block * parts.rows]
+        del part  # Else its memory is in use while the next part comes.
+    return found.view(*ids.shape, weight.shape[1])
 
 
 def multiplies_by_parts(device: torch.device) -> bool:
