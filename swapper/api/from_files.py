@@ -14,7 +14,6 @@ from swapper.errors import ConfigError
 from swapper.files.model_weights import ModelWeights
 from swapper.files.tensor_files import StoredTensor
 from swapper.files.unread import Step, sources_of, write_values
-from swapper.io.devices import is_accelerator
 from swapper.optimizer.plan import parameters_of
 from swapper.parameter.building import device_of
 from swapper.parameter.conversions import Conversion, Source
@@ -198,7 +197,7 @@ def _plan(
         param.resident_bytes,
         param.device_resident_bytes,
         device,
-        by_parts=param.experts == "auto" and not param.copy_on_write and not is_accelerator(device),
+        by_parts=param.experts == "auto" and not param.copy_on_write,
     )
     existing = Shared.existing(settings)
     others_bytes, lost_bytes = (existing.held_bytes, existing.pool.abandoned_bytes) if existing else (0, 0)

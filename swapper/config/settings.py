@@ -212,7 +212,7 @@ class OffloadParamConfig(Section, frozen=True):
     device_bytes: Size | None = None
     """For a model on an accelerator: most bytes of its memory that parameters take at once, with those that are copied
     ahead, and what it takes to see that they were changed. Default: None, what one module uses and the two records that
-    come next. What it is must hold at least one module's; an error says how much that is."""
+    come next. What it is must hold at least one module's, of fused experts two; an error says how much that is."""
 
     device_resident_bytes: Size = 0
     """For a model on an accelerator: bytes of parameters kept in its memory once they are there, so that they are not
@@ -226,7 +226,8 @@ class OffloadParamConfig(Section, frozen=True):
     experts: Literal["auto", "whole"] = "auto"
     """With `swapper.offload(..., weights=PATH)`: how fused experts, one parameter for all of a layer, come. "auto":
     those that the router has chosen and no others, where the module's class is known to take them one at a time and
-    `copy_on_write` is off; else whole, as the log says. Default: "auto". Off: "whole", all of a layer's."""
+    `copy_on_write` is off; else whole, as the log says. So come the rows of an embedding on the CPU. Default: "auto".
+    Off: "whole", all of a layer's, and all of an embedding."""
 
 
 def _add_thread_count(schema: dict[str, Any]) -> None:

@@ -172,8 +172,8 @@ class OnDrive(DynamicLayer):
             raise SwapError("keys and values of an OffloadedCache are on the drive; call update() to add tokens")
 
     def get_seq_length(self) -> int:
-        """Give the number of tokens."""
-        return self._tokens.count
+        """Give the number of tokens; 0 of a batch without rows, as a layer of transformers does."""
+        return self._tokens.count if self._tokens.likes and self._tokens.likes[0].shape[0] else 0
 
     def offload(self) -> None:
         """Do nothing: it is."""

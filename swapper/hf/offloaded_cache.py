@@ -182,7 +182,7 @@ class OffloadedCache(DynamicCache):
         return copied
 
     def __reduce__(self) -> str:
-        raise SwapError("an OffloadedCache cannot be pickled: its files belong to this process")
+        raise SwapError("an OffloadedCache cannot be pickled: its files belong to this process; use copy.deepcopy")
 
 
 def _config_of_caller() -> PreTrainedConfig | None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -24,7 +25,7 @@ from swapper.metrics import Metrics
 from swapper.parameter.records import ParameterLocation, ParameterRecord
 from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import format_bytes
-from swapper.storage.access_order import AccessOrder, Use
+from swapper.storage.access_order import Order, Use
 from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.cache import RecordCache
 from swapper.storage.cache_policies import CyclicPolicy
@@ -82,8 +83,8 @@ class Held:
 
     @property
     def number(self) -> int:
-        """Place in the order of registration."""
-        return self.plan.number
+        """Place among the records of its cache."""
+        return self.key.number
 
     @property
     def length_bytes(self) -> int:
@@ -228,23 +229,26 @@ class ParameterCache:
         store: where records go; None keeps them in the pool, for a model on an accelerator.
         policy: what stays and what goes first; None: what is needed last in `order`.
         metrics: counts what moves; None: those of its own.
+        lock: as for `RecordCache`.
     """
 
     def __init__(
         self,
         records: list[Held],
-        order: AccessOrder,
+        order: Order,
         budget_bytes: int,
         pool: BufferPool | GrowingPool,
         store: RecordStore | None,
         policy: ParameterPolicy | None = None,
         metrics: Metrics | None = None,
+        lock: threading.RLock | None = None,
     ) -> None:
         self.metrics = metrics or Metrics()
         self._pool = pool
         self._store = store
         self._policy = policy or ParameterPolicy(order, records)
-        self._cache = RecordCache(pool, store, self.metrics, None if store is None else self._policy, owner=self)
+        kept = None if store is None else self._policy
+        self._cache = RecordCache(pool, store, self.metrics, kept, owner=self, lock=lock)
         self._cache.limit_bytes = None if store is None else budget_bytes
         self._budget_bytes = budget_bytes
         self._pid = os.getpid()
@@ -258,6 +262,21 @@ class ParameterCache:
     def _caches(self) -> list[RecordCache]:
         """Those that records are in."""
         return [self._cache] if self._tier is None else self._tier.caches
+
+    @property
+    def _here(self) -> list[Held]:
+        """All records that may have values in memory."""
+        return self._all
+
+    def _check_device_room(self, records: Sequence[Held]) -> None:
+        """Refuse `records` that do not fit an accelerator together. Raises PoolExhausted."""
+        tiers = {tier: None for held in records if (tier := self._tier_of(held)) is not None}
+        for tier in tiers:
+            tier.check_room_for(held for held in records if self._tier_of(held) is tier)
+
+    def _tier_of(self, held: Held) -> DeviceTier | None:
+        """The tier that brings `held` to an accelerator."""
+        return self._tier
 
     def _bring(self, held: Held, phase: str) -> None:
         """Have `held`, of which there is a hold, in memory and open. Starts to read what will be used after it."""
@@ -273,8 +292,8 @@ class ParameterCache:
 
     def _write_back(self, held: Held) -> None:
         """Start writing a record that is known to have changed, if no use of it is left. See `Held.late`."""
-        if self._tier is not None:
-            self._tier.release(held)
+        if (tier := self._tier_of(held)) is not None:
+            tier.release(held)
         elif held.changed and not held.holds and held.values and not held.late:
             held.write(self._cache)
 

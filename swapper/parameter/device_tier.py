@@ -49,7 +49,7 @@ from swapper.parameter.held_on_device import HeldOnDevice
 from swapper.parameter.records import DeviceRoom, device_bytes_of, sums_bytes_of
 from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import format_bytes
-from swapper.storage.access_order import AccessOrder, Use
+from swapper.storage.access_order import AccessOrder, Order, Use
 from swapper.storage.buffers import Lease, PoolExhausted
 from swapper.storage.cache import RecordCache
 from swapper.storage.cached_records import RecordState
@@ -74,6 +74,7 @@ class DeviceTier:
         cache: of the pool.
         records: by number; none is on the device. May grow.
         order: in which the pool's records are used; with `room.staging`, those that come without the pool.
+        on_device: in which those on the device are.
         room: what records may have on the device.
         store: of the records, if there is one.
 
@@ -91,14 +92,14 @@ class DeviceTier:
         owner: ParameterCache,
         cache: RecordCache,
         records: Sequence[Held],
-        order: AccessOrder,
+        order: Order,
+        on_device: Order,
         room: DeviceRoom,
         store: RecordStore | None,
     ) -> None:
         self.device = device = room.device
         DEVICE_TYPES.add(device.type)
-        self.limit_bytes = room.limit_bytes
-        self.used_bytes = 0
+        self.limit_bytes, self.used_bytes = room.limit_bytes, 0
         self.direct: DirectRecords | None = None
         if room.staging is not None and store is not None:
             self.direct = DirectRecords(device, room.staging, store, owner.metrics, records, order, owner)
@@ -106,7 +107,7 @@ class DeviceTier:
         self._cache = cache
         self._records = records
         self._pool_order = order
-        self._order = AccessOrder()  # of uses on the device
+        self._order = on_device
         self._up = DeviceCopies(device)
         self._down = DeviceCopies(device)
         self._sums = DeviceSums(device, 0)

@@ -29,7 +29,7 @@ import torch
 from swapper.io.devices import DeviceCopies
 from swapper.metrics import Metrics
 from swapper.parameter.cache import Held
-from swapper.storage.access_order import AccessOrder, Use
+from swapper.storage.access_order import Order, Use
 from swapper.storage.buffers import Lease
 from swapper.storage.cache import RecordCache
 from swapper.storage.cache_policies import CyclicPolicy
@@ -120,7 +120,7 @@ class DirectRecords:
         store: RecordStore,
         metrics: Metrics,
         records: Sequence[Held],
-        order: AccessOrder,
+        order: Order,
         owner: object,
     ) -> None:
         aside = DeviceCopies(device)

@@ -9,16 +9,19 @@ The forward indexes the parameter, or multiplies by groups, and that is answered
 Whatever else it does brings the parameter whole, as does a forward with gradients of it.
 
 Experts that are modules, in a list, are in no order either: their records come when they are called.
+
+On an accelerator what was used most often stays there, too, and what is wanted is copied up as far as there is room.
+The host waits for the router's choice, to read it; a kernel that takes all experts at once has them whole.
 """
 
 from __future__ import annotations
 
+import threading
 import weakref
-from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch._compile import _disable_dynamo
@@ -27,13 +30,26 @@ from swapper.metrics import Metrics
 from swapper.parameter.cache import Held, ParameterCache, ParameterPolicy
 from swapper.parameter.candidates import Candidate, why_not
 from swapper.parameter.conversions import Conversion
-from swapper.parameter.records import LayOut, ParameterLocation, ParameterRecord, needs_of
+from swapper.parameter.device_sums import DeviceSums
+from swapper.parameter.device_tier import DeviceTier
+from swapper.parameter.expert_order import ExpertOrder
+from swapper.parameter.held_on_device import HeldOnDevice
+from swapper.parameter.records import (
+    DeviceNeeds,
+    DeviceRoom,
+    LayOut,
+    ParameterLocation,
+    ParameterRecord,
+    device_bytes_of,
+    device_needs_of,
+    needs_of,
+    sums_bytes_of,
+)
 from swapper.sizes import PAGE_BYTES, format_bytes, round_up
-from swapper.storage.access_order import AccessOrder
+from swapper.storage.access_order import Use
 from swapper.storage.budget import ParameterNeeds
 from swapper.storage.buffers import BufferPool
 from swapper.storage.cache import RecordCache
-from swapper.storage.cached_records import CachedRecord
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.layout import Entry, RecordLayout
 from swapper.storage.record_store import RecordStore
@@ -41,6 +57,7 @@ from swapper.storage.spans import Extent, plan_spans
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.evicted import is_ordinary, refuse_copy
+from swapper.tensors.evicted_parts import multiplies_by_parts
 
 __all__ = [
     "KIND",
@@ -49,6 +66,7 @@ __all__ = [
     "ExpertHook",
     "ExpertParts",
     "ExpertPlan",
+    "Found",
     "FusedParameter",
     "find_called",
     "find_fused",
@@ -69,12 +87,21 @@ _MARKS = ("num_experts", "has_bias", "is_transposed")
 """Attributes that `use_experts_implementation` of transformers gives a module, or expects."""
 
 
+class Found(NamedTuple):
+    """A parameter that has parts: its name and module, and `rows`, as of a `FusedParameter`."""
+
+    name: str
+    module: torch.nn.Module
+    rows: int = 0
+
+
 @dataclass(eq=False)
 class FusedParameter:
     """A parameter whose parts come one by one.
 
     Attributes:
         module: that has it; weak, because that has what has this.
+        rows: indices of its first dimension that are a part together; 0: each is one by itself, as an expert.
         records: of its parts, in order.
         whole: for uses of all of it. Only while one goes on is it in the pool, beside the parts.
     """
@@ -82,24 +109,29 @@ class FusedParameter:
     module: weakref.ref[torch.nn.Module]
     name: str
     parameter: torch.nn.Parameter
+    rows: int
     records: list[ParameterRecord]
     whole: ParameterRecord
 
 
 def find_fused(
-    model: torch.nn.Module, extents: Mapping[torch.Tensor, Sequence[Extent] | Conversion], least_bytes: int
-) -> tuple[dict[torch.nn.Parameter, tuple[str, torch.nn.Module]], list[str]]:
+    model: torch.nn.Module,
+    extents: Mapping[torch.Tensor, Sequence[Extent] | Conversion],
+    least_bytes: int,
+    device: torch.device,
+) -> tuple[dict[torch.nn.Parameter, Found], list[str]]:
     """Find the parameters of `model` whose parts can come one by one.
 
     Args:
         extents: of the parameters that are in files. One that is converted has no parts.
         least_bytes: a part is at least so long.
+        device: that the model computes on.
 
     Returns:
-        Each with its name and module; and the classes of modules that have fused experts, as it seems, and use them in
+        Them; and the classes of modules that have fused experts, as it seems, and use them in
         a way that is not known.
     """
-    found: dict[torch.nn.Parameter, tuple[str, torch.nn.Module]] = {}
+    found: dict[torch.nn.Parameter, Found] = {}
     tied: set[torch.nn.Parameter] = set()
     unknown: dict[str, None] = {}
     for prefix, module in model.named_modules():
@@ -117,18 +149,18 @@ def find_fused(
             if pieces is None or isinstance(pieces, Conversion):
                 continue
             long_enough = parameter.nbytes // parameter.shape[0] >= least_bytes
-            if long_enough and parameter.is_contiguous() and is_ordinary(parameter) and not why_not(parameter):
-                found[parameter] = (f"{prefix}.{name}".lstrip("."), module)
+            if long_enough and parameter.is_contiguous() and is_ordinary(parameter) and not why_not(parameter, device):
+                found[parameter] = Found(f"{prefix}.{name}".lstrip("."), module)
     return {parameter: of for parameter, of in found.items() if parameter not in tied}, list(unknown)
 
 
 def plan_parts(
-    found: Mapping[torch.nn.Parameter, tuple[str, torch.nn.Module]],
+    found: Mapping[torch.nn.Parameter, Found],
     extents: Mapping[torch.Tensor, Sequence[Extent] | Conversion],
     first_number: int,
     lay_out: LayOut,
 ) -> list[FusedParameter]:
-    """Plan the records of the parameters that `find_fused` gave.
+    """Plan the records of the parameters that `find_fused` and `find_embeddings` gave.
 
     Args:
         extents: of each, in the order of its memory.
@@ -137,19 +169,21 @@ def plan_parts(
     """
     planned: list[FusedParameter] = []
     number = 0
-    for i, (p, (name, module)) in enumerate(found.items()):
+    for i, (p, (name, module, rows)) in enumerate(found.items()):
         pieces = extents[p]
         assert not isinstance(pieces, Conversion)
-        length = p.nbytes // p.shape[0]
-        shape = p.shape[1:]
+        row_bytes = p.nbytes // p.shape[0]
+        length = (rows or 1) * row_bytes
         records = []
-        for index in range(p.shape[0]):
-            part = _slice(pieces, index * length, (index + 1) * length)
+        for index, first in enumerate(range(0, p.shape[0], rows or 1)):
+            count = min(rows, p.shape[0] - first)
+            part = _slice(pieces, first * row_bytes, (first + (count or 1)) * row_bytes)
+            shape, stride = (torch.Size((count, *p.shape[1:])), p.stride()) if rows else (p.shape[1:], p.stride()[1:])
             # An odd length has other residues mod 64 in the middle of the parameter, and so here: kernels depend on it.
             plan = plan_spans([part], [index * length % 64])
-            title = f"{name}[{index}]"
+            title = f"{name}[{first}:{first + count}]" if rows else f"{name}[{index}]"
             (at,) = plan.offsets_bytes
-            location = ParameterLocation(p, title, shape, p.stride()[1:], p.dtype, at, at)
+            location = ParameterLocation(p, title, shape, stride, p.dtype, at, at)
             layout = RecordLayout(
                 (Entry(title, NAMES[p.dtype], tuple(shape)),), (at,), 0, plan.length_bytes, plan.length_bytes
             )
@@ -157,7 +191,9 @@ def plan_parts(
             records.append(ParameterRecord(number, (location,), layout, size, size, plan.spans))
             number += 1
         planned.append(
-            FusedParameter(weakref.ref(module), name, p, records, lay_out(first_number + i, [Candidate(name, name, p)]))
+            FusedParameter(
+                weakref.ref(module), name, p, rows, records, lay_out(first_number + i, [Candidate(name, name, p)])
+            )
         )
     longest: dict[int, int] = {}
     for record in (record for each in planned for record in each.records):
@@ -201,11 +237,13 @@ class ExpertPlan:
     Attributes:
         fused, called: of either kind.
         called_bytes: the least of the pool that will do for those that are called.
+        device_needs: of the accelerator that the model computes on; None of one on the CPU.
     """
 
     fused: list[FusedParameter] = field(default_factory=list)
     called: list[CalledExpert] = field(default_factory=list)
     called_bytes: int = 0
+    device_needs: DeviceNeeds | None = None
 
     @property
     def parts(self) -> list[ParameterRecord]:
@@ -216,6 +254,11 @@ class ExpertPlan:
     def modules(self) -> list[ParameterRecord]:
         """The records of experts that are called."""
         return [record for each in self.called for record in each.records]
+
+    @property
+    def records(self) -> list[ParameterRecord]:
+        """All: of parts, of experts that are called, and of whole parameters."""
+        return [*self.parts, *self.modules, *(each.whole for each in self.fused)]
 
     @property
     def least_bytes(self) -> int:
@@ -230,15 +273,36 @@ class ExpertPlan:
         total = sum(record.length_bytes for record in (*self.parts, *self.modules))
         return ParameterNeeds(needs.least_bytes + self.least_bytes, why, needs.total_bytes + total)
 
+    def plan_device(
+        self, model: torch.nn.Module, device: torch.device, needs: DeviceNeeds | None
+    ) -> DeviceNeeds | None:
+        """Sum up what these need of an accelerator, in `device_needs`, and with the `needs` of all else."""
+        if not self.least_bytes:
+            return needs
+        least = wanted = _AT_ONCE * max(map(device_bytes_of, self.parts), default=0)
+        of_module = Counter[torch.nn.Module | None]()
+        for each in self.fused:
+            of_module[each.module()] += device_bytes_of(each.whole)
+        wanted = max([wanted, *of_module.values()])  # So that a forward with gradients has room, as it has them whole.
+        if self.modules:
+            called = device_needs_of(model, self.modules, set(), device)
+            least, wanted = least + called.least_bytes - called.beside_bytes, wanted + called.wanted_bytes
+        beside = DeviceSums.bytes_for(max(each.length_bytes for r in self.records for each in r.locations))
+        beside += sum(map(sums_bytes_of, self.records))
+        why = f"{format_bytes(least + beside)} (experts: the largest part twice, and sums)"
+        self.device_needs = DeviceNeeds(device, least + beside, wanted + beside, beside, 0, why)
+        return self.device_needs if needs is None else needs.added_to(self.device_needs)
+
 
 def find_called(
-    model: torch.nn.Module, extents: Container[torch.Tensor], least_bytes: int
+    model: torch.nn.Module, extents: Container[torch.Tensor], least_bytes: int, device: torch.device
 ) -> list[tuple[torch.nn.Module, list[Candidate]]]:
     """Find the experts of `model` that are modules in a list or dictionary, of which a layer calls a few.
 
     Args:
         extents: has the parameters that are in files.
         least_bytes: smaller parameters are none of them.
+        device: that the model computes on.
 
     Returns:
         The experts, and the parameters of each.
@@ -255,7 +319,7 @@ def find_called(
             group = []
             for name, p in expert.named_parameters(prefix=f"{prefix}.{key}".lstrip(".")):
                 moves = p in extents and owners[p] == 1 and p.nbytes >= least_bytes and p not in seen
-                if moves and is_ordinary(p) and not why_not(p):
+                if moves and is_ordinary(p) and not why_not(p, device):
                     group.append(Candidate(name, name, p))
                     seen.add(p)
             if group:
@@ -291,59 +355,41 @@ def plan_called(
 
 
 class _ExpertPolicy(ParameterPolicy):
-    """Those stay that were used most often. See [Note: experts].
+    """Parts, and experts that are called, have a share of the pool; a fused parameter that is whole may have more.
+
+    Args:
+        order: of the uses.
+        contents: of the records, those of whole parameters last.
+        whole_from: number of the first of those.
 
     Attributes:
-        wanted: numbers of the records that the layer that runs will use, in order, each with its place in it.
-        needed_bytes: length of the record that room is made for.
+        share_bytes: the most that parts may hold.
     """
 
-    def __init__(self, contents: Sequence[Held]) -> None:
-        super().__init__(AccessOrder(), contents)
-        self.wanted: dict[int, int] = {}
-        self.needed_bytes = 0
-        self._uses: dict[int, tuple[int, int]] = {}  # how often each was used, and when last
-        self._time = 0
-        self._longest_bytes = max((each.length_bytes for each in contents), default=0)
-        self._ranked: list[tuple[int, int, int]] = []  # uses and number of those that hold a buffer, the fewest first
-
-    def note(self, number: int) -> None:
-        """Record `number` is used now."""
-        self._time += 1
-        held = self._rank_of(number)
-        is_held = self._drop(held)
-        self._uses[number] = (held[0] + 1, self._time)
-        if is_held:
-            insort(self._ranked, self._rank_of(number))
-        self.wanted.pop(number, None)
-
-    def _rank_of(self, number: int) -> tuple[int, int, int]:
-        return (*self._uses.get(number, (0, 0)), number)
-
-    def _drop(self, rank: tuple[int, int, int]) -> bool:
-        i = bisect_left(self._ranked, rank)
-        if i < len(self._ranked) and self._ranked[i] == rank:
-            del self._ranked[i]
-            return True
-        return False
+    def __init__(self, order: ExpertOrder, contents: Sequence[Held], whole_from: int) -> None:
+        super().__init__(order, contents)
+        self.share_bytes = 0
+        self._whole_from = whole_from
+        self._here_bytes = 0
+        self._longest_bytes = max((each.length_bytes for each in contents[:whole_from]), default=0)
 
     def acquired(self, key: RecordKey) -> None:
-        """Note it."""
-        self._drop(self._rank_of(key.number))
-        insort(self._ranked, self._rank_of(key.number))
+        """Count it."""
+        super().acquired(key)
+        self._here_bytes += self._contents[key.number].length_bytes
 
     def released(self, key: RecordKey) -> None:
-        """Note it, and tell the owner."""
-        self._contents[key.number].evicted()
-        self._drop(self._rank_of(key.number))
+        """Count it."""
+        super().released(key)
+        self._here_bytes -= self._contents[key.number].length_bytes
 
-    def victim(self, cache: RecordCache, *, idle_only: bool) -> CachedRecord | None:
-        """The record that was used least often, and of those longest ago; of wanted ones that which is used last."""
-        return self.spare(cache) or self._last_needed(cache, idle_only, among=self._wanted_last_first())
+    def is_beyond_share(self, key: RecordKey, length_bytes: int) -> bool:
+        """Return True if a part would take room of the rest of the model."""
+        return key.number < self._whole_from and self._here_bytes + length_bytes > self.share_bytes
 
-    def spare(self, cache: RecordCache) -> CachedRecord | None:
-        """As `victim`, but none that is wanted."""
-        return self._last_needed(cache, True, among=self._unwanted())
+    def is_another_to_go(self, cache: RecordCache, key: RecordKey, length_bytes: int) -> bool:
+        """Return True as long as there is one: what is in use at once may be more than the share."""
+        return self.is_beyond_share(key, length_bytes) and self._last_needed(cache, False) is not None
 
     def place_for(self, cache: RecordCache, key: RecordKey) -> tuple[bool, int]:
         """The longest at the low end of the pool, others at the high end: so most of what goes leaves a fitting piece.
@@ -352,73 +398,65 @@ class _ExpertPolicy(ParameterPolicy):
         """
         return self._contents[key.number].length_bytes < self._longest_bytes, 0
 
-    def _unwanted(self) -> Iterator[int]:
-        """Those that may go, the least used first; before all others those that leave a piece that just fits."""
-        for fits in (True, False):
-            for _, _, number in self._ranked:
-                length = self._contents[number].length_bytes
-                if number not in self.wanted and (length == self.needed_bytes) is fits:
-                    yield number
-
-    def _wanted_last_first(self) -> list[int]:
-        return sorted(self.wanted, key=self.wanted.__getitem__, reverse=True)
-
 
 class ExpertCache(ParameterCache):
-    """Brings parts of fused parameters into the pool. See [Note: experts].
+    """Brings parts of fused parameters into the pool, and to the device. See [Note: experts].
 
     Args:
         plan: of the experts.
         owner: number of the model's swapper.
-        budget_bytes: the most of the pool that they may hold.
         pool, store: as for `ParameterCache`.
         metrics: counts what moves.
+        lock: of the cache of the rest of the model.
+        room: what they may have of the accelerator that the model computes on; None for the CPU.
+
+    Attributes:
+        record_cache: that they are in.
+        tier: what is on the device of them; None for the CPU.
+        records: of parts, of experts that are called, and of whole parameters, in this order.
     """
 
     def __init__(
         self,
         plan: ExpertPlan,
         owner: int,
-        budget_bytes: int,
         pool: BufferPool | GrowingPool,
         store: RecordStore,
         metrics: Metrics,
+        lock: threading.RLock,
+        room: DeviceRoom | None,
     ) -> None:
-        planned = (*plan.parts, *plan.modules)
-        records = [Held(r, RecordKey(owner, KIND, number), fixed=True) for number, r in enumerate(planned)]
-        self._parts = len(plan.parts)
-        self._experts = _ExpertPolicy(records)
-        super().__init__(records, AccessOrder(), budget_bytes, pool, store, self._experts, metrics)
+        make = Held if room is None else HeldOnDevice
+        records = [make(r, RecordKey(owner, KIND, number), fixed=True) for number, r in enumerate(plan.records)]
+        lengths_bytes = [held.length_bytes for held in records]
+        self._orders = in_pool, on_device = ExpertOrder(lengths_bytes), ExpertOrder(lengths_bytes)
+        self._of_experts = _ExpertPolicy(in_pool, records, len(plan.parts) + len(plan.modules))
+        super().__init__(records, in_pool, 0, pool, store, self._of_experts, metrics, lock)
+        if room is not None:
+            self._tier = DeviceTier(self, self._cache, records, in_pool, on_device, room, store)
+        self.records, self.tier, self.record_cache = records, self._tier, self._cache
         store.plan({held.key: held.plan.file_bytes for held in records})
-
-    @property
-    def record_cache(self) -> RecordCache:
-        """That they are in."""
-        return self._cache
 
     @property
     def usable(self) -> bool:
         """False once it is closed."""
         return not self._closed
 
-    def called(self) -> list[Held]:
-        """The records of experts that are called, in order."""
-        return self._all[self._parts :]
-
     def close(self) -> None:
         """Bring nothing any more. Who made this closes `record_cache`."""
         self._closed = True
 
-    def limit(self, budget_bytes: int) -> None:
-        """Hold at most `budget_bytes` of the pool."""
-        self._cache.limit_bytes = self._budget_bytes = budget_bytes
+    def limit(self, share_bytes: int, whole_bytes: int) -> None:
+        """Hold at most `share_bytes` of the pool, and while a parameter is whole up to `whole_bytes`."""
+        self._of_experts.share_bytes, self._cache.limit_bytes = share_bytes, whole_bytes
 
     def part(self, number: int) -> torch.Tensor:
         """The part that is record `number`, in memory as long as somebody has the tensor.
 
         Raises:
-            SwapIOError: it could not be read.
+            SwapIOError: it could not be read; or the device failed.
             PoolExhausted: there is no room.
+            SwapError: another that has to make room for it was changed.
         """
         self._check_open()
         hold = object()
@@ -427,58 +465,40 @@ class ExpertCache(ParameterCache):
             try:
                 held.holds.add(hold)
                 self._bring(held, "")
-                values = held.plan.locations[0].view(held.opened[0])
+                return held.plan.locations[0].view(held.values[0])
             finally:
                 held.holds.discard(hold)
-            self.read_ahead()
-        return values
 
     def expect(self, numbers: Sequence[int]) -> None:
         """These are used next, in this order: start to read them all, as far as there is room."""
         self._check_open()
         with self._lock:
-            self._experts.wanted = {number: place for place, number in enumerate(numbers)}
+            for order in self._orders:
+                order.expect(Use("", number) for number in numbers)
             self.read_ahead()
-
-    def read_ahead(self) -> None:
-        """Start to read what is wanted, as far as there is room."""
-        for number in self._experts.wanted:
-            held = self._all[number]
-            if self._cache.records.get(held.key) is not None:
-                continue
-            self._experts.needed_bytes = held.length_bytes
-            if not self._cache.stage(held.key, held.length_bytes):
-                return
 
     def bring(self, held: Held) -> None:
         """Have a record, of which there is a hold, in memory and open."""
-        with self._lock:
-            self._bring(held, "")
-            self.read_ahead()
-
-    def _bring(self, held: Held, phase: str) -> None:
-        self._experts.note(held.key.number)
-        self._experts.needed_bytes = held.length_bytes
-        self._cache.require(held.key, held.length_bytes)
-        lease = self._cache.fetch(held.key)
-        if not held.opened:
-            held.open(lease, self, arrived=True)
+        self._bring(held, "")
 
     def check_unchanged(self) -> None:
         """Raise SwapError if somebody changed one that is in memory."""
         with self._lock:
             for held in self._all:
+                if self._tier is not None:
+                    self._tier.check_unchanged(held)
                 held.write_newer(self._cache)
 
 
 class ExpertParts:
     """The parts of one parameter. See `homes.Parts`. The parameter has this; it keeps nothing alive."""
 
-    __slots__ = ("_cache", "_first")
+    __slots__ = ("_cache", "_first", "rows")
 
     def __init__(self, cache: ExpertCache, fused: FusedParameter) -> None:
         self._cache = weakref.ref(cache)
         self._first = fused.records[0].number
+        self.rows = fused.rows
 
     @property
     def usable(self) -> bool:
@@ -490,6 +510,12 @@ class ExpertParts:
         cache = self._cache()
         assert cache is not None
         return cache.part(self._first + index)
+
+    def expect(self, indices: Iterable[int]) -> None:
+        """See `ExpertCache.expect`."""
+        cache = self._cache()
+        assert cache is not None
+        cache.expect([self._first + index for index in indices])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()
@@ -530,6 +556,7 @@ class ExpertHook:
         self._firsts = [each.records[0].number for each in fused]
         self._counts = [len(each.records) for each in fused]
         self._parameters = [each.parameter for each in fused]
+        self._device = fused[0].parameter.device
 
     @_disable_dynamo
     def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -539,20 +566,24 @@ class ExpertHook:
             return
         if torch.is_grad_enabled() and any(p.requires_grad for p in self._parameters):
             return  # They come whole.
-        chosen = next((each for each in (*args, *kwargs.values()) if _is_choice(each)), None)
+        way = getattr(getattr(module, "config", None), "_experts_implementation", None)
+        if way == "grouped_mm" and not multiplies_by_parts(self._device):
+            return  # They come whole, too.
+        chosen = next((each for each in (*args, *kwargs.values()) if self._is_choice(each)), None)
         if chosen is None:
             return
         experts = sorted(set(chosen.reshape(-1).tolist()))
-        one_by_one = getattr(getattr(module, "config", None), "_experts_implementation", None) in (None, "eager")
+        one_by_one = way in (None, "eager")
         pairs = list(zip(self._firsts, self._counts, strict=True))
         if one_by_one:
             cache.expect([first + e for e in experts for first, count in pairs if 0 <= e < count])
         else:
             cache.expect([first + e for first, count in pairs for e in experts if 0 <= e < count])
 
+    def _is_choice(self, item: object) -> bool:
+        if type(item) is not torch.Tensor or item.dtype not in (torch.int64, torch.int32):
+            return False
+        return item.device in (torch.device("cpu"), self._device)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()
-
-
-def _is_choice(item: object) -> bool:
-    return type(item) is torch.Tensor and item.dtype in (torch.int64, torch.int32) and item.device.type == "cpu"

@@ -17,9 +17,12 @@ from typing import Any
 import torch
 
 from swapper.errors import SwapError
+from swapper.io.devices import is_accelerator
 from swapper.parameter.cache import Held, finalize
 from swapper.parameter.candidates import ALREADY, BUFFER_IN_NO_FILE, Candidate, why_not
 from swapper.parameter.conversions import Conversion, plan_sources
+from swapper.parameter.device_tier import DeviceTier
+from swapper.parameter.embeddings import find_embeddings
 from swapper.parameter.experts import (
     KIND,
     CallHook,
@@ -41,6 +44,7 @@ from swapper.parameter.records import (
     ParameterLocation,
     ParameterPlan,
     ParameterRecord,
+    device_bytes_of,
     needs_of,
     plan_parameters,
 )
@@ -83,10 +87,22 @@ class FilePlan(ParameterPlan):
 
     def spans(self, owner: int) -> dict[RecordKey, tuple[Span, ...]]:
         """The spans of each record of the swapper with this number."""
-        whole = [*self.records, *(each.whole for each in self.experts.fused)]
-        found = {RecordKey(owner, "param", record.number): record.spans for record in whole}
-        one_by_one = enumerate((*self.experts.parts, *self.experts.modules))
-        return found | {RecordKey(owner, KIND, number): record.spans for number, record in one_by_one}
+        found = {RecordKey(owner, "param", record.number): record.spans for record in self.records}
+        experts = enumerate(self.experts.records)
+        return found | {RecordKey(owner, KIND, number): record.spans for number, record in experts}
+
+    def dense_on_device(self, limit_bytes: int) -> int:
+        """The part of `limit_bytes` of an accelerator that is for all but experts. They have room for all of a module's
+        if the others leave it, else for the least."""
+        assert self.device_needs is not None
+        if (experts := self.experts.device_needs) is None:
+            return limit_bytes
+        least_bytes, wanted_bytes = (
+            each - experts.beside_bytes for each in (experts.least_bytes, experts.wanted_bytes)
+        )
+        needed_bytes = self.device_needs.least_bytes - self.device_needs.beside_bytes - least_bytes
+        left_bytes = limit_bytes - (wanted_bytes if needed_bytes + wanted_bytes <= limit_bytes else least_bytes)
+        return min(max(sum(map(device_bytes_of, self.records)), needed_bytes), left_bytes)
 
 
 _NO_FILE = "it is in no file"
@@ -110,7 +126,7 @@ def plan_from_files(
         extents: of parameters that are in files; of each one or more, in the order of its memory, or how it is made.
         bucket_bytes, resident_bytes, device_resident_bytes: as for `plan_parameters`.
         device: that the model computes on.
-        by_parts: fused experts come one by one, where that is known to work.
+        by_parts: fused experts come one by one, where that is known to work, and rows of embeddings on the CPU.
 
     Raises:
         ConfigError: as for `plan_parameters`.
@@ -144,13 +160,15 @@ def plan_from_files(
         sources_bytes.append(length - start)
         return ParameterRecord(number, tuple(locations), layout, file_bytes, length, plan.spans + spans)
 
-    found, unknown = find_fused(model, extents, _SMALL_BYTES) if by_parts else ({}, [])
+    found, unknown = find_fused(model, extents, _SMALL_BYTES, device) if by_parts else ({}, [])
     if unknown:
         log.warning(
             "experts of %s are brought whole: it is not known that it takes them one at a time", ", ".join(unknown)
         )
 
-    called = find_called(model, extents, _SMALL_BYTES) if by_parts else []
+    rows = find_embeddings(model, extents) if by_parts and not is_accelerator(device) else {}
+    found.update(rows)
+    called = find_called(model, extents, _SMALL_BYTES, device) if by_parts else []
     apart: set[torch.Tensor] = {c.tensor for _, candidates in called for c in candidates}.union(found)
 
     def why_stays(tensor: torch.Tensor) -> str:
@@ -163,7 +181,7 @@ def plan_from_files(
     plan = plan_parameters(
         model, bucket_bytes, resident_bytes, device_resident_bytes, False, lay_out, why_stays, device
     )
-    names = {name for name, _ in found.values()}.union(c.name for _, candidates in called for c in candidates)
+    names = {each.name for each in found.values()}.union(c.name for _, candidates in called for c in candidates)
     stays = {name: why for name, why in plan.stays.items() if name not in names}
     experts = ExpertPlan(plan_parts(found, extents, len(plan.records), lay_out))
     experts.called, experts.called_bytes = plan_called(
@@ -174,8 +192,14 @@ def plan_from_files(
         why = f", with {format_bytes(converted_bytes)} of the files that are cast or converted in it"
         needs = replace(needs, why=needs.why.replace("the largest record", f"the largest record{why}"))
     needs = experts.added_to(needs)
+    if rows:  # With gradients of it an embedding comes whole, while nothing but its module runs.
+        wholes = [each.whole for each in experts.fused if each.rows]
+        others = needs_of(model, [*plan.records, *wholes], plan.resident, False, on_host=True)
+        if others.least_bytes > needs.least_bytes:
+            needs = replace(needs, least_bytes=others.least_bytes, why=others.why)
     kept = plan.resident, plan.device_resident
-    return FilePlan(plan.records, stays, *kept, needs, plan.summary, plan.device_needs, experts)
+    device_needs = experts.plan_device(model, device, plan.device_needs) if is_accelerator(device) else None
+    return FilePlan(plan.records, stays, *kept, needs, plan.summary, device_needs, experts)
 
 
 def choose_streamed(model: torch.nn.Module, plan: ParameterPlan, budget_bytes: int) -> set[int]:
@@ -345,6 +369,11 @@ class FileParameters(ParameterSwapper):
         self._experts: ExpertCache | None = None
         self._owner = owner
         self._told = False
+        self._experts_room: DeviceRoom | None = None
+        if room is not None:
+            on_device_bytes = plan.dense_on_device(room.limit_bytes)
+            self._experts_room = room._replace(limit_bytes=room.limit_bytes - on_device_bytes)
+            room = room._replace(limit_bytes=on_device_bytes)
         dense_bytes = self._dense_bytes(plan, budget_bytes)
         complete = False
         try:
@@ -379,13 +408,22 @@ class FileParameters(ParameterSwapper):
     @property
     def _caches(self) -> list[RecordCache]:
         """Those that records are in."""
-        return [self._cache] if self._experts is None else [self._cache, self._experts.record_cache]
+        return super()._caches if self._experts is None else [*super()._caches, self._experts.record_cache]
+
+    @property
+    def _here(self) -> list[Held]:
+        """As of all owners; and parts of fused parameters."""
+        return self._all if self._experts is None else [*self._all, *self._experts.records]
+
+    def _tier_of(self, held: Held) -> DeviceTier | None:
+        """As for all owners; experts have one of their own."""
+        return self._experts.tier if self._experts is not None and held.key.kind == KIND else self._tier
 
     @property
     def locations(self) -> Iterator[ParameterLocation]:
         """As of all owners, but for fused parameters, which their parts refer to, too: those go with the model."""
-        fused = {each.whole.number for each in self._one_by_one.fused}
-        return (each for held in self._all if held.number not in fused for each in held.plan.locations)
+        fused = {each.whole for each in self._one_by_one.fused}
+        return (each for held in self._all if held.plan not in fused for each in held.plan.locations)
 
     @property
     def tables(self) -> list[dict[torch.Tensor, Any]]:
@@ -394,18 +432,19 @@ class FileParameters(ParameterSwapper):
 
     def _install(self, model: torch.nn.Module) -> None:
         """As for all owners. See [Note: experts] in `experts`."""
+        fused = self._one_by_one.fused
         if self._one_by_one.least_bytes:
             assert self._store is not None
-            self._experts = ExpertCache(self._one_by_one, self._owner, 0, self._pool, self._store, self.metrics)
+            of_pool = self._owner, self._pool, self._store, self.metrics, self._lock
+            self._experts = ExpertCache(self._one_by_one, *of_pool, self._experts_room)
             self._share_out(self._whole_bytes)
-            called = self._experts.called()
-            wholes = [Held(e.whole, RecordKey(self._owner, "param", e.whole.number)) for e in self._one_by_one.fused]
-            self._all.extend((*wholes, *called))  # By their numbers.
+            records, first = self._experts.records, len(self._one_by_one.parts)
+            called, wholes = records[first : len(records) - len(fused)], records[len(records) - len(fused) :]
+            self._all = [*self._all, *wholes, *called]  # By their numbers. The dense cache goes on with what it had.
             for held in called:
                 self._adopt(held)
             super()._install(model)  # Modules have the parameters that were adopted attached while they run.
-            for each, held in zip(self._one_by_one.fused, wholes, strict=True):
-                self._store.plan({held.key: held.plan.file_bytes})
+            for each, held in zip(fused, wholes, strict=True):
                 self._adopt_whole(each, held, self._experts)
             self._hook_experts(self._experts)
         else:
@@ -426,7 +465,7 @@ class FileParameters(ParameterSwapper):
     def _hook_experts(self, experts: ExpertCache) -> None:
         of_module: dict[torch.nn.Module, list[FusedParameter]] = {}
         for each in self._one_by_one.fused:
-            if (module := each.module()) is not None:
+            if not each.rows and (module := each.module()) is not None:
                 of_module.setdefault(module, []).append(each)
         for module, those in of_module.items():
             self._hooks.append(module.register_forward_pre_hook(ExpertHook(experts, those), with_kwargs=True))
@@ -444,7 +483,7 @@ class FileParameters(ParameterSwapper):
         self._whole_bytes = budget_bytes
         self._cache.limit_bytes = self._budget_bytes = dense_bytes
         if self._experts is not None:
-            self._experts.limit(budget_bytes - dense_bytes)
+            self._experts.limit(budget_bytes - dense_bytes, budget_bytes)
 
     def share_pool(self, budget_bytes: int) -> None:
         """As for all swappers; parts of fused parameters have their share of it."""
@@ -464,37 +503,25 @@ class FileParameters(ParameterSwapper):
         super().enter(module, parts)
 
     def _bring(self, held: Held, phase: str) -> None:
-        if held.key.kind == KIND:
-            assert self._experts is not None
-            self._experts.bring(held)
-            return
-        if held.number < len(self.plan.records):
+        if held.key.kind != KIND:
             super()._bring(held, phase)
             return
-        # A fused parameter whole. It is in no order of use: where it is used so nothing would be gained by that.
-        if not (self._told or torch.is_grad_enabled()):
+        assert self._experts is not None
+        if PARTS in vars(held.plan.locations[0].parameter) and not (self._told or torch.is_grad_enabled()):
             self._told = True
             log.warning("%s is used as a whole, and brought whole", held.plan.locations[0].name)
-        limit_bytes = self._cache.limit_bytes
-        try:
-            self._cache.limit_bytes = self._whole_bytes  # The parts make room as far as the pool needs it.
-            self._cache.require(held.key, held.length_bytes)
-        finally:
-            self._cache.limit_bytes = limit_bytes
-        lease = self._cache.fetch(held.key)
-        if not held.opened:
-            held.open(lease, self, arrived=True)
+        self._experts.bring(held)
 
     def _restore_values(self, held: Held) -> None:
         """As for all owners; a fused parameter gets its parts one by one."""
         parameter = held.plan.locations[0].parameter
         parts = vars(parameter).get(PARTS)
-        if parts is None or held.opened or home_of(parameter) is None:
+        if parts is None or held.values or home_of(parameter) is None:
             super()._restore_values(held)
             return
-        values = torch.empty(parameter.shape, dtype=parameter.dtype, device="cpu")
-        for index in range(parameter.shape[0]):
-            values[index].copy_(parts.part(index))
+        values = torch.empty(parameter.shape, dtype=parameter.dtype, device=parameter.device)
+        for index, rows in enumerate(torch.split(values, parts.rows or 1)):
+            rows.copy_(parts.part(index))
         restore_for_good(parameter, values)
 
     def close(self, *, keep_values: bool = False) -> None:
@@ -534,8 +561,8 @@ class FileParameters(ParameterSwapper):
         for parameter in (held.plan.locations[slot].parameter for slot in slots if held.fixed):
             if self._versions[parameter] != parameter._version:
                 self._versions[parameter] = parameter._version
-                if self._tier is not None:
-                    self._tier.check_unchanged(held)
+                if (tier := self._tier_of(held)) is not None:
+                    tier.check_unchanged(held)
                 elif held.opened:
                     held.check_unchanged()  # What else changes it is found when the record leaves the pool.
 

@@ -32,7 +32,7 @@ class ParameterHome:
 
     def __init__(self, reference: weakref.ref[Any], held: Held, slot: int) -> None:
         self.reference = reference
-        self.number, self.slot = held.number, slot
+        self.number, self.slot = held.plan.number, slot
         self.name, self.stride = held.plan.locations[slot].name, held.plan.locations[slot].stride
 
     def of_owner(self) -> ParameterOwner:

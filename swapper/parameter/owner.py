@@ -108,7 +108,7 @@ class ParameterOwner(ParameterCache):
         direct = room is not None and room.staging is not None  # Then the pool's records have an order of their own.
         super().__init__(records, AccessOrder() if direct else order, budget_bytes, pool, store)
         if room is not None:
-            self._tier = DeviceTier(self, self._cache, records, order, room, store)
+            self._tier = DeviceTier(self, self._cache, records, order, AccessOrder(), room, store)
         self._release_pool = release
         self._reference = weakref.ref(self)
         self._threads = threading.local()
@@ -128,7 +128,8 @@ class ParameterOwner(ParameterCache):
 
     def _begin(self) -> None:
         """All is taken over: from now on the death of this deletes the files and releases the pool."""
-        self._finalizer = finalizer(self, finalize, self._all, self._caches, self._store, self._release_pool, self._pid)
+        ended = self._here, self._caches, self._store, self._release_pool, self._pid
+        self._finalizer = finalizer(self, finalize, *ended)
 
     def close(self, *, keep_values: bool = False) -> None:
         """Undo everything: remove the hooks, delete the files, give the memory back. Idempotent.
@@ -268,7 +269,7 @@ class ParameterOwner(ParameterCache):
 
     def _watch_gradient(self, held: Held, parameter: torch.Tensor) -> None:
         """Attach a parameter while its gradient is accumulated, because autograd gives that the same strides."""
-        self_ref, parameter_ref, number = self._reference, weakref.ref(parameter), held.number
+        self_ref, parameter_ref, number = self._reference, weakref.ref(parameter), held.plan.number
 
         def before(gradient: torch.Tensor) -> None:
             owner, parameter = self_ref(), parameter_ref()
@@ -356,9 +357,8 @@ class ParameterOwner(ParameterCache):
             PoolExhausted: there is no room for all of them beside the records in use.
         """
         parts = tuple(parts)
-        together = {*(held for held, _ in parts), *(held for held in self._all if held.holds)}
-        if self._tier is not None:
-            self._tier.check_room_for(together)
+        together = [*{*(held for held, _ in parts), *(held for held in self._all if held.holds)}]
+        self._check_device_room(together)
         needed_bytes = sum(held.plan.length_bytes for held in together)
         if self._tier is None and needed_bytes > self._budget_bytes:
             raise PoolExhausted(
@@ -379,8 +379,8 @@ class ParameterOwner(ParameterCache):
                 _copy(copy, location.view(held.values[slot]))
 
         self._check_open()
-        if self._tier is not None:
-            with self._lock, self._tier.reading(held):
+        if (tier := self._tier_of(held)) is not None:
+            with self._lock, tier.reading(held):
                 values = location.view(held.opened[slot])
                 if self._copies is None:  # It stays where it is in the pool.
                     return values

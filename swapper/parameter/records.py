@@ -50,6 +50,7 @@ __all__ = [
     "check_devices",
     "check_torch",
     "device_bytes_of",
+    "device_needs_of",
     "needs_of",
     "plan_parameters",
     "plan_record_of",
@@ -231,6 +232,12 @@ class DeviceNeeds:
             f"arrive; set it to at least {needed_bytes}"
         )
 
+    def added_to(self, others: DeviceNeeds) -> DeviceNeeds:
+        """The needs of these and of `others`, which do not come without the pool."""
+        least, wanted = self.least_bytes + others.least_bytes, self.wanted_bytes + others.wanted_bytes
+        beside, why = self.beside_bytes + others.beside_bytes, f"{self.why} + {others.why}"
+        return DeviceNeeds(self.device, least, wanted, beside, self.staging_bytes, why)
+
     def record_bytes(self, device_bytes: int | None, staging_bytes: int = 0) -> int:
         """Bytes for records, of the `device_bytes` that the user gives, or does not; of those given, less staging.
 
@@ -280,7 +287,7 @@ def plan_parameters(
     device_resident = _first_of(records, device_resident_bytes, device_bytes_of) if on_device else set()
     others = (record for record in records if record not in device_resident)
     resident = _first_of(others, resident_bytes, lambda record: record.length_bytes)
-    device_needs = _device_needs(model, records, device_resident, on) if on_device else None
+    device_needs = device_needs_of(model, records, device_resident, on) if on_device else None
     needs = needs_of(model, records, resident, step_in_backward, on_host=not on_device)
     return ParameterPlan(records, stays, resident, device_resident, needs, summary, device_needs)
 
@@ -481,12 +488,13 @@ def needs_of(
     return ParameterNeeds(needed, why, sum(record.length_bytes for record in records))
 
 
-def _device_needs(
+def device_needs_of(
     model: torch.nn.Module,
     records: Sequence[ParameterRecord],
     resident: set[ParameterRecord],
     device: torch.device,
 ) -> DeviceNeeds:
+    """Sum up what `records`, of which there are some and of which `resident` stay, need of an accelerator."""
     beside = DeviceSums.bytes_for(max(each.length_bytes for record in records for each in record.locations))
     beside += sum(sums_bytes_of(record) for record in records)
     kept = sum(map(device_bytes_of, resident))

@@ -173,8 +173,8 @@ class ParameterSwapper(ParameterOwner):
         self._check_open()
         with self._lock:
             for held in self._all:
-                if self._tier is not None:
-                    self._tier.bring_down(held)
+                if (tier := self._tier_of(held)) is not None:
+                    tier.bring_down(held)
                 held.write_newer(self._cache)
             for held in self._all:
                 for cache in self._caches:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections import deque
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
-__all__ = ["NEVER", "AccessOrder", "Use"]
+__all__ = ["NEVER", "AccessOrder", "Order", "Use"]
 
 _LONGEST_LOG = 200_000
 """Uses after which the first half of the log is condensed."""
@@ -23,8 +23,39 @@ class Use(NamedTuple):
     number: int
 
 
+class Order(Protocol):
+    """Says which records to bring next into one memory, and which of those that are in it are worth least."""
+
+    def note(self, use: Use) -> None:
+        """`use` happens now."""
+
+    def expect(self, uses: Iterable[Use]) -> None:
+        """Expect `uses` next, and nothing that was expected before."""
+
+    def distance(self, number: int) -> int:
+        """How far away the next use of record `number` is; `NEVER` if none is expected."""
+
+    def hold(self, number: int, *, fixed: bool = False) -> None:
+        """Record `number` is in memory, or on its way there; `fixed` if it stays, so that `last_needed` passes it."""
+
+    def drop(self, number: int) -> None:
+        """Record `number` is not in memory any more. Idempotent."""
+
+    def missing(self) -> int | None:
+        """The number of the first record that is expected and not held."""
+
+    def worth(self) -> int:
+        """The distance beyond which a record must be needed to go for the one that is `missing`."""
+
+    def last_needed(self) -> Iterator[int]:
+        """The numbers of the records that are held and not fixed, those that are worth least first.
+
+        What is held may change only after the last one that is taken from it.
+        """
+
+
 class AccessOrder:
-    """Predicts uses from a log of all uses, and knows which of the records that are in memory is needed last.
+    """An `Order` that predicts uses from a log of all uses.
 
     The program is at a place in the log, after the last occurrence of what it does now. What followed there is expected
     to follow again, up to the end of the log: one period. While the program does what is expected, the place moves on

@@ -52,6 +52,7 @@ class RecordCache:
         metrics: counts waits and hits.
         policy: what stays and what goes first; None: `ScanPolicy`, or `KeptPolicy` without a store.
         owner: whose finalizer ends this, if it has one. It is kept while others use the cache on their own.
+        lock: of another cache of that owner, which several of its calls use together; None: one of its own.
 
     Attributes:
         lock: held by every call; for owners that change what their policy reads.
@@ -70,15 +71,14 @@ class RecordCache:
         metrics: Metrics,
         policy: Policy | None = None,
         owner: object | None = None,
+        lock: threading.RLock | None = None,
     ) -> None:
         self.pool = pool
-        self.lock = threading.RLock()
-        self.records = CachedRecords()
+        self.lock = lock or threading.RLock()
         self.limit_bytes: int | None = None
         self.read_ahead_bytes: int | None = None
-        self.drops = 0
-        self._store = store
-        self._metrics = metrics
+        self.records, self.drops = CachedRecords(), 0
+        self._store, self._metrics = store, metrics
         self._policy = policy or (KeptPolicy() if store is None else ScanPolicy())
         self._owner = None if owner is None else weakref.ref(owner)
         self._dropped = DroppedReads()

@@ -18,7 +18,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import TYPE_CHECKING, Protocol
 
 from swapper.sizes import PAGE_BYTES, round_up
-from swapper.storage.access_order import AccessOrder
+from swapper.storage.access_order import Order
 from swapper.storage.cached_records import CachedRecord, RecordState
 from swapper.storage.store import RecordKey
 
@@ -173,7 +173,7 @@ class CyclicPolicy(Policy):
     evicts_own = True
     streamed: Set[int] = frozenset()
 
-    def __init__(self, order: AccessOrder, contents: Sequence[Contents]) -> None:
+    def __init__(self, order: Order, contents: Sequence[Contents]) -> None:
         self._order = order
         self._contents = contents
         self._streamed_here: set[int] = set()  # those of `streamed` that hold a buffer

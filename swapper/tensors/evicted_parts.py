@@ -2,7 +2,8 @@
 
 [Note: grouped products] On the CPU torch computes a grouped product group by group, each by `mm` into its rows of one
 result (ATen, `_grouped_mm_fallback`). The same is done here, so the bits are the same, and of each group that has rows
-its part is in memory meanwhile, and no other.
+its part is in memory meanwhile, and no other. So it is on an accelerator for which torch has no kernel of its own: that
+takes all groups at once, and may have other bits than `mm`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ import torch
 from swapper.tensors.evicted_views import EvictedView, PartOfView, ViewOfParameter
 from swapper.tensors.homes import PARTS, Call, Parts, home_of
 
-__all__ = ["PARTWISE", "PartwiseView", "answer_by_parts"]
+__all__ = ["PARTWISE", "PartwiseView", "answer_by_parts", "multiplies_by_parts"]
 
-PARTWISE = frozenset({"__getitem__", "transpose", "_grouped_mm"})
+PARTWISE = frozenset({"__getitem__", "transpose", "_grouped_mm", "embedding"})
 """Functions that may be answered by parts."""
 
 
@@ -50,6 +51,8 @@ def answer_by_parts(call: Call) -> Any:
     """
     if call.name == "_grouped_mm":
         return _grouped_mm(call)
+    if call.name == "embedding":
+        return _embedded(call)
     parameter = call.first
     if call.kwargs or len(call.args) < 2 or (parts := _parts_of(parameter)) is None:
         return NotImplemented
@@ -61,14 +64,14 @@ def answer_by_parts(call: Call) -> Any:
     return _indexed(parameter, parts, call.args[1])
 
 
-def _parts_of(item: object) -> Parts | None:
-    """The parts of `item`, if they come one by one, and autograd needs no gradient of it."""
+def _parts_of(item: object, *, in_blocks: bool = False) -> Parts | None:
+    """The parts of `item`, if they come one by one, or `in_blocks`, and autograd needs no gradient of it."""
     if not isinstance(item, torch.nn.Parameter):
         return None
     parts: Parts | None = vars(item).get(PARTS)
     if parts is None or home_of(item) is None or (torch.is_grad_enabled() and item.requires_grad):
         return None
-    return parts if parts.usable else None
+    return parts if parts.usable and bool(parts.rows) is in_blocks else None
 
 
 def _indexed(parameter: torch.nn.Parameter, parts: Parts, index: object) -> Any:
@@ -85,13 +88,43 @@ def _indexed(parameter: torch.nn.Parameter, parts: Parts, index: object) -> Any:
     rows: dict[int, list[int]] = {}
     for row, each in enumerate(wanted):
         rows.setdefault(each % count, []).append(row)
-    gathered = torch.empty((len(wanted), *parameter.shape[1:]), dtype=parameter.dtype, device="cpu")
+    gathered = torch.empty((len(wanted), *parameter.shape[1:]), dtype=parameter.dtype, device=parameter.device)
     for each in sorted(rows):
         part = parts.part(each)
         for row in rows[each]:
             gathered[row].copy_(part)
         del part  # Else its memory is in use while the next part comes.
     return gathered
+
+
+def _embedded(call: Call) -> Any:
+    """Look rows up; only the blocks that have them come. See [Note: rows] in `parameter.embeddings`."""
+    if call.func is not torch.nn.functional.embedding or len(call.args) != 2 or call.kwargs.get("max_norm") is not None:
+        return NotImplemented
+    ids, weight = call.args
+    parts = _parts_of(weight, in_blocks=True)
+    if parts is None or type(ids) is not torch.Tensor or ids.dtype not in (torch.int64, torch.int32):
+        return NotImplemented
+    if ids.device.type != "cpu" or torch._C._functorch.peek_interpreter_stack() is not None:
+        return NotImplemented
+    wanted = ids.reshape(-1).long()
+    if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < weight.shape[0]:
+        return NotImplemented  # torch says what is wrong.
+    blocks = wanted.div(parts.rows, rounding_mode="floor")
+    hit, counts = torch.unique(blocks, return_counts=True)
+    found = torch.empty((wanted.numel(), weight.shape[1]), dtype=weight.dtype, device="cpu")
+    parts.expect(hit.tolist())
+    for block, at in zip(hit.tolist(), torch.split(blocks.argsort(), counts.tolist()), strict=True):
+        part = parts.part(block)
+        found[at] = part[wanted[at] - block * parts.rows]
+        del part  # Else its memory is in use while the next part comes.
+    return found.view(*ids.shape, weight.shape[1])
+
+
+def multiplies_by_parts(device: torch.device) -> bool:
+    """True if torch computes a grouped product on `device` by `mm`. See [Note: grouped products]."""
+    key = torch._C._dispatch_key_for_device(device.type)
+    return not torch._C._dispatch_has_kernel_for_dispatch_key("aten::_grouped_mm", key)
 
 
 def _grouped_mm(call: Call) -> Any:
@@ -104,6 +137,8 @@ def _grouped_mm(call: Call) -> Any:
     parts = _parts_of(weight.parameter if transposed else weight)
     if parts is None or type(rows) is not torch.Tensor or rows.dim() != 2 or offsets is None:
         return NotImplemented
+    if not multiplies_by_parts(rows.device):
+        return NotImplemented
     stops = offsets.tolist()
     if len(stops) != weight.shape[0] or (torch.is_grad_enabled() and rows.requires_grad):
         return NotImplemented
@@ -114,7 +149,7 @@ def _grouped_mm(call: Call) -> Any:
         part = parts.part(index)
         part = part.t() if transposed else part
         if result is None:  # As torch makes it, with its strides: none of its rows is in a group, so none is computed.
-            result = call.func(rows, part.unsqueeze(0), offs=torch.zeros(1, dtype=offsets.dtype, device="cpu"))
+            result = call.func(rows, part.unsqueeze(0), offs=torch.zeros_like(offsets[:1]))
         group = slice(starts[index], stops[index])
         torch.mm(rows[group], part, out=result[group])
         del part  # Else its memory is in use while the next part comes.

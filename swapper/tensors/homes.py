@@ -85,18 +85,27 @@ class Home(Protocol):
 
 
 class Parts(Protocol):
-    """Brings one part of a parameter, all of one index in its first dimension, without the others."""
+    """Brings one part of a parameter without the others: some indices of its first dimension, or one.
+
+    Attributes:
+        rows: how many indices; 0: one, and the part does not have that dimension.
+    """
+
+    rows: int
 
     @property
     def usable(self) -> bool:
         """False once the parts are given up; then the home has the whole, or says why not."""
 
     def part(self, index: int) -> torch.Tensor:
-        """The part of `index`, from 0: without gradient, in memory as long as somebody has the tensor.
+        """Part number `index`, from 0: without gradient, in memory as long as somebody has the tensor.
 
         Raises:
             SwapIOError: it could not be read.
         """
+
+    def expect(self, indices: Iterable[int]) -> None:
+        """These parts are used next, in this order: start to bring them."""
 
 
 class TemporaryHome(Home, Protocol):
@@ -229,7 +238,7 @@ class StandIn(torch.Tensor):
         if name in cls.PLAIN:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        return _use(cls, Call(name, func, args, kwargs or {}, sys._getframe(1)))
+        return _use(cls, name, func, args, kwargs or {})
 
     @classmethod
     def use(cls, call: Call) -> Any:
@@ -238,6 +247,14 @@ class StandIn(torch.Tensor):
 
 
 @_disable_dynamo
-def _use(stand_in: type[StandIn], call: Call) -> Any:
+def _use(
+    stand_in: type[StandIn], name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Any:
     """Call `stand_in.use`. Within a function that torch compiles, this is not to be compiled."""
-    return stand_in.use(call)
+    frame = sys._getframe(1)
+    while frame.f_code is not _TORCH_FUNCTION and frame.f_back is not None:  # Those of the decorator.
+        frame = frame.f_back
+    return stand_in.use(Call(name, func, args, kwargs, frame.f_back or frame))
+
+
+_TORCH_FUNCTION = StandIn.__torch_function__.__func__.__code__  # type: ignore[attr-defined]

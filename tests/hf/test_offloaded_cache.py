@@ -98,6 +98,7 @@ class Pair:
         self.ours = OffloadedCache(config, model)
         self.batch, self.heads = draw.randint(1, 3), draw.randint(1, 2)
         self.widths = draw.choice([(16, 16), (8, 24), (1, 5)])
+        self.over = False
         self.dtypes = draw.choice([(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.float32, torch.float16)])
 
     def new(self, count: int) -> tuple[torch.Tensor, ...]:
@@ -154,6 +155,64 @@ class Pair:
             self.both(lambda cache: cache.batch_select_indices(rows))
             self.batch = len(kept)
 
+    def copied(self) -> None:
+        """Both go on with a copy of themselves, or what the copies become changes nothing."""
+        ours, plain = copy.deepcopy(self.ours), copy.deepcopy(self.plain)
+        if self.draw.random() < 0.5:
+            (ours, self.ours), self.plain = (self.ours, ours), plain
+        else:
+            with torch.no_grad():
+                for layer in range(len(ours)):
+                    ours.update(*self.new(3), layer)
+        ours.close()
+
+    def anything(self) -> None:
+        """A call that may be wrong. If it is, ours has changed nothing, or refuses all further use: then it is over."""
+        batch, draw = self.batch, self.draw
+        count = draw.choice([-70, -5, -1, 0, 1, 4])
+        rows = torch.tensor([draw.randrange(-1, batch + 1) for _ in range(draw.randint(0, 4))], dtype=torch.long)
+        calls: list[Callable[[Any], object]] = [
+            lambda cache: cache.crop(count),
+            lambda cache: cache.reorder_cache(rows),
+            lambda cache: cache.batch_select_indices(rows),
+            lambda cache: cache.batch_select_indices(rows.tolist()),
+            lambda cache: cache.batch_repeat_interleave(count % 3 - 1),
+            lambda cache: cache.layers[count % self.layers].crop(-abs(count)),
+            lambda cache: cache.get_mask_sizes(count, self.layers),
+            lambda cache: (cache.is_initialized, cache.batch_size, cache.is_linear, cache.is_dummy, len(cache)),
+            lambda cache: [cache.is_recording_past(layer) for layer in range(len(cache))],
+            lambda cache: cache.get_conv_state(0),
+            lambda cache: cache.update_indexer(torch.zeros(1, 1, 1), 0),
+        ]
+        call = draw.choice(calls)
+        tried = copy.deepcopy(self.plain)
+        results: list[object] = []
+        for cache in (tried, self.ours):
+            try:
+                results.append(call(cache))
+            except Exception as error:
+                results.append(type(error))
+        if results == [AttributeError, None]:  # transformers' windows fail to drop tokens before there are any.
+            assert self.plain.get_seq_length() == 0
+        elif isinstance(results[0], type):
+            assert results[0] == results[1]
+            self.over = self.refuses()
+        else:
+            assert results[0] == results[1]
+            self.plain = tried
+            sizes = {len(keys) for keys, *_ in tried if keys is not None}
+            self.over = len(sizes) > 1 or sizes == {0}  # Where layers differ, no more tokens fit all of them.
+            self.batch = next(iter(sizes), batch)
+
+    def refuses(self) -> bool:
+        """True if ours is of no use until it is reset: an error in one layer, after it was done in others."""
+        try:
+            _ = [layer.keys for layer in self.ours.layers]
+        except SwapError as error:
+            assert "reset()" in str(error)
+            return True
+        return False
+
     def reset(self) -> None:
         if self.draw.random() < 0.3:
             self.both(lambda cache: cache.reset())
@@ -182,6 +241,26 @@ def test_any_operations_give_the_tensors_of_a_dynamic_cache(seed: int, config: O
             if draw.random() < 0.25:
                 pair.compare()
         pair.compare()
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize("seed", range(1000, 1040))
+def test_copies_and_calls_that_may_be_wrong_are_those_of_a_dynamic_cache(seed: int, config: OffloadConfig) -> None:
+    draw = random.Random(seed)
+    pair = Pair(draw, config)
+    steps = [pair.update] * 4 + [pair.anything] * 6 + [pair.copied, pair.reorder, pair.record_past]
+    try:
+        with torch.no_grad():
+            for _ in range(16):
+                draw.choice(steps)()
+                if pair.over:
+                    break
+                if draw.random() < 0.4:
+                    pair.compare()
+            if not pair.over or not pair.refuses():
+                pair.compare()
+    finally:
+        pair.ours.close()
 
 
 def test_most_of_a_long_context_is_on_the_drive(config: OffloadConfig) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from accelerators import keep_busy
 from torch import nn
+from weight_files import hollow, write_weights
 
 import swapper
 from swapper.errors import SwapIOError
@@ -437,6 +438,53 @@ def converted(device: str, path: Path) -> None:
     assert all(map(torch.equal, found, expected))
 
 
+class Fused(nn.Module):
+    """Experts of a class that takes them one at a time, of which two are used, never the same ones twice in a row."""
+
+    num_experts, has_bias, is_transposed = 6, False, True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Parameter(torch.randn(self.num_experts, WIDE, WIDE) / WIDE)
+
+    def forward(self, x: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        for expert in chosen:
+            x = (x @ self.proj[expert]).sin()
+        return x
+
+
+def experts_from_files(device: str, path: Path) -> None:
+    """Experts come one by one, from files, with the least room on the device; with a gradient beside them, too."""
+    torch.manual_seed(values_seed)
+    layers = nn.ModuleList([nn.Linear(WIDE, WIDE), *(Fused() for _ in range(3))])
+    weights = write_weights(path / "weights.safetensors", layers.state_dict(), 24)
+    made = hollow(nn.ModuleList([nn.Linear(WIDE, WIDE), *(Fused() for _ in range(3))]))
+    with pytest.raises(swapper.ConfigError) as error:
+        few = swapper.OffloadConfig(pool_bytes="1MiB", offload_param={"device_bytes": 1})
+        swapper.offload(made, config=few, weights=weights, device=device)
+    param = {"device_bytes": int(str(error.value).rpartition(" ")[2])}
+    config = swapper.OffloadConfig(pool_bytes="1MiB", offload_param=param)
+    swapper.offload(made, config=config, weights=weights, device=device)
+    layers.to(device)
+    for module in (layers, made):
+        for p in module.parameters():
+            p.requires_grad_(p.dim() < 3)
+    for round_ in range(6):
+        chosen = torch.tensor([round_ % 6, (3 * round_ + 1) % 6]).to(device)
+        found = []
+        for module in (layers, made):
+            x = module[0](torch.ones(4, WIDE, device=device))
+            for layer in list(module)[1:]:
+                x = layer(x, chosen)
+            if round_ % 2:
+                x.sum().backward()
+            found.append(x.detach())
+        assert torch.equal(*(each.cpu() for each in found))
+    for p, q in zip(layers.parameters(), made.parameters(), strict=True):
+        assert p.grad is None or torch.equal(p.grad.cpu(), q.grad.cpu())  # type: ignore[union-attr]
+    made.swapper.close()  # type: ignore[operator, union-attr]
+
+
 PARAMETER_SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     "parameters on the drive": train,
     "parameters in the pool": functools.partial(train, where="cpu", gradients="cpu"),
@@ -458,4 +506,5 @@ PARAMETER_SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     "parameters in memory of others": memory_of_others,
     "parameters converted": converted,
     "parameters in changing order": functools.partial(orders, where="cpu"),
+    "experts from files": experts_from_files,
 }
