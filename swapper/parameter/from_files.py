@@ -535,7 +535,7 @@ class FileParameters(ParameterSwapper):
             if self._versions[parameter] != parameter._version:
                 self._versions[parameter] = parameter._version
                 if self._tier is not None:
-                    self._tier.check_unchanged(held)
+                    self._tier.uses.check_unchanged(held)
                 elif held.opened:
                     held.check_unchanged()  # What else changes it is found when the record leaves the pool.
 
