@@ -68,6 +68,8 @@ class DeviceUses:
         sums = self.sums.of(held.on_device) if held.check is None else held.check.sums
         assert held.sums is not None
         held.sums.copy_(sums)
+        for stream in current_streams([self._device]):
+            sums.record_stream(stream)  # Perhaps not the one that has made them.
 
     def end_sent(self, held: HeldOnDevice) -> None:
         """The values are on their way down. They may be used on, if there are views of them."""

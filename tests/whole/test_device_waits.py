@@ -40,6 +40,7 @@ MISSED_FIRST_BY: dict[str, tuple[str, str]] = {
     "parameter/device_tier.py bring follow": ("parameters on the drive", "sim-lazy"),
     "parameter/device_uses.py follow join": ("parameters on the drive", "sim-lazy"),
     "parameter/device_uses.py follow_all wait_stream": ("parameters used on another stream", "sim-lazy"),
+    "parameter/device_uses.py sum_again record_stream": ("parameters that leave on another stream", "sim-lazy"),
     "parameter/device_tier.py _lift begin": ("parameters in memory of others", "sim-lazy"),
     "parameter/device_tier.py _copy_up transfer": ("parameters in a short pool", "sim-random"),
     "parameter/device_tier.py _copy_up transfer 1": ("parameters on a slow drive", "sim-lazy"),
