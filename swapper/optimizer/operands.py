@@ -189,13 +189,11 @@ def _make_master(operand: Operand, bits: torch.Tensor, opened: OpenBucket, scrat
 def write_back(operand: Operand, remote: bool, copies: DeviceCopies, scratch: Scratch) -> None:
     """Bring the stepped values to the parameter, where the class did not step on its own memory."""
     segment, bits = operand.segment, operand.bits
-    if segment.of.sharded:  # The counter of its local tensor is another.
+    if segment.of.sharded or operand.on_host is not None:
+        # The counter of its local tensor is another; and of memory of the pool no counter knows.
         increment_version(segment.parameter)
-    if bits is None or (not remote and segment.local.is_contiguous()):
-        return  # The class was given the parameter, or views of it.
-    if operand.on_host is not None:  # As above; but of this memory the parameter's version counter knows nothing.
-        increment_version(segment.parameter)
-        return
+    if bits is None or operand.on_host is not None or (not remote and segment.local.is_contiguous()):
+        return  # The class was given the parameter, or views of it; or what the pool has of it.
     parameter = segment.local.detach()
     if not is_dense(parameter):
         whole = parameter.reshape(-1)  # A copy, as it was cut.

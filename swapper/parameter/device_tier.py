@@ -15,11 +15,6 @@ one in the pool, if there is one, and then the file. `HeldOnDevice.changed_on_de
 newer than the second, `changed` that the second is newer than the third. A step on the CPU steps the pool's copy: what
 the device has is brought down before it, if it has changed, and dropped, or replaced if it is in use.
 
-[Note: changes behind autograd's back] Before a record leaves the device its values are compared with those that came
-up, by sums (`device_sums`): nothing but a few bytes is downloaded for it. A record of which nothing is left in use is
-summed early if memory is short, before work on the next is queued, so that the result is there when the memory is
-needed. Whoever uses the record again makes that void.
-
 [Note: whose memory] Values are allocated on the stream of copies up, where free memory is reused in the order of the
 copies: so a copy up waits for nothing that other streams have to do. Before values are freed that stream waits for
 their last use: the sums that they were compared by, or else all that the streams which have used them have to do by
@@ -41,9 +36,9 @@ from typing import TYPE_CHECKING
 import torch
 
 from swapper.errors import SwapIOError
-from swapper.io.devices import Copy, DeviceCopies, current_streams, on_streams
+from swapper.io.devices import Copy, DeviceCopies
 from swapper.parameter.cache import DEVICE_TYPES, Held
-from swapper.parameter.device_sums import Check, DeviceSums
+from swapper.parameter.device_uses import DeviceUses
 from swapper.parameter.direct_records import DirectRecords
 from swapper.parameter.held_on_device import HeldOnDevice
 from swapper.parameter.records import DeviceRoom, device_bytes_of, sums_bytes_of
@@ -82,6 +77,7 @@ class DeviceTier:
         device, limit_bytes: as in `room`.
         direct: brings records without the pool, and writes them; None if nothing does.
         caches: those that records are in, the pool's first.
+        uses: of the values on the device.
         used_bytes: of the device memory that records take now.
 
     Not thread-safe: called under the lock of the cache.
@@ -110,8 +106,7 @@ class DeviceTier:
         self._order = on_device
         self._up = DeviceCopies(device)
         self._down = DeviceCopies(device)
-        self._sums = DeviceSums(device, 0)
-        self._used: dict[HeldOnDevice, None] = {}  # since they were last summed
+        self.uses = DeviceUses(device, self._up, self._down)
         self._going_down: dict[HeldOnDevice, None] = {}  # in the order in which the copies were started
         self._moving: HeldOnDevice | None = None  # has `moving` set, perhaps by a call that was cut off
         self._last_copies: tuple[Copy | None, Copy | None] = None, None  # up, of records that nobody may change
@@ -140,16 +135,14 @@ class DeviceTier:
         for order in (self._order, self._pool_order if self.direct is None else self.direct):
             order.note(Use(phase, held.number))
         self.poll()
-        with interrupts_deferred():
-            held.used, held.check, held.leaving = True, None, False
-            self._used[held] = None
+        self.uses.begin(held)
         if self._lacks(device_bytes_of(held.plan)):  # Else the room for the next one would wait for this one's work.
-            self._sum_early()
+            self.uses.sum_early()
         self._owner.metrics.hits += bool(held.on_device)
         if not held.on_device:
             self._make_room(device_bytes_of(held.plan))
             self._lift(held)
-        self._follow(held)
+        self.uses.follow(held)
         self._look_ahead()
 
     def release(self, held: Held) -> None:
@@ -192,24 +185,6 @@ class DeviceTier:
         """Give the device memory back of all that nothing uses, and whose changes have come down."""
         while (victim := self._first_idle(range(len(self._records)))) is not None:
             self._evict(victim)
-
-    def _follow(self, held: HeldOnDevice) -> None:
-        """Let the current stream wait for the copies, and note that it uses the values.
-
-        Whoever changes the values and changes them back comes after the copy down, which would else be of between.
-        """
-        self._up.join(held.up)
-        if held.down is not None:
-            self._down.join(held.down)
-        (stream,) = current_streams([self.device])
-        held.used_on.add(stream)
-
-    def _follow_uses(self, held: HeldOnDevice) -> None:
-        """As `_follow`, and for all that other streams have queued, which may change the values."""
-        (stream,) = current_streams([self.device])
-        for other in held.used_on - {stream}:
-            stream.wait_stream(other)
-        self._follow(held)
 
     def _fetch(self, held: HeldOnDevice, *, anew: bool = False) -> Lease:
         """Have the record in the pool, and open. With `anew` its content is undefined, but for the header."""
@@ -254,7 +229,7 @@ class DeviceTier:
                 values = [torch.empty(each.numel, dtype=each.dtype, device=self.device) for each in held.plan.locations]
             if held.sums is None:
                 held.sums = torch.empty(len(values), dtype=torch.int64, device=self.device)
-        self._sums.fit(max(each.length_bytes for each in held.plan.locations))
+        self.uses.sums.fit(max(each.length_bytes for each in held.plan.locations))
         if not held.summed:
             self._up.begin()
         with interrupts_deferred():
@@ -279,7 +254,7 @@ class DeviceTier:
                 there.copy_(here, non_blocking=self._up.non_blocking)
             if not held.summed:
                 assert held.sums is not None
-                held.sums.copy_(self._sums.of(values))
+                held.sums.copy_(self.uses.sums.of(values))
 
         with modes_kept():
             set_grad_mode(False)
@@ -320,7 +295,7 @@ class DeviceTier:
     @property
     def _beside_bytes(self) -> int:
         """Device memory that sums take."""
-        return self._sums.length_bytes + sum(sums_bytes_of(held.plan) for held in self._records)
+        return self.uses.sums.length_bytes + sum(sums_bytes_of(held.plan) for held in self._records)
 
     def _lacks(self, length_bytes: int) -> bool:
         return self.used_bytes + length_bytes > self.limit_bytes
@@ -361,7 +336,7 @@ class DeviceTier:
         victim: HeldOnDevice | None = None
         for held in itertools.islice(self._idle(self._order.last_needed()), _FEW):
             victim = held
-            if not held.fixed or not held.used or self._checked(held).done():
+            if not held.fixed or not held.used or self.uses.checked(held).done():
                 break
         return victim
 
@@ -375,7 +350,7 @@ class DeviceTier:
             assert isinstance(held, HeldOnDevice)
             if not held.on_device or held.leaving or held.in_use or held.changed_on_device:
                 continue
-            if held.used and not self._checked(held).done():
+            if held.used and not self.uses.checked(held).done():
                 return False
             self._evict(held)
             return not held.leaving
@@ -407,9 +382,9 @@ class DeviceTier:
     def _evict(self, held: HeldOnDevice) -> None:
         """Let a record go that nothing uses: at once if it is unchanged, else when it has come down."""
         if held.fixed:
-            self.check_unchanged(held)
+            self.uses.check_unchanged(held)
         # Without `summed` a step on the CPU is changing the pool's copy, which is the newest.
-        elif held.summed and (held.changed_on_device or (held.used and self._checked(held).differs())):
+        elif held.summed and self.uses.have_changed(held):
             self._send_down(held)
         if held.down is not None:
             held.leaving = True
@@ -419,51 +394,17 @@ class DeviceTier:
     def _free(self, held: HeldOnDevice) -> None:
         """Free the values on the device. The copy down is over, if there was one. See [Note: whose memory]."""
         if not held.has_views():
-            if held.used and (held.check is None or not held.check.done()):
-                for stream in held.used_on:
-                    with on_streams([stream]):
-                        self._up.begin()
-            held.used_on.clear()
+            self.uses.release(held)
         with interrupts_deferred():
             held.forget()
-            held.up, held.check, held.used, held.leaving = None, None, False, False
-            self._used.pop(held, None)
+            held.up, held.leaving = None, False
+            self.uses.forget(held)
             self.used_bytes -= device_bytes_of(held.plan)
             self._order.drop(held.number)
             if all(cache.records.get(held.key) is None for cache in self.caches):
                 self._pool_order.drop(held.number)
 
-    # --- Changes ---------------------------------------------------------------------------------------------------
-
-    def _sum_early(self) -> None:
-        for held in list(self._used):
-            if held.on_device and not held.in_use and not held.stays:  # Not one whose coming was cut off.
-                self._checked(held)
-
-    def _checked(self, held: HeldOnDevice) -> Check:
-        """Compare the values with those that came up. They are not in use. Waits for nothing."""
-        if held.check is None:
-            assert held.sums is not None
-            self._follow_uses(held)
-            held.check = Check(self._sums.of(held.on_device), held.sums, self._up)
-            self._used.pop(held, None)
-        return held.check
-
-    def check_unchanged(self, held: Held) -> None:
-        """Wait until it is known that the values of a `fixed` record on the device are those that came up.
-
-        Raises:
-            SwapError: they are not; it names the parameters.
-            SwapIOError: the device failed.
-        """
-        assert isinstance(held, HeldOnDevice)
-        if not held.on_device or not held.used:
-            return
-        changed = self._checked(held).differing()
-        if held.in_use:  # It may be changed after this, without another call of `bring`.
-            held.check = None
-            self._used[held] = None
-        held.refuse_changes(changed)
+    # --- Down ------------------------------------------------------------------------------------------------------
 
     def _send_down(self, held: HeldOnDevice) -> None:
         """Start copying the values to the pool, whose copy is then the newest; or past it to where they are written.
@@ -478,10 +419,8 @@ class DeviceTier:
         # A buffer there is as long as the file; one of others has other room for the record.
         direct = None if held.plan.spans or self._cache.records.get(held.key) is not None else self.direct
         lease = self._fetch(held, anew=True) if direct is None else direct.room_for(held)
-        self._follow_uses(held)
-        sums = self._sums.of(held.on_device) if held.check is None else held.check.sums
-        assert held.sums is not None
-        held.sums.copy_(sums)
+        self.uses.follow_all(held)
+        self.uses.sum_again(held)
         self._down.begin()
         pairs = held.pairs(held.on_device, None if direct is None else lease)
 
@@ -498,10 +437,7 @@ class DeviceTier:
                 direct.release(held)
             elif not held.kept:
                 self._cache.write(held.key, functools.partial(held.complete, lease))
-            held.check, held.used = None, held.in_use
-            if held.used:
-                self._used[held] = None
-                self._down.join(held.down)  # As in `_follow`: there are views of the values.
+            self.uses.end_sent(held)
             self._going_down[held] = None
         self._move(None)
 
@@ -530,9 +466,9 @@ class DeviceTier:
         if held.on_host and not held.summed:  # A step is changing the pool's copy, which is the newest.
             return
         if held.fixed:
-            self.check_unchanged(held)
+            self.uses.check_unchanged(held)
             return
-        if held.on_device and (held.in_use or held.changed_on_device or (held.used and self._checked(held).differs())):
+        if held.on_device and (held.in_use or self.uses.have_changed(held)):
             self._send_down(held)
         if held in self._going_down:
             self._land(held)
@@ -583,7 +519,7 @@ class DeviceTier:
             assert record is not None
             self._up.begin()
             held.up = self._copy_up(held, held.on_device, record.lease)
-            self._follow(held)
+            self.uses.follow(held)
         if not held.late:
             held.write(self._cache)
 

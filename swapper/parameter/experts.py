@@ -486,7 +486,7 @@ class ExpertCache(ParameterCache):
         with self._lock:
             for held in self._all:
                 if self._tier is not None:
-                    self._tier.check_unchanged(held)
+                    self._tier.uses.check_unchanged(held)
                 held.write_newer(self._cache)
 
 

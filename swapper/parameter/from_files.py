@@ -562,7 +562,7 @@ class FileParameters(ParameterSwapper):
             if self._versions[parameter] != parameter._version:
                 self._versions[parameter] = parameter._version
                 if (tier := self._tier_of(held)) is not None:
-                    tier.check_unchanged(held)
+                    tier.uses.check_unchanged(held)
                 elif held.opened:
                     held.check_unchanged()  # What else changes it is found when the record leaves the pool.
 

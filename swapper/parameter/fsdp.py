@@ -31,6 +31,7 @@ import torch
 
 from swapper.errors import ConfigError
 from swapper.tensors.evicted_views import viewed_by
+from swapper.tensors.hollow import answers_for
 from swapper.tensors.homes import home_of
 from swapper.tensors.sharded import Box, box_of, is_sharded, local_of
 
@@ -87,8 +88,9 @@ def check_groups(model: torch.nn.Module) -> None:
     """Refuse a model with DTensors that cannot be swapped. Changes nothing.
 
     Raises:
-        ConfigError: a parameter is a DTensor that FSDP2 does not have, or on an accelerator; FSDP2 itself moves it to
-            the CPU, or gathers what a tensor subclass makes of it; or this torch has another FSDP2.
+        ConfigError: a parameter is a DTensor that FSDP2 does not have, or on a device whose tensors torch lets have no
+            keys of ours; FSDP2 itself moves it to the CPU, or gathers what a tensor subclass makes of it; or this torch
+            has another FSDP2.
     """
     sharded = {name: p for name, p in model.named_parameters() if is_sharded(p)}
     groups = _groups_of(model)
@@ -126,8 +128,8 @@ def _why_not(group: Any, param: Any) -> str:
     local = local_of(param.sharded_param)
     if local.device.type == "meta":
         return "it is on the meta device and has no values; give the model memory first"
-    if local.device.type != "cpu":
-        return f"it is on {local.device}, and in this version of swapper shards are swapped on the CPU only; {none}"
+    if not answers_for(local.device):  # The operators of a DTensor find the tensor inside by its dispatch keys alone.
+        return f"it is on {local.device}, and torch lets no tensor of that kind have other dispatch keys; {none}"
     if home_of(local) is None and type(local) is not torch.Tensor:
         return f"its shard is a {type(local).__name__}; {none}"
     return ""

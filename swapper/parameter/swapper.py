@@ -235,8 +235,10 @@ class ParameterSwapper(ParameterOwner):
 
         Returns:
             Of parameters on an accelerator that are stepped on the CPU: their values there, tensors of the parameter's
-            shape and strides in the pool. All others have their values themselves.
+            shape and strides in the pool; of a DTensor, those of its local tensor. All others have their values
+            themselves.
         """
+        parameters = list(parameters)
         parts = self.parts_with(parameters)
         if not parts:  # All of them are in memory, as after `close(keep_values=True)`.
             yield {}
@@ -244,11 +246,8 @@ class ParameterSwapper(ParameterOwner):
         if self._tier is not None and device != self._tier.device:
             with self._holding(parts, "step", on_host=True):
                 located = [(held.plan.locations[slot], held.opened[slot]) for held, slots in parts for slot in slots]
-                yield {
-                    location.parameter: location.view(values)
-                    for location, values in located
-                    if isinstance(location.parameter, torch.nn.Parameter)
-                }
+                views = {location.parameter: location.view(values) for location, values in located}
+                yield {p: views[local_of(p)] for p in parameters if local_of(p) in views}
             return
         with self._holding(parts, "step"):
             with self._lock:

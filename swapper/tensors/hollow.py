@@ -33,6 +33,7 @@ from swapper.tensors.grad_modes import outside_of_inference
 __all__ = [
     "answer_operators",
     "answer_within_classes",
+    "answers_for",
     "hollow_of",
     "hollow_out",
     "is_hollow",
@@ -173,6 +174,11 @@ def shows_reads(dtype: torch.dtype, device: torch.device) -> bool:
     """True if C++ code that reads a hollow tensor of that kind gets its values, an error or NaN: no other number."""
     has_key = _keys is not None and device.type in (*_COMPATIBLE, "meta")  # Of one that is to be made on the CPU.
     return has_key or _refuse_access is not None or dtype.is_floating_point or dtype.is_complex
+
+
+def answers_for(device: torch.device) -> bool:
+    """True if operators that get hollow tensors of `device` are answered, also within `__torch_dispatch__`."""
+    return _keys is not None and device.type in _COMPATIBLE
 
 
 def is_hollow(tensor: torch.Tensor) -> bool:

@@ -260,6 +260,11 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
     m.impl("_thnn_fused_gru_cell_backward", gru_cell_backward);
 }
 
+// Before the keys of tensor subclasses, as CUDA has no kernel for it: `tensor.data = a wrapper` comes here.
+TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {
+    m.impl("_has_compatible_shallow_copy_type", has_compatible_type);
+}
+
 // A copy takes care of these itself.
 TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
     m.impl("_copy_from", torch::CppFunction::makeFallthrough());

@@ -111,6 +111,18 @@ def direct(
     mock.reset()
 
 
+def open_direct(mock_path: str) -> Mock:
+    """Have the mock in its direct mode in this process, a rank of its own: see `device_ranks`."""
+    from accelerators import simulated
+
+    os.environ[gds.LIBRARY_VARIABLE] = mock_path
+    gds._NVIDIA_FS = Path(mock_path).with_name("no-nvidia-fs")
+    mock = Mock(mock_path)
+    mock.reset()
+    mock["device_start"], mock["device_length"], mock["device_distance"] = simulated().dma_window()
+    return mock
+
+
 def settled(mock: Mock) -> None:
     """The I/O threads drop what they hold of a transfer just after it is over."""
     gc.collect()

@@ -374,6 +374,33 @@ def changed_while_leaving(device: str, path: Path, by_view: bool) -> None:
             assert torch.equal(layer[0].bias.cpu(), expected)
 
 
+def left_on_another_stream(device: str, path: Path) -> None:
+    """What one stream has compared goes down on another, and is not written again as long as it stays as it is.
+
+    Memory of the first stream is others' meanwhile.
+    """
+    with offloaded(device, path) as (model, _), torch.no_grad():
+        layer, tier, swapped = model[4], model.swapper._tier, model.swapper
+        x = torch.ones(4, WIDE, device=device)
+        module: Any = torch.get_device_module(x.device)
+        first, other = module.current_stream(x.device), module.Stream(x.device)
+        with scaling(layer, 2):
+            layer(x)
+        with swapped._lock:
+            tier.uses.sum_early()
+            with on_streams([other]):
+                keep_busy(device, 500)
+                tier.rest()
+        others = [torch.full((2,), 7, dtype=torch.int64, device=device) for _ in range(8)]
+        first.synchronize()
+        del others
+        swapped.rest()
+        written_bytes = swapped.stats().bytes_written
+        layer(x)
+        swapped.rest()
+        assert swapped.stats().bytes_written == written_bytes
+
+
 def cut_off_arrival(device: str, path: Path) -> None:
     """Ctrl-C comes when values are on their way to the device, and nobody waits for them: they leave as they came."""
     lift = DeviceTier._lift
@@ -501,6 +528,7 @@ PARAMETER_SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     "parameters whose write fails": written_in_vain,
     "parameters changed while they leave": functools.partial(changed_while_leaving, by_view=False),
     "views changed while parameters leave": functools.partial(changed_while_leaving, by_view=True),
+    "parameters that leave on another stream": left_on_another_stream,
     "parameters whose arrival is cut off": cut_off_arrival,
     "sums of parameters": sums,
     "parameters in memory of others": memory_of_others,

@@ -20,7 +20,7 @@ import ranks
 import torch
 from interrupts import interrupted_at, places_of
 from sampling import ALL, EVERY
-from test_fsdp_parameters import (
+from sharded_nets import (
     LAYER_BYTES,
     SIDE,
     Case,
@@ -56,7 +56,7 @@ def made(
     directory: str, pool: str = "2MiB", count: int = 2, **more: Any
 ) -> tuple[list[Net], list[torch.optim.Optimizer]]:
     """A plain model of `count` blocks, and one with everything on the drive."""
-    models = [sharded(Case(), count=count) for _ in range(2)]
+    models = [sharded(Case(blocks=count)) for _ in range(2)]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in models]
     swapper.offload(models[1], optimizers[1], config_of(directory, pool, **ON_DRIVE, **more))
     return models, optimizers
@@ -250,7 +250,7 @@ def scale(rank: int, directory: str) -> None:
 
 
 def are_refused(rank: int, directory: str) -> None:
-    net = sharded(Case(), count=1)
+    net = sharded(Case(blocks=1))
     optimizer = torch.optim.AdamW(net.parameters())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.distributed.fsdp._fully_shard._fsdp_collectives, "foreach_reduce", lambda: None)
@@ -365,7 +365,7 @@ def fail_in_a_step(rank: int, failing: int, directory: str, faults: FaultPlan) -
 
 def lose_a_sum(rank: int, failing: int, directory: str) -> None:
     """What a gradient is to be added to cannot be read, on one rank."""
-    models = [sharded(Case(), count=2) for _ in range(2)]
+    models = [sharded(Case(blocks=2)) for _ in range(2)]
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in models]
     devices: dict[str, Any] = {f"offload_{name}": {"device": "nvme"} for name in ("optimizer", "gradient")}
     config = OffloadConfig(
@@ -394,7 +394,7 @@ def test_what_fails_on_one_rank_is_raised_by_all_and_nothing_is_lost(nvme_path: 
 def fail_in_backward(rank: int, directory: str) -> None:
     """The step of a bucket in a backward fails on one rank; the program catches that, and goes on."""
     for failing, gradients, clears in ((1, {}, True), (0, ON_DRIVE, False), (0, {}, False), (1, ON_DRIVE, True)):
-        models = [sharded(Case(), count=2) for _ in range(2)]
+        models = [sharded(Case(blocks=2)) for _ in range(2)]
         plain, net = models
         optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in models]
         state = {"step_in_backward": True}
@@ -428,7 +428,7 @@ def fail_in_backward(rank: int, directory: str) -> None:
 
 def lose_a_sum_in_backward(rank: int, directory: str) -> None:
     """As `fail_in_backward`, where no step fails: after some buckets are stepped a sum cannot be read."""
-    models = [sharded(Case(), count=4) for _ in range(2)]
+    models = [sharded(Case(blocks=4)) for _ in range(2)]
     plain, net = models
     optimizers: list[torch.optim.Optimizer] = [torch.optim.AdamW(each.parameters(), lr=1e-2) for each in models]
     config = config_of(directory, "2MiB", state={"step_in_backward": True}, gradient_accumulation_steps=2, **ON_DRIVE)

@@ -5,104 +5,45 @@ The device does work late, or only when somebody waits, and collectives are late
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
+from accelerators import simulated
 from device_ranks import in_device_processes
+from mock_cufile import COMPILER, open_direct
 from sampling import ALL, SEED
+from sharded_nets import Case, Net, Twins, config_of, in_processes, local, loss_of, most_pairs, same, sharded, whole
+from sharded_uses import USES
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from torch.utils.checkpoint import checkpoint
+from torch.distributed.tensor import DTensor
 
 import swapper
-from swapper.config import OffloadConfig
+from swapper.errors import SwapIOError
+from swapper.parameter import fsdp
+from swapper.tensors import hollow
+from swapper.tensors.evicted import is_evicted
 
-WIDTH, HIDDEN, BLOCKS = 60, 301, 3
 DEVICE = "sim"
 ORDERS = "sim-lazy", "sim-random"
 
 
-class Block(nn.Module):
-    """301 rows are uneven on two ranks and on three; of one row the second rank has none."""
-
-    def __init__(self, checkpoints: bool = False, hidden: int = HIDDEN) -> None:
-        super().__init__()
-        self.checkpoints = checkpoints
-        self.norm = nn.LayerNorm(WIDTH)
-        self.up = nn.Linear(WIDTH, hidden)
-        self.down = nn.Linear(hidden, WIDTH, bias=False)
-        self.gate = nn.Linear(WIDTH, 1)
-
-    def body(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = self.norm(x)
-        return x + self.down(torch.tanh(self.up(y))) * torch.sigmoid(self.gate(y))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = checkpoint(self.body, x, use_reentrant=False) if self.checkpoints else self.body(x)
-        return out
-
-
-class Net(nn.Module):
-    """The head is tied to the embedding, one layer is frozen, and one is not used."""
-
-    def __init__(self, checkpoints: bool = False, hidden: int = HIDDEN) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(50, WIDTH)
-        self.blocks = nn.ModuleList(Block(checkpoints, hidden) for _ in range(BLOCKS))
-        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
-        self.never = nn.Linear(WIDTH, 5)
-        self.head = nn.Linear(WIDTH, 50, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        x = self.embed(tokens)
-        for block in self.blocks:
-            x = block(x)
-        out: torch.Tensor = self.head(self.frozen(x)).float().logsumexp(-1).sum()
-        return out
-
-
-@dataclass
-class Case:
-    dtype: torch.dtype = torch.float32
-    cls: type[torch.optim.Optimizer] = torch.optim.AdamW
-    options: dict[str, Any] = field(default_factory=dict)
-    masters: bool = False
-    step_device: str = "device"
-    state: str = "nvme"
-    reshard: bool = True
-    mixed: bool = False
-    clips: bool = False
-    micro_batches: int = 1
-    syncs_all: bool = False  # each micro batch; else the last
-    mesh: str = "shard"  # or "hybrid", "columns", "tensor": two dimensions, Shard(1), tensor parallelism and FSDP2
-    checkpoints: bool = False
-    prefetches: bool = False
-    in_backward: bool = False
-    evaluates: bool = False
-    keeps_unsharded: bool = False  # set_reshard_after_backward(False) between micro batches
-    grouped: bool = False  # two blocks in one call of fully_shard
-    steps: int = 4
-
-
-def cases(count: int, rank_count: int) -> Iterator[Case]:
+def cases(count: int, rank_count: int, has_cufile: bool) -> Iterator[Case]:
     chance = random.Random(f"{SEED} {rank_count} on a device")
+    # With foreach, which a device has by default and the CPU has not, some classes have other bits in bf16.
     classes: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
-        (torch.optim.AdamW, {}),
+        (torch.optim.AdamW, {"foreach": False}),
         (torch.optim.AdamW, {"fused": True}),
         (torch.optim.Adam, {"foreach": True, "amsgrad": True}),
-        (torch.optim.SGD, {"momentum": 0.9}),
-        (torch.optim.RMSprop, {"momentum": 0.5}),
+        (torch.optim.SGD, {"momentum": 0.9, "foreach": False}),
+        (torch.optim.RMSprop, {"momentum": 0.5, "foreach": False}),
     ]
     for _ in range(count):
         dtype = chance.choice([torch.float32, torch.bfloat16])
@@ -113,15 +54,20 @@ def cases(count: int, rank_count: int) -> Iterator[Case]:
             "shard",
             "hybrid",
             "columns",
-            *(["tensor"] if not options.keys() & {"foreach", "fused"} else []),
+            *(["tensor"] if not options.get("foreach") and "fused" not in options else []),
         ]
         mesh = chance.choice(meshes)
         micro_batches = chance.choice([1, 2])
+        parameters = chance.choice(["none", "nvme", "nvme", "cpu"])
+        direct = has_cufile and parameters == "nvme" and chance.random() < 0.4
         yield Case(
             dtype,
             cls,
             options,
-            dtype is torch.bfloat16 and chance.random() < 0.5,
+            device=DEVICE,
+            blocks=3,
+            steps=4,
+            masters=dtype is torch.bfloat16 and chance.random() < 0.5,
             step_device=chance.choice(["cpu", "device"]),
             state=chance.choice(["nvme", "nvme", "cpu"]),
             reshard=chance.random() < 0.6,
@@ -136,151 +82,17 @@ def cases(count: int, rank_count: int) -> Iterator[Case]:
             evaluates=chance.random() < 0.5,
             keeps_unsharded=micro_batches > 1 and chance.random() < 0.5,
             grouped=chance.random() < 0.3,
+            parameters=parameters,
+            scarce=not direct and chance.random() < 0.6,
+            resident_bytes=300_000 if parameters != "none" and chance.random() < 0.3 else 0,
+            direct=direct,
         )
 
 
-def config_of(directory: str, state: dict[str, Any] | None = None, **more: Any) -> OffloadConfig:
-    given = {"device": "nvme", **(state or {})}
-    return OffloadConfig(
-        nvme_path=directory, bucket_bytes="16KiB", offload_optimizer=given, **{"pool_bytes": "2MiB", **more}
-    )
-
-
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, DTensor) != isinstance(b, DTensor):
-        return False
-    if isinstance(a, DTensor) and (a.placements, a.shape, a.stride()) != (b.placements, b.shape, b.stride()):
-        return False
-    a, b = (local(each).detach().cpu().contiguous().reshape(-1) for each in (a, b))
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def mesh_of(kind: str, device: str) -> DeviceMesh:
-    count = torch.distributed.get_world_size()
-    if kind == "hybrid":
-        return init_device_mesh(device, (count, 1), mesh_dim_names=("replicate", "shard"))
-    if kind == "tensor":
-        return init_device_mesh(device, (1, count), mesh_dim_names=("data", "tensor"))
-    return init_device_mesh(device, (count,))
-
-
-def columns(parameter: nn.Parameter) -> Shard | None:
-    """FSDP2 wants those shards even."""
-    return Shard(1) if parameter.dim() == 2 and parameter.shape[1] % 6 == 0 else None
-
-
-def sharded(case: Case, seed: int = 0, device: str = DEVICE) -> Net:
-    torch.manual_seed(seed)
-    net = Net(case.checkpoints, 300 if case.mesh == "tensor" else HIDDEN).to(case.dtype).to(device)
-    if case.in_backward:  # Else a bucket would wait for it.
-        net.never.requires_grad_(False)
-    mesh = mesh_of(case.mesh, device)
-    if case.mesh == "tensor":
-        for block in net.blocks:
-            parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
-        mesh = mesh["data"]
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": case.reshard}
-    if case.mixed:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    if case.mesh == "columns":
-        options["shard_placement_fn"] = columns
-    blocks = list(net.blocks)
-    if case.grouped:
-        fully_shard(blocks[:2], **options)
-        blocks = blocks[2:]
-    for module in (*blocks, net):
-        fully_shard(module, **options)
-    if case.prefetches:
-        for first, second in itertools.pairwise(blocks):
-            assert isinstance(first, FSDPModule) and isinstance(second, FSDPModule)
-            first.set_modules_to_forward_prefetch([second])
-            second.set_modules_to_backward_prefetch([first])
-    return net
-
-
-def tokens_of(count: int, rank: int, device: str = DEVICE) -> torch.Tensor:
-    return torch.randint(50, (2, 5), generator=torch.Generator().manual_seed(100 * count + rank)).to(device)
-
-
-class Twins:
-    """A plain and a swapped model, each sharded."""
-
-    def __init__(self, directory: str, case: Case) -> None:
-        self.case, self.count = case, 0
-        self.models = [sharded(case) for _ in range(2)]
-        self.parameters = [[p for p in model.parameters() if p.requires_grad] for model in self.models]
-        self.masters: list[torch.Tensor] = []
-        plain: list[torch.Tensor] = list(self.parameters[0])
-        if case.masters:
-            self.masters = plain = [local(p).detach().to(torch.float32, copy=True).requires_grad_() for p in plain]
-        self.optimizers = [case.cls(each, lr=1e-2, **case.options) for each in (plain, self.parameters[1])]
-        state = {
-            "device": case.state,
-            "step_device": case.step_device,
-            "master_weights": case.masters,
-            "step_in_backward": case.in_backward,
-        }
-        count = case.micro_batches if case.syncs_all else 1  # Else FSDP2 adds them up before they arrive.
-        given = config_of(directory, state, gradient_accumulation_steps=count)
-        swapper.wrap_optimizer(self.optimizers[1], given)
-
-    def train(self) -> None:
-        for i in range(self.case.micro_batches):
-            self.count += 1
-            last = i + 1 == self.case.micro_batches
-            tokens = tokens_of(self.count, 0 if self.case.mesh == "tensor" else torch.distributed.get_rank())
-            losses = []
-            for model in self.models:
-                assert isinstance(model, FSDPModule)
-                if self.case.evaluates:
-                    with torch.no_grad():
-                        losses.append(model(tokens))
-                model.set_requires_gradient_sync(self.case.syncs_all or last)
-                model.set_reshard_after_backward(last or not self.case.keeps_unsharded)
-                losses.append(model(tokens))
-                losses[-1].backward()
-            if self.count % 2:  # Else the host is ahead of the device.
-                half = len(losses) // 2
-                assert all(map(same, losses[:half], losses[half:]))
-        if self.case.clips:
-            norms = [torch.nn.utils.clip_grad_norm_(self.parameters[0], 0.3)]
-            norms.append(swapper.of(self.optimizers[1]).clip_grad_norm_(0.3))
-            assert self.count % 2 or same(*norms)
-        for p, master in zip(self.parameters[0], self.masters, strict=False):
-            master.grad = None if p.grad is None else local(p.grad).to(master.dtype)
-        for optimizer in self.optimizers:
-            optimizer.step()
-        for p, master in zip(self.parameters[0], self.masters, strict=False):
-            local(p).detach().copy_(master.detach())
-        for model in self.models:
-            model.zero_grad()
-
-    def compare(self) -> None:
-        for (name, p), q in zip(self.models[0].named_parameters(), self.models[1].parameters(), strict=True):
-            assert same(p, q), name
-
-    def compare_state(self) -> None:
-        plain, swapped = (optimizer.state_dict()["state"] for optimizer in self.optimizers)
-        assert plain.keys() == swapped.keys()
-        for number, entries in plain.items():
-            found = dict(swapped[number])
-            if self.case.masters:
-                assert same(local(found.pop("master_param")), self.masters[number])
-            assert list(entries) == list(found)
-            for key, value in entries.items():
-                mine = found[key]
-                assert same(value, local(mine) if self.masters and isinstance(mine, DTensor) else mine), (number, key)
-
-    def close(self) -> None:
-        swapper.of(self.optimizers[1]).close()
-
-
-def train_cases(rank: int, directory: str, count: int) -> None:
-    for case in cases(count, torch.distributed.get_world_size()):
+def train_cases(rank: int, directory: str, count: int, mock_path: str) -> None:
+    if mock_path:
+        open_direct(mock_path)
+    for case in most_pairs(list(cases(40, torch.distributed.get_world_size(), bool(mock_path))), count):
         try:
             twins = Twins(directory, case)
             for step in range(case.steps):
@@ -301,37 +113,74 @@ def train_cases(rank: int, directory: str, count: int) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("settings", ORDERS)
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_same_bits_as_plain_fsdp(nvme_path: Path, settings: str, count: int, leaves_nothing: None) -> None:
-    in_device_processes(train_cases, str(nvme_path), 12 if ALL else 3, settings=settings, count=count)
+def test_same_bits_as_plain_fsdp(
+    nvme_path: Path, settings: str, count: int, request: pytest.FixtureRequest, leaves_nothing: None
+) -> None:
+    mock_path = request.getfixturevalue("mock_path") if COMPILER is not None else ""
+    in_device_processes(train_cases, str(nvme_path), 8 if ALL else 3, mock_path, settings=settings, count=count)
+
+
+def is_refused(rank: int, directory: str, device: str) -> None:
+    """Of devices whose tensors cannot tell that they are evicted; and gradients."""
+    net = sharded(Case(device=device))
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(swapper.ConfigError, match="have other dispatch keys"):
+        patch.setattr(hollow, "_COMPATIBLE", frozenset({"cpu"}))
+        swapper.offload(net, config=config_of(directory, "4MiB"))
+    config = config_of(directory, "4MiB", offload_gradient={"device": "nvme"})
+    with pytest.raises(swapper.ConfigError, match="of shards are swapped on the CPU only"):
+        swapper.offload(net, torch.optim.AdamW(net.parameters()), config)
+    assert "swapper" not in vars(net) and not any(is_evicted(local(p)) for p in net.parameters())
+
+
+def use_all(rank: int, directory: str) -> None:
+    for work in (*USES, is_refused):
+        try:
+            work(rank, directory, DEVICE)
+        except BaseException as error:
+            error.add_note(f"in rank {rank}: {work.__name__}")
+            raise
+        torch.distributed.barrier()
+
+
+@pytest.mark.parametrize("settings", ORDERS)
+def test_state_dicts_and_uses_of_parameters(nvme_path: Path, settings: str, leaves_nothing: None) -> None:
+    in_device_processes(use_all, str(nvme_path), settings=settings)
 
 
 # --- Checkpoints -----------------------------------------------------------------------------------------------------
 
 SAVED = [
-    Case(),
-    Case(torch.bfloat16, masters=True, step_device="cpu"),
-    Case(torch.bfloat16, torch.optim.SGD, {"momentum": 0.9}, masters=True, mesh="columns"),
+    Case(device=DEVICE, parameters="none"),
+    Case(torch.bfloat16, masters=True, step_device="cpu", device=DEVICE),
+    Case(torch.bfloat16, torch.optim.SGD, {"momentum": 0.9}, masters=True, mesh="columns", device=DEVICE),
+    Case(torch.bfloat16, step_device="device", parameters="cpu", state="cpu", device=DEVICE),
 ]
-if not ALL:
-    SAVED = random.Random(SEED).sample(SAVED, 1)
 
 
-def made(case: Case, directory: str, seed: int, device: str, whole: bool = False) -> tuple[Net, torch.optim.Optimizer]:
-    if whole:
-        torch.manual_seed(seed)
-        net = Net().to(case.dtype).to(device)
-    else:
-        net = sharded(case, seed, device)
+def made(
+    case: Case, directory: str, seed: int, is_whole: bool = False, pool_bytes: str = "4MiB"
+) -> tuple[Net, torch.optim.Optimizer]:
+    net = (whole if is_whole else sharded)(replace(case, blocks=3), seed)
     optimizer = case.cls([p for p in net.parameters() if p.requires_grad], lr=1e-2, **case.options)
-    state = {"master_weights": case.masters, "step_device": case.step_device if device == DEVICE else "auto"}
-    swapper.wrap_optimizer(optimizer, config_of(directory, state))
+    state = {"master_weights": case.masters, "step_device": case.step_device, "device": case.state}
+    config = config_of(directory, pool_bytes, state, offload_param={"device": case.parameters})
+    if case.parameters == "none":
+        swapper.wrap_optimizer(optimizer, config)
+    else:
+        swapper.offload(net, optimizer, config)
     return net, optimizer
 
 
-def step(net: nn.Module, optimizer: torch.optim.Optimizer, device: str, count: int) -> None:
-    net(tokens_of(count, 0, device)).backward()
+def step(net: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> None:
+    loss_of(net, seed).backward()
     optimizer.step()
     optimizer.zero_grad()
+
+
+def close(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for each in (net, optimizer):
+        if "swapper" in vars(each):
+            vars(each)["swapper"].close()
 
 
 def everything(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -347,25 +196,24 @@ def everything(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, An
     return found
 
 
-def save_all(rank: int, directory: str, nvme: str) -> None:
-    for number, case in enumerate(SAVED):
-        net, optimizer = made(case, nvme, 0, DEVICE)
-        for count in range(2):
-            step(net, optimizer, DEVICE, count)
-        path = f"{directory}/{number}"
-        swapper.save_checkpoint(path, net, optimizer).wait()
-        found = everything(net, optimizer)
-        step(net, optimizer, DEVICE, 2)
-        after = everything(net, optimizer)
-        if rank == 0:
-            torch.save((found, after), f"{path}.pt")
-        # As many ranks train on as if training had not ended.
-        other, fresh = made(case, nvme, 1, DEVICE)
-        swapper.load_checkpoint(path, other, fresh)
-        step(other, fresh, DEVICE, 2)
-        assert_equal(everything(other, fresh), after)
-        for each in (optimizer, fresh):
-            swapper.of(each).close()
+def save(rank: int, directory: str, nvme: str, case: Case) -> None:
+    net, optimizer = made(case, nvme, 0)
+    for seed in range(2):
+        step(net, optimizer, seed)
+    path = f"{directory}/saved"
+    swapper.save_checkpoint(path, net, optimizer).wait()
+    found = everything(net, optimizer)
+    step(net, optimizer, 2)
+    after = everything(net, optimizer)
+    if rank == 0:
+        torch.save((found, after), f"{path}.pt")
+    # As many ranks train on as if training had not ended.
+    other, fresh = made(case, nvme, 1)
+    swapper.load_checkpoint(path, other, fresh)
+    step(other, fresh, 2)
+    assert_equal(everything(other, fresh), after)
+    close(net, optimizer)
+    close(other, fresh)
 
 
 def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -376,33 +224,114 @@ def assert_equal(found: dict[str, Any], expected: dict[str, Any]) -> None:
         assert same_value, name
 
 
-def load_all(rank: int, directory: str, nvme: str, device: str, whole: bool) -> None:
-    for number, case in enumerate(SAVED):
-        net, optimizer = made(case, nvme, 1, device, whole)
-        swapper.load_checkpoint(f"{directory}/{number}", net, optimizer)
-        assert_equal(everything(net, optimizer), torch.load(f"{directory}/{number}.pt")[0])
-        step(net, optimizer, device, 2)
-        swapper.of(optimizer).close()
-
-
-def load_on_the_host(rank: int, *args: Any) -> None:
-    torch.distributed.init_process_group("gloo")
-    try:
-        load_all(rank, *args)
-        torch.distributed.barrier()
-    finally:
-        torch.distributed.destroy_process_group()
+def load(rank: int, directory: str, nvme: str, case: Case, is_whole: bool) -> None:
+    net, optimizer = made(case, nvme, 1, is_whole)
+    swapper.load_checkpoint(f"{directory}/saved", net, optimizer)
+    assert_equal(everything(net, optimizer), torch.load(f"{directory}/saved.pt")[0])
+    step(net, optimizer, 2)
+    close(net, optimizer)
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("settings", ORDERS)
-@pytest.mark.parametrize("before", [2, 3])
+@pytest.mark.parametrize(
+    ("case", "before", "settings"),
+    [*zip(SAVED, [2, 3, 2, 3], [*ORDERS, *reversed(ORDERS)], strict=True)],
+    ids=["state", "cpu step", "columns", "in the pool"],
+)
 def test_checkpoints_load_on_other_ranks_and_devices(
-    nvme_path: Path, tmp_path: Path, settings: str, before: int, leaves_nothing: None
+    nvme_path: Path, tmp_path: Path, case: Case, before: int, settings: str, leaves_nothing: None
 ) -> None:
     """Saved on a device they load there, on the CPU, on fewer ranks, and in a model that is not sharded."""
-    in_device_processes(save_all, str(tmp_path), str(nvme_path), settings=settings, count=before)
     given = str(tmp_path), str(nvme_path)
-    in_device_processes(load_all, *given, DEVICE, False, settings=settings, count=before - 1)
-    in_device_processes(load_all, *given, DEVICE, True, settings=settings, count=1)
-    ranks.in_processes(load_on_the_host, *given, "cpu", False, ranks=2)
+    in_device_processes(save, *given, case, settings=settings, count=before)
+    in_device_processes(load, *given, case, False, settings=settings, count=before - 1)
+    in_device_processes(load, *given, case, True, settings=settings, count=1)
+    in_processes(load, *given, replace(case, device="cpu", step_device="auto"), False)
+
+
+# --- Faults ----------------------------------------------------------------------------------------------------------
+
+
+def failing_attach(at: int) -> Any:
+    attach, calls = fsdp._Reads.attach, itertools.count(1)
+
+    def fails(self: Any) -> None:
+        if self._running and self._use is None and next(calls) == at:
+            raise SwapIOError(errno.EIO, "read", "it fails")
+        attach(self)
+
+    return fails
+
+
+class Failing:
+    """A model that is trained on after whatever goes wrong: what was saved is loaded."""
+
+    def __init__(self, directory: str, nvme: str) -> None:
+        self.case = Case(device=DEVICE, step_device="device")
+        self.net, self.optimizer = made(self.case, nvme, 0, pool_bytes="1400KiB")
+        self.path = f"{directory}/saved"
+        step(self.net, self.optimizer, 0)
+        swapper.save_checkpoint(self.path, self.net, self.optimizer).wait()
+        step(self.net, self.optimizer, 1)
+        self.expected = everything(self.net, self.optimizer)
+
+    def fails(self, kind: type[Exception]) -> bool:
+        """Train. Return True if an error of this kind was raised; then all is as it was saved."""
+        try:
+            step(self.net, self.optimizer, 2)
+        except kind:
+            return True
+        return False
+
+    def check(self) -> None:
+        self.net.reset_iter_state()  # type: ignore[operator]
+        self.optimizer.zero_grad()
+        swapper.load_checkpoint(self.path, self.net, self.optimizer)
+        step(self.net, self.optimizer, 1)
+        assert_equal(everything(self.net, self.optimizer), self.expected)
+
+
+def fail_together(rank: int, directory: str, nvme: str) -> None:
+    """In the all-gathers of a forward, and of a backward."""
+    training = Failing(directory, nvme)
+    failed = []
+    for at in (1, 2, 4, 6, 20):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(fsdp._Reads, "attach", failing_attach(at))
+            failed.append(training.fails(SwapIOError))
+        training.check()
+    assert failed == [True, True, True, True, False]
+    close(training.net, training.optimizer)
+
+
+def fail_alone(rank: int, directory: str, nvme: str) -> None:
+    """The drive fails, and the device has no memory."""
+    training = Failing(directory, nvme)
+    swapped = training.net.swapper
+    assert isinstance(swapped, swapper.ParameterSwapper)
+    swapped.flush()
+    contents = {file: file.read_bytes() for file in Path(nvme).glob("swapper-*/*-param-*")}
+    for file in contents:
+        os.truncate(file, 4096)
+    assert contents and training.fails(SwapIOError)
+    for file, content in contents.items():
+        file.write_bytes(content)
+    training.check()
+    failed = []
+    for room_bytes in (0, 100_000, 300_000):
+        swapped.rest()
+        torch.accelerator.synchronize()
+        simulated().set_limit(torch.accelerator.memory_allocated() + room_bytes)
+        failed.append(training.fails(torch.OutOfMemoryError))
+        simulated().set_limit()
+        training.check()
+    assert all(failed)
+    close(training.net, training.optimizer)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(("work", "count"), [(fail_together, 2), (fail_alone, 1)])
+def test_training_goes_on_after_an_error(
+    nvme_path: Path, tmp_path: Path, work: Callable[..., None], count: int, leaves_nothing: None
+) -> None:
+    in_device_processes(work, str(tmp_path), str(nvme_path), settings="sim-lazy", count=count)
