@@ -5,6 +5,7 @@ The device does work late, or only when somebody waits, and collectives are late
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Iterator
@@ -26,6 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 import swapper
 from swapper.config import OffloadConfig
+from swapper.storage.cache import RecordCache
+from swapper.storage.store import RecordKey
 
 WIDTH, HIDDEN, BLOCKS = 60, 301, 3
 DEVICE = "sim"
@@ -303,6 +306,69 @@ def train_cases(rank: int, directory: str, count: int) -> None:
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_same_bits_as_plain_fsdp(nvme_path: Path, settings: str, count: int, leaves_nothing: None) -> None:
     in_device_processes(train_cases, str(nvme_path), 12 if ALL else 3, settings=settings, count=count)
+
+
+# --- Failures --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def unreadable_state(at: int) -> Iterator[None]:
+    """The record of state that is taken as the `at`-th cannot be read."""
+    take, left = RecordCache.take, at
+
+    def fails(cache: RecordCache, key: RecordKey, *args: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= key.kind != "grad"
+        if left == 0:
+            left = -1
+            raise swapper.SwapError("cannot be read")
+        return take(cache, key, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecordCache, "take", fails)
+        yield
+    assert left < 0
+
+
+def fail_on_one_rank(rank: int, directory: str) -> None:
+    """A step, in backward or after it, cannot read state on one rank: all raise that, and go on after a load.
+
+    The ranks agree on the host, and over the device where the process group has nothing else.
+    """
+    for failing, over_device, case in (
+        (1, False, Case()),
+        (0, True, Case(step_device="cpu")),
+        (1, True, Case(in_backward=True)),
+        (0, False, Case(in_backward=True, step_device="cpu")),
+    ):
+        twins = Twins(directory, case)
+        (plain, net), (of_plain, mine) = twins.models, twins.optimizers
+        with pytest.MonkeyPatch.context() as patch:
+            if over_device:
+                patch.setattr(torch.distributed.distributed_c10d, "_get_object_coll_device", lambda group=None: DEVICE)
+            twins.train()
+            for model in twins.models if not case.in_backward else (plain,):
+                model(tokens_of(2, rank)).backward()
+            fails = unreadable_state(2) if rank == failing else contextlib.nullcontext()
+            with fails, pytest.raises(swapper.SwapError, match="cannot be read") as caught:
+                mine.step() if not case.in_backward else net(tokens_of(2, rank)).backward()
+            assert (f"on rank {failing}" in str(caught.value)) == (rank != failing)
+            with pytest.raises(swapper.SwapError, match="load both from a checkpoint"):
+                mine.step()
+            of_plain.step()
+            net.load_state_dict(plain.state_dict())
+            mine.load_state_dict(of_plain.state_dict())
+            for model in twins.models:
+                model.zero_grad()
+            twins.train()
+            twins.compare()
+            twins.compare_state()
+            twins.close()
+
+
+@pytest.mark.parametrize("settings", ORDERS)
+def test_what_fails_on_one_rank_is_raised_by_all(nvme_path: Path, settings: str, leaves_nothing: None) -> None:
+    in_device_processes(fail_on_one_rank, str(nvme_path), settings=settings)
 
 
 # --- Checkpoints -----------------------------------------------------------------------------------------------------
