@@ -146,6 +146,21 @@ def test_ctrl_c_at_any_place_of_a_step(devices: str, nvme_path: Path) -> None:
     program.close()
 
 
+def test_ctrl_c_while_values_are_taken_away(nvme_path: Path) -> None:
+    """A parameter has its values and its class, or neither, so that it comes back for the next use."""
+    program, x = Interrupted("nvme none nvme", nvme_path), torch.ones(2, WIDTH)
+    net, files = program.run.net, ["tensors/evicted.py", "tensors/hollow.py"]
+    expected = net(x)
+    for n in itertools.count():
+        interrupted = interrupted_at(n, lambda: net(x), *files)
+        gc.collect(0)
+        assert torch.equal(net(x), expected), n
+        if not interrupted:
+            break
+    assert n > 50
+    program.close()
+
+
 @pytest.mark.parametrize("devices", DEVICES)
 def test_ctrl_c_where_modes_are_switched(devices: str, nvme_path: Path) -> None:
     """All places there, before and after a switch, and when the traceback that holds its guard has died."""
