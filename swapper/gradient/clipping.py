@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
+from swapper.io.devices import keep_for_current_stream
 from swapper.tensors.evicted_gradients import raw_gradient
 
 __all__ = ["Change", "TakenNorm", "clamped_to", "in_order_of_clipping", "norm_of", "scaled_by", "total_norm"]
@@ -32,8 +33,13 @@ class TakenNorm:
 
 
 def scaled_by(scale: torch.Tensor) -> Change:
-    """Multiplies with a scalar, as `torch.nn.utils.clip_grad_norm_` does."""
-    return lambda gradient: gradient.mul_(scale.to(gradient.device))
+    """Multiplies with a scalar, as `torch.nn.utils.clip_grad_norm_` does, perhaps not on the stream of `scale`."""
+
+    def change(gradient: torch.Tensor) -> None:
+        gradient.mul_(scale.to(gradient.device))
+        keep_for_current_stream(scale)
+
+    return change
 
 
 def clamped_to(clip_value: float) -> Change:

@@ -49,11 +49,13 @@ class GradientCopies:
 
         return copies.run(work, fresh)
 
-    def norm(self, gradient: torch.Tensor, norm_type: float) -> torch.Tensor:
-        """Start taking the norm of `gradient`, after the copies so far. The value is there after `join`."""
-        norm = torch.empty((), dtype=gradient.dtype.to_real(), device=gradient.device)
-        self.of(gradient.device).run(lambda: norm.copy_(norm_of(gradient, norm_type, None)), norm)
-        return norm
+    def norm(self, gradient: torch.Tensor, norm_type: float, result: torch.Tensor) -> None:
+        """Start taking the norm of `gradient`, after the copies so far. The `result` has it after `join`.
+
+        Args:
+            result: of shape `()`, made before the copies' `begin`: see [Note: late copies] in `devices`.
+        """
+        self.of(gradient.device).run(lambda: result.copy_(norm_of(gradient, norm_type, None)), result)
 
     def wait_later(self, copy: Copy, gradient: torch.Tensor) -> None:
         """`gradient` is let go of before `copy`, its last one, is done."""

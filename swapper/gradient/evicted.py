@@ -14,7 +14,7 @@ from swapper.errors import SwapError
 from swapper.gradient.clipping import Change, clamped_to, in_order_of_clipping, norm_of, scaled_by, total_norm
 from swapper.gradient.copies import GradientCopies
 from swapper.gradient.records import Gradient, GradientState, Part
-from swapper.io.devices import Copy
+from swapper.io.devices import Copy, keep_for_current_stream
 from swapper.metrics import Metrics
 from swapper.storage.agreement import agreed
 from swapper.storage.backward_agreement import have_all_ranks
@@ -199,7 +199,11 @@ class EvictedGradients:
             return torch.nn.utils.clip_grad_norm_(present, max_norm, norm_type, error_if_nonfinite, foreach)
         with self._lock, modes_kept():
             set_grad_mode(False)
-            total = total_norm(norms, present[0].device, float(norm_type), error_if_nonfinite)
+            try:
+                total = total_norm(norms, present[0].device, float(norm_type), error_if_nonfinite)
+            finally:
+                for norm in norms:
+                    keep_for_current_stream(norm)  # They were made on those of the backward.
             scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
             self._change(present, scaled_by(scale.full_tensor() if is_sharded(scale) else scale))  # type: ignore[attr-defined]
             return total

@@ -366,6 +366,7 @@ class GradientSwapper(EvictedGradients):
             set_grad_mode(False)
             flat = fresh.as_strided((fresh.numel(),), (1,))
             try:
+                value = torch.empty((), dtype=fresh.dtype.to_real(), device=fresh.device)  # For its norm.
                 copies.begin()
                 copy = None
                 for part in gradient.parts:
@@ -389,7 +390,7 @@ class GradientSwapper(EvictedGradients):
                     if is_sharded(p):
                         value = norm_of(gradient_of_local(p, fresh), norm_type, None)
                     else:
-                        value = self._copies.norm(fresh, norm_type)
+                        self._copies.norm(fresh, norm_type, value)
                     gradient.norm = TakenNorm(value, norm_type, torch.get_num_threads())
                 if copy is not None:
                     self._copies.wait_later(copy, fresh)

@@ -52,6 +52,7 @@ __all__ = [
     "free_bytes",
     "has_accelerator",
     "is_accelerator",
+    "keep_for_current_stream",
     "note_failure",
     "on_device",
     "on_streams",
@@ -239,6 +240,17 @@ def synchronize(device: torch.device) -> None:
 def current_streams(devices: Iterable[torch.device]) -> list[Any]:
     """Return the caller's current stream of each of `devices`, which are accelerators."""
     return [torch.get_device_module(device).current_stream(device) for device in devices]
+
+
+def keep_for_current_stream(tensor: torch.Tensor) -> None:
+    """Let nobody else have the memory of `tensor` before the caller's current stream has done what it has to do by now.
+
+    For a tensor that was made on another stream, perhaps, and that is let go of when its user does not choose. Nothing
+    happens where it is not on an accelerator.
+    """
+    if is_accelerator(tensor.device):
+        (stream,) = current_streams([tensor.device])
+        tensor.record_stream(stream)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from swapper.errors import SwapError, SwapIOError
 from swapper.metrics import Metrics
+from swapper.optimizer.segments import Bucket
 from swapper.optimizer.stepper import Stepper
 from swapper.tensors.homes import home_of
 from swapper.tensors.sharded import local_of
@@ -59,15 +60,24 @@ class Guard:
             self.failure.check(operation)
             self.failure = None
 
-    def note_cut_off(self, optimizer: Optimizer, error: BaseException | None = None) -> None:
-        """Remember a step that ended in the middle. Without `error`: one whose clean-up was cut off too."""
+    def note_cut_off(
+        self, optimizer: Optimizer, error: BaseException | None = None, shared: Iterable[Bucket] | None = None
+    ) -> None:
+        """Remember a step that ended in the middle. Without `error`: one whose clean-up was cut off too.
+
+        Args:
+            shared: what was to be stepped, where all ranks step together: of some of them nothing may be stepped, of
+                others all, so that no rank may go on. None where this process steps alone.
+        """
         stepper = self._stepper
-        if not stepper.stepping and not (error and stepper.entered):
+        is_here = stepper.stepping or bool(error and stepper.entered)
+        if not is_here and shared is None:
             return
         stepper.widen(optimizer)
-        text = f"step {self._metrics.steps} failed after {stepper.done} of {len(stepper.plan.buckets)} buckets"
-        failure = Failure(text)
-        failure.wait_for(segment.parameter for bucket in stepper.entered for segment in bucket.segments)
+        where = f"after {stepper.done} of {len(stepper.plan.buckets)} buckets" if is_here else "on some of the ranks"
+        failure = Failure(f"step {self._metrics.steps} failed {where}")
+        touched = [*stepper.entered, *(shared or ())]
+        failure.wait_for(segment.parameter for bucket in touched for segment in bucket.segments)
         failure.explain(error or KeyboardInterrupt())
         self.failure = failure
         stepper.entered, stepper.done, stepper.stepping = [], 0, False

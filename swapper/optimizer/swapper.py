@@ -25,7 +25,7 @@ from swapper.optimizer.failure import Guard
 from swapper.optimizer.plan import OptimizerPlan, PlanFollower, parameters_of
 from swapper.optimizer.probe import class_step, is_stepped_by_all
 from swapper.optimizer.records import BucketRecords
-from swapper.optimizer.segments import MASTER
+from swapper.optimizer.segments import MASTER, Bucket
 from swapper.optimizer.state_dicts import (
     SHOW_PROGRESS_BYTES,
     StateRecords,
@@ -431,7 +431,7 @@ class OptimizerSwapper:
                     self._stepper.run(optimizer, work, show)
                     self._arrivals.end_window()
             except BaseException as error:
-                self._fail(error)
+                self._fail(error, [bucket for bucket, _ in work] if together else None)
                 raise
         self.metrics.steps += 1
         self._advise(before)
@@ -455,10 +455,10 @@ class OptimizerSwapper:
             took_s,
         )
 
-    def _fail(self, error: BaseException) -> None:
-        """Note what a step that raised has left behind."""
+    def _fail(self, error: BaseException, shared: list[Bucket] | None = None) -> None:
+        """Note what a step that raised has left behind. For `shared` see `Guard.note_cut_off`."""
         done = self._stepper.done
-        self._guard.note_cut_off(self._optimizer(), error)
+        self._guard.note_cut_off(self._optimizer(), error, shared)
         self._stepper.abandon()
         self._arrivals.drop_window()
         if isinstance(error, SwapIOError):

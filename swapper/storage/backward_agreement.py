@@ -7,7 +7,6 @@ it goes on: its gradients stay in memory, or are lost and say so. When the backw
 from __future__ import annotations
 
 import functools
-import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ import torch
 from swapper.errors import ConfigError
 from swapper.storage.agreement import agreed, rank_count
 from swapper.tensors.end_of_backward import call_at_the_end, is_nested
-from swapper.tensors.sharded import is_sharded, local_of
+from swapper.tensors.sharded import is_sharded
 
 __all__ = ["have_all_ranks", "raised_by_all"]
 
@@ -31,25 +30,18 @@ class _Pass:
     told: list[Callable[[BaseException], object]] = field(default_factory=list)  # of what others raise
 
 
-class _Passes(threading.local):
-    """The backward passes of a thread, in which hooks of tensors on the CPU run, by autograd's number of them."""
+_passes: dict[int, _Pass] = {}
+"""The backward passes of the process, by autograd's number of them.
 
-    def __init__(self) -> None:
-        self.by_number: dict[int, _Pass] = {}
-
-
-_passes = _Passes()
+Of one pass hooks run in several threads: on an accelerator in autograd's own, and those of FSDP2's last reductions in
+the one that called `backward()`, as does `_agree`.
+"""
 
 
 def have_all_ranks(parameters: Iterable[Any]) -> bool:
-    """True if every process of the program has a part of one of `parameters`, on the CPU.
-
-    On an accelerator to agree would be to wait for it.
-    """
+    """True if every process of the program has a part of one of `parameters`."""
     count = rank_count()
-    return count > 1 and any(
-        is_sharded(p) and p.device_mesh.size() == count and local_of(p).device.type == "cpu" for p in parameters
-    )
+    return count > 1 and any(is_sharded(p) and p.device_mesh.size() == count for p in parameters)
 
 
 @contextmanager
@@ -69,13 +61,12 @@ def raised_by_all(parameter: torch.Tensor, told: Callable[[BaseException], objec
     if task < 0 or not have_all_ranks([parameter]):
         yield
         return
-    passes = _passes.by_number
-    if task not in passes:
+    this = _passes.get(task)
+    if this is None:
         if not is_nested():
-            passes.clear()  # Of passes that were cut off.
-        passes[task] = _Pass()
-        call_at_the_end(functools.partial(_agree, task))
-    this = passes[task]
+            _passes.clear()  # Of passes that were cut off: ranks agree on one after another.
+        this = _passes[task] = _Pass()
+        call_at_the_end(functools.partial(_agree, task, this))
     if told is not None and told not in this.told:
         this.told.append(told)
     try:
@@ -86,8 +77,8 @@ def raised_by_all(parameter: torch.Tensor, told: Callable[[BaseException], objec
         this.failure = this.failure or error
 
 
-def _agree(task: int) -> None:
-    this = _passes.by_number.pop(task, None) or _Pass()
+def _agree(task: int, this: _Pass) -> None:
+    _passes.pop(task, None)
     try:
         with agreed():
             if this.failure is not None:

@@ -35,7 +35,14 @@ from swapper.tensors.evicted_views import (
     ViewOfParameter,
     run,
 )
-from swapper.tensors.hollow import answer_operators, answer_within_classes, hollow_out, is_hollow, operators_unanswered
+from swapper.tensors.grad_modes import outside_of_inference
+from swapper.tensors.hollow import (
+    answer_operators,
+    answer_within_classes,
+    hollow_values,
+    is_hollow,
+    operators_unanswered,
+)
 from swapper.tensors.homes import ADDRESS, HOME, LAYOUT, METADATA, UNFILLED, Call, Home, StandIn, home_of, present
 from swapper.tensors.inner import has_own_class
 from swapper.tensors.other_tensors import PATIENCE_S, Patience
@@ -208,22 +215,21 @@ def refuse_copy() -> NoReturn:
 def evict(tensor: torch.Tensor, home: Home) -> None:
     """Take the values away from `tensor`. It keeps its shape, dtype, version, gradient and hooks."""
     tensor.__dict__[HOME] = home
-    if not isinstance(tensor, torch.nn.Parameter):
+    evicted: type[torch.Tensor] = EvictedTensor
+    if isinstance(tensor, torch.nn.Parameter):
+        if has_own_class(tensor):
+            vars(tensor).setdefault(_CLASS, type(tensor))
+        own = vars(tensor).get(_CLASS)
+        evicted = EvictedParameter if own is None else _evicted_class(own)
+    else:
         answer_within_classes()
-        if type(tensor) is not torch.Tensor:
-            tensor.__class__ = torch.Tensor
-        hollow_out(tensor, home.stride, home.name)
-        tensor.__class__ = EvictedTensor
-        return
-    evicted: type[EvictedParameter] = EvictedParameter
-    if has_own_class(tensor):
-        vars(tensor).setdefault(_CLASS, type(tensor))
-    if (own := vars(tensor).get(_CLASS)) is not None:
-        evicted = _evicted_class(own)
-    if own is not None or is_evicted(tensor) or UNFILLED in vars(tensor):  # This is no use of its values.
-        tensor.__class__ = torch.nn.Parameter
-    hollow_out(tensor, home.stride, home.name)
-    tensor.__class__ = evicted
+    # Outside of inference mode, else a parameter would be one of that mode, and of no use after it. And whatever class
+    # it is of, this is no use of its values.
+    with outside_of_inference(), torch._C.DisableTorchFunctionSubclass():
+        values = hollow_values(tensor, home.stride, home.name)
+        # There is no call in between, so Ctrl-C cannot leave a tensor of an ordinary class without values.
+        tensor.data = values
+        tensor.__class__ = evicted
 
 
 _CLASS = "_swapper_class"

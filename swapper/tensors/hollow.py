@@ -35,7 +35,7 @@ __all__ = [
     "answer_within_classes",
     "answers_for",
     "hollow_of",
-    "hollow_out",
+    "hollow_values",
     "is_hollow",
     "operators_unanswered",
     "shows_reads",
@@ -123,27 +123,23 @@ def answer_within_classes() -> None:
         _libraries.extend(libraries.values())
 
 
-def hollow_out(tensor: torch.Tensor, stride: tuple[int, ...], name: str) -> None:
-    """Take the memory away from `tensor`, for which `.data = ...` is no use of it.
-
-    Args:
-        stride: that it shall have. It is expanded where there is no key.
-        name: of it, for errors.
-    """
-    with outside_of_inference():  # Else a parameter would be one of that mode, and of no use after it.
-        tensor.data = _hollow(tensor, stride, name)
-
-
 def hollow_of(cls: type[_TensorT], like: torch.Tensor, stride: tuple[int, ...]) -> _TensorT:
     """Make a hollow tensor of class `cls`, of the shape, dtype and device of `like`."""
     with outside_of_dispatch_modes(), outside_of_inference(), torch._C.DisableTorchFunctionSubclass():
         made: _TensorT = torch.Tensor._make_subclass(cls, torch.empty(0, dtype=like.dtype, device=like.device))
-        made.data = _hollow(like, stride, f"a tensor of shape {tuple(like.shape)}")
+        made.data = hollow_values(like, stride, f"a tensor of shape {tuple(like.shape)}")
         return made
 
 
-def _hollow(like: torch.Tensor, stride: tuple[int, ...], name: str) -> torch.Tensor:
-    """What `data` may be set to outside of inference mode. In that mode torch would dispatch to the class of it."""
+def hollow_values(like: torch.Tensor, stride: tuple[int, ...], name: str) -> torch.Tensor:
+    """What the `data` of a tensor as `like` may be set to outside of inference mode, so that it has no memory.
+
+    In inference mode torch would dispatch to the class of what is returned.
+
+    Args:
+        stride: that the tensor shall have. It is expanded where there is no key.
+        name: of the tensor, for errors.
+    """
     if _keys is None or like.device.type not in _COMPATIBLE:
         return _nan(like.dtype, like.device, _refuse_access).expand(like.shape)
     made: torch.Tensor = torch.Tensor._make_wrapper_subclass(

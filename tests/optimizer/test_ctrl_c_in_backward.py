@@ -11,6 +11,7 @@ import gc
 import itertools
 import os
 import random
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ import sampling
 import torch
 from interrupts import interrupted_at
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import swapper
 from swapper import OffloadConfig, SwapError
@@ -143,6 +145,59 @@ def test_ctrl_c_at_any_place_of_a_step(devices: str, nvme_path: Path) -> None:
     for n in places:
         if not program.check(n, *files) and ALL:
             break
+    program.close()
+
+
+def test_ctrl_c_while_values_are_taken_away(nvme_path: Path) -> None:
+    """A parameter has its values and its class, or neither, so that it comes back for the next use."""
+    program, x = Interrupted("nvme none nvme", nvme_path), torch.ones(2, WIDTH)
+    net, files = program.run.net, ["tensors/evicted.py", "tensors/hollow.py"]
+    expected = net(x)
+    for n in itertools.count():
+        interrupted = interrupted_at(n, lambda: net(x), *files)
+        gc.collect(0)
+        assert torch.equal(net(x), expected), n
+        if not interrupted:
+            break
+    assert n > 50
+    program.close()
+
+
+class Noted(TorchDispatchMode):
+    """Sees operators."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_ctrl_c_leaves_the_dispatch_modes_of_others(nvme_path: Path) -> None:
+    """But at the first instruction of an exit: see [Note: Ctrl-C and dispatch modes] in `dispatch_modes`."""
+    program, x = Interrupted("nvme none nvme", nvme_path), torch.ones(2, WIDTH)
+    net, files = program.run.net, ["tensors/dispatch_modes.py", "/torch/utils/_python_dispatch.py"]
+    expected = net(x)
+    raised: list[KeyboardInterrupt] = []
+
+    def use() -> None:
+        try:
+            net(x)
+        except KeyboardInterrupt as error:
+            raised[:] = [error]  # Whoever keeps the traceback keeps what it would put back.
+            raise
+
+    for n in itertools.count(0, 1 if ALL else 3):
+        with contextlib.suppress(RuntimeError, AssertionError), Noted(), Noted():
+            interrupted = interrupted_at(n, use, *files)
+            places = traceback.extract_tb(raised[0].__traceback__) if raised else []
+            struck = [place.name for place in places if place.filename.endswith("tensors/dispatch_modes.py")]
+            left = torch._C._len_torch_dispatch_stack()
+        assert left == 2 or struck[-1:] == ["__exit__"], (n, struck)
+        raised.clear()
+        gc.collect(0)
+        assert torch._C._len_torch_dispatch_stack() == 0, n
+        assert torch.equal(net(x), expected), n
+        if not interrupted:
+            break
+    assert n > 50
     program.close()
 
 

@@ -4,6 +4,7 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/detail/PrivateUse1HooksInterface.h>
 #include <ATen/native/Resize.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_cpu_dispatch.h>
@@ -60,9 +61,16 @@ at::Tensor as_strided(const at::Tensor& self, c10::SymIntArrayRef sizes, c10::Sy
     return at::cpu::as_strided_symint(self, sizes, strides, std::move(offset));
 }
 
+// torch's own makes memory longer by a copy on the host.
 const at::Tensor& resize_(const at::Tensor& self, c10::SymIntArrayRef sizes,
                           std::optional<at::MemoryFormat> format) {
-    return at::native::resize_(self, C10_AS_INTARRAYREF_SLOW(sizes), format);
+    const c10::IntArrayRef wanted = C10_AS_INTARRAYREF_SLOW(sizes);
+    const size_t length = at::detail::computeStorageNbytesContiguous(
+        wanted, self.itemsize(), static_cast<size_t>(self.storage_offset()));
+    if (self.storage().nbytes() > 0 && length > self.storage().nbytes()) {
+        at::detail::getPrivateUse1Hooks().resizePrivateUse1Bytes(self.storage(), length);
+    }
+    return at::native::resize_(self, wanted, format);
 }
 
 at::Tensor reshape_alias(const at::Tensor& self, c10::SymIntArrayRef sizes, c10::SymIntArrayRef strides) {
@@ -89,7 +97,7 @@ at::Tensor& set_storage_offset(at::Tensor& self, at::Storage storage, int64_t of
 // --- Copies
 
 at::Tensor copy_from_and_resize(const at::Tensor& self, const at::Tensor& destination) {
-    if (destination.sizes() != self.sizes()) at::native::resize_(destination, self.sizes(), std::nullopt);
+    if (destination.sizes() != self.sizes()) resize_(destination, self.sym_sizes(), std::nullopt);
     return start_copy(self, destination, false);
 }
 

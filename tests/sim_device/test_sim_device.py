@@ -283,6 +283,13 @@ def test_memory_of_many_streams_is_bounded() -> None:
     assert len(addresses) <= 257
 
 
+def test_memory_that_is_made_longer_keeps_its_values() -> None:
+    values = torch.arange(3, device="sim")
+    values.resize_(5000)
+    values[3:] = 7
+    assert values.tolist() == [0, 1, 2] + [7] * 4997
+
+
 def test_statistics_and_the_limit(sim: Any) -> None:
     torch.accelerator.reset_peak_memory_stats()
     before = torch.accelerator.memory_allocated()

@@ -103,6 +103,57 @@ def train(
     )
 
 
+def clipped_on_another_stream(device: str, path: Path) -> None:
+    """Gradients are clipped on another stream than that of backward and step; each waits only for what it uses.
+
+    What swapper has made on one and used on the other is not given to others before that is over.
+    """
+    module: Any = torch.get_device_module(torch.device(device))
+    first, other = module.current_stream(), module.Stream()
+    results = []
+
+    def use_memory(stream: Any) -> None:
+        """Have memory that was freed, and work in it that waits for no other stream."""
+        stream.synchronize()
+        with module.stream(stream):
+            for _ in range(5):
+                torch.full((1,), 1e30, device=device)
+        stream.synchronize()
+
+    for swap in (False, True):
+        model = make_model(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        if swap:
+            config = swapper.OffloadConfig(
+                nvme_path=path,
+                pool_bytes="16MiB",
+                bucket_bytes="256KiB",
+                offload_optimizer={"device": "nvme", "step_device": "device"},
+                offload_gradient={"device": "nvme"},
+            )
+            swapper.wrap_optimizer(optimizer, config)
+        for step in range(STEPS):
+            loss_of(model, device, step).backward()
+            other.wait_stream(first)
+            with module.stream(other):
+                clip = swapper.of(optimizer).clip_grad_norm_ if swap else clip_of(model)
+                clip(0.05)
+            use_memory(first)
+            first.wait_stream(other)
+            optimizer.step()
+            optimizer.zero_grad()
+            use_memory(other)
+        torch.accelerator.synchronize()
+        results.append([p.detach().cpu() for p in model.parameters()])
+        if swap:
+            swapper.of(optimizer).close()
+    assert all(map(torch.equal, *results))
+
+
+def clip_of(model: nn.Module) -> Callable[[float], torch.Tensor]:
+    return functools.partial(torch.nn.utils.clip_grad_norm_, list(model.parameters()))
+
+
 def files(device: str, path: Path) -> None:
     """Device tensors to and from a file, through memory of the host."""
     with AsyncIOHandle() as handle, handle.open(path / "file", "rw") as file:
@@ -274,6 +325,7 @@ SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     ),
     "step in backward": functools.partial(train, in_backward=True),
     "gradients on the drive": functools.partial(train, gradients="nvme", micro_batches=2, clip=True),
+    "gradients clipped on another stream": clipped_on_another_stream,
     "gradients in the pool": functools.partial(train, gradients="cpu", micro_batches=2),
     "gradients flushed": functools.partial(after_backward, gradients="nvme", flush=True),
     "gradients given up": functools.partial(after_backward, gradients="cpu", flush=False),

@@ -353,6 +353,7 @@ def fail_in_a_step(rank: int, failing: int, directory: str, faults: FaultPlan) -
     backward(models, 2)
     with unreadable_there(3, gradients=False):
         fails(rank, failing, optimizers[1].step, "cannot be read")
+    fails(rank, failing, optimizers[1].step, "load both from a checkpoint")
     optimizers[0].step()
     net.load_state_dict(plain.state_dict())
     optimizers[1].load_state_dict(optimizers[0].state_dict())

@@ -5,6 +5,7 @@ The device does work late, or only when somebody waits, and collectives are late
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import os
@@ -20,7 +21,20 @@ from accelerators import simulated
 from device_ranks import in_device_processes
 from mock_cufile import COMPILER, open_direct
 from sampling import ALL, SEED
-from sharded_nets import Case, Net, Twins, config_of, in_processes, local, loss_of, most_pairs, same, sharded, whole
+from sharded_nets import (
+    Case,
+    Net,
+    Twins,
+    config_of,
+    in_processes,
+    local,
+    loss_of,
+    most_pairs,
+    same,
+    sharded,
+    tokens_of,
+    whole,
+)
 from sharded_uses import USES
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -28,6 +42,8 @@ from torch.distributed.tensor import DTensor
 import swapper
 from swapper.errors import SwapIOError
 from swapper.parameter import fsdp
+from swapper.storage.cache import RecordCache
+from swapper.storage.store import RecordKey
 from swapper.tensors import hollow
 from swapper.tensors.evicted import is_evicted
 
@@ -145,6 +161,78 @@ def use_all(rank: int, directory: str) -> None:
 @pytest.mark.parametrize("settings", ORDERS)
 def test_state_dicts_and_uses_of_parameters(nvme_path: Path, settings: str, leaves_nothing: None) -> None:
     in_device_processes(use_all, str(nvme_path), settings=settings)
+
+
+# --- Failures --------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def unreadable_state(at: int) -> Iterator[None]:
+    """The record of state that is taken as the `at`-th cannot be read."""
+    take, left = RecordCache.take, at
+
+    def fails(cache: RecordCache, key: RecordKey, *args: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= key.kind != "grad"
+        if left == 0:
+            left = -1
+            raise swapper.SwapError("cannot be read")
+        return take(cache, key, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecordCache, "take", fails)
+        yield
+    assert left < 0
+
+
+def fail_on_one_rank(rank: int, directory: str) -> None:
+    """A step, in backward or after it, cannot read state on one rank: all raise that, and go on after a load.
+
+    The ranks agree on the host, and over the device where the process group has nothing else.
+    """
+    for failing, over_device, in_backward, step_device in (
+        (1, False, False, "device"),
+        (0, True, False, "cpu"),
+        (1, True, True, "device"),
+        (0, False, True, "cpu"),
+    ):
+        case = Case(
+            device=DEVICE,
+            blocks=3,
+            step_device=step_device,
+            in_backward=in_backward,
+            parameters="none",
+            scarce=False,
+            options={"foreach": False},
+        )
+        twins = Twins(directory, case)
+        (plain, net), (of_plain, mine) = twins.models, twins.optimizers
+        with pytest.MonkeyPatch.context() as patch:
+            if over_device:
+                patch.setattr(torch.distributed.distributed_c10d, "_get_object_coll_device", lambda group=None: DEVICE)
+            twins.train()
+            for model in twins.models if not case.in_backward else (plain,):
+                model(tokens_of(2 + rank, DEVICE)).backward()
+            fails = unreadable_state(2) if rank == failing else contextlib.nullcontext()
+            with fails, pytest.raises(swapper.SwapError, match="cannot be read") as caught:
+                mine.step() if not case.in_backward else net(tokens_of(2 + rank, DEVICE)).backward()
+            assert (f"on rank {failing}" in str(caught.value)) == (rank != failing)
+            with pytest.raises(swapper.SwapError, match="load both from a checkpoint"):
+                mine.step()
+            of_plain.step()
+            net.load_state_dict(plain.state_dict())
+            mine.load_state_dict(of_plain.state_dict())
+            for model in twins.models:
+                model.zero_grad()
+            twins.train()
+            twins.compare()
+            twins.compare_state()
+            twins.close()
+
+
+@pytest.mark.parametrize("settings", ORDERS)
+def test_what_fails_on_one_rank_is_raised_by_all(nvme_path: Path, settings: str, leaves_nothing: None) -> None:
+    in_device_processes(fail_on_one_rank, str(nvme_path), settings=settings)
 
 
 # --- Checkpoints -----------------------------------------------------------------------------------------------------
