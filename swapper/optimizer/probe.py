@@ -508,9 +508,10 @@ class _Twin:
         self.group["params"] = self.parameters
 
     def _give_initial_state(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        dim = self.parameters[0].dim()
+        dim, dtype = self.parameters[0].dim(), self.parameters[0].dtype
         # Of DTensors the local ones, which may be empty: then what they start with does not matter.
-        for known in sorted(group["params"], key=lambda p: (not local_of(p).numel(), p.dim() != dim)):
+        order = sorted(group["params"], key=lambda p: (not local_of(p).numel(), p.dtype != dtype, p.dim() != dim))
+        for known in order:
             state = _state_in_memory(optimizer).get(known)
             if not state or not known.numel():
                 continue
@@ -549,13 +550,15 @@ def _makes_state_early(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     if cls not in _early:
         p = group["params"][0]
         shape = tuple(min(size, _PRIMES[i % len(_PRIMES)]) for i, size in enumerate(p.shape))
-        try:
-            twin = _Twin(optimizer, group, [_seeded(shape, p.dtype, 0)], state_to_start_with=False)
-            twin.step([_seeded(shape, p.dtype, 1)])
-            _early[cls] = False
-        except ConfigError:
-            _early[cls] = True
-    return _early[cls]
+        for early in (False, True):
+            try:
+                twin = _Twin(optimizer, group, [_seeded(shape, p.dtype, 0)], state_to_start_with=early)
+                twin.step([_seeded(shape, p.dtype, 1)])
+            except ConfigError:
+                continue
+            _early[cls] = early
+            break
+    return _early.get(cls, False)  # False too if these options fail either way: the class may not with others.
 
 
 def _state_in_memory(optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
@@ -565,8 +568,8 @@ def _state_in_memory(optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
 
 def _initial(value: torch.Tensor, known: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if value.shape == known.shape:
-        start = value.flatten()[0].item() if value.numel() else 0
-        return torch.full_like(parameter, start, dtype=parameter.dtype)
+        start = value.flatten()[0] if value.numel() else torch.zeros((), dtype=value.dtype)
+        return torch.zeros_like(parameter).copy_(start if parameter.is_complex() else torch.real(start))
     return _copied(value, parameter.is_cpu)
 
 
