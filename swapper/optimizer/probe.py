@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
-from swapper.errors import ConfigError
+from swapper.errors import ConfigError, show
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.cuts import segment_cuts
 from swapper.optimizer.int8_codec import blocks_of
@@ -168,8 +168,11 @@ def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
     """Say that `cls` computes each element from the same element of its state, gradient and parameter alone.
 
     Its parameters are then cut into segments, so that the largest no longer decides how much memory a step takes. A
-    probe still checks it: where bits differ, whole parameters are used. Can be used as a decorator.
+    probe still checks it: where bits differ, whole parameters are used. Can be used as a decorator. Raises ConfigError
+    if it is no class of optimizers.
     """
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        raise ConfigError(f"{show(cls)} is not a class of optimizers; call register_elementwise(type(optimizer))")
     _elementwise.add(cls)
     return cls
 
@@ -568,7 +571,7 @@ def _state_in_memory(optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
 
 def _initial(value: torch.Tensor, known: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if value.shape == known.shape:
-        start = value.flatten()[0] if value.numel() else torch.zeros((), dtype=value.dtype)
+        start = value.flatten()[0] if value.numel() else value.new_zeros(())
         return torch.zeros_like(parameter).copy_(start if parameter.is_complex() else torch.real(start))
     return _copied(value, parameter.is_cpu)
 
