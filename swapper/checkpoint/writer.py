@@ -260,6 +260,9 @@ class NewCheckpoint:
                     self._pins.callback(pinned.close)
                     self._copies.append(partial(self._copy, pinned, file))
                 self._add_file(file)
+        if self._copies:  # `finish` may be in the background, when the records are in other files, or gone.
+            all_at_once(self._syncs)
+            self._syncs.clear()
 
     def _copy(self, pinned: Pinned, new: RecordFile) -> None:
         path = self._path / new.name
