@@ -11,7 +11,7 @@ import errno as _errno
 import os
 from collections.abc import Iterator
 
-__all__ = ["ConfigError", "SwapError", "SwapIOError", "system_errors"]
+__all__ = ["ConfigError", "SwapError", "SwapIOError", "path_given", "system_errors"]
 
 _CAUSES = {
     _errno.ENOSPC: "the drive is full: free some space or name another `nvme_path`",
@@ -115,6 +115,18 @@ def show(value: object) -> str:
     """`value` as the user may have written it: one line, and not a page long."""
     text = repr(str(value)) if isinstance(value, os.PathLike) else repr(value)
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters)"
+
+
+def path_given(name: str, path: object) -> str:
+    """`path`, which the user gave as `name`, as a string.
+
+    Raises:
+        ConfigError: it is neither a string nor path-like.
+    """
+    try:
+        return os.fsdecode(path)  # type: ignore[arg-type]
+    except TypeError:
+        raise ConfigError(f"{name}: a {type(path).__name__} is not a path; give a string or a pathlib.Path") from None
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from swapper.errors import ConfigError
 from swapper.storage.agreement import agreed
 from swapper.tensors.sharded import is_sharded
 
-__all__ = ["ConfigLike", "as_config", "check_is_model", "check_is_optimizer", "optimizers_of"]
+__all__ = ["ConfigLike", "as_config", "check_is_model", "check_is_optimizer", "optimizers_of", "tensors_of"]
 
 ConfigLike = OffloadConfig | str | os.PathLike[str] | Mapping[str, Any]
 
@@ -50,7 +50,7 @@ def check_is_model(model: object) -> None:
     """Raise ConfigError if `model` is no `torch.nn.Module`."""
     if not isinstance(model, torch.nn.Module):
         name = model.__name__ if isinstance(model, type) else type(model).__name__
-        raise ConfigError(f"{name} is not a torch.nn.Module; call swapper.offload(model, optimizer, config)")
+        raise ConfigError(f"{name} is not a torch.nn.Module; the model comes first")
 
 
 def optimizers_of(
@@ -75,3 +75,15 @@ def check_is_optimizer(optimizer: object) -> None:
     if not isinstance(optimizer, Optimizer):
         name = optimizer.__name__ if isinstance(optimizer, type) else type(optimizer).__name__
         raise ConfigError(f"optimizer: {name} is not a torch.optim.Optimizer; wrap the one inside it")
+
+
+def tensors_of(tensors: object) -> list[torch.Tensor]:
+    """The tensors that an iterable has. Raises ConfigError if it is none, or has anything else."""
+    found: list[Any] = list(tensors) if isinstance(tensors, Iterable) else [tensors]
+    for item in found:
+        if not isinstance(item, torch.Tensor):
+            raise ConfigError(
+                f"parameters: a {type(item).__name__} is not a tensor; give a module, a parameter or an iterable of "
+                "them, such as model.parameters()"
+            )
+    return found

@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.optim import Optimizer
 
-from swapper.api.arguments import ConfigLike, as_config, check_is_model, check_is_optimizer, optimizers_of
+from swapper.api.arguments import ConfigLike, as_config, check_is_model, check_is_optimizer, optimizers_of, tensors_of
 from swapper.api.from_files import OWNERS, check_from_files, offload_from_files, refuse_fixed, refuse_others
 from swapper.api.wrapped import of
 from swapper.check import CheckReport, DriveReport, check_direct, make_report, staging_bytes, state_goes_direct
@@ -473,6 +473,7 @@ def materialize(
             for `init`.
         SwapIOError: the drive failed, or has too little free space.
     """
+    check_is_model(model)
     initialisers = initialisers_of(model, initialiser)
     builder = _builder(as_config(config), device_of(device))
     with builder.building():
@@ -500,8 +501,9 @@ def load_safetensors(model: torch.nn.Module, path: str | os.PathLike[str], *, st
         SwapError: the files do not fit the model; or one is no safetensors file, or an index that names files outside
             of its directory. The message names file and tensor. What did fit is loaded.
         SwapIOError: a file could not be read, or is cut off; or the model's drive failed.
-        ConfigError: the model is on the meta device.
+        ConfigError: the model is on the meta device, or is none.
     """
+    check_is_model(model)
     return load_weights(model, path, strict)
 
 
@@ -518,6 +520,7 @@ def gathered(
         parameters: a module, with those below it, or some parameters or buffers.
 
     Raises:
+        ConfigError: `parameters` are no module and no tensors.
         PoolExhausted: on entering, with the sum: they do not fit the pool together.
         SwapIOError: the drive failed.
     """
@@ -525,7 +528,7 @@ def gathered(
         parameters = swapped_tensors(parameters)
     elif isinstance(parameters, torch.Tensor):
         parameters = [parameters]
-    return homes.gathered(parameters)
+    return homes.gathered(tensors_of(parameters))
 
 
 def _builder(settings: OffloadConfig, device: torch.device) -> ModelBuilder:

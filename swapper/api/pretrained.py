@@ -12,7 +12,7 @@ import torch
 
 from swapper.api.arguments import ConfigLike, as_config
 from swapper.api.from_files import OWNERS, is_first_of_ranks, offload_from_files
-from swapper.errors import ConfigError, SwapError, SwapIOError
+from swapper.errors import ConfigError, SwapError, SwapIOError, path_given
 from swapper.files.tensor_files import parse_json, read_header, read_metadata, read_small
 from swapper.files.unread_models import FilesRead, import_transformers, make_hollow, unread_files
 from swapper.files.weights import find_by_index, newest_snapshot
@@ -165,7 +165,7 @@ def _device_of(given: torch.device | str | int | None, device_map: Any) -> torch
 
 def _find(path: str | os.PathLike[str], kwargs: dict[str, Any]) -> str:
     """The directory of a model, whose index is looked at; or its name on the Hub."""
-    where = os.fspath(path)
+    where = path_given("path", path)
     if os.path.isdir(where):
         found = newest_snapshot(Path(where))
         _check_index(found / (kwargs.get("subfolder") or ""), kwargs)

@@ -39,7 +39,7 @@ from swapper.checkpoint.state_loader import loading, optimizer_differences, read
 from swapper.checkpoint.state_writer import names_of_parameters, save_state
 from swapper.checkpoint.values import decode
 from swapper.checkpoint.writer import NewCheckpoint
-from swapper.errors import ConfigError, SwapError, SwapIOError, show
+from swapper.errors import ConfigError, SwapError, SwapIOError, path_given, show
 from swapper.files.saving import SaveHandle
 from swapper.process.interrupts import interrupts_deferred
 from swapper.storage.agreement import agreed, rank_count, rank_of_process
@@ -463,7 +463,7 @@ class OpenCheckpoint:
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        self.directory = Path(os.path.abspath(directory))
+        self.directory = Path(os.path.abspath(path_given("directory", directory)))
         remove_leftovers(self.directory.parent)
         self._checkpoint = Checkpoint(self.directory)
         self.optimizers = len(self._checkpoint.index.optimizers)

@@ -29,7 +29,7 @@ import torch
 from swapper.checkpoint.directories import check_replaceable, remove_leftovers
 from swapper.checkpoint.index import INDEX, VALUES, Index, SavedFile, crc32c_of, values_file
 from swapper.checkpoint.values import encode
-from swapper.errors import SwapError, SwapIOError, system_errors
+from swapper.errors import SwapError, SwapIOError, path_given, system_errors
 from swapper.files.output_file import OutputFile
 from swapper.io.checksums import checksum, join_checksums
 from swapper.io.handle import AsyncIOHandle
@@ -80,8 +80,9 @@ class NewCheckpoint:
         rank: int | None = None,
         path: Path | None = None,
     ) -> None:
-        with system_errors("find", Path(directory)):
-            self.directory = Path(os.path.abspath(directory))
+        name = path_given("directory", directory)
+        with system_errors("find", name):
+            self.directory = Path(os.path.abspath(name))
         if (run := run_directory_of(self.directory)) is not None:
             raise SwapError(f"{directory} is in {run}, which is deleted with its run; name another directory")
         self._check_replaceable = partial(check_replaceable, self.directory, over_files=over_files)
@@ -259,6 +260,9 @@ class NewCheckpoint:
                     self._pins.callback(pinned.close)
                     self._copies.append(partial(self._copy, pinned, file))
                 self._add_file(file)
+        if self._copies:  # `finish` may be in the background, when the records are in other files, or gone.
+            all_at_once(self._syncs)
+            self._syncs.clear()
 
     def _copy(self, pinned: Pinned, new: RecordFile) -> None:
         path = self._path / new.name

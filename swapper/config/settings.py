@@ -35,7 +35,7 @@ from swapper.config.deepspeed import translate
 from swapper.config.encoding import Encoding
 from swapper.config.files import check_suffix, prefixed, read_mapping
 from swapper.config.section import Section
-from swapper.errors import ConfigError, show
+from swapper.errors import ConfigError, path_given, show
 from swapper.sizes import format_size, parse_size
 
 __all__ = [
@@ -478,7 +478,7 @@ class OffloadConfig(Section, frozen=True):
                 the message starts with the path.
         """
         __tracebackhide__ = True
-        path = Path(path)
+        path = Path(path_given("path", path))
         check_suffix(path)
         document = read_mapping(path)
         if isinstance(document.get("$schema"), str):
@@ -532,7 +532,8 @@ class OffloadConfig(Section, frozen=True):
         if isinstance(source, Mapping):
             name, document = "DeepSpeed config", dict(source)
         else:
-            name, document = str(Path(source)), read_mapping(Path(source))
+            path = Path(path_given("source", source))
+            name, document = str(path), read_mapping(path)
         try:
             values, unhonoured = translate(document, cls.model_fields["pool_bytes"].default)
             if nvme_path is not None:

@@ -41,7 +41,7 @@ class FastWriter:
         handle: engine to write with, left open; None for one of its own.
 
     Raises:
-        ValueError: `pool_bytes` is too small.
+        ConfigError: `pool_bytes` is too small, or `path` is no path.
         SwapIOError: the directory is not there or cannot be written, or `path` is not a regular file.
     """
 

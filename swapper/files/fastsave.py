@@ -20,7 +20,7 @@ from typing import Any, Literal, overload
 import torch
 from torch.serialization import default_restore_location, location_tag, normalize_storage_type
 
-from swapper.errors import SwapError
+from swapper.errors import ConfigError, SwapError
 from swapper.files import archive
 from swapper.files.archive import Record
 from swapper.files.file_buffers import POOL_BYTES
@@ -104,7 +104,7 @@ def save(
         With `background`, a handle to wait for. Else None.
 
     Raises:
-        ValueError: `pool_bytes` is too small.
+        ConfigError: `pool_bytes` is too small, or `path` is no path.
         SwapIOError: the drive is full or has failed, the directory is not there, or `path` is not a regular file.
         Exception: what pickling raises.
     """
@@ -314,13 +314,15 @@ def load(
         pickle_module: as for `torch.load`.
         pool_bytes: page-locked memory to read into, at least 256 KiB.
         handle: engine to read with, left open; None for one of its own.
-        **pickle_load_args: as for `torch.load`.
+        **pickle_load_args: as for `torch.load`, but `mmap` must not be true.
 
     Raises:
-        ValueError: `pool_bytes` is too small.
+        ConfigError: `pool_bytes` is too small, or `path` is no path.
         SwapIOError: the file cannot be read, is truncated or damaged (EBADMSG).
         Exception: what `torch.load` raises.
     """
+    if pickle_load_args.pop("mmap", None):
+        raise ConfigError("mmap: swapper.load reads into memory; call torch.load(path, mmap=True) to map the file")
 
     def load_from(file: Any, location: Any) -> Any:
         return torch.load(file, location, pickle_module, weights_only=weights_only, mmap=False, **pickle_load_args)

@@ -12,6 +12,7 @@ from collections import deque
 
 import torch
 
+from swapper.errors import ConfigError, show
 from swapper.io.handle import AsyncIOHandle
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.buffers import BufferPool, Lease
@@ -47,8 +48,8 @@ class FileBuffers:
         length_bytes: int | None,
         handle: AsyncIOHandle | None,
     ) -> None:
-        if pool_bytes < _POOL_BYTES_MIN:
-            raise ValueError(f"pool_bytes: {pool_bytes} is less than {_POOL_BYTES_MIN}")
+        if not isinstance(pool_bytes, int) or pool_bytes < _POOL_BYTES_MIN:
+            raise ConfigError(f"pool_bytes: {show(pool_bytes)} is no number of bytes of at least {_POOL_BYTES_MIN}")
         count = min(max(_BUFFERS_MIN, pool_bytes // _BUFFER_BYTES), _BUFFERS_MAX)
         self.buffer_bytes = pool_bytes // count // PAGE_BYTES * PAGE_BYTES
         if length_bytes is not None:

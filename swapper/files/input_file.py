@@ -20,7 +20,7 @@ from typing import TypeVar
 
 import torch
 
-from swapper.errors import SwapIOError, system_errors
+from swapper.errors import SwapIOError, path_given, system_errors
 from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, Record, header_bytes, read_directory
 from swapper.files.file_buffers import POOL_BYTES, FileBuffers, close_unattended, memory_of, on_host
 from swapper.io.checksums import copy_crc32, crc32
@@ -103,7 +103,7 @@ class InputFile(io.RawIOBase):
         handle: AsyncIOHandle | None = None,
     ) -> None:
         super().__init__()
-        self.path = os.fsdecode(path)
+        self.path = path_given("path", path)
         self._failure: BaseException | None = None
         self._failed = False
         serving = _serving(weakref.ref(self))

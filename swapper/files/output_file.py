@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from swapper.errors import SwapError, SwapIOError, renewed
+from swapper.errors import SwapError, SwapIOError, path_given, renewed
 from swapper.files.file_buffers import POOL_BYTES, FileBuffers, close_unattended, memory_of, on_host
 from swapper.io.checksums import checksum, copy_crc32, crc32, join_checksums
 from swapper.io.handle import AsyncIOHandle, File, Transfer
@@ -53,7 +53,7 @@ class OutputFile:
         handle: AsyncIOHandle | None = None,
         summed: bool = False,
     ) -> None:
-        self.path = os.path.realpath(os.fsdecode(path))
+        self.path = os.path.realpath(path_given("path", path))
         self.checksum = 0
         self._summed = summed
         self._position = 0

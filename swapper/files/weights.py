@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch.nn.modules.module import _IncompatibleKeys
 
-from swapper.errors import ConfigError, SwapError, SwapIOError, show, system_errors
+from swapper.errors import ConfigError, SwapError, SwapIOError, path_given, show, system_errors
 from swapper.files.tensor_files import FromFile, StoredTensor, TensorReader, parse_json, read_header, read_small
 from swapper.io.handle import AsyncIOHandle
 from swapper.progress import progress_bar
@@ -35,7 +35,7 @@ def find_weights(path: str | os.PathLike[str]) -> list[StoredTensor]:
     Raises:
         SwapIOError, SwapError: there are none, or one of the files is broken.
     """
-    path = newest_snapshot(Path(path))
+    path = newest_snapshot(Path(path_given("weights", path)))
     with system_errors("open", path):
         is_directory = path.is_dir()
         indices = sorted(path.glob(f"*{_INDEX}")) if is_directory else []

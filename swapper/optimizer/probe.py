@@ -19,7 +19,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
-from swapper.errors import ConfigError
+from swapper.errors import ConfigError, show
 from swapper.io.devices import is_accelerator, seeded_generators
 from swapper.optimizer.cuts import segment_cuts
 from swapper.optimizer.int8_codec import blocks_of
@@ -168,8 +168,11 @@ def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
     """Say that `cls` computes each element from the same element of its state, gradient and parameter alone.
 
     Its parameters are then cut into segments, so that the largest no longer decides how much memory a step takes. A
-    probe still checks it: where bits differ, whole parameters are used. Can be used as a decorator.
+    probe still checks it: where bits differ, whole parameters are used. Can be used as a decorator. Raises ConfigError
+    if it is no class of optimizers.
     """
+    if not (isinstance(cls, type) and issubclass(cls, Optimizer)):
+        raise ConfigError(f"{show(cls)} is not a class of optimizers; call register_elementwise(type(optimizer))")
     _elementwise.add(cls)
     return cls
 
@@ -508,9 +511,10 @@ class _Twin:
         self.group["params"] = self.parameters
 
     def _give_initial_state(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        dim = self.parameters[0].dim()
+        dim, dtype = self.parameters[0].dim(), self.parameters[0].dtype
         # Of DTensors the local ones, which may be empty: then what they start with does not matter.
-        for known in sorted(group["params"], key=lambda p: (not local_of(p).numel(), p.dim() != dim)):
+        order = sorted(group["params"], key=lambda p: (not local_of(p).numel(), p.dtype != dtype, p.dim() != dim))
+        for known in order:
             state = _state_in_memory(optimizer).get(known)
             if not state or not known.numel():
                 continue
@@ -548,13 +552,15 @@ def _makes_state_early(optimizer: Optimizer, group: dict[str, Any]) -> bool:
     if cls not in _early:
         p = group["params"][0]
         shape = tuple(min(size, _PRIMES[i % len(_PRIMES)]) for i, size in enumerate(p.shape))
-        try:
-            twin = _Twin(optimizer, group, [_seeded(shape, p.dtype, 0)], state_to_start_with=False)
-            twin.step([_seeded(shape, p.dtype, 1)])
-            _early[cls] = False
-        except ConfigError:
-            _early[cls] = True
-    return _early[cls]
+        for early in (False, True):
+            try:
+                twin = _Twin(optimizer, group, [_seeded(shape, p.dtype, 0)], state_to_start_with=early)
+                twin.step([_seeded(shape, p.dtype, 1)])
+            except ConfigError:
+                continue
+            _early[cls] = early
+            break
+    return _early.get(cls, False)  # False too if these options fail either way: the class may not with others.
 
 
 def _state_in_memory(optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
@@ -564,8 +570,8 @@ def _state_in_memory(optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
 
 def _initial(value: torch.Tensor, known: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     if value.shape == known.shape:
-        start = value.flatten()[0].item() if value.numel() else 0
-        return torch.full_like(parameter, start, dtype=parameter.dtype)
+        start = value.flatten()[0] if value.numel() else value.new_zeros(())
+        return torch.zeros_like(parameter).copy_(start if parameter.is_complex() else torch.real(start))
     return _copied(value, parameter.is_cpu)
 
 

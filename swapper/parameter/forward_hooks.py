@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch._compile import _disable_dynamo
 
+from swapper.errors import SwapError
 from swapper.parameter.cache import Held
 from swapper.parameter.saved_tensors import watch_hooks_of_users
 from swapper.tensors.evicted import refuse_copy
@@ -15,7 +16,7 @@ from swapper.tensors.evicted import refuse_copy
 if TYPE_CHECKING:
     from swapper.parameter.owner import ParameterOwner
 
-__all__ = ["Forward", "ForwardHooks"]
+__all__ = ["Forward", "ForwardHooks", "ScriptRefused"]
 
 
 class ForwardHooks:
@@ -86,6 +87,30 @@ class Forward:
             vars(module)["forward"] = top
         else:
             vars(module).pop("forward", None)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_copy()
+
+
+class ScriptRefused:
+    """Lets `torch.jit.script` of a module, or of one above it, raise: it would try to compile the hooks."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        self._module = weakref.ref(module)
+        vars(module)["__prepare_scriptable__"] = self
+
+    def __call__(self) -> Any:
+        """What `torch.jit.script` calls first."""
+        raise SwapError(
+            "torch.jit.script of a model whose parameters are swapped would compile what brings them; script it before "
+            "swapper.offload"
+        )
+
+    def remove(self) -> None:
+        """Undo. Idempotent."""
+        module = self._module()
+        if module is not None and vars(module).get("__prepare_scriptable__") is self:
+            del vars(module)["__prepare_scriptable__"]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import resource
 import signal
@@ -739,3 +740,35 @@ def test_a_checkpoint_within_a_run_directory_is_refused(below: str, linked: bool
     swapper.save_checkpoint(drive / "checkpoint", model, optimizer).wait()
     swapper.of(optimizer).close()
     assert [path.name for path in drive.iterdir()] == ["checkpoint"]
+
+
+def test_a_model_may_go_while_its_checkpoint_is_copied(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = threading.Event()
+    copy = NewCheckpoint._copy
+
+    def copy_late(*args: Any) -> None:
+        assert gone.wait(60)
+        copy(*args)
+
+    monkeypatch.setattr(NewCheckpoint, "_copy", copy_late)
+    paths = [nvme_path / "a", nvme_path / "b"]
+    for path in paths:
+        path.mkdir()
+    everything = {f"offload_{each}": {"device": "nvme"} for each in ("optimizer", "gradient", "param")}
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)), nn.Linear(1024, 16))
+    optimizer = torch.optim.AdamW(model.parameters())
+    config = {"nvme_path": paths, "pool_bytes": "32MiB", "bucket_bytes": "512KiB", **everything}
+    swapper.offload(model, optimizer, config)
+    model(torch.ones(4, 1024)).square().mean().backward()
+    optimizer.step()
+    expected = [p.detach().clone() for p in model.parameters()]
+    saving = swapper.save_checkpoint(nvme_path / "checkpoint", model, optimizer)
+    assert not saving.done()
+    del model, optimizer
+    gc.collect()
+    gone.set()
+    saving.wait()
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)), nn.Linear(1024, 16))
+    swapper.load_checkpoint(nvme_path / "checkpoint", model)
+    assert all(torch.equal(*each) for each in zip(model.parameters(), expected, strict=True))

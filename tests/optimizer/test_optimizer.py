@@ -1036,3 +1036,53 @@ def test_complex_parameters(nvme_path: Path) -> None:
     plain, swapped = train(False), train(True)
     assert same_bits(plain[0], swapped[0])
     assert swapped[1] >= 3 * 2 * 90 * 70 * 8
+
+
+def test_a_trial_that_fails_says_nothing_of_the_class(nvme_path: Path) -> None:
+    def train(swap: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        p, q = (nn.Parameter(torch.randn(90, 70, dtype=d, generator=generator)) for d in (torch.cfloat, torch.float))
+        optimizer = torch.optim.RAdam([p, q], lr=1e-2)
+        for step in range(3):
+            if swap and step == 1:
+                optimizer.param_groups[0]["lr"] = "0.01"  # Fails in any step of the class, with and without state.
+                with pytest.raises(swapper.ConfigError, match="failed in a trial step"):
+                    swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+                optimizer.param_groups[0]["lr"] = 1e-2
+                swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+            p.grad = torch.randn(90, 70, dtype=torch.cfloat, generator=generator)
+            q.grad = torch.randn(90, 70, generator=generator)
+            optimizer.step()
+        return torch.view_as_real(p.detach()), q.detach()
+
+    assert all(same_bits(*each) for each in zip(train(False), train(True), strict=True))
+
+
+def test_state_made_by_the_constructor_in_several_dtypes(nvme_path: Path) -> None:
+    class Early(Optimizer):
+        def __init__(self, params: Any) -> None:
+            super().__init__(params, {"lr": 1e-2})
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["mean"] = torch.full_like(p, 0.1j if p.is_complex() else 0.1)
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for p in self.param_groups[0]["params"]:
+                mean = self.state[p]["mean"].mul_(0.9).add_(p.grad)
+                p.add_(mean, alpha=-self.param_groups[0]["lr"])
+
+    def train(swap: bool) -> list[torch.Tensor]:
+        generator = torch.Generator().manual_seed(0)
+        dtypes = torch.cfloat, torch.float
+        parameters = [nn.Parameter(torch.randn(90, 70, generator=generator).to(dtype)) for dtype in dtypes]
+        optimizer = Early(parameters)
+        if swap:
+            swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+        for _ in range(2):
+            for p in parameters:
+                p.grad = torch.randn(90, 70, generator=generator).to(p.dtype)
+            optimizer.step()
+        return [p.detach() for p in parameters]
+
+    for plain, swapped in zip(train(False), train(True), strict=True):
+        assert torch.equal(plain, swapped)

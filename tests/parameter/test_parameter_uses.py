@@ -1039,6 +1039,19 @@ def test_compiled_models_have_the_bits_of_compiled_plain_ones(what: str, backend
     run_twice(nvme_path, Mlp, program, watch=False)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+def test_script_is_refused_until_the_model_is_closed(nvme_path: Path, leaves_nothing: None) -> None:
+    made = nn.Sequential(nn.Linear(64, 100), nn.Sequential(nn.Linear(100, 64)))
+    expected = made(torch.ones(2, 64))
+    model, optimizer = offloaded(nvme_path, lambda: with_adamw(made))
+    for scripted in (model, nn.Sequential(model), made[1]):
+        with pytest.raises(SwapError, match=r"torch\.jit\.script of a model whose parameters are swapped"):
+            torch.jit.script(scripted)
+    swapper_of(model).close(keep_values=True)
+    assert torch.equal(torch.jit.script(model)(torch.ones(2, 64)), expected)
+    optimizer.swapper.close()  # type: ignore[attr-defined]
+
+
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
 def test_tracing_is_refused_by_name(nvme_path: Path) -> None:
     torch.manual_seed(0)

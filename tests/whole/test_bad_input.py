@@ -667,3 +667,72 @@ def test_parameters_in_one_memory_are_refused_with_foreach(nvme_path: Path, devi
     swapper.of(swapper.wrap_optimizer(apart, config)).close()
     loop = torch.optim.SGD([nn.Parameter(same), nn.Parameter(same.view(-1))])
     swapper.of(swapper.wrap_optimizer(loop, config)).close()
+
+
+# --- Arguments of another kind ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda wrong: swapper.OffloadConfig.load(wrong),
+        lambda wrong: swapper.OffloadConfig.from_deepspeed(wrong),
+        lambda wrong: swapper.save_checkpoint(wrong, nn.Linear(2, 2)),
+        lambda wrong: swapper.load_checkpoint(wrong, nn.Linear(2, 2)),
+        lambda wrong: swapper.save({}, wrong),
+        lambda wrong: swapper.load(wrong),
+        lambda wrong: swapper.FastWriter(wrong),
+        lambda wrong: swapper.load_safetensors(nn.Linear(2, 2), wrong),
+        lambda wrong: swapper.offload(nn.Linear(2, 2), config={"pool_bytes": "1MiB"}, weights=[wrong]),
+        lambda wrong: swapper.check(nn.Linear(2, 2), config={"pool_bytes": "1MiB"}, weights=[wrong]),
+        lambda wrong: swapper.from_pretrained(wrong, {"pool_bytes": "1MiB"}),
+    ],
+    ids=lambda value: "",
+)
+@pytest.mark.parametrize("wrong", [None, 5, object()], ids=["none", "number", "object"])
+def test_what_is_no_path_is_refused(call: Callable[[Any], object], wrong: Any, leaves_nothing: None) -> None:
+    with pytest.raises(swapper.ConfigError, match=r"is not a path; give a string or a pathlib\.Path"):
+        call(wrong)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda wrong: swapper.materialize(wrong, {"nvme_path": ".", "offload_param": {"device": "nvme"}}),
+        lambda wrong: swapper.load_safetensors(wrong, "weights.safetensors"),
+    ],
+    ids=["materialize", "load_safetensors"],
+)
+def test_what_is_no_model_is_refused(call: Callable[[Any], object]) -> None:
+    for wrong in (None, [nn.Linear(2, 2)], nn.Linear):
+        with pytest.raises(swapper.ConfigError, match=r"is not a torch\.nn\.Module"):
+            call(wrong)
+
+
+def test_gathered_refuses_what_is_no_tensor() -> None:
+    model = nn.Linear(2, 2)
+    for wrong in (5, None, "weight", model.named_parameters(), model.state_dict(), [model]):
+        with pytest.raises(swapper.ConfigError, match="is not a tensor; give a module, a parameter or an iterable"):
+            swapper.gathered(wrong)  # type: ignore[arg-type]
+    with swapper.gathered(parameter for parameter in model.parameters()):
+        pass
+
+
+def test_files_refuse_a_pool_that_is_no_number_of_bytes(tmp_path: Path) -> None:
+    for wrong in ("4MiB", None, 1):
+        with pytest.raises(swapper.ConfigError, match=r"pool_bytes: .* is no number of bytes of at least 262144"):
+            swapper.save({}, tmp_path / "a.pt", pool_bytes=wrong)  # type: ignore[arg-type]
+    assert not list(tmp_path.iterdir())
+
+
+def test_load_maps_no_file(tmp_path: Path) -> None:
+    swapper.save({"a": torch.ones(3)}, tmp_path / "a.pt")
+    with pytest.raises(swapper.ConfigError, match="mmap=True"):
+        swapper.load(tmp_path / "a.pt", mmap=True)
+    assert same_bits(swapper.load(tmp_path / "a.pt", mmap=False)["a"], torch.ones(3))
+
+
+def test_only_classes_of_optimizers_are_elementwise() -> None:
+    for wrong in (None, 5, [torch.optim.SGD], nn.Linear, torch.optim.SGD([torch.zeros(1)])):
+        with pytest.raises(swapper.ConfigError, match="is not a class of optimizers"):
+            swapper.register_elementwise(wrong)  # type: ignore[arg-type]
