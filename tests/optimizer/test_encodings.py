@@ -1007,11 +1007,12 @@ def test_a_setting_without_effect_is_said(nvme_path: Path, name: str, caplog: py
 # --- Failures --------------------------------------------------------------------------------------------------------
 
 
-def test_a_write_that_fails(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("encoding", ["bf16", "packed"])
+def test_a_write_that_fails(nvme_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
     """As with exact state: the next step raises, and nothing goes on before both are loaded again."""
     plan = FaultPlan()
     monkeypatch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
-    model, optimizer = wrap(adamw, nvme_path, pool_bytes="1MiB")
+    model, optimizer = wrap(adamw, nvme_path, pool_bytes="1MiB", state={"encoding": encoding})
     run(model, optimizer, range(2))
     saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     plan.fail_write_at = 2
@@ -1024,13 +1025,14 @@ def test_a_write_that_fails(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     optimizer.load_state_dict(saved[1])
     optimizer.zero_grad()
     run(model, optimizer, range(2, 4))
-    plain, state = reference_run()
+    plain, state = reference_run(encoding)
     assert_same(plain, model)
     assert_same_state(optimizer.state_dict(), state)
     close(optimizer)
 
 
-def test_a_step_that_fails_in_the_middle_counts_for_nothing(nvme_path: Path) -> None:
+@pytest.mark.parametrize("encoding", ["bf16", "packed"])
+def test_a_step_that_fails_in_the_middle_counts_for_nothing(nvme_path: Path, encoding: str) -> None:
     """Loaded again, the run goes on with the random bits of the step that failed."""
 
     class Failing(torch.optim.AdamW):
@@ -1042,7 +1044,7 @@ def test_a_step_that_fails_in_the_middle_counts_for_nothing(nvme_path: Path) -> 
                 raise RuntimeError("on purpose")
             return super().step(closure)
 
-    model, optimizer = wrap(lambda p: Failing(p, lr=1e-2), nvme_path)
+    model, optimizer = wrap(lambda p: Failing(p, lr=1e-2), nvme_path, state={"encoding": encoding})
     run(model, optimizer, range(2))
     saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     Failing.fails_in = 3
@@ -1052,7 +1054,7 @@ def test_a_step_that_fails_in_the_middle_counts_for_nothing(nvme_path: Path) -> 
     optimizer.load_state_dict(saved[1])
     optimizer.zero_grad()
     run(model, optimizer, range(2, 4))
-    assert_same(reference_run()[0], model)
+    assert_same(reference_run(encoding)[0], model)
     close(optimizer)
 
 

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from training import assert_same, assert_same_state, make_model, run, same_bits
 
 import swapper
+from swapper.checkpoint.export import export_checkpoint
 from swapper.checkpoint.index import with_checksum
 from swapper.io.checksums import checksum
 from swapper.optimizer.packing import CHUNK_NUMEL, packed_bytes, plan_packed_record, unpack_values
@@ -289,6 +290,16 @@ def test_a_damaged_file_of_a_checkpoint_is_refused(
     model, optimizer = wrap(nvme_path, bucket_bytes=bucket_bytes)
     with pytest.raises(swapper.SwapError, match=r"does not fit together|which the index names"):
         swapper.load_checkpoint(tmp_path / "saved", model, optimizer)
+    close(optimizer)
+
+
+def test_an_exported_checkpoint_is_as_of_exact_state(nvme_path: Path, tmp_path: Path) -> None:
+    _, optimizer, state = saved_checkpoint(nvme_path, tmp_path / "saved")
+    assert state.keys() == {"state", "param_groups"}
+    export_checkpoint(tmp_path / "saved", "torch", tmp_path / "exported.pt")
+    exported = torch.load(tmp_path / "exported.pt")["optimizer"]
+    assert exported.keys() == state.keys()
+    assert_same_state(exported, state)
     close(optimizer)
 
 
