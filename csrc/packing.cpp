@@ -467,8 +467,8 @@ std::vector<std::size_t> located(const PackedRecord& record, std::vector<Chunk>&
     std::vector<std::size_t> offsets = offsets_of(record, chunks);
     std::uint64_t end = 0;
     std::memcpy(&end, bytes_at(record, record.end_offset), 8);
-    if (end != offsets.back()) {
-        throw std::invalid_argument("a packed record ends at " + std::to_string(offsets.back()) +
+    if (end != offsets[record.pieces.size()]) {
+        throw std::invalid_argument("packed values end at " + std::to_string(offsets[record.pieces.size()]) +
                                     " by its tables, and says " + std::to_string(end));
     }
     return offsets;
@@ -495,7 +495,7 @@ std::vector<std::size_t> pack_record(const PackedRecord& record, unsigned thread
     }
     std::memmove(end, bytes_at(record, record.tail_offset), record.tail_bytes);
     std::vector<std::size_t> offsets = offsets_of(record, chunks);
-    const std::uint64_t stop = offsets.back();
+    const std::uint64_t stop = offsets[record.pieces.size()];
     std::memcpy(bytes_at(record, record.end_offset), &stop, 8);
     return offsets;
 }

@@ -24,8 +24,9 @@
 // behind zeros.
 //
 // A record is packed where it lies. Its pieces follow one another, and data goes to the front, never past the
-// value that is read next; unpacking goes backward. A number in the record says where its last byte is
-// packed, or 0 if it is not, so that buffers need no memory elsewhere of which it is.
+// value that is read next; unpacking goes backward. A number in the record says where its packed
+// values end, or 0 if it is not packed, so that nothing else has to remember which of them a buffer has. The
+// tail has no part in it: how long that is, others say.
 
 #pragma once
 
@@ -53,7 +54,7 @@ struct PackedPiece {
 //
 // Pieces begin at multiples of 64 and follow one another; behind the last is the tail. Nothing else lies
 // between the first and the end of the tail. `end_offset` is that of the number that says where the packed
-// record ends.
+// values end.
 struct PackedRecord {
     void* data;
     std::size_t length_bytes;

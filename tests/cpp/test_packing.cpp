@@ -166,7 +166,7 @@ std::vector<size_t> check_record(Values values, const std::vector<size_t>& numel
     Record packed(original);
     const std::vector<size_t> offsets = pack_record(packed.record(), 1, InstructionSet::kBaseline);
     CHECK(offsets.size() == numels.size() + 2);
-    CHECK(offsets.back() <= original.length && packed.end() == offsets.back());
+    CHECK(offsets.back() <= original.length && packed.end() == offsets[numels.size()]);
     CHECK(packed_offsets(packed.record()) == offsets);
     for (size_t i = 0; i < numels.size(); ++i) {
         CHECK(offsets[i] <= original.pieces[i].values_offset);
