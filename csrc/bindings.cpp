@@ -25,6 +25,7 @@
 #include "file.h"
 #include "int8_codec.h"
 #include "native_step.h"
+#include "packing.h"
 #include "pinned.h"
 #include "prefault.h"
 
@@ -336,6 +337,17 @@ void* target(uintptr_t address) {
     return reinterpret_cast<void*>(address);
 }
 
+// Offset of a tensor's values, its elements, offset of its table.
+using Piece = std::tuple<size_t, size_t, size_t>;
+
+PackedRecord packed_record(uintptr_t data, size_t length_bytes, size_t end, const std::vector<Piece>& pieces,
+                           size_t tail, size_t tail_bytes) {
+    PackedRecord record{target(data), length_bytes, end, {}, tail, tail_bytes};
+    record.pieces.reserve(pieces.size());
+    for (const auto& [values, numel, table] : pieces) record.pieces.push_back({values, numel, table});
+    return record;
+}
+
 void bind_codec(py::module_& module) {
     module.def(
         "split_master",
@@ -379,6 +391,37 @@ void bind_codec(py::module_& module) {
             decode_int8(source(codes), source(scales), target(values), numel, threads);
         },
         "codes"_a, "scales"_a, "values"_a, "numel"_a, "threads"_a, NoGil());
+    module.def(
+        "pack_record",
+        [](uintptr_t data, size_t length_bytes, size_t end, const std::vector<Piece>& pieces, size_t tail,
+           size_t tail_bytes, unsigned threads) {
+            return pack_record(packed_record(data, length_bytes, end, pieces, tail, tail_bytes), threads);
+        },
+        "data"_a, "length_bytes"_a, "end"_a, "pieces"_a, "tail"_a, "tail_bytes"_a, "threads"_a, NoGil());
+    module.def(
+        "packed_offsets",
+        [](uintptr_t data, size_t length_bytes, size_t end, const std::vector<Piece>& pieces, size_t tail,
+           size_t tail_bytes) {
+            return packed_offsets(packed_record(data, length_bytes, end, pieces, tail, tail_bytes));
+        },
+        "data"_a, "length_bytes"_a, "end"_a, "pieces"_a, "tail"_a, "tail_bytes"_a, NoGil());
+    module.def(
+        "unpack_record",
+        [](uintptr_t data, size_t length_bytes, size_t end, const std::vector<Piece>& pieces, size_t tail,
+           size_t tail_bytes, unsigned threads) {
+            unpack_record(packed_record(data, length_bytes, end, pieces, tail, tail_bytes), threads);
+        },
+        "data"_a, "length_bytes"_a, "end"_a, "pieces"_a, "tail"_a, "tail_bytes"_a, "threads"_a, NoGil());
+    module.def(
+        "packed_bytes", [](uintptr_t table, size_t numel) { return packed_bytes(source(table), numel); },
+        "table"_a, "numel"_a, NoGil());
+    module.def(
+        "unpack_values",
+        [](uintptr_t table, uintptr_t data, size_t length_bytes, uintptr_t values, size_t numel,
+           unsigned threads) {
+            unpack_values(source(table), source(data), length_bytes, target(values), numel, threads);
+        },
+        "table"_a, "data"_a, "length_bytes"_a, "values"_a, "numel"_a, "threads"_a, NoGil());
     module.def(
         "crc32c",
         [](uintptr_t address, size_t length_bytes, uint32_t seed, unsigned threads) {

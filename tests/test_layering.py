@@ -32,6 +32,7 @@ INSIDE: dict[str, set[str]] = {
     "optimizer.bf16_codec": set(),
     "optimizer.int8_codec": {"optimizer.bf16_codec"},
     "optimizer.master_codec": set(),
+    "optimizer.packing": set(),
     "storage.layout": set(),
     "storage.schedule": {"storage.layout"},
     "storage.recycled_files": set(),
@@ -50,6 +51,7 @@ NATIVE = {
     "optimizer.bf16_codec",
     "optimizer.int8_codec",
     "optimizer.master_codec",
+    "optimizer.packing",
     "optimizer.step_program",
     "storage.buffers",
 }

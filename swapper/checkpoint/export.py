@@ -248,7 +248,7 @@ class _Export:
         for slot, name in enumerate(names):
             if entries := self.state_of(number, slot):
                 found[name] = {key: self._tensor(value) for key, value in entries.items()}
-        steps = {} if state.saved.encoding == "exact" else {STEPS: state.saved.encoded_steps}
+        steps = {} if state.saved.encoding in ("exact", "packed") else {STEPS: state.saved.encoded_steps}
         return {"state": found, "param_groups": state.groups(names), **steps}
 
     def optimizers_by_name(self) -> dict[str, Any]:

@@ -164,7 +164,7 @@ class SavedParameter(_Entry):
     `keys` are those of its state, in order; empty if it has none. `dtypes` has torch's names for those of them that are
     in files, `encodings` how those of them are stored that are not as the class has them, `small` is the encoded state
     that never moves. Of a part of a parameter `offsets` say where it begins. A key in int8 has scales beside it, by
-    `scales_name`.
+    `scales_name`, and one that is packed a table, by `blocks_name`.
     """
 
     name: str
@@ -175,7 +175,7 @@ class SavedParameter(_Entry):
     dtypes: dict[str, str]
     small: Any
     offsets: list[Count] = []
-    encodings: dict[str, Literal["bf16", "int8"]] = {}
+    encodings: dict[str, Literal["bf16", "int8", "packed"]] = {}
 
 
 class SavedWhole(_Entry):
@@ -201,7 +201,9 @@ class SavedOptimizer(_Entry):
     """
 
     kind: str
-    encoding: Literal["exact", "bf16", "int8", "bf16, int8"]
+    encoding: Literal[
+        "exact", "bf16", "int8", "packed", "bf16, int8", "bf16, packed", "int8, packed", "bf16, int8, packed"
+    ]
     options: Any
     groups: list[list[Count]]
     parameters: list[SavedParameter]

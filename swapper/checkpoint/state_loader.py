@@ -221,8 +221,7 @@ class _StateLoader:
         self._checkpoint.reader.handle.read(file, data, 0).wait()
         self._checkpoint.check(saved.file, checksum(data), known.crc32c)
         tie_bytes = sum((segment.tie_bits + 7) // 8 for segment in saved.segments)
-        header = bucket.layout.header(tie_bytes)
-        if bytes(data[: len(header)].numpy()) != header or data.numel() != bucket.layout.used_bytes(tie_bytes):
+        if data.numel() != _record_bytes(bucket, lease, tie_bytes):
             return 0
         for segment, described in zip(bucket.segments, saved.segments, strict=True):
             assert isinstance(described, SavedSegment)
@@ -268,6 +267,14 @@ class _StateLoader:
             if key in segment.keys
         }
         segment.checksum, segment.tie_bits = saved.parameter_crc32c, saved.tie_bits
+
+
+def _record_bytes(bucket: Bucket, lease: Lease, tie_bytes: int) -> int:
+    """Length of the record that a buffer begins with, by its header; 0 if that is not the header of such a bucket."""
+    if bucket.packing is not None:
+        return bucket.packing.length_bytes(lease.tensor, tie_bytes)
+    header = bucket.layout.header(tie_bytes)
+    return bucket.layout.used_bytes(tie_bytes) if bytes(lease.tensor[: len(header)].numpy()) == header else 0
 
 
 def _whole(stream: TensorStream) -> torch.Tensor:

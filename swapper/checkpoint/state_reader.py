@@ -21,6 +21,14 @@ from swapper.files.tensor_files import StoredTensor
 from swapper.io.checksums import checksum, join_checksums
 from swapper.optimizer.int8_codec import BLOCK_NUMEL, blocks_of, decode_int8
 from swapper.optimizer.master_codec import join_master
+from swapper.optimizer.packing import (
+    CHUNK_NUMEL,
+    ENTRY_BYTES,
+    blocks_name,
+    packed_blocks_of,
+    packed_bytes,
+    unpack_values,
+)
 from swapper.optimizer.probe import ENCODED_DTYPES
 from swapper.optimizer.segments import MASTER, scales_name
 from swapper.tensors.dtypes import PLAIN_DTYPES, stored_dtype
@@ -141,7 +149,7 @@ class StateReader:
         if {*segment.present, *small, *each.small} - {MASTER} != set(saved.keys):
             return False
         for key in segment.present:
-            shape = self._stored_shape(each, key, self._dtype_in_file(slot, key))
+            shape = self._shape_in_file(each, key)
             if segment.whole and not is_dense_stride(shape, segment.strides.get(key, contiguous_stride(shape))):
                 return False
             if not segment.whole and shape != (segment.numel,):
@@ -149,6 +157,10 @@ class StateReader:
             if saved.encodings.get(key) == "int8":
                 scales = self._scales(each, key)
                 if scales.dtype is not torch.float32 or tuple(scales.shape) != (blocks_of(math.prod(shape)),):
+                    return False
+            if saved.encodings.get(key) == "packed":
+                table = self._blocks(each, key)
+                if table.dtype is not torch.uint8 or table.shape != (ENTRY_BYTES * packed_blocks_of(math.prod(shape)),):
                     return False
         if segment.parameter_crc32c is None:
             return not segment.tie_bits and MASTER not in each.small
@@ -159,6 +171,16 @@ class StateReader:
             return not segment.tie_bits and each.small[MASTER].dtype == torch.float32
         low = torch.int16 if split else torch.float32
         return segment.tie_bits <= segment.numel and self._stored_shape(each, MASTER, low) == (segment.numel,)
+
+    def _shape_in_file(self, each: _SavedSlice, key: str) -> tuple[int, ...]:
+        """The shape of a tensor of the state that is in a file. One that is packed has its parameter's."""
+        slot = each.segment.parameter
+        shape = self._stored_shape(each, key, self._dtype_in_file(slot, key))
+        if self.saved.parameters[slot].encodings.get(key) != "packed":
+            return shape
+        if len(shape) != 1:
+            raise self._incomplete(slot)
+        return tuple(self.saved.parameters[slot].shape or ()) if each.segment.whole else (each.segment.numel,)
 
     def _stored_shape(self, each: _SavedSlice, key: str, dtype: torch.dtype) -> tuple[int, ...]:
         """The shape of a tensor that is in a file; it is refused if it is of another dtype."""
@@ -174,6 +196,9 @@ class StateReader:
 
     def _scales(self, each: _SavedSlice, key: str) -> StoredTensor:
         return self._checkpoint.tensor(each.file or "", scales_name(each.number, key))
+
+    def _blocks(self, each: _SavedSlice, key: str) -> StoredTensor:
+        return self._checkpoint.tensor(each.file or "", blocks_name(f"{each.number}.{key}"))
 
     def _dtype(self, slot: int, key: str) -> torch.dtype:
         if key == MASTER:
@@ -193,7 +218,7 @@ class StateReader:
             return self._dtype(slot, key)
         if self._dtype(slot, key) is not torch.float32:
             raise self._incomplete(slot)
-        return ENCODED_DTYPES[encoding]
+        return ENCODED_DTYPES.get(encoding, torch.uint8)
 
     def groups(self, names: Sequence[Any]) -> list[dict[str, Any]]:
         """The groups as in a state dict, with `names` of the parameters, one for each slot."""
@@ -254,7 +279,7 @@ class StateReader:
         saved, dtype, first = self.saved.parameters[slot], self._dtype(slot, key), self._slices[slot][0]
         shape, stride = tuple(saved.shape or ()), tuple(saved.stride)
         if first.segment.whole and key != MASTER:
-            shape = self._stored_shape(first, key, self._dtype_in_file(slot, key))
+            shape = self._shape_in_file(first, key)
             stride = tuple(first.segment.strides.get(key, contiguous_stride(shape)))
         return TensorStream(dtype, shape, stride, partial(self.read, slot, key))
 
@@ -296,6 +321,8 @@ class StateReader:
         """Elements of a slice that are in its file, decoded: 1-D."""
         slot = each.segment.parameter
         dtype = self._dtype_in_file(slot, key)
+        if self.saved.parameters[slot].encodings.get(key) == "packed":
+            return self._unpacked(each, key, start, stop)
         if self.saved.parameters[slot].encodings.get(key) != "int8":
             return self._elements(each, key, start, stop, dtype).to(self._dtype(slot, key))
         first = start // BLOCK_NUMEL
@@ -305,6 +332,25 @@ class StateReader:
         values = torch.empty(codes.numel(), dtype=torch.float32, device="cpu")
         decode_int8(codes, scales, values)
         return values[start - first * BLOCK_NUMEL :]
+
+    def _unpacked(self, each: _SavedSlice, key: str, start: int, stop: int) -> torch.Tensor:
+        """Elements of a slice that are packed in its file: 1-D."""
+        numel = math.prod(self._shape_in_file(each, key))
+        first, last = start // CHUNK_NUMEL * CHUNK_NUMEL, min(-(-stop // CHUNK_NUMEL) * CHUNK_NUMEL, numel)
+        self._checkpoint.verify(each.file or "")
+        entries = ENTRY_BYTES * packed_blocks_of(last)
+        table = self._checkpoint.elements(self._blocks(each, key), 0, entries)
+        values = torch.empty(last - first, dtype=torch.float32, device="cpu")
+        try:
+            begin, end = (packed_bytes(table, at) for at in (first, last))
+            stored = self._tensor(each, key)
+            if last == numel and end != stored.length_bytes:
+                raise ValueError("the table is of another tensor")
+            data = self._checkpoint.elements(stored, begin, end)
+            unpack_values(table[ENTRY_BYTES * packed_blocks_of(first) :], data, values)
+        except ValueError as error:
+            raise self._incomplete(each.segment.parameter) from error
+        return values[start - first : stop - first]
 
     def _elements(self, each: _SavedSlice, key: str, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         self._checkpoint.verify(each.file or "")

@@ -246,7 +246,7 @@ class StateWriter:
         files: dict[RecordKey, RecordFile] = {}
         if records.plan.encodes:
             self.saved.encoding = records.plan.encodings  # type: ignore[assignment]
-            self.saved.encoded_steps = records.bucket_records.steps
+            self.saved.encoded_steps = records.bucket_records.steps if records.plan.rounds else 0
         slot_of = _slots(records, parameters)
         for bucket in records.plan.buckets:
             with_state = [segment for segment in bucket.segments if segment.of in slot_of and segment.has_state]
@@ -294,7 +294,7 @@ class StateWriter:
             if key in segment.present:
                 spec = segment.locations[key].spec
                 parameter.dtypes[key] = dtype_name(spec.dtype)
-                if spec.is_encoded:
+                if spec.encoding != "exact":
                     parameter.encodings[key] = spec.encoding  # type: ignore[assignment]
                 if segment.whole and spec.stride != contiguous_stride(spec.shape):
                     saved.strides[key] = list(spec.stride)

@@ -145,11 +145,13 @@ class OffloadOptimizerConfig(Section, frozen=True):
     optimizer computes, so default and off: false."""
 
     encoding: Encoding = "exact"
-    """How the state is stored. "exact" loses nothing. "bf16" and "int8" are lossy: fp32 state is rounded, up or down at
-    random so that averages stay right, and moves half the bytes, or a quarter; docs/encodings.md says what is lost. A
-    mapping, such as `{exp_avg: int8, exp_avg_sq: bf16}`, says it for each tensor of the state by its name; those that
-    it does not name are exact. State under 16 KiB, sums that only grow, and masters are always exact. Needs device
-    "nvme" or "cpu" and steps on the CPU. Default and off: "exact"."""
+    """How the state is stored. "exact" loses nothing. Neither does "packed": on the drive, the exponents of fp32 state
+    take only the bits that they need; in memory, and with device "cpu", it is "exact". "bf16" and "int8" are
+    lossy: fp32 state is rounded, up or down at random so that averages stay right, and moves half the bytes, or a
+    quarter; docs/encodings.md says what is lost. A mapping, such as `{exp_avg: int8, exp_avg_sq: bf16}`, says it for
+    each tensor of the state by its name; those that it does not name are exact. State under 16 KiB and masters are
+    always exact, and sums that only grow never lossy. Needs device "nvme" or "cpu" and steps on the CPU. Default and
+    off: "exact"."""
 
     step_in_backward: bool = Field(default=False, strict=True)
     """Step each bucket as soon as the last gradient of its window has arrived, inside backward, and free the gradients;
@@ -170,13 +172,28 @@ class OffloadOptimizerConfig(Section, frozen=True):
     @property
     def encodings(self) -> str:
         """The names of those that are not "exact", sorted, with commas; "" if there are none."""
-        names = [self.encoding] if isinstance(self.encoding, str) else self.encoding.values()
+        encoding = self.stored_encoding
+        names = [encoding] if isinstance(encoding, str) else encoding.values()
         return ", ".join(sorted({*names} - {"exact"}))
+
+    @property
+    def stored_encoding(self) -> Encoding:
+        """As `encoding`, but "exact" for "packed" where nothing is on a drive: in memory nothing is packed."""
+        if self.device == "nvme":
+            return self.encoding
+        if isinstance(self.encoding, str):
+            return "exact" if self.encoding == "packed" else self.encoding
+        return {key: name for key, name in self.encoding.items() if name != "packed"}
 
     @property
     def encodes(self) -> bool:
         """True if some state may be encoded."""
         return bool(self.encodings)
+
+    @property
+    def rounds(self) -> bool:
+        """True if some state may be rounded."""
+        return self.encodings not in ("", "packed")
 
     resident_bytes: Size = 0
     """Bytes of state kept in the pool from one step to the next, so that they are not read again (they are still
@@ -410,9 +427,9 @@ class OffloadConfig(Section, frozen=True):
                     f"{section.device}; use device: nvme or resident_bytes: 0"
                 )
         state = self.offload_optimizer
-        if state.encodes and state.device == "none":
+        if state.device == "none" and (names := state.encodings or ("" if state.encoding == "exact" else "packed")):
             yield (
-                f"offload_optimizer.encoding: {state.encodings} has no use with offload_optimizer.device: none, where "
+                f"offload_optimizer.encoding: {names} has no use with offload_optimizer.device: none, where "
                 "the optimizer keeps its state; use device: nvme, device: cpu, or encoding: exact"
             )
         if state.encodes and state.step_device == "device":

@@ -223,6 +223,39 @@ def encode_int8(
 def decode_int8(codes: int, scales: int, values: int, numel: int, threads: int) -> None:
     """See csrc/int8_codec.h. Addresses, as ints; they are not checked."""
 
+def pack_record(
+    data: int,
+    length_bytes: int,
+    end: int,
+    pieces: Sequence[tuple[int, int, int]],
+    tail: int,
+    tail_bytes: int,
+    threads: int,
+) -> list[int]:
+    """See csrc/packing.h. `data` is an address, which is not checked; pieces are offset, elements, table's offset."""
+
+def packed_offsets(
+    data: int, length_bytes: int, end: int, pieces: Sequence[tuple[int, int, int]], tail: int, tail_bytes: int
+) -> list[int]:
+    """See csrc/packing.h. Arguments as of `pack_record`."""
+
+def unpack_record(
+    data: int,
+    length_bytes: int,
+    end: int,
+    pieces: Sequence[tuple[int, int, int]],
+    tail: int,
+    tail_bytes: int,
+    threads: int,
+) -> None:
+    """See csrc/packing.h. Arguments as of `pack_record`."""
+
+def packed_bytes(table: int, numel: int) -> int:
+    """See csrc/packing.h. The address is not checked."""
+
+def unpack_values(table: int, data: int, length_bytes: int, values: int, numel: int, threads: int) -> None:
+    """See csrc/packing.h. Addresses, as ints; they are not checked."""
+
 def crc32c(address: int, length_bytes: int, seed: int = 0, threads: int = 1) -> int:
     """See csrc/crc32c.h. `seed` is the checksum of what came before."""
 

@@ -1,14 +1,17 @@
 """Which state is stored in another form than the class has it, and at which index of its parameter an element is.
 
-[Note: encoded state] With `encoding: bf16` float32 state is stored as bfloat16, in half the bytes, with `int8` in a
-byte, and 4 more for each block of 256. A step decodes it to scratch, the class or the native core steps that, and it is
-encoded again, rounded at random ([Note: stochastic rounding] in `csrc/bf16_codec.h`, [Note: blocks of 256] in
-`csrc/int8_codec.h`). The random bits are a function of the number of the step, of the parameter's number among those of
-the groups, of the state's name and of the element's index in the whole parameter, in the order of memory. Blocks begin
-at multiples of 256 of that index, so state in int8 is cut there, and a rank's part that begins elsewhere is refused. So
-bits depend on nothing that only says how the work is cut: buckets, threads, the pool, drives, ranks. The number of the
-step goes with state dicts and checkpoints, and a resumed run has the bits of one that went on. State that was decoded
-is encoded without a change, whatever the random bits are, so saving and loading lose nothing.
+[Note: encoded state] With `encoding: packed` float32 state takes fewer bytes on the drive, and nothing else changes:
+see [Note: packed records] in `packing`. All that follows is about the others.
+
+With `bf16` it is stored as bfloat16, in half the bytes, with `int8` in a byte, and 4 more for each block of 256. A step
+decodes it to scratch, the class or the native core steps that, and it is encoded again, rounded at random ([Note:
+stochastic rounding] in `csrc/bf16_codec.h`, [Note: blocks of 256] in `csrc/int8_codec.h`). The random bits are a
+function of the number of the step, of the parameter's number among those of the groups, of the state's name and of the
+element's index in the whole parameter, in the order of memory. Blocks begin at multiples of 256 of that index, so state
+in int8 is cut there, and a rank's part that begins elsewhere is refused. So bits depend on nothing that only says how
+the work is cut: buckets, threads, the pool, drives, ranks. The number of the step goes with state dicts and
+checkpoints, and a resumed run has the bits of one that went on. State that was decoded is encoded without a change,
+whatever the random bits are, so saving and loading lose nothing.
 """
 
 from __future__ import annotations
@@ -73,7 +76,7 @@ def encoder_of(
 
     def encode(spec: StateSpec) -> StateSpec:
         encoding = wanted if isinstance(wanted, str) else wanted.get(spec.key, "exact")
-        if encoding == "exact" or spec.key in keeps or is_small:
+        if encoding == "exact" or is_small or (spec.key in keeps and encoding != "packed"):
             return spec
         if spec.dtype is not torch.float32 or spec.shape != shape or not same_order(shape, spec.stride, stride):
             return spec
@@ -122,12 +125,12 @@ def check_keys(wanted: Encoding, name: str, known: Iterable[str]) -> None:
     Raises:
         ConfigError: names the key.
     """
-    keys = [] if isinstance(wanted, str) else [key for key, encoding in wanted.items() if encoding != "exact"]
+    keys = {} if isinstance(wanted, str) else {k: encoding for k, encoding in wanted.items() if encoding != "exact"}
     there = sorted(set(known))
-    for key in keys:
-        if key in _KEPT:
+    for key, encoding in keys.items():
+        if encoding != "packed" and key in _KEPT:
             raise ConfigError(f"offload_optimizer.encoding: {key} is always exact: {_KEPT[key]}; leave it out")
-        if key in _KEPT_TOGETHER and {*there} >= _KEPT_TOGETHER:
+        if encoding != "packed" and key in _KEPT_TOGETHER and {*there} >= _KEPT_TOGETHER:
             raise ConfigError(
                 f"offload_optimizer.encoding: {key} of {name}(centered=True) is always exact: it takes the root of a "
                 "difference that rounding would make negative; leave it out"

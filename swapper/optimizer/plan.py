@@ -78,8 +78,8 @@ class OptimizerPlan:
             use. On an accelerator scratch is its own.
         gradient_accumulation_steps: gradients that each parameter gets before a step.
         step_in_backward, steps_natively: buckets are stepped as their gradients arrive; see `NativeSteps`.
-        encodings: names of those that state may have but "exact", with commas; `encodes`: there are some. See
-            [Note: encoded state] in `encodings`.
+        encodings: names of those that state may have but "exact", with commas; `encodes`: there are some; `rounds`:
+            some of them are lossy. See [Note: encoded state] in `encodings`.
 
     Raises:
         ConfigError: the optimizer, or a parameter of it, cannot be swapped.
@@ -106,7 +106,7 @@ class OptimizerPlan:
         state = config.offload_optimizer
         self.step_in_backward, self.steps_natively = state.step_in_backward, state.native_step == "auto"
         asked, wanted = state.step_device, [p for p in parameters if p.requires_grad]
-        self.encodings, self.encodes = state.encodings, state.encodes
+        self.encodings, self.encodes, self.rounds = state.encodings, state.encodes, state.rounds
         on_device = swaps_state and may_step_on_device(asked, self.device, self.encodes)
         try:
             self._plan_for(optimizer, wanted, on_device)
@@ -267,10 +267,10 @@ class OptimizerPlan:
                 known.segments = tuple(self._plan_parameter(optimizer, group, options, p, known))
                 made.append(known)
         if self.encodes:
-            specs = itertools.chain(*self._specs.values())
-            check_keys(self._config.offload_optimizer.encoding, type(optimizer).__name__, (spec.key for spec in specs))
+            keys = (spec.key for spec in itertools.chain(*self._specs.values()))
+            check_keys(self._config.offload_optimizer.stored_encoding, type(optimizer).__name__, keys)
             if not self.buckets:
-                note_if_none(type(optimizer).__name__, (bool(s.encoded) for known in made for s in known.segments))
+                note_if_none(type(optimizer).__name__, (s.is_encoded for known in made for s in known.segments))
         buckets = plan_buckets(
             self._owner,
             self._next_index,
@@ -403,7 +403,7 @@ class OptimizerPlan:
     ) -> list[Segment]:
         refuse_parameter(optimizer, p, self._config, self.remote)
         known.collective = known.sharded and not is_elementwise(optimizer)
-        known.first_index = first_index_of(p, type(optimizer).__name__, known.collective) if self.encodes else 0
+        known.first_index = first_index_of(p, type(optimizer).__name__, known.collective) if self.rounds else 0
         master = ""
         if self._config.offload_optimizer.master_weights and p.dtype in _LOW_PRECISION:
             master = "split" if p.dtype is torch.bfloat16 else "stored"
@@ -443,7 +443,7 @@ class OptimizerPlan:
             bucket_bytes=self._config.bucket_bytes,
             remote=self.remote,
             moves_gradient=self.moves_gradients,
-            encode=encoder_of(self._config.offload_optimizer.encoding, p, (spec.key for spec in self._specs[like])),
+            encode=encoder_of(self._config.offload_optimizer.stored_encoding, p, [s.key for s in self._specs[like]]),
             numel_max=DEVICE_SEGMENT_NUMEL if self.on_device else SEGMENT_NUMEL,
         )
 

@@ -54,7 +54,7 @@ _SHARED = frozenset({"state", "param_groups", "defaults"})
 """Names of what is not compared as an attribute, and of which a twin has its own."""
 
 ENCODED_DTYPES = {"bf16": torch.bfloat16, "int8": torch.uint8}
-"""The element type of each encoding in records, but of "exact"."""
+"""The element type of each lossy encoding in records."""
 
 _CPU = torch.device("cpu")
 _PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
@@ -82,7 +82,7 @@ class StateSpec:
         key: its name in the state.
         dtype: as the class has it.
         shape, stride: in elements; the stride is that of the parameter where the shapes are equal.
-        encoding: how it is stored: "exact", or float32 as "bf16" or "int8". See `encodings`.
+        encoding: how it is stored: "exact", or float32 as "bf16", "int8" or "packed". See `encodings`.
     """
 
     key: str
@@ -103,8 +103,13 @@ class StateSpec:
 
     @property
     def is_encoded(self) -> bool:
-        """True if it is stored in another form than the class has it."""
-        return self.encoding != "exact"
+        """True if it is in another form than the class has it in records in memory, too: it is lossy."""
+        return self.encoding in ENCODED_DTYPES
+
+    @property
+    def is_packed(self) -> bool:
+        """True if it is packed while it is on the drive. See [Note: packed records] in `packing`."""
+        return self.encoding == "packed"
 
     @property
     def stored_dtype(self) -> torch.dtype:

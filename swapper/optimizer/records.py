@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import logging
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from swapper.errors import SwapIOError
 from swapper.io.checksums import checksum
 from swapper.metrics import Metrics
 from swapper.optimizer.bf16_codec import RoundingKey, decode_bf16, encode_bf16
@@ -352,8 +354,22 @@ class BucketRecords:
         Raises:
             SwapIOError: the drive failed.
         """
-        lease, _ = self.take_lease(bucket)
+        lease, is_filled = self.take_lease(bucket)
+        if lease is not None and bucket.packing is not None:
+            if is_filled:
+                self._unpack(bucket, lease)
+            else:
+                bucket.packing.begin(lease.tensor)
         return OpenBucket(bucket, lease, self.note_unplanned, self.steps + for_step)
+
+    def _unpack(self, bucket: Bucket, lease: Lease) -> None:
+        assert bucket.packing is not None
+        try:
+            bucket.packing.unpack(lease.tensor, bucket.tie_bytes)
+        except ValueError as error:
+            self.cache.release(bucket.key)
+            detail = f"it is not what was packed: {error}"
+            raise SwapIOError(errno.EBADMSG, "read", bucket.key.file_name, detail=detail) from error
 
     def take_lease(self, bucket: Bucket) -> tuple[Lease | None, bool]:
         """As `take`: the buffer, and False if it is new. None if nothing of the bucket moves."""
@@ -362,9 +378,14 @@ class BucketRecords:
 
     def put(self, opened: OpenBucket) -> None:
         """Start writing the record, and give its buffer back. Returns at once."""
-        if opened.lease is not None:
+        if opened.lease is None:
+            return
+        if (packing := opened.bucket.packing) is not None:
+            length_bytes = packing.pack(opened.lease.tensor, opened.bucket.tie_bytes)
+        else:
             opened.write_header()
-            self.put_whole(opened, opened.bucket.used_bytes())
+            length_bytes = opened.bucket.used_bytes()
+        self.put_whole(opened, length_bytes)
 
     def wait_written(self, bucket: Bucket) -> None:
         """If an accelerator still copies the record, or the drive writes it, wait until that is over."""

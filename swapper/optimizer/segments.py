@@ -34,10 +34,11 @@ from swapper.io.checksums import checksums
 from swapper.optimizer.cuts import CUT_NUMEL, segment_cuts
 from swapper.optimizer.int8_codec import BLOCK_NUMEL
 from swapper.optimizer.master_codec import ties_bytes_max
+from swapper.optimizer.packing import ENTRY_BYTES, packed_blocks_of, plan_packed_record
 from swapper.optimizer.probe import StateSpec
 from swapper.sizes import ALIGNMENT_BYTES, SMALL_BYTES, round_up
 from swapper.storage.budget import WHOLE
-from swapper.storage.layout import Entry, RecordLayout, plan_record
+from swapper.storage.layout import Entry, RecordLayout
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import NAMES, PLAIN_DTYPES
 from swapper.tensors.evicted_gradients import raw_gradient
@@ -321,6 +322,11 @@ class Segment:
         return bool(self.keys) or self.checksum is not None
 
     @property
+    def is_encoded(self) -> bool:
+        """True if some of its state is stored in another form than the class has it in."""
+        return any(spec.encoding != "exact" for spec in self.specs)
+
+    @property
     def tie_bytes(self) -> int:
         """Bytes of the ties in the tail of the record."""
         return (self.tie_bits + 7) // 8
@@ -387,7 +393,9 @@ class Segment:
         that is more.
         """
         stored = sum(
-            round_up(spec.stored_bytes, ALIGNMENT_BYTES) + round_up(4 * spec.scales_numel, ALIGNMENT_BYTES)
+            round_up(spec.stored_bytes, ALIGNMENT_BYTES)
+            + round_up(4 * spec.scales_numel, ALIGNMENT_BYTES)
+            + round_up(ENTRY_BYTES * packed_blocks_of(spec.numel) * spec.is_packed, ALIGNMENT_BYTES)
             for spec in self.stored_specs
         )
         gradient = self.numel * self.of.dtype.itemsize if moves_gradient else 0
@@ -440,7 +448,7 @@ class Bucket:
         self.segments = tuple(segments)
         self.remote = remote
         self.scratch_bytes = sum(segment.scratch_bytes(remote) for segment in segments)
-        self.layout = self._lay_out()
+        self.layout = self._lay_out()  # And `packing`, of what is packed of it; None if nothing is.
 
     @property
     def length_bytes(self) -> int:
@@ -463,19 +471,23 @@ class Bucket:
 
     def _lay_out(self) -> RecordLayout:
         entries: list[Entry] = []
+        packed: list[Entry] = []
         tensors = [(i, segment, spec) for i, segment in enumerate(self.segments) for spec in segment.stored_specs]
         for number, _, spec in tensors:
             shape = (*spec.shape, 2) if spec.dtype.is_complex else spec.shape
-            encoding = spec.encoding if spec.is_encoded else ""
-            entries.append(Entry(f"{number}.{spec.key}", NAMES[spec.stored_dtype], shape, encoding))
+            encoding = spec.encoding if spec.encoding != "exact" else ""
+            entry = Entry(f"{number}.{spec.key}", NAMES[spec.stored_dtype], shape, encoding)
+            (packed if spec.is_packed else entries).append(entry)
             if spec.scales_numel:
                 entries.append(Entry(scales_name(number, spec.key), NAMES[torch.float32], (spec.scales_numel,)))
-        layout = plan_record(entries, sum(segment.tie_bytes_max for segment in self.segments))
+        ties_bytes = sum(segment.tie_bytes_max for segment in self.segments)
+        layout, self.packing = plan_packed_record(entries, packed, ties_bytes)
         for segment in self.segments:
             segment.placement = None
-        offsets = iter(layout.offsets_bytes)
-        for _, segment, spec in tensors:
-            segment.locations[spec.key] = StateLocation(next(offsets), spec, next(offsets) if spec.scales_numel else 0)
+        offsets = {entry.name: offset for entry, offset in zip(layout.entries, layout.offsets_bytes, strict=True)}
+        for number, segment, spec in tensors:
+            scales_offset = offsets.get(scales_name(number, spec.key), 0)
+            segment.locations[spec.key] = StateLocation(offsets[f"{number}.{spec.key}"], spec, scales_offset)
         return layout
 
 
@@ -526,16 +538,17 @@ def plan_segments(
         return [whole]
     like = [spec for spec in moving if spec.shape == tuple(of.local.shape)]
     with_scales = sum(spec.scales_numel > 0 for spec in like)
+    with_tables = sum(spec.is_packed for spec in like)
     if with_scales and low_precision:
         return [whole]  # Cuts that depend on threads would cut blocks.
-    # In 64ths of a byte: the ties of a split master take one bit, and a scale 4 bytes for a block.
+    # In 64ths of a byte: the ties of a split master take one bit, a scale 4 bytes for a block, an entry of a table 2.
     parts = 64 * (sum(spec.stored_dtype.itemsize for spec in like) + whole.scratch_bytes_per_element(remote))
-    parts += 64 * 4 // BLOCK_NUMEL * with_scales
+    parts += 64 * 4 // BLOCK_NUMEL * with_scales + with_tables
     if whole.master_moves:
         parts += 64 * 2 + 8 if whole.is_split else 64 * 4
     if moves_gradient:
         parts = max(parts, 64 * of.dtype.itemsize)
-    room_bytes = bucket_bytes - ALIGNMENT_BYTES * (len(like) + with_scales + len(whole.encoded) + 8)
+    room_bytes = bucket_bytes - ALIGNMENT_BYTES * (len(like) + with_scales + with_tables + len(whole.encoded) + 8)
     cut_numel = BLOCK_NUMEL if with_scales else CUT_NUMEL
     numel_max = max(min(64 * room_bytes // max(parts, 1), numel_max), cut_numel)
     segments = []

@@ -104,6 +104,14 @@ class StateRecords:
                     total += 4 * segment.numel + ALIGNMENT_BYTES if segment.master else 0
         return _allocate_in(self.store.scratch(total)) if total else allocate_in_memory
 
+    def stored_bytes(self) -> int:
+        """Length of all records now."""
+        buckets = [bucket for bucket in self.plan.buckets if any(segment.has_state for segment in bucket.segments)]
+        return sum(
+            bucket.used_bytes() if self.store is None or bucket.packing is None else self.store.stored_bytes(bucket.key)
+            for bucket in buckets
+        )
+
     def checksums_to_host(self, parameters: Iterable[OptimizerParameter]) -> None:
         """Have checksums of the host for the masters of `parameters`. Waits for the device they are on."""
         with modes_kept():
@@ -114,7 +122,7 @@ class StateRecords:
         """Put the state of `parameters`, those of all groups in order, into `state_dict`. Errors as of `gather`."""
         gathered = self.gather(parameters, self.allocator(parameters))
         state_dict["state"] = {i: gathered[id(p)] for i, p in enumerate(parameters) if id(p) in gathered}
-        if self.plan.encodes:
+        if self.plan.rounds:
             state_dict[STEPS] = self.bucket_records.steps
 
     def note_steps(self, state_dict: Mapping[str, Any]) -> None:

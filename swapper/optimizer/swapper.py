@@ -152,7 +152,7 @@ class OptimizerSwapper:
         state_bytes = 0
         self._records.bucket_records.wait_for_resets()
         if not self._guard.closed:
-            state_bytes = sum(b.used_bytes() for b in self._plan.buckets if any(s.has_state for s in b.segments))
+            state_bytes = self._records.stored_bytes()
         return Stats(
             **vars(self.metrics),
             state_bytes=state_bytes,

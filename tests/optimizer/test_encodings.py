@@ -194,11 +194,13 @@ def test_other_tensors_are_refused(values: torch.Tensor, stored: torch.Tensor) -
 # --- A run is that of the reference ----------------------------------------------------------------------------------
 
 LOSSY = ("bf16", "int8")
+ALL = (*LOSSY, "packed")
+"""The reference rounds nothing of what is packed: it is plain PyTorch."""
 CLASSES = {name: make for name, make in (OPTIMIZERS | MORE).items() if name not in ("Muon", "Adafactor")}
 
 
 @pytest.mark.sampled(8, together=2)
-@pytest.mark.parametrize("encoding", LOSSY)
+@pytest.mark.parametrize("encoding", ALL)
 @pytest.mark.parametrize("native", ["auto", "off"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_each_class_has_the_bits_of_the_reference(nvme_path: Path, name: str, native: str, encoding: str) -> None:
@@ -235,7 +237,7 @@ class Lion(Optimizer):
 swapper.register_elementwise(Lion)
 
 
-@pytest.mark.parametrize("encoding", LOSSY)
+@pytest.mark.parametrize("encoding", ALL)
 @pytest.mark.parametrize("make", [Lion, OPTIMIZERS["Muon"]], ids=["registered", "stepped-whole"])
 def test_other_classes(nvme_path: Path, make: Make, encoding: str) -> None:
     plain = make_model()
@@ -288,7 +290,7 @@ def _reference_run(encoding: str, _threads: int) -> tuple[nn.Module, dict[str, A
 
 
 @pytest.mark.sampled(15, together=2)
-@pytest.mark.parametrize("encoding", LOSSY)
+@pytest.mark.parametrize("encoding", ALL)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_bits_do_not_depend_on_how_it_is_done(nvme_path: Path, name: str, encoding: str) -> None:
     settings = copy.deepcopy(VARIANTS[name])
@@ -305,7 +307,7 @@ def test_bits_do_not_depend_on_how_it_is_done(nvme_path: Path, name: str, encodi
     close(optimizer)
 
 
-@pytest.mark.parametrize("encoding", LOSSY)
+@pytest.mark.parametrize("encoding", ALL)
 def test_accumulated_gradients(nvme_path: Path, encoding: str) -> None:
     def train(model: nn.Module, optimizer: Any) -> None:
         for seed in range(6):
@@ -329,7 +331,7 @@ def test_accumulated_gradients(nvme_path: Path, encoding: str) -> None:
 
 
 @pytest.mark.sampled(5, together=2)
-@pytest.mark.parametrize("encoding", LOSSY)
+@pytest.mark.parametrize("encoding", ALL)
 @pytest.mark.parametrize("native", ["auto", "off"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_with_masters(nvme_path: Path, dtype: torch.dtype, native: str, encoding: str) -> None:
@@ -368,8 +370,14 @@ def test_state_in_the_dtype_of_bf16_parameters_is_as_it_was(nvme_path: Path) -> 
 
 @pytest.mark.parametrize(
     "encoding",
-    [{"exp_avg_sq": "bf16", "exp_avg": "exact"}, {"exp_avg_sq": "int8"}, {"exp_avg": "int8", "exp_avg_sq": "bf16"}],
-    ids=["bf16", "int8", "both"],
+    [
+        {"exp_avg_sq": "bf16", "exp_avg": "exact"},
+        {"exp_avg_sq": "int8"},
+        {"exp_avg": "int8", "exp_avg_sq": "bf16"},
+        {"exp_avg": "packed"},
+        {"exp_avg": "packed", "exp_avg_sq": "bf16"},
+    ],
+    ids=["bf16", "int8", "both", "packed", "packed-bf16"],
 )
 def test_by_key(nvme_path: Path, encoding: dict[str, str]) -> None:
     plain = make_model()
@@ -420,7 +428,7 @@ def test_a_parameter_that_comes_later(nvme_path: Path) -> None:
 
 
 @pytest.mark.sampled(7, together=2)
-@pytest.mark.parametrize("encoding", LOSSY)
+@pytest.mark.parametrize("encoding", ALL)
 @pytest.mark.parametrize("way", ["state_dict", "checkpoint"])
 @pytest.mark.parametrize("at", range(1, 4))
 def test_a_resumed_run_has_the_bits_of_one_that_went_on(
@@ -565,8 +573,10 @@ ENCODINGS: dict[str, Any] = {
     "exact": "exact",
     "bf16": "bf16",
     "int8": "int8",
+    "packed": "packed",
     "mixed": {"exp_avg": "bf16"},
     "both": {"exp_avg": "bf16", "exp_avg_sq": "int8"},
+    "packed-bf16": {"exp_avg": "bf16", "exp_avg_sq": "packed"},
 }
 
 
@@ -590,7 +600,7 @@ def test_loading_between_encodings(nvme_path: Path, tmp_path: Path, before: str,
     else:
         loaded.load_state_dict(was)
     now = loaded.state_dict()
-    steps = 0 if way == "assigned" or before == "exact" else 4
+    steps = 0 if way == "assigned" or before in ("exact", "packed") else 4
     for number, p in enumerate(other.parameters()):
         for key in ("exp_avg", "exp_avg_sq"):
             value = was["state"][number][key]
@@ -662,8 +672,8 @@ def edit_index(path: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 
 
 @pytest.mark.sampled(3, together=2)
-@pytest.mark.parametrize("says", ["exact", *LOSSY])
-@pytest.mark.parametrize("encoding", LOSSY)
+@pytest.mark.parametrize("says", ["exact", *ALL])
+@pytest.mark.parametrize("encoding", ALL)
 def test_a_checkpoint_whose_index_says_another_encoding_is_refused(
     nvme_path: Path, tmp_path: Path, encoding: str, says: str
 ) -> None:
@@ -681,7 +691,7 @@ def test_a_checkpoint_whose_index_says_another_encoding_is_refused(
     if says == encoding:
         swapper.load_checkpoint(tmp_path / "saved", model, optimizer)
     else:
-        with pytest.raises(swapper.SwapError, match=r"does not fit together"):
+        with pytest.raises(swapper.SwapError, match=r"does not fit together|lacks tensor"):
             swapper.load_checkpoint(tmp_path / "saved", model, optimizer)
     close(optimizer)
 
@@ -927,7 +937,7 @@ def test_state_in_fp32_of_parameters_in_bf16(nvme_path: Path, threads: int) -> N
     close(optimizer)
 
 
-@pytest.mark.parametrize("encoding", LOSSY)
+@pytest.mark.parametrize("encoding", ALL)
 def test_rows_of_adafactor_stay_exact_where_they_have_the_shape_of_the_parameter(
     nvme_path: Path, encoding: str
 ) -> None:
@@ -970,12 +980,17 @@ def test_keys_that_cannot_be_encoded_are_refused(nvme_path: Path, encoding: dict
     ("state", "says"),
     [
         ({"device": "none"}, "bf16 has no use with offload_optimizer.device: none"),
+        ({"device": "none", "encoding": "packed"}, "packed has no use with offload_optimizer.device: none"),
+        ({"step_device": "device", "encoding": "packed"}, "packed is for steps on the CPU"),
         ({"device": "none", "encoding": {"a": "int8", "b": "bf16"}}, "bf16, int8 has no use with offload_optimizer."),
         ({"step_device": "device"}, "is for steps on the CPU"),
-        ({"encoding": {"exp_avg": "bf61"}}, "exp_avg: 'bf61' is not one of exact, bf16, int8; did you mean 'bf16'?"),
+        (
+            {"encoding": {"exp_avg": "bf61"}},
+            "exp_avg: 'bf61' is not one of exact, packed, bf16, int8; did you mean 'bf16'?",
+        ),
         ({"encoding": {1: "bf16"}}, "1 is not the name of a tensor of the state"),
     ],
-    ids=["none", "none-by-key", "device", "typo", "number"],
+    ids=["none", "none-packed", "device-packed", "none-by-key", "device", "typo", "number"],
 )
 def test_configs_that_cannot_be_are_refused(nvme_path: Path, state: dict[str, Any], says: str) -> None:
     message = error_of(lambda: config_of(nvme_path, state=state))
@@ -992,11 +1007,12 @@ def test_a_setting_without_effect_is_said(nvme_path: Path, name: str, caplog: py
 # --- Failures --------------------------------------------------------------------------------------------------------
 
 
-def test_a_write_that_fails(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("encoding", ["bf16", "packed"])
+def test_a_write_that_fails(nvme_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str) -> None:
     """As with exact state: the next step raises, and nothing goes on before both are loaded again."""
     plan = FaultPlan()
     monkeypatch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
-    model, optimizer = wrap(adamw, nvme_path, pool_bytes="1MiB")
+    model, optimizer = wrap(adamw, nvme_path, pool_bytes="1MiB", state={"encoding": encoding})
     run(model, optimizer, range(2))
     saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     plan.fail_write_at = 2
@@ -1009,13 +1025,14 @@ def test_a_write_that_fails(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     optimizer.load_state_dict(saved[1])
     optimizer.zero_grad()
     run(model, optimizer, range(2, 4))
-    plain, state = reference_run()
+    plain, state = reference_run(encoding)
     assert_same(plain, model)
     assert_same_state(optimizer.state_dict(), state)
     close(optimizer)
 
 
-def test_a_step_that_fails_in_the_middle_counts_for_nothing(nvme_path: Path) -> None:
+@pytest.mark.parametrize("encoding", ["bf16", "packed"])
+def test_a_step_that_fails_in_the_middle_counts_for_nothing(nvme_path: Path, encoding: str) -> None:
     """Loaded again, the run goes on with the random bits of the step that failed."""
 
     class Failing(torch.optim.AdamW):
@@ -1027,7 +1044,7 @@ def test_a_step_that_fails_in_the_middle_counts_for_nothing(nvme_path: Path) -> 
                 raise RuntimeError("on purpose")
             return super().step(closure)
 
-    model, optimizer = wrap(lambda p: Failing(p, lr=1e-2), nvme_path)
+    model, optimizer = wrap(lambda p: Failing(p, lr=1e-2), nvme_path, state={"encoding": encoding})
     run(model, optimizer, range(2))
     saved = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
     Failing.fails_in = 3
@@ -1037,7 +1054,7 @@ def test_a_step_that_fails_in_the_middle_counts_for_nothing(nvme_path: Path) -> 
     optimizer.load_state_dict(saved[1])
     optimizer.zero_grad()
     run(model, optimizer, range(2, 4))
-    assert_same(reference_run()[0], model)
+    assert_same(reference_run(encoding)[0], model)
     close(optimizer)
 
 

@@ -48,7 +48,7 @@ def random_bits(first: int, numel: int, key: RoundingKey) -> np.ndarray:
 
 def rounded(values: torch.Tensor, first: int, key: RoundingKey, encoding: str = "bf16") -> torch.Tensor:
     """What finite fp32 values in 1-D are when they have been encoded and decoded."""
-    if encoding == "exact":
+    if encoding in ("exact", "packed"):
         return values.clone()
     if encoding == "int8":
         return _rounded_to_int8(values, first, key)

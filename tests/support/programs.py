@@ -39,7 +39,7 @@ import swapper
 from swapper.checkpoint import state_writer
 from swapper.errors import ConfigError, SwapError
 from swapper.gradient import records as gradient_records
-from swapper.optimizer import records, segments
+from swapper.optimizer import encodings, records, segments
 from swapper.optimizer.probe import unhooked_step
 from swapper.parameter import building
 from swapper.parameter import records as parameter_records
@@ -99,6 +99,8 @@ class Placement:
     """The model is made within `swapper.init`."""
     moves_all: bool = False
     """Small state and gradients move as well; else they stay in memory, where most of a small model's would."""
+    packed: bool = False
+    """State is packed on the drive; not where it is stepped on a device."""
     step_device: str = "auto"
     device_spare_bytes: int = 1 << 22
 
@@ -502,6 +504,7 @@ class Twin:
                     "master_weights": place.masters,
                     "step_in_backward": place.in_backward,
                     "resident_bytes": place.resident_bytes if place.optimizer == "nvme" else 0,
+                    "encoding": "packed" if place.packed and place.optimizer == "nvme" else "exact",
                     **({"step_device": place.step_device} if self.program.device else {}),
                 },
                 offload_gradient={"device": place.gradient},
@@ -1232,7 +1235,7 @@ def limits(moves_all: bool) -> Iterator[None]:
     """Records of parameters are short; and if `moves_all`, small state and gradients move as well."""
     changed: list[tuple[Any, str, int]] = [(parameter_records, "GROUP_BYTES", 8192), (building, "SMALL_BYTES", 1)]
     if moves_all:
-        changed += [(m, "SMALL_BYTES", 256) for m in (segments, records, gradient_records, state_writer)]
+        changed += [(m, "SMALL_BYTES", 256) for m in (encodings, segments, records, gradient_records, state_writer)]
     before = [getattr(module, name) for module, name, _ in changed]
     for module, name, value in changed:
         setattr(module, name, value)
@@ -1461,6 +1464,7 @@ def generate_on_device(seed: int, without: Sequence[str] = ()) -> Program:
             place,
             gradient="cpu" if place.gradient == "nvme" and rng.random() < 0.3 else place.gradient,
             parameter="cpu" if place.parameter == "nvme" and rng.random() < 0.3 else place.parameter,
+            packed=False,
             step_device=rng.choice(("auto", "cpu", "device", "device")),
             device_spare_bytes=rng.choice((0, 8192, 1 << 22)),
         ),
@@ -1509,6 +1513,7 @@ def generate(seed: int, without: Sequence[str] = ()) -> Program:
         drives=choose([1, 2], [8, 1]),
         built_on_disk=parameter == "nvme" and rng.random() < 0.3,
         moves_all=rng.random() < 0.7,
+        packed=random.Random(f"packed {seed}").random() < 0.4,
     )
     if store == "none" and placement.parameter == "nvme":
         # torch's own step may ask for all parameters at once.

@@ -23,6 +23,7 @@ from swapper.optimizer import encodings
 SHAPES = {
     "bf16": [(301, 33), (70, 71), (12, 12), (5000,), (1, 4096)],
     "int8": [(301, 256), (20, 256), (12, 12), (7, 3, 512), (1, 4096)],
+    "packed": [(301, 33), (70, 71), (12, 12), (5000,), (1, 4096)],
 }
 """Uneven on two ranks and on three; of the second a rank has less than 16 KiB; of the last, rank 1 has nothing."""
 
@@ -74,7 +75,8 @@ def train_sharded(rank: int, directory: str, count: int, encoding: str) -> None:
         train(module, optimizer, range(2, 4), encoding, mesh)
         compare(module, optimizer, expected)
         swapper.of(optimizer).close()
-        refuse_columns(mesh, path, encoding)
+        if encoding != "packed":
+            refuse_columns(mesh, path, encoding)
         if encoding == "int8":
             refuse_parts_of_blocks(mesh, path, count)
     finally:
