@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from swapper.optimizer.operands import Operand
 from swapper.optimizer.records import OpenBucket
 from swapper.optimizer.segments import Segment
+from swapper.optimizer.step_function import class_step
 from swapper.tensors.sharded import Sharding, is_sharded, local_of
 
 __all__ = ["ClassStep"]
@@ -30,10 +31,13 @@ class ClassStep:
     """Calls the class, once for each bucket of a step, and remembers what it changes in its groups until the end.
 
     With `remote` parameters are on an accelerator, and all that the class is shown is on the host.
+
+    Raises:
+        ConfigError: as `class_step`.
     """
 
-    def __init__(self, step: Callable[[Optimizer], Any], remote: bool) -> None:
-        self._step = step
+    def __init__(self, cls: type[Optimizer], remote: bool) -> None:
+        self._step = class_step(cls)
         self._remote = remote
         self._former: dict[str, Any] = {}  # what `_narrow` replaced on the optimizer
         self._changes: _Groups = {}  # values of groups that the class changed

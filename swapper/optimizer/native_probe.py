@@ -11,7 +11,6 @@ from torch import optim
 
 from swapper.optimizer.class_step import ClassStep
 from swapper.optimizer.native_step import NativeSteps
-from swapper.optimizer.probe import class_step
 from swapper.optimizer.step_program import best_instruction_set
 
 __all__ = ["NativeProbe", "instruction_set", "probe_native_steps"]
@@ -57,7 +56,7 @@ def probe_native_steps() -> tuple[NativeProbe, ...]:
     probes = []
     for name, make in _PROBED.items():
         optimizer = make([torch.nn.Parameter(torch.zeros(2, device="cpu"))])
-        steps = NativeSteps(ClassStep(class_step(type(optimizer)), remote=False), enabled=True)
+        steps = NativeSteps(ClassStep(type(optimizer), remote=False), enabled=True)
         reason = steps.probe(optimizer, 0, 1)
         probes.append(NativeProbe(name, not reason, reason))
     return tuple(probes)

@@ -6,24 +6,20 @@ parameters nor the global random state.
 
 from __future__ import annotations
 
-import copy
-import inspect
 import math
-from collections import OrderedDict, defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, show
-from swapper.io.devices import is_accelerator, seeded_generators
+from swapper.io.devices import is_accelerator
 from swapper.optimizer.cuts import segment_cuts
 from swapper.optimizer.int8_codec import blocks_of
-from swapper.optimizer.own_numbers import numbers_in, own_copy
+from swapper.optimizer.step_function import unhooked_step
+from swapper.optimizer.twin import Twin, equal, own_numbers, package_of, same_bits, seeded
 from swapper.storage.backward_agreement import have_all_ranks
 from swapper.tensors.reduced import check_reduction
 from swapper.tensors.sharded import Sharding, check_sharding, is_sharded, local_of
@@ -31,9 +27,7 @@ from swapper.tensors.strides import contiguous_stride, is_dense, is_plain
 
 __all__ = [
     "ENCODED_DTYPES",
-    "OWN_ATTRIBUTES",
     "StateSpec",
-    "class_step",
     "is_elementwise",
     "is_stepped_by_all",
     "keeps_bits",
@@ -44,14 +38,8 @@ __all__ = [
     "same_bits_for_strides",
     "state_after_steps",
     "try_sharded",
-    "unhooked_step",
 ]
 
-OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__"})
-"""Names that wrapping puts on the user's instance."""
-
-_SHARED = frozenset({"state", "param_groups", "defaults"})
-"""Names of what is not compared as an attribute, and of which a twin has its own."""
 
 ENCODED_DTYPES = {"bf16": torch.bfloat16, "int8": torch.uint8}
 """The element type of each lossy encoding in records."""
@@ -69,9 +57,6 @@ _elementwise: set[type[Optimizer]] = {
 }
 _whole = {getattr(torch.optim, name) for name in ("Adafactor", "SparseAdam", "Muon") if hasattr(torch.optim, name)}
 """Known to be per parameter, not per element. `Muon` is there since torch 2.9."""
-_early: dict[type[Optimizer], bool] = {}
-_HOOKING_CODE = Optimizer.profile_hook_step(lambda optimizer: None).__code__
-"""Of the function that torch puts around a class's step."""
 
 
 @dataclass(frozen=True)
@@ -125,48 +110,6 @@ class StateSpec:
     def scales_numel(self) -> int:
         """Its scales in the record, float32: one for each block of an "int8"."""
         return blocks_of(self.numel) if self.encoding == "int8" else 0
-
-
-def unhooked_step(cls: type[Optimizer]) -> Callable[..., Any]:
-    """`cls.step` without the wrapper that runs hooks, which torch puts around it when the class is first made.
-
-    Raises:
-        ConfigError: it is no function, as when `unittest.mock` has replaced it.
-    """
-    step: Any = cls.step
-    if getattr(step, "__code__", None) is _HOOKING_CODE:
-        return cast("Callable[..., Any]", step.__wrapped__)
-    if not isinstance(step, FunctionType):
-        raise ConfigError(
-            f"{cls.__name__}.step is a {type(step).__name__} and not a function, so it cannot be called for a part of "
-            "the parameters; mock the step of the wrapped optimizer (mock.patch.object(optimizer, 'step')), or use "
-            "autospec=True"
-        )
-    return step
-
-
-def class_step(cls: type[Optimizer]) -> Callable[[Optimizer], Any]:
-    """`unhooked_step`, to be called with an optimizer alone: a closure that it requires is None.
-
-    The swapper runs the user's closure itself, before the first bucket.
-
-    Raises:
-        ConfigError: it requires other arguments, or is no function.
-    """
-    step = unhooked_step(cls)
-    _, *parameters = inspect.signature(step).parameters.values()
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in variable]
-    if not required:
-        return step
-    if required != ["closure"]:
-        raise ConfigError(
-            f"{cls.__name__}.step requires {', '.join(required)}, and swapper can pass nothing but a closure; use an "
-            "optimizer whose step() works without arguments"
-        )
-    if parameters[0].name == "closure" and parameters[0].kind is not inspect.Parameter.KEYWORD_ONLY:
-        return lambda optimizer: step(optimizer, None)
-    return lambda optimizer: step(optimizer, closure=None)
 
 
 def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
@@ -241,9 +184,9 @@ def try_sharded(optimizer: Optimizer) -> None:
                 continue
             tried.append(kind)
             shape = local_of(p).shape if is_small else like.small_part()
-            parts = [_seeded(shape, p.dtype, seed, local_of(p).device) for seed in range(3)]
+            parts = [seeded(shape, p.dtype, seed, local_of(p).device) for seed in range(3)]
             values, *gradients = map(like.around if is_small else like.over_parts, parts)
-            twin = _Twin(optimizer, group, [values])
+            twin = Twin(optimizer, group, [values])
             for gradient in gradients:
                 twin.step([gradient])
 
@@ -290,9 +233,9 @@ def learn_state(
         small = {size: size for size in sizes}
     large = {value: size for size, value in small.items()}
     shape = tuple(small.get(size, size) for size in like.shape)
-    twin = _Twin(optimizer, group, [_seeded(shape, dtype, 0, device)])
+    twin = Twin(optimizer, group, [seeded(shape, dtype, 0, device)])
     for step in range(_STEPS):
-        twin.step([_seeded(shape, dtype, step + 1, device)])
+        twin.step([seeded(shape, dtype, step + 1, device)])
     state = twin.optimizer.state[twin.parameters[0]]
     local = local_of(like)
     specs = []
@@ -315,9 +258,9 @@ def state_after_steps(optimizer: Optimizer, group: dict[str, Any], shape: tuple[
     Raises:
         ConfigError: the class fails in the probe.
     """
-    twin = _Twin(optimizer, group, [_seeded(shape, torch.float32, 0)])
+    twin = Twin(optimizer, group, [seeded(shape, torch.float32, 0)])
     for step in range(_COUPLED_STEPS):  # `RAdam` does something else in its first five.
-        twin.step([_seeded(shape, torch.float32, step + 1)])
+        twin.step([seeded(shape, torch.float32, step + 1)])
     return dict(twin.optimizer.state[twin.parameters[0]])
 
 
@@ -336,24 +279,24 @@ def keeps_bits(
         device: where the class will step.
     """
     numel = (32768 * threads if low_precision else 0) + 64 * 5 + 37
-    whole = _Twin(optimizer, group, [_seeded((numel,), dtype, 0, device)])
+    whole = Twin(optimizer, group, [seeded((numel,), dtype, 0, device)])
     cuts = segment_cuts(numel, numel // 2, low_precision=low_precision, threads=threads)
-    start = _seeded((numel,), dtype, 0, device)
-    parts = _Twin(optimizer, group, [start[i:j].clone() for i, j in cuts])
+    start = seeded((numel,), dtype, 0, device)
+    parts = Twin(optimizer, group, [start[i:j].clone() for i, j in cuts])
     for step in range(_STEPS):
-        gradient = _seeded((numel,), dtype, step + 1, device)
+        gradient = seeded((numel,), dtype, step + 1, device)
         whole.step([gradient])
         for number, (i, j) in enumerate(cuts):
             parts.step([gradient[i:j]], only=[number])
     joined = torch.cat([p.detach() for p in parts.parameters])
-    if not _same_bits(whole.parameters[0].detach(), joined):
+    if not same_bits(whole.parameters[0].detach(), joined):
         return False
     for key, value in whole.optimizer.state[whole.parameters[0]].items():
         pieces = [parts.optimizer.state[p][key] for p in parts.parameters]
         if isinstance(value, torch.Tensor) and value.shape == (numel,):
-            if not _same_bits(value, torch.cat(pieces)):
+            if not same_bits(value, torch.cat(pieces)):
                 return False
-        elif not all(_equal(value, piece) for piece in pieces):
+        elif not all(equal(value, piece) for piece in pieces):
             return False
     return True
 
@@ -363,12 +306,12 @@ def same_bits_for_strides(
 ) -> bool:
     """True if the class gives the same bits with a gradient whose strides are not those of its parameter."""
     shape = 61, 67
-    alike, others = (_Twin(optimizer, group, [_seeded(shape, dtype, 0, device)]) for _ in range(2))
+    alike, others = (Twin(optimizer, group, [seeded(shape, dtype, 0, device)]) for _ in range(2))
     for step in range(_STEPS):
-        gradient = _seeded(shape, dtype, step + 1, device)
+        gradient = seeded(shape, dtype, step + 1, device)
         alike.step([gradient])
         others.step([gradient.t().contiguous().t()])
-    return _same_bits(alike.parameters[0].detach(), others.parameters[0].detach())
+    return same_bits(alike.parameters[0].detach(), others.parameters[0].detach())
 
 
 def refuse_unsupported(optimizer: Optimizer) -> None:
@@ -399,7 +342,7 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
             f"{name} has state that belongs to no parameter of it ({stray[0]!r}), which cannot be swapped"
         )
     is_known = _is_one_of(optimizer, _elementwise | _whole)
-    if is_known and _package_of(optimizer) == "torch":
+    if is_known and package_of(optimizer) == "torch":
         return
     for group in optimizer.param_groups:
         shapes = {
@@ -417,13 +360,13 @@ def _refuse_coupling(
 ) -> None:
     dtype = next(p.dtype for p in group["params"])
     # So small that an update of any usual size changes them, in bf16 too.
-    start = [_seeded(shape, dtype, seed) * 2.0**-12 for seed in (0, 100)]
-    together = _Twin(optimizer, group, [t.clone() for t in start])
-    apart = _Twin(optimizer, group, [t.clone() for t in start])
+    start = [seeded(shape, dtype, seed) * 2.0**-12 for seed in (0, 100)]
+    together = Twin(optimizer, group, [t.clone() for t in start])
+    apart = Twin(optimizer, group, [t.clone() for t in start])
     for step in range(_COUPLED_STEPS):
         # Gradients that agree from step to step, and of two sizes, bring out what adapts to all of them together.
         gradients = [
-            scale * (_seeded(shape, dtype, seed) + 0.3 * _seeded(shape, dtype, seed + step + 1))
+            scale * (seeded(shape, dtype, seed) + 0.3 * seeded(shape, dtype, seed + step + 1))
             for scale, seed in ((1, 1), (8, 101))
         ]
         together.step(gradients)
@@ -435,8 +378,8 @@ def _refuse_coupling(
             apart.step([gradient], only=[i])
             after = dict(apart.group)
         apart.group.update(after)
-    found, others = (dict(_own_numbers(twin.optimizer)) for twin in (together, apart))
-    changed = [key for key in {**found, **others} if not _equal(found.get(key), others.get(key))]
+    found, others = (dict(own_numbers(twin.optimizer)) for twin in (together, apart))
+    changed = [key for key in {**found, **others} if not equal(found.get(key), others.get(key))]
     if changed:
         raise ConfigError(
             f"{type(optimizer).__name__} changes its attribute {changed[0]} in a step, and would do so in that of each "
@@ -451,154 +394,17 @@ def _refuse_coupling(
             f"{type(optimizer).__name__} keeps state that belongs to no parameter ({stray[0]!r}); it cannot be swapped"
         )
     untouched = not any(together.optimizer.state.values())
-    if untouched and all(_same_bits(p.detach(), t) for p, t in zip(together.parameters, start, strict=True)):
+    if untouched and all(same_bits(p.detach(), t) for p, t in zip(together.parameters, start, strict=True)):
         raise ConfigError(
             f"{type(optimizer).__name__} changed nothing in {_COUPLED_STEPS} trial steps on tensors of shape {shape}, "
             "so whether it can be swapped is unknown; if it wraps another optimizer, wrap_optimizer the inner one"
         )
     groups = [{key: v for key, v in twin.group.items() if key != "params"} for twin in (together, apart)]
-    same = _equal(*groups)
+    same = equal(*groups)
     for p, q in zip(together.parameters, apart.parameters, strict=True):
-        same &= _equal(together.optimizer.state[p], apart.optimizer.state[q]) and _same_bits(p.detach(), q.detach())
+        same &= equal(together.optimizer.state[p], apart.optimizer.state[q]) and same_bits(p.detach(), q.detach())
     if not same:
         raise ConfigError(
             f"{type(optimizer).__name__} computes something else when it steps one parameter at a time, so it "
             "cannot be swapped exactly; set offload_optimizer.device to none, or use a per-parameter optimizer"
         )
-
-
-def _own_numbers(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
-    for key, value in vars(optimizer).items():
-        if key not in OWN_ATTRIBUTES and key not in _SHARED:
-            yield from numbers_in(value, key, _package_of(optimizer))
-
-
-def _package_of(optimizer: Optimizer) -> str:
-    return type(optimizer).__module__.split(".")[0]
-
-
-class _Twin:
-    """A twin of the user's optimizer over tensors of ours."""
-
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        group: dict[str, Any],
-        tensors: Sequence[torch.Tensor],
-        *,
-        state_to_start_with: bool | None = None,
-    ) -> None:
-        cls = type(optimizer)
-        on_cpu = tensors[0].is_cpu
-        self._step = class_step(cls)
-        self._name = cls.__name__
-        self.parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
-        self.group = {
-            key: _copied(value, on_cpu) if isinstance(value, torch.Tensor) else copy.copy(value)
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
-        if "capturable" in self.group and on_cpu:
-            self.group["capturable"] = False
-        if "lr" in self.group and self.group["lr"] == 0:
-            self.group["lr"] = 1e-3  # A warm-up starts at 0, where nothing would be seen to change.
-        self.optimizer: Optimizer = cls.__new__(cls)
-        for key, value in vars(optimizer).items():
-            if key not in OWN_ATTRIBUTES:
-                copied = value if key in _SHARED else own_copy(value, _package_of(optimizer))
-                vars(self.optimizer)[key] = copied
-        self.optimizer._optimizer_step_pre_hooks = OrderedDict()
-        self.optimizer._optimizer_step_post_hooks = OrderedDict()
-        self.optimizer.state = defaultdict(dict)
-        self.optimizer.param_groups = [self.group]
-        if _makes_state_early(optimizer, group) if state_to_start_with is None else state_to_start_with:
-            self._give_initial_state(optimizer, group)
-        self.group["params"] = self.parameters
-
-    def _give_initial_state(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        dim, dtype = self.parameters[0].dim(), self.parameters[0].dtype
-        # Of DTensors the local ones, which may be empty: then what they start with does not matter.
-        order = sorted(group["params"], key=lambda p: (not local_of(p).numel(), p.dtype != dtype, p.dim() != dim))
-        for known in order:
-            state = _state_in_memory(optimizer).get(known)
-            if not state or not known.numel():
-                continue
-            like = local_of(known)
-            for parameter in self.parameters:
-                self.optimizer.state[parameter] = {
-                    key: _initial(local_of(value), like, parameter)
-                    if isinstance(value, torch.Tensor)
-                    else copy.copy(value)
-                    for key, value in state.items()
-                }
-            return
-
-    def step(self, gradients: Sequence[torch.Tensor], only: Sequence[int] | None = None) -> None:
-        chosen = self.parameters if only is None else [self.parameters[i] for i in only]
-        for parameter, gradient in zip(chosen, gradients, strict=True):
-            sparse = isinstance(self.optimizer, torch.optim.SparseAdam)
-            parameter.grad = gradient.to_sparse() if sparse else gradient.clone()
-        self.group["params"] = list(chosen)
-        try:
-            with seeded_generators(self.parameters[0].device, 0):
-                self._step(self.optimizer)
-        except Exception as error:
-            raise ConfigError(
-                f"{self._name} failed in a trial step on small tensors of shape "
-                f"{[tuple(p.shape) for p in chosen]}, so how to swap its state is unknown: {error!r}"
-            ) from error
-
-
-def _makes_state_early(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    """True if the class, like Adagrad, makes its state when it is constructed and expects it in the first step."""
-    cls = type(optimizer)
-    if not any(_state_in_memory(optimizer).values()):
-        return _early.get(cls, False)
-    if cls not in _early:
-        p = group["params"][0]
-        shape = tuple(min(size, _PRIMES[i % len(_PRIMES)]) for i, size in enumerate(p.shape))
-        for early in (False, True):
-            try:
-                twin = _Twin(optimizer, group, [_seeded(shape, p.dtype, 0)], state_to_start_with=early)
-                twin.step([_seeded(shape, p.dtype, 1)])
-            except ConfigError:
-                continue
-            _early[cls] = early
-            break
-    return _early.get(cls, False)  # False too if these options fail either way: the class may not with others.
-
-
-def _state_in_memory(optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
-    """The state, unless it is swapped."""
-    return {} if "swapper" in vars(optimizer) else optimizer.state
-
-
-def _initial(value: torch.Tensor, known: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    if value.shape == known.shape:
-        start = value.flatten()[0] if value.numel() else value.new_zeros(())
-        return torch.zeros_like(parameter).copy_(start if parameter.is_complex() else torch.real(start))
-    return _copied(value, parameter.is_cpu)
-
-
-def _copied(value: torch.Tensor, to_cpu: bool) -> torch.Tensor:
-    return value.detach().cpu().clone() if to_cpu else value.detach().clone()
-
-
-def _seeded(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device = _CPU) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, device="cpu").to(dtype).to(device)
-
-
-def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    a, b = a.reshape(-1).cpu(), b.reshape(-1).cpu()
-    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
-
-
-def _equal(a: object, b: object) -> bool:
-    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-        return a.shape == b.shape and _same_bits(a.reshape(-1), b.reshape(-1))
-    if isinstance(a, (list, tuple, deque)) and isinstance(b, (list, tuple, deque)):
-        return type(a) is type(b) and len(a) == len(b) and all(_equal(x, y) for x, y in zip(a, b, strict=True))
-    if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[key], b[key]) for key in a)
-    return type(a) is type(b) and (bool(a == b) or (a != a and b != b))  # NaN is as it was.

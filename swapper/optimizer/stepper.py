@@ -11,7 +11,7 @@ import logging
 import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import increment_version
@@ -150,7 +150,7 @@ class Stepper:
 
     def __init__(
         self,
-        class_step: Callable[[Optimizer], Any],
+        cls: type[Optimizer],
         plan: OptimizerPlan,
         pool: BufferPool | GrowingPool,
         pool_bytes: int,
@@ -162,7 +162,7 @@ class Stepper:
         self.entered: list[Bucket] = []
         self.done = 0
         self.stepping = False
-        self._class_step = ClassStep(class_step, plan.remote)
+        self._class_step = ClassStep(cls, plan.remote)
         self._native = NativeSteps(self._class_step, plan.steps_natively)
         self._device = plan.device if plan.on_device else torch.device("cpu")
         self._pool = pool

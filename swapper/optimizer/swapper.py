@@ -23,7 +23,7 @@ from swapper.optimizer.conversion import Conversion, GuardedState
 from swapper.optimizer.direct_state import DirectState
 from swapper.optimizer.failure import Guard
 from swapper.optimizer.plan import OptimizerPlan, PlanFollower, parameters_of
-from swapper.optimizer.probe import class_step, is_stepped_by_all
+from swapper.optimizer.probe import is_stepped_by_all
 from swapper.optimizer.records import BucketRecords
 from swapper.optimizer.segments import MASTER, Bucket
 from swapper.optimizer.state_dicts import (
@@ -106,7 +106,7 @@ class OptimizerSwapper:
         self._cache = RecordCache(pool, store, self.metrics, owner=optimizer)
         direct = make_slots and DirectState(make_slots, store, self.metrics, self._cache, optimizer)
         records = BucketRecords(self._cache, self.metrics, direct)
-        self._stepper = Stepper(class_step(type(optimizer)), plan, pool, pool_bytes, records)
+        self._stepper = Stepper(type(optimizer), plan, pool, pool_bytes, records)
         self._records = StateRecords(plan, records, store)
         self._guard = Guard(self._stepper, self.metrics)
         self.check_open = self._guard.check_open  # Raises SwapError if the state is gone, or the parent's.

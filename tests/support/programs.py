@@ -40,7 +40,7 @@ from swapper.checkpoint import state_writer
 from swapper.errors import ConfigError, SwapError
 from swapper.gradient import records as gradient_records
 from swapper.optimizer import encodings, records, segments
-from swapper.optimizer.probe import unhooked_step
+from swapper.optimizer.step_function import unhooked_step
 from swapper.parameter import building
 from swapper.parameter import records as parameter_records
 from swapper.parameter.swapper import ParameterSwapper

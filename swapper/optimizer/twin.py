@@ -1,0 +1,179 @@
+"""`Twin`: an optimizer of the user's class with the user's options, over small tensors of ours.
+
+It touches neither the user's parameters nor the random state of the host or of a device.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from swapper.errors import ConfigError
+from swapper.io.devices import seeded_generators
+from swapper.optimizer.own_numbers import numbers_in, own_copy
+from swapper.optimizer.step_function import class_step
+from swapper.tensors.sharded import local_of
+
+__all__ = ["Twin", "equal", "own_numbers", "package_of", "same_bits", "seeded"]
+
+_OWN_ATTRIBUTES = frozenset({"step", "swapper", "__getstate__"})
+"""Names that wrapping puts on the user's instance."""
+
+_SHARED = frozenset({"state", "param_groups", "defaults"})
+"""Names of what is not compared as an attribute, and of which a twin has its own."""
+
+_CPU = torch.device("cpu")
+_PRIMES = (3, 5, 7, 11, 13, 17, 19, 23)
+_early: dict[type[Optimizer], bool] = {}
+
+
+class Twin:
+    """A twin of the user's optimizer over tensors of ours."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        group: dict[str, Any],
+        tensors: Sequence[torch.Tensor],
+        *,
+        state_to_start_with: bool | None = None,
+    ) -> None:
+        cls = type(optimizer)
+        on_cpu = tensors[0].is_cpu
+        self._step = class_step(cls)
+        self._name = cls.__name__
+        self.parameters = [torch.nn.Parameter(tensor) for tensor in tensors]
+        self.group = {
+            key: _copied(value, on_cpu) if isinstance(value, torch.Tensor) else copy.copy(value)
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
+        if "capturable" in self.group and on_cpu:
+            self.group["capturable"] = False
+        if "lr" in self.group and self.group["lr"] == 0:
+            self.group["lr"] = 1e-3  # A warm-up starts at 0, where nothing would be seen to change.
+        self.optimizer: Optimizer = cls.__new__(cls)
+        for key, value in vars(optimizer).items():
+            if key not in _OWN_ATTRIBUTES:
+                copied = value if key in _SHARED else own_copy(value, package_of(optimizer))
+                vars(self.optimizer)[key] = copied
+        self.optimizer._optimizer_step_pre_hooks = OrderedDict()
+        self.optimizer._optimizer_step_post_hooks = OrderedDict()
+        self.optimizer.state = defaultdict(dict)
+        self.optimizer.param_groups = [self.group]
+        if _makes_state_early(optimizer, group) if state_to_start_with is None else state_to_start_with:
+            self._give_initial_state(optimizer, group)
+        self.group["params"] = self.parameters
+
+    def _give_initial_state(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
+        dim, dtype = self.parameters[0].dim(), self.parameters[0].dtype
+        # Of DTensors the local ones, which may be empty: then what they start with does not matter.
+        order = sorted(group["params"], key=lambda p: (not local_of(p).numel(), p.dtype != dtype, p.dim() != dim))
+        for known in order:
+            state = _state_in_memory(optimizer).get(known)
+            if not state or not known.numel():
+                continue
+            like = local_of(known)
+            for parameter in self.parameters:
+                self.optimizer.state[parameter] = {
+                    key: _initial(local_of(value), like, parameter)
+                    if isinstance(value, torch.Tensor)
+                    else copy.copy(value)
+                    for key, value in state.items()
+                }
+            return
+
+    def step(self, gradients: Sequence[torch.Tensor], only: Sequence[int] | None = None) -> None:
+        """Step all parameters, or those of these numbers, each with its gradient.
+
+        Raises:
+            ConfigError: the class fails.
+        """
+        chosen = self.parameters if only is None else [self.parameters[i] for i in only]
+        for parameter, gradient in zip(chosen, gradients, strict=True):
+            sparse = isinstance(self.optimizer, torch.optim.SparseAdam)
+            parameter.grad = gradient.to_sparse() if sparse else gradient.clone()
+        self.group["params"] = list(chosen)
+        try:
+            with seeded_generators(self.parameters[0].device, 0):
+                self._step(self.optimizer)
+        except Exception as error:
+            raise ConfigError(
+                f"{self._name} failed in a trial step on small tensors of shape "
+                f"{[tuple(p.shape) for p in chosen]}, so how to swap its state is unknown: {error!r}"
+            ) from error
+
+
+def own_numbers(optimizer: Optimizer) -> Iterator[tuple[str, Any]]:
+    """What `numbers_in` finds in the attributes that are the class's own."""
+    for key, value in vars(optimizer).items():
+        if key not in _OWN_ATTRIBUTES and key not in _SHARED:
+            yield from numbers_in(value, key, package_of(optimizer))
+
+
+def package_of(optimizer: Optimizer) -> str:
+    """Return the name of the top package that the class is from."""
+    return type(optimizer).__module__.split(".")[0]
+
+
+def _makes_state_early(optimizer: Optimizer, group: dict[str, Any]) -> bool:
+    """True if the class, like Adagrad, makes its state when it is constructed and expects it in the first step."""
+    cls = type(optimizer)
+    if not any(_state_in_memory(optimizer).values()):
+        return _early.get(cls, False)
+    if cls not in _early:
+        p = group["params"][0]
+        shape = tuple(min(size, _PRIMES[i % len(_PRIMES)]) for i, size in enumerate(p.shape))
+        for early in (False, True):
+            try:
+                twin = Twin(optimizer, group, [seeded(shape, p.dtype, 0)], state_to_start_with=early)
+                twin.step([seeded(shape, p.dtype, 1)])
+            except ConfigError:
+                continue
+            _early[cls] = early
+            break
+    return _early.get(cls, False)  # False too if these options fail either way: the class may not with others.
+
+
+def _state_in_memory(optimizer: Optimizer) -> Mapping[torch.Tensor, Any]:
+    """The state, unless it is swapped."""
+    return {} if "swapper" in vars(optimizer) else optimizer.state
+
+
+def _initial(value: torch.Tensor, known: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    if value.shape == known.shape:
+        start = value.flatten()[0] if value.numel() else value.new_zeros(())
+        return torch.zeros_like(parameter).copy_(start if parameter.is_complex() else torch.real(start))
+    return _copied(value, parameter.is_cpu)
+
+
+def _copied(value: torch.Tensor, to_cpu: bool) -> torch.Tensor:
+    return value.detach().cpu().clone() if to_cpu else value.detach().clone()
+
+
+def seeded(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.device = _CPU) -> torch.Tensor:
+    """Make a tensor of normal random values, the same for a seed on each device."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, device="cpu").to(dtype).to(device)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """True if the values are the same bits in the same order, whatever the shapes."""
+    a, b = a.reshape(-1).cpu(), b.reshape(-1).cpu()
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def equal(a: object, b: object) -> bool:
+    """True if two values of a state or of a group are the same: tensors to the bit, containers item by item."""
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return a.shape == b.shape and same_bits(a.reshape(-1), b.reshape(-1))
+    if isinstance(a, (list, tuple, deque)) and isinstance(b, (list, tuple, deque)):
+        return type(a) is type(b) and len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
+    if isinstance(a, dict) and isinstance(b, dict):
+        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    return type(a) is type(b) and (bool(a == b) or (a != a and b != b))  # NaN is as it was.
