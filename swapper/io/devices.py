@@ -277,14 +277,16 @@ def on_device(device: torch.device) -> Iterator[None]:
 def seeded_generators(device: torch.device, seed: int) -> Iterator[None]:
     """Within it the default generators of the host and of `device` are seeded; afterwards they are as they were.
 
-    `torch.manual_seed` seeds all devices of all types, also those that are only initialized later.
+    `torch.manual_seed` seeds all devices of all types, also those that are only initialized later. A device whose
+    module does not give its generator's state is not seeded.
     """
-    accelerators = [device] if is_accelerator(device) else []
-    with torch.random.fork_rng(accelerators, device_type=device.type if accelerators else "cuda"):
+    module = torch.get_device_module(device)
+    is_seeded = is_accelerator(device) and hasattr(module, "get_rng_state")
+    with torch.random.fork_rng([device] if is_seeded else [], device_type=device.type if is_seeded else "cuda"):
         torch.default_generator.manual_seed(seed)
-        for accelerator in accelerators:
-            with on_device(accelerator):
-                torch.get_device_module(accelerator).manual_seed(seed)
+        if is_seeded:
+            with on_device(device):
+                module.manual_seed(seed)
         yield
 
 

@@ -50,6 +50,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU is an accelerator, but not for files: the buffers of a pool are still memory of the host."""
     monkeypatch.setattr(handle, "is_accelerator", lambda device: False)
     monkeypatch.setitem(devices.DEVICES, "cpu", LateCopies)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: None)  # Which memory of the host has not.
     writes_start_with_calls(monkeypatch)
     LateCopies.reset()
     yield
