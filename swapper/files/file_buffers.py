@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import deque
+from typing import SupportsIndex
 
 import torch
 
@@ -48,7 +49,7 @@ class FileBuffers:
         length_bytes: int | None,
         handle: AsyncIOHandle | None,
     ) -> None:
-        if not isinstance(pool_bytes, int) or pool_bytes < _POOL_BYTES_MIN:
+        if not isinstance(pool_bytes, SupportsIndex) or pool_bytes < _POOL_BYTES_MIN:
             raise ConfigError(f"pool_bytes: {show(pool_bytes)} is no number of bytes of at least {_POOL_BYTES_MIN}")
         count = min(max(_BUFFERS_MIN, pool_bytes // _BUFFER_BYTES), _BUFFERS_MAX)
         self.buffer_bytes = pool_bytes // count // PAGE_BYTES * PAGE_BYTES

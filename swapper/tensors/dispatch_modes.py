@@ -49,7 +49,7 @@ class _OutsideOfDispatchModes:
             with interrupts_deferred():
                 early = [_pop_early() for _ in range(_count_early())]
                 self._modes = early + [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
-        except KeyboardInterrupt:
+        except BaseException:  # What the handler of SIGINT raises, which may be the user's.
             self.__exit__()
             raise
 

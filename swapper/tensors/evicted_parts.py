@@ -107,6 +107,9 @@ def _embedded(call: Call) -> Any:
         return NotImplemented
     if ids.device.type != "cpu" or torch._C._functorch.peek_interpreter_stack() is not None:
         return NotImplemented
+    padding = call.kwargs.get("padding_idx")
+    if padding is not None and not -weight.shape[0] <= padding < weight.shape[0]:
+        return NotImplemented  # As below.
     wanted = ids.reshape(-1).long()
     if wanted.numel() and not 0 <= int(wanted.min()) <= int(wanted.max()) < weight.shape[0]:
         return NotImplemented  # torch says what is wrong.

@@ -11,6 +11,7 @@ import gc
 import itertools
 import os
 import random
+import signal
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import swapper
 from swapper import OffloadConfig, SwapError
+from swapper.tensors import dispatch_modes
 from swapper.tensors.grad_modes import modes_kept, outside_of_inference, set_grad_mode
 
 WIDTH = 96
@@ -199,6 +201,30 @@ def test_ctrl_c_leaves_the_dispatch_modes_of_others(nvme_path: Path) -> None:
             break
     assert n > 50
     program.close()
+
+
+def test_dispatch_modes_stay_on_whatever_the_handler_of_ctrl_c_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    pop = dispatch_modes._pop_mode
+
+    def pop_and_interrupt() -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return pop()
+
+    def stop(*_: object) -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(dispatch_modes, "_pop_mode", pop_and_interrupt)
+    former = signal.signal(signal.SIGINT, stop)
+    try:
+        with Noted(), Noted():
+            with pytest.raises(SystemExit), dispatch_modes.outside_of_dispatch_modes():
+                pass
+            left = torch._C._len_torch_dispatch_stack()
+            for _ in range(2 - left):  # Else the `with` would fail with an error of torch's.
+                torch._C._push_on_torch_dispatch_stack(Noted())
+    finally:
+        signal.signal(signal.SIGINT, former)
+    assert left == 2
 
 
 @pytest.mark.parametrize("devices", DEVICES)

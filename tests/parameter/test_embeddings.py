@@ -88,6 +88,9 @@ def test_a_lookup_has_the_bits_of_memory_and_reads_the_blocks_of_its_rows(
     for wrong in (-1, ROWS):
         with torch.no_grad(), pytest.raises(IndexError, match="index out of range"):
             model.table(torch.tensor([1, wrong]))
+    for wrong in (-ROWS - 1, ROWS):
+        with torch.no_grad(), pytest.raises(AssertionError, match="within num_embeddings"):
+            nn.functional.embedding(torch.tensor([1]), model.table.weight, padding_idx=wrong)
     swapper_of(model).close()
 
 

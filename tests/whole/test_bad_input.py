@@ -21,6 +21,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from launcher import Program
@@ -723,6 +724,7 @@ def test_files_refuse_a_pool_that_is_no_number_of_bytes(tmp_path: Path) -> None:
         with pytest.raises(swapper.ConfigError, match=r"pool_bytes: .* is no number of bytes of at least 262144"):
             swapper.save({}, tmp_path / "a.pt", pool_bytes=wrong)  # type: ignore[arg-type]
     assert not list(tmp_path.iterdir())
+    swapper.save({}, tmp_path / "a.pt", pool_bytes=np.int64(1 << 20))
 
 
 def test_load_maps_no_file(tmp_path: Path) -> None:
