@@ -261,7 +261,7 @@ def make_report(
         step_device_bytes=together,
         cache_token_bytes=token_bytes,
         cache_tokens=max(room_bytes - stored_bytes, 0) // token_bytes if token_bytes else 0,
-        encoded_numel=sum(spec.numel for spec in specs if spec.is_encoded),
+        encoded_numel=sum(spec.numel for spec in specs if spec.is_rounded),
         int8_numel=sum(spec.numel for spec in specs if spec.encoding == "int8"),
         packed_numel=sum(spec.numel for spec in specs if spec.is_packed),
     )

@@ -87,8 +87,8 @@ class StateSpec:
         return self.numel * self.dtype.itemsize
 
     @property
-    def is_encoded(self) -> bool:
-        """True if it is in another form than the class has it in records in memory, too: it is lossy."""
+    def is_rounded(self) -> bool:
+        """True if its encoding is lossy. Then it has that in records in memory, too."""
         return self.encoding in ENCODED_DTYPES
 
     @property

@@ -131,7 +131,7 @@ class OpenBucket:
         for key, value in state.items():
             location = segment.locations.get(key)
             if isinstance(value, torch.Tensor) and location is not None and location.fits(value, self.device):
-                if location.spec.is_encoded:
+                if location.spec.is_rounded:
                     self._encode_state(segment, key, value)
                     segment.present.add(key)
                     continue

@@ -34,7 +34,7 @@ from swapper.io.checksums import checksums
 from swapper.optimizer.cuts import CUT_NUMEL, segment_cuts
 from swapper.optimizer.int8_codec import BLOCK_NUMEL
 from swapper.optimizer.master_codec import ties_bytes_max
-from swapper.optimizer.packing import ENTRY_BYTES, packed_blocks_of, plan_packed_record
+from swapper.optimizer.packing import ENTRY_BYTES, RecordPacking, packed_blocks_of, plan_packed_record
 from swapper.optimizer.probe import StateSpec
 from swapper.sizes import ALIGNMENT_BYTES, SMALL_BYTES, round_up
 from swapper.storage.budget import WHOLE
@@ -297,7 +297,7 @@ class Segment:
     def __post_init__(self) -> None:
         # Each step asks for these some ten times, and they never change.
         self.numel = self.stop - self.start
-        self.encoded = tuple(spec.key for spec in self.specs if spec.is_encoded)
+        self.encoded = tuple(spec.key for spec in self.specs if spec.is_rounded)
         self.master_moves = bool(self.master) and self.of.numel * 4 >= SMALL_BYTES
         self.is_split = self.master == "split" and self.master_moves
 
@@ -448,7 +448,7 @@ class Bucket:
         self.segments = tuple(segments)
         self.remote = remote
         self.scratch_bytes = sum(segment.scratch_bytes(remote) for segment in segments)
-        self.layout = self._lay_out()  # And `packing`, of what is packed of it; None if nothing is.
+        self.layout, self.packing = self._lay_out()
 
     @property
     def length_bytes(self) -> int:
@@ -469,7 +469,8 @@ class Bucket:
         gradients = (s.numel * s.of.dtype.itemsize for s in self.segments if with_gradients)
         return round_up(self.length_bytes, ALIGNMENT_BYTES) + sum(round_up(n, ALIGNMENT_BYTES) for n in gradients)
 
-    def _lay_out(self) -> RecordLayout:
+    def _lay_out(self) -> tuple[RecordLayout, RecordPacking | None]:
+        """Return the layout, and how what is packed of it is; None if nothing is."""
         entries: list[Entry] = []
         packed: list[Entry] = []
         tensors = [(i, segment, spec) for i, segment in enumerate(self.segments) for spec in segment.stored_specs]
@@ -481,14 +482,14 @@ class Bucket:
             if spec.scales_numel:
                 entries.append(Entry(scales_name(number, spec.key), NAMES[torch.float32], (spec.scales_numel,)))
         ties_bytes = sum(segment.tie_bytes_max for segment in self.segments)
-        layout, self.packing = plan_packed_record(entries, packed, ties_bytes)
+        layout, packing = plan_packed_record(entries, packed, ties_bytes)
         for segment in self.segments:
             segment.placement = None
         offsets = {entry.name: offset for entry, offset in zip(layout.entries, layout.offsets_bytes, strict=True)}
         for number, segment, spec in tensors:
             scales_offset = offsets.get(scales_name(number, spec.key), 0)
             segment.locations[spec.key] = StateLocation(offsets[f"{number}.{spec.key}"], spec, scales_offset)
-        return layout
+        return layout, packing
 
 
 def scales_name(number: int, key: str) -> str:
@@ -531,7 +532,7 @@ def plan_segments(
         numel_max: most elements of one segment, with the same exception.
     """
     plain = map(encode, (spec for spec in specs if spec.dtype in PLAIN_DTYPES))
-    moving = tuple(spec for spec in plain if spec.is_encoded or spec.nbytes >= SMALL_BYTES)
+    moving = tuple(spec for spec in plain if spec.is_rounded or spec.nbytes >= SMALL_BYTES)
     dtypes = {spec.key: spec.dtype for spec in specs}
     whole = Segment(of, 0, of.numel, True, master, moving, dtypes)
     if not segmented or (whole.cost_bytes(remote, moves_gradient) <= bucket_bytes and of.numel <= numel_max):
