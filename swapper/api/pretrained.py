@@ -114,7 +114,10 @@ def _load(
     kwargs.update(ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True)
     # On the CPU, whatever the default: no weight is read to be copied elsewhere.
     with unread_files() as files, torch.device("cpu"):
-        model, told = maker.from_pretrained(where, **kwargs)
+        made = maker.from_pretrained(where, **kwargs)
+    if not isinstance(made, tuple):  # A config, say.
+        raise ConfigError(f"model_class: {getattr(maker, '__name__', maker)}.from_pretrained makes no model")
+    model, told = made
     for directory in {each.parent for each in files.paths()} if where == path else ():
         _check_index(directory, kwargs)
     _check_loaded(where, files, told, strict, asked)

@@ -18,6 +18,7 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.files.tensor_files import StoredTensor, TensorReader, read_header
 from swapper.io.checksums import checksum, join_checksums
 from swapper.io.handle import AsyncIOHandle
+from swapper.storage.atomic import is_being_written
 from swapper.tensors.dtypes import stored_dtype
 
 __all__ = ["Checkpoint"]
@@ -48,6 +49,8 @@ class Checkpoint:
                 data = read_index(opened)
         except FileNotFoundError:
             detail = "a checkpoint is a directory with this file, as swapper.save_checkpoint writes it"
+            if is_being_written(self.directory):
+                detail = "it is being saved, and appears when its files are copied: `wait()` for what the save gave"
             raise SwapIOError(errno.ENOENT, "open", path, detail=detail) from None
         except OSError as error:
             raise SwapIOError(error.errno or errno.EIO, "read", path) from error

@@ -86,6 +86,7 @@ class FastWriter:
 
         Raises:
             ValueError: it is closed.
+            TypeError: `data` has no bytes, as a str. At once, as by any file of Python; nothing is written.
         """
         output = self._opened()
         length_bytes = memoryview(data).nbytes

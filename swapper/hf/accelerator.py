@@ -13,7 +13,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.api import offload
-from swapper.api.arguments import ConfigLike, as_config
+from swapper.api.arguments import ConfigLike, as_config, check_is_model
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.gradient.swapper import GradientSwapper
@@ -50,15 +50,23 @@ def prepare(
         The prepared objects in the order of the arguments: model, optimizer (or each of them), others.
 
     Raises:
-        ConfigError: the config cannot work with this model and optimizer, or with what `accelerator` is.
+        ConfigError: the config cannot work with this model and optimizer, or with what `accelerator` is; or what is
+            given is no accelerator, model or optimizer.
         SwapIOError: the drive failed, or has too little free space. Model and optimizer are then as they were.
     """
+    if not hasattr(accelerator, "distributed_type"):
+        raise ConfigError(
+            f"swapper.hf.prepare: {type(accelerator).__name__} is not an accelerate.Accelerator; it comes first"
+        )
     kind = str(accelerator.distributed_type.value)
     if kind not in _PLAIN:
         raise ConfigError(
             f"swapper.hf.prepare: an Accelerator of kind {kind} keeps parameters and state in its own way"
         )
+    check_is_model(model)
     optimizers: Sequence[Any] = optimizer if isinstance(optimizer, Sequence) else [optimizer]
+    if not optimizers:
+        raise ConfigError("swapper.hf.prepare: no optimizer is given; for a model alone call swapper.offload")
     swap(model, optimizers, as_config(config))
     swap_clipping(accelerator, optimizers)
     return tuple(accelerator.prepare(model, *optimizers, *others))

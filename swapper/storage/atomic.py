@@ -49,6 +49,7 @@ __all__ = [
     "NewFile",
     "all_at_once",
     "claim",
+    "is_being_written",
     "put_in_place",
     "remove_tree",
     "sweep_directories",
@@ -327,6 +328,19 @@ class NewDirectory(_New):
 def temporary_path(target: Path) -> Path:
     """A path beside `target` that nothing has, by which `sweep_directories` knows it."""
     return target.parent / f".{target.name}.tmp-{secrets.token_hex(6)}"
+
+
+def is_being_written(target: Path) -> bool:
+    """True while a writer that lives has a directory for `target` that is not complete yet. Never raises."""
+    try:
+        names = [name for name in os.listdir(target.parent) if _TEMPORARY_PATH.fullmatch(name)]
+        for path in (target.parent / name for name in names if name.rpartition(".tmp-")[0] == f".{target.name}"):
+            with contextlib.ExitStack() as stack:
+                if path.is_dir() and not _locked(path, stack) and path.exists():
+                    return True
+    except OSError:
+        pass
+    return False
 
 
 def put_in_place(path: Path, target: Path) -> bool:

@@ -84,6 +84,11 @@ class _Evicted(StandIn):
             # Not the address in the pool, where others come next: of two parameters it would be the same.
             copy = vars(call.first)[ADDRESS] = home.mapped_copy()
             return copy.data_ptr()
+        if name == "share_memory_" and home is not None:  # It would move the values out of the pool, for good.
+            raise SwapError(
+                f"{home.name} is swapped, so its values cannot be moved to shared memory: call share_memory before "
+                "swapper.offload, and offload_param.device: none, or let each process load a model of its own"
+            )
         if func in MAKES_ALIASES and cls is EvictedTensor and home is not None:  # By the class around it.
             return EvictedView(ViewOfParameter(call.first, home))
         if func is torch.autograd.grad:

@@ -742,6 +742,36 @@ def test_a_checkpoint_within_a_run_directory_is_refused(below: str, linked: bool
     assert [path.name for path in drive.iterdir()] == ["checkpoint"]
 
 
+def test_a_checkpoint_that_is_still_copied_may_not_be_loaded_yet_which_is_said(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = threading.Event()
+    copy = NewCheckpoint._copy
+
+    def copy_late(*args: Any) -> None:
+        assert told.wait(60)
+        copy(*args)
+
+    monkeypatch.setattr(NewCheckpoint, "_copy", copy_late)
+    paths = [nvme_path / "a", nvme_path / "b"]  # Of two drives files are copied, and not linked.
+    for path in paths:
+        path.mkdir()
+    model = nn.Linear(1024, 1024)
+    config = {"nvme_path": paths, "pool_bytes": "32MiB", "offload_param": {"device": "nvme"}}
+    swapper.offload(model, config=config)
+    saving = swapper.save_checkpoint(nvme_path / "checkpoint", model)
+    assert not saving.done()
+    with pytest.raises(swapper.SwapIOError, match="it is being saved, and appears when its files are copied"):
+        swapper.load_checkpoint(nvme_path / "checkpoint", model)
+    for name in ("check", "heckpoint", "none"):  # Others are only not there.
+        with pytest.raises(swapper.SwapIOError, match="a checkpoint is a directory with this file"):
+            swapper.load_checkpoint(nvme_path / name, model)
+    told.set()
+    saving.wait()
+    swapper.load_checkpoint(nvme_path / "checkpoint", model)
+    model.swapper.close()
+
+
 def test_a_model_may_go_while_its_checkpoint_is_copied(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     gone = threading.Event()
     copy = NewCheckpoint._copy

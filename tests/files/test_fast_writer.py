@@ -236,3 +236,13 @@ def test_bad_arguments(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="pool_bytes"):
         FastWriter(tmp_path / "x", pool_bytes=0)
     assert not list(tmp_path.iterdir())
+
+
+def test_what_has_no_bytes_is_refused_at_once_as_by_a_file(path: Path) -> None:
+    """`flush` and `close` raise what the drive does; these are the mistakes of the caller."""
+    with FastWriter(path) as writer:
+        for wrong in ("text", None, 5, [1]):
+            with pytest.raises(TypeError, match="bytes-like object is required"):
+                writer.write(wrong)
+        writer.write(b"right")
+    assert path.read_bytes() == b"right"

@@ -374,6 +374,7 @@ def test_without_transformers_the_error_says_so(
         ({"state_dict": {}}, "state_dict"),
         ({"model_class": "NoSuchModel"}, "model_class: transformers has no"),
         ({"model_class": nn.Linear}, "has no from_pretrained"),
+        ({"model_class": transformers.LlamaConfig}, "model_class: LlamaConfig.from_pretrained makes no model"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_by_name(

@@ -378,6 +378,22 @@ def test_a_loop_with_accelerate(tmp_path: Path, sections: str, resume: bool) -> 
         assert all(torch.equal(value, state[key][name]) for name, value in entries.items())
 
 
+def test_prepare_refuses_by_name_what_is_no_accelerator_model_or_optimizer(tmp_path: Path) -> None:
+    settings = config(tmp_path, OPTIMIZER)
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(model.parameters())
+    accelerator: Any = Accelerator(cpu=True)
+    for given, says in (
+        ((None, model, optimizer), "NoneType is not an accelerate.Accelerator"),
+        ((accelerator, None, optimizer), "NoneType is not a torch.nn.Module"),
+        ((accelerator, model, None), "NoneType is not a torch.optim.Optimizer"),
+        ((accelerator, model, []), "no optimizer is given"),
+    ):
+        with pytest.raises(swapper.ConfigError, match=says):
+            prepare(*given, settings)
+    assert type(optimizer).__name__ == "AdamW" and not hasattr(optimizer, "swapper")
+
+
 @pytest.mark.parametrize("how", ["clip_grad_norm_", "clip_grad_value_"])
 def test_clipping_takes_its_arguments_by_name(tmp_path: Path, how: str) -> None:
     limit = {"clip_grad_norm_": "max_norm", "clip_grad_value_": "clip_value"}[how]

@@ -155,6 +155,22 @@ def test_a_use_that_the_collector_ends_while_another_is_let_go(
     model.swapper.close()
 
 
+@pytest.mark.parametrize("whole", [True, False])
+def test_shared_memory_is_refused_at_once_and_training_goes_on(nvme_path: Path, whole: bool) -> None:
+    """Torch would move the values out of the pool, where what is written to them would be lost."""
+    models = [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    config = swapper.OffloadConfig(nvme_path=nvme_path, pool_bytes="1MiB", offload_param={"device": "nvme"})
+    swapper.offload(models[0], config=config)
+    with pytest.raises(swapper.SwapError, match="is swapped, so its values cannot be moved to shared memory"):
+        models[0].share_memory() if whole else models[0][1].weight.share_memory_()
+    for model in models:
+        torch.manual_seed(0)
+        model(torch.randn(2, WIDTH)).square().sum().backward()
+    assert bits([p.grad for p in models[0].parameters()]) == bits([p.grad for p in models[1].parameters()])
+    models[0].swapper.close()
+
+
 def test_a_pool_dies_with_its_last_user_though_a_view_outlives_the_model(nvme_path: Path) -> None:
     gc.disable()
     try:
