@@ -2,7 +2,8 @@
 
 [Note: one round] Layers use their records in order, one layer after the other, and after the last layer comes the first
 one of the next token. So `RecordCache` moves them as those of all swappers, with `RoundPolicy`: what was used last is
-needed last. What comes next is read ahead, of this layer and of those after it, as far as the part of the pool goes.
+needed last. What comes next is read ahead, of this layer and of those after it: where there is room, and a few records
+for which others go.
 
 [Note: failures] A forward pass that is cut off has given some layers their tokens, and not the others. So after any
 exception in here, Ctrl-C included, nothing is given out or taken in any more until `clear`.
@@ -330,13 +331,21 @@ class TokenRecords:
         self._policy.unwritten[record.key] = record.length_bytes
 
     def read_ahead(self, layer: int, position: int) -> None:
-        """Start reading what is used after the record at `position` of `layer`, as far as there is room."""
+        """Start reading what is used after the record at `position` of `layer`, as far as there is room.
+
+        For the next few another record goes. For more none does: each would go once it was used, and be read in every
+        round, where as many as have room could stay.
+        """
         count = sum(map(len, self.layers))
         if len(self._cache.records) == count:
             return
+        most_bytes = min(self._policy.limit_bytes // _BUFFERS, _AHEAD_BYTES)
         following = itertools.islice(self._following(layer, position), min(count, _DEPTH) - 1)
+        ahead_bytes = 0
         for distance, record in enumerate(following, start=1):
-            self._policy.age_allowed = count - distance - 1
+            ahead_bytes += record.length_bytes
+            goes = distance <= 2 or ahead_bytes <= most_bytes
+            self._policy.age_allowed = count - distance - 1 if goes else -1
             if not self._cache.stage(record.key, record.length_bytes):
                 return
 
@@ -358,6 +367,9 @@ class TokenRecords:
 
 _DEPTH = 64
 """Records that are looked at to be read ahead."""
+
+_AHEAD_BYTES = 32 << 20
+"""Of records for which others go: enough to keep any drive busy."""
 
 
 _PATIENCE_S = 2.0

@@ -275,6 +275,29 @@ def test_most_of_a_long_context_is_on_the_drive(config: OffloadConfig) -> None:
         assert stats.bytes_read >= stats.stored_bytes // 2 - stats.pool_bytes
 
 
+@pytest.mark.parametrize("tokens", [1300, 3000])
+@torch.no_grad()
+def test_a_token_reads_what_has_no_room_and_each_layer_before_it_is_used(
+    tokens: int, nvme_path: Path, leaves_nothing: None
+) -> None:
+    layers, record_bytes = 4, 16 << 10
+    config = OffloadConfig(nvme_path=nvme_path, pool_bytes="1MiB", bucket_bytes=record_bytes)
+    plain = DynamicCache()
+    with OffloadedCache(config) as cache:
+        records = cache._records
+        for count in (tokens, *[1] * 6):
+            before = cache.stats().bytes_read
+            for layer in range(layers):
+                new = torch.randn(2, 1, 2, count, 16)
+                assert all(map(same, cache.update(*new, layer), plain.update(*new, layer)))
+                (first, *_), at = records.layers[(layer + 1) % len(records.layers)], records._cache.records
+                assert at.get(first.key) is not None, "it is there, or on its way"
+            stats = cache.stats()
+            assert stats.stored_bytes > config.pool_bytes == stats.pool_bytes
+            most_bytes = stats.stored_bytes - config.pool_bytes + config.pool_bytes // 4 + 2 * record_bytes
+            assert count > 1 or stats.bytes_read - before <= most_bytes < stats.stored_bytes
+
+
 # --- Models ---------------------------------------------------------------------------------------------------------
 
 

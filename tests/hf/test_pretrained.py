@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import json
 import os
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from twins import bits, config_for, small_records, swapper_of
+from weight_files import write_weights
 
 import swapper
+from swapper.metrics import Timeline
 from swapper.parameter import from_files
 
 transformers = pytest.importorskip("transformers")
@@ -82,9 +87,28 @@ def test_generate_gives_the_logits_of_from_pretrained(
     assert swapper_of(model).metrics.bytes_written == 0
 
 
-def test_two_models_in_one_pool_assist_each_other(nvme_path: Path, tmp_path: Path) -> None:
-    save_tiny(tmp_path / "model", "llama", torch.float32)
-    save_tiny(tmp_path / "draft", "llama tied", torch.float32)
+RESIDUES = (0, 16, 24, 32, 56, 31)
+"""Where tensors of shards begin, mod 64: what others' files have, and one after a header of an odd length."""
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_shards_at_every_residue(name: str, nvme_path: Path, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", name, torch.float32)
+    plain = reference(tmp_path / "model")
+    files = sorted((tmp_path / "model").glob("*.safetensors"))
+    assert len(files) >= len(RESIDUES)
+    for file, residue in zip(files, itertools.cycle(RESIDUES), strict=False):
+        write_weights(file, load_file(file), residue)
+    model = pretrained(nvme_path, tmp_path / "model")
+    for batch in (1, 4):
+        inputs = inputs_for(plain, batch, torch.Generator().manual_seed(batch))
+        assert generated(model, inputs, do_sample=False) == generated(plain, inputs, do_sample=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_two_models_in_one_pool_assist_each_other(dtype: torch.dtype, nvme_path: Path, tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model", "llama", dtype)
+    save_tiny(tmp_path / "draft", "llama tied", dtype)
     config = config_for(nvme_path, pool_bytes="512KiB", offload_optimizer={"device": "none"})
     model, draft = (swapper.from_pretrained(tmp_path / name, config) for name in ("model", "draft"))
     plain, small = (reference(tmp_path / name) for name in ("model", "draft"))
@@ -168,9 +192,37 @@ def test_encoders_and_decoders(name: str, dtype: torch.dtype, nvme_path: Path, t
             inputs = {"input_features": torch.randn(batch, 8, 64, generator=generator).to(dtype)}
         else:
             inputs = inputs_for(plain, batch, generator)
-        for way in (WAYS["greedy"], WAYS["beams"]):
+        for way in WAYS.values():
             way = {**way, "decoder_start_token_id": 1}
             assert generated(model, inputs, **way) == generated(plain, inputs, **way)
+
+
+def test_tokens_after_the_first_ones_read_nothing_of_the_encoder(nvme_path: Path, tmp_path: Path) -> None:
+    """The first forward is another than those that follow it, whose order is learnt, too."""
+    save_any(tmp_path / "model", "T5ForConditionalGeneration", torch.float32)
+    model = pretrained(nvme_path, tmp_path / "model")
+    owner, seen = swapper_of(model), list[tuple[int, float]]()
+    model.register_forward_hook(lambda *_: seen.append((owner.metrics.bytes_read, time.perf_counter())))
+    inputs = inputs_for(model, 1, torch.Generator().manual_seed(1))
+    with Timeline() as timeline:
+        model.generate(**inputs, decoder_start_token_id=1, do_sample=False, min_new_tokens=8, max_new_tokens=8)
+    lengths = {held.number: held.length_bytes for held in owner._all}
+    records = owner.plan.records
+    of_encoder = {r.number for r in records if all(each.name.startswith("encoder.") for each in r.locations)}
+    reads = [e for e in timeline.events() if e.name == "read" and e.record is not None]
+    late = {e.record[2] for e in reads if e.record is not None and e.start_s > seen[1][1]}
+    assert of_encoder and late and not late & of_encoder
+    most_bytes = sum(lengths.values()) - sum(lengths[each] for each in of_encoder)
+    for (before, _), (after, _) in itertools.pairwise(seen[2:]):
+        assert after - before <= most_bytes - owner._budget_bytes + 2 * max(lengths.values())
+
+
+def test_a_cache_of_fixed_length_or_none(nvme_path: Path, tmp_path: Path) -> None:
+    made = save_any(tmp_path / "model", "Gemma2ForCausalLM", torch.float32, sliding_window=4)
+    model, plain = pretrained(nvme_path, tmp_path / "model"), aligned(made.from_pretrained(tmp_path / "model"))
+    inputs = inputs_for(plain, 4, torch.Generator().manual_seed(4))
+    for way in ({}, {"cache_implementation": "static"}, {"use_cache": False}):
+        assert generated(model, inputs, do_sample=False, **way) == generated(plain, inputs, do_sample=False, **way)
 
 
 @pytest.mark.sampled(3)

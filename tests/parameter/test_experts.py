@@ -23,6 +23,7 @@ from weight_files import hollow, write_shards, write_weights
 import swapper
 from swapper.metrics import Timeline
 from swapper.parameter import from_files
+from swapper.parameter.experts import ExpertCache
 
 transformers = pytest.importorskip("transformers")
 
@@ -100,6 +101,27 @@ def test_a_token_reads_the_experts_that_are_routed_to_and_no_others(
     if room == "all":
         assert len(found) == 2 * len(wanted), "what was read stays"
     assert swapper_of(model).metrics.bytes_written == 0
+
+
+@pytest.mark.parametrize("experts", ["eager", "batched_mm"])
+def test_all_that_a_router_has_chosen_is_on_its_way_when_the_first_of_it_is_used(
+    experts: str, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = made(config_of("mixtral"), torch.float32, experts)
+    index = write_shards(tmp_path / "weights", one_by_one(reference), random.Random(1), [40, 3])
+    model = hollow(made(reference.config, torch.float32, experts))
+    swapper.offload(model, config=config_for(nvme_path, pool_bytes="4MiB"), weights=index)
+    routed, there, part = Routed(model), dict[int, set[int]](), ExpertCache.part
+
+    def noted(cache: ExpertCache, number: int) -> torch.Tensor:
+        there.setdefault(len(routed.calls), {record.key.number for record in cache.record_cache.records})
+        return part(cache, number)
+
+    monkeypatch.setattr(ExpertCache, "part", noted)
+    assert generate(model) == generate(reference)
+    assert sorted(there) == list(range(1, len(routed.calls) + 1))
+    for call, (layer, chosen) in enumerate(routed.calls, start=1):
+        assert {(2 * layer + matrix) * EXPERTS + expert for matrix in (0, 1) for expert in chosen} <= there[call]
 
 
 def change(state: dict[str, torch.Tensor], name: str, made: Callable[[torch.Tensor], torch.Tensor]) -> None:

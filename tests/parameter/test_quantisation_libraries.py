@@ -41,7 +41,7 @@ def torchao(config: str, **options: Any) -> nn.Module:
     return base
 
 
-def torchao_nf4() -> nn.Module:
+def torchao_nf4(width: int = WIDTH) -> nn.Module:
     nf4 = module_of("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
 
     class Linear(nn.Linear):
@@ -49,7 +49,7 @@ def torchao_nf4() -> nn.Module:
             y: torch.Tensor = nf4.linear_nf4(x, self.weight) + self.bias
             return y
 
-    base = Linear(WIDTH, WIDTH)
+    base = Linear(width, width)
     base.weight = nn.Parameter(nf4.to_nf4(base.weight.detach(), 64, 256), requires_grad=False)
     return base
 
@@ -174,6 +174,22 @@ def test_files_of_torchao(kind: str, nvme_path: Path, tmp_path: Path) -> None:
         assert all(bits(model(x)) == bits(reference(x)) for _ in range(2))
     assert not swapper_of(model).metrics.bytes_written
     swapper_of(model).close()
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_weights_of_4_bits_are_read_in_a_quarter_of_the_bytes_of_bf16(nvme_path: Path) -> None:
+    """And their scales, which are a byte for 64 of them."""
+    width, read_bytes = 512, []
+    for make_layer in (partial(torchao_nf4, width), partial(nn.Linear, width, width, dtype=torch.bfloat16)):
+        model = nn.Sequential(*(make_layer() for _ in range(20))).requires_grad_(False)
+        x = torch.randn(2, width).to(next(model.parameters()).dtype)
+        with torch.no_grad():
+            want = bits(model(x))
+            swapper.offload(model, config=config_for(nvme_path, bucket_bytes="512KiB", pool_bytes="1536KiB"))
+            assert all(bits(model(x)) == want for _ in range(4))
+        read_bytes.append(swapper_of(model).metrics.bytes_read)
+        swapper_of(model).close()
+    assert 0 < read_bytes[0] < 0.3 * read_bytes[1]
 
 
 @pytest.mark.filterwarnings("ignore")
