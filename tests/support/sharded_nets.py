@@ -23,6 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import swapper
 from swapper.config import OffloadConfig
 from swapper.storage.buffers import Lease
+from swapper.storage.cache import RecordCache
+from swapper.storage.store import RecordKey
 from swapper.tensors.evicted import is_evicted
 
 WIDTH, HIDDEN, BLOCKS = 90, 301, 4
@@ -207,6 +209,25 @@ def poisoned() -> Iterator[None]:
         yield
 
 
+@contextlib.contextmanager
+def unreadable(at: int, *, gradients: bool) -> Iterator[None]:
+    """The record of a gradient, or of state, that is taken as the `at`-th cannot be read."""
+    take, left = RecordCache.take, at
+
+    def fails(cache: RecordCache, key: RecordKey, *args: Any, **options: Any) -> Any:
+        nonlocal left
+        left -= (key.kind == "grad") == gradients
+        if left == 0:
+            left = -1
+            raise swapper.SwapError("cannot be read")
+        return take(cache, key, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RecordCache, "take", fails)
+        yield
+    assert left < 0
+
+
 def least_of(net: nn.Module, optimizer: torch.optim.Optimizer, directory: str, given: dict[str, Any]) -> dict[str, Any]:
     """The least memory that a config can have, of the pool and of the device."""
 
@@ -349,7 +370,8 @@ def memory_bytes() -> int:
     return sum(int(fields[name].split()[0]) * 1024 for name in ("RssAnon", "RssShmem"))
 
 
-def _worker(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+def within_group(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
+    """Call `work(rank, *args)` within a process group of gloo."""
     torch.distributed.init_process_group("gloo")
     try:
         work(rank, *args)
@@ -360,4 +382,4 @@ def _worker(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> None
 
 def in_processes(work: Callable[..., None], *args: object, count: int = 2) -> None:
     """Run `work(rank, *args)` on so many ranks of gloo. Errors as `ranks.in_processes`."""
-    ranks.in_processes(_worker, work, args, ranks=count)
+    ranks.in_processes(within_group, work, args, ranks=count)

@@ -6,15 +6,15 @@ import copy
 import itertools
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
 from sampling import ALL, SEED
+from sharded_nets import in_processes
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.state_dict import (
@@ -310,19 +310,6 @@ def train_all(rank: int, directory: str) -> None:
         except Exception as error:
             error.add_note(f"in rank {rank}: {case}")
             raise
-
-
-def _worker(rank: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
-    torch.distributed.init_process_group("gloo")
-    try:
-        work(rank, *args)
-        torch.distributed.barrier()
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-def in_processes(work: Callable[..., None], *args: object, count: int = 2) -> None:
-    ranks.in_processes(_worker, work, args, ranks=count)
 
 
 def test_same_bits_as_plain_fsdp(nvme_path: Path, leaves_nothing: None) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 import pytest
 import ranks
 import torch
-from test_fsdp import _worker, config_of, in_processes, local, same, small, step
+from sharded_nets import in_processes, within_group
+from test_fsdp import config_of, local, same, small, step
 from test_fsdp_checkpoints import everything as wholes
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -308,7 +309,9 @@ def load_after(rank: int, directory: str, nvme: str, on_drive: str) -> None:
 def test_a_rank_that_is_killed_does_not_hang_the_others(
     death: tuple[str, Any, str], dying: int, on_drive: str, nvme_path: Path, tmp_path: Path
 ) -> None:
-    with ranks.started(_worker, live, (str(tmp_path), str(nvme_path), on_drive, dying, *death), ranks=3) as context:
+    with ranks.started(
+        within_group, live, (str(tmp_path), str(nvme_path), on_drive, dying, *death), ranks=3
+    ) as context:
         for process in context.processes:
             process.join(ranks.TIMEOUT_S)
     survivors = [rank for rank in range(3) if rank != dying]

@@ -15,7 +15,8 @@ import pytest
 import safetensors.torch
 import torch
 from sampling import ALL, EVERY, SEED
-from test_fsdp import OPTIMIZERS, Across, Case, config_of, in_processes, same, sharded
+from sharded_nets import in_processes
+from test_fsdp import OPTIMIZERS, Across, Case, config_of, same, sharded
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -11,7 +11,7 @@ import errno
 import functools
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from sharded_nets import (
     poisoned,
     same,
     sharded,
+    unreadable,
 )
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -44,8 +45,6 @@ from swapper.config import OffloadConfig
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.parameter import fsdp
 from swapper.sizes import SMALL_BYTES
-from swapper.storage.cache import RecordCache
-from swapper.storage.store import RecordKey
 from swapper.tensors import reduced
 from swapper.tensors.evicted_gradients import raw_gradient
 
@@ -288,25 +287,6 @@ def fails(rank: int, failing: int, act: Callable[[], object], match: str = "") -
     """All ranks raise what goes wrong on one."""
     with pytest.raises(swapper.SwapError, match=match if rank == failing else f"on rank {failing}|{match}.*on rank"):
         act()
-
-
-@contextlib.contextmanager
-def unreadable(at: int, *, gradients: bool) -> Iterator[None]:
-    """The record of a gradient, or of state, that is taken as the `at`-th cannot be read."""
-    take, left = RecordCache.take, at
-
-    def fails(cache: RecordCache, key: RecordKey, *args: Any, **options: Any) -> Any:
-        nonlocal left
-        left -= (key.kind == "grad") == gradients
-        if left == 0:
-            left = -1
-            raise swapper.SwapError("cannot be read")
-        return take(cache, key, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RecordCache, "take", fails)
-        yield
-    assert left < 0
 
 
 def fail(rank: int, directory: str) -> None:

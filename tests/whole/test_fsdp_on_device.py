@@ -33,6 +33,7 @@ from sharded_nets import (
     same,
     sharded,
     tokens_of,
+    unreadable,
     whole,
 )
 from sharded_uses import USES
@@ -42,8 +43,6 @@ from torch.distributed.tensor import DTensor
 import swapper
 from swapper.errors import SwapIOError
 from swapper.parameter import fsdp
-from swapper.storage.cache import RecordCache
-from swapper.storage.store import RecordKey
 from swapper.tensors import hollow
 from swapper.tensors.evicted import is_evicted
 
@@ -166,25 +165,6 @@ def test_state_dicts_and_uses_of_parameters(nvme_path: Path, settings: str, leav
 # --- Failures --------------------------------------------------------------------------------------------------------
 
 
-@contextlib.contextmanager
-def unreadable_state(at: int) -> Iterator[None]:
-    """The record of state that is taken as the `at`-th cannot be read."""
-    take, left = RecordCache.take, at
-
-    def fails(cache: RecordCache, key: RecordKey, *args: Any, **options: Any) -> Any:
-        nonlocal left
-        left -= key.kind != "grad"
-        if left == 0:
-            left = -1
-            raise swapper.SwapError("cannot be read")
-        return take(cache, key, *args, **options)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(RecordCache, "take", fails)
-        yield
-    assert left < 0
-
-
 def fail_on_one_rank(rank: int, directory: str) -> None:
     """A step, in backward or after it, cannot read state on one rank: all raise that, and go on after a load.
 
@@ -213,7 +193,7 @@ def fail_on_one_rank(rank: int, directory: str) -> None:
             twins.train()
             for model in twins.models if not case.in_backward else (plain,):
                 model(tokens_of(2 + rank, DEVICE)).backward()
-            fails = unreadable_state(2) if rank == failing else contextlib.nullcontext()
+            fails = unreadable(2, gradients=False) if rank == failing else contextlib.nullcontext()
             with fails, pytest.raises(swapper.SwapError, match="cannot be read") as caught:
                 mine.step() if not case.in_backward else net(tokens_of(2 + rank, DEVICE)).backward()
             assert (f"on rank {failing}" in str(caught.value)) == (rank != failing)
