@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from isolation import forks_at_work
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, OneCycleLR
@@ -623,7 +624,7 @@ def test_a_forked_child_cannot_step_and_leaves_the_files_alone(nvme_path: Path) 
         assert_same(plain, model)
 
 
-@pytest.mark.unsanitized("a forked child may inherit a lock of AddressSanitizer's allocator, and waits for it for ever")
+@forks_at_work
 def test_forked_data_loader_workers(nvme_path: Path) -> None:
     model = make_model()
     optimizer = adamw(model)

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 from accelerators import writes_start_with_calls
 from interrupts import interrupted_at
-from isolation import alone
+from isolation import alone, forks_at_work
 
 from swapper.config import OffloadConfig
 from swapper.errors import SwapIOError
@@ -347,6 +347,7 @@ def test_where_no_thread_is_to_be_had_the_next_call_starts_the_write(
 # --- Forks, and the end of the process --------------------------------------------------------------------------------
 
 
+@forks_at_work
 def test_a_fork_waits_until_no_write_is_being_started(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else the child would have the locks of a thread that it does not have."""
     with cache_of(nvme_path) as cache:
@@ -431,6 +432,7 @@ def fork(go_on: Callable[[], bool] = lambda: True) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@forks_at_work
 def test_a_fork_waits_for_a_thread_that_ends_another_owner(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The garbage collector ends it in the middle of starting a write, when others have the locks of those who fork."""
     with cache_of(nvme_path) as cache:
@@ -452,6 +454,7 @@ def test_a_fork_waits_for_a_thread_that_ends_another_owner(nvme_path: Path, monk
         assert is_in_file(nvme_path, 0, 5)
 
 
+@forks_at_work
 def test_no_write_is_started_while_another_thread_forks(nvme_path: Path) -> None:
     with cache_of(nvme_path) as cache:
         copy = put(cache, 0, 5)
@@ -466,6 +469,7 @@ def test_no_write_is_started_while_another_thread_forks(nvme_path: Path) -> None
         cache.flush()
 
 
+@forks_at_work
 def test_who_forks_in_the_middle_of_a_call_waits_for_nobody_who_waits_for_it(nvme_path: Path) -> None:
     """As the handler of a signal may."""
     with cache_of(nvme_path) as cache:
@@ -478,6 +482,7 @@ def test_who_forks_in_the_middle_of_a_call_waits_for_nobody_who_waits_for_it(nvm
         until(lambda: is_in_file(nvme_path, 0, 5))
 
 
+@forks_at_work
 def test_ctrl_c_while_a_fork_waits_is_raised_after_it(nvme_path: Path) -> None:
     """In a process without hooks of others, as those of `filelock`, in which it could be raised, and only printed."""
     alone(interrupted_fork, nvme_path)

@@ -15,6 +15,11 @@ from typing import Any
 import pytest
 from fork_server import ensure_server
 
+# For tests that fork while another thread is at work. One in about a hundred children of test_writes had the lock.
+forks_at_work = pytest.mark.unsanitized(
+    "a forked child may inherit a lock of AddressSanitizer's allocator, and waits for it for ever"
+)
+
 _context = multiprocessing.get_context("forkserver")
 
 
