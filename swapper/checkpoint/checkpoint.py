@@ -34,6 +34,7 @@ from swapper.checkpoint.saved_model import (
     ready_to_load_model,
     save_model,
     stored_state_dict,
+    write_for_others,
 )
 from swapper.checkpoint.state_loader import loading, optimizer_differences, ready_to_load_state
 from swapper.checkpoint.state_writer import names_of_parameters, save_state
@@ -92,7 +93,12 @@ os.register_at_fork(after_in_child=_after_fork)
 
 
 def save_checkpoint(
-    directory: str | os.PathLike[str], model: torch.nn.Module, optimizer: Optimizers = None, extra: object = None
+    directory: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: Optimizers = None,
+    extra: object = None,
+    *,
+    together: bool = False,
 ) -> SaveHandle:
     """Save model, optimizer state and `extra` as `directory`, which appears when it is complete and synced.
 
@@ -103,7 +109,7 @@ def save_checkpoint(
 
     With `checkpoint.keep_last: N` in the optimizer's config, older checkpoints of this training beside `directory` are
     removed then, but for the last N; their files are used again. Training with several processes: call it on one, or on
-    each with a directory of its own.
+    each with a directory of its own; or, with `together`, on all. Where anything is a DTensor, all must call it.
 
     Args:
         directory: any name; directories above it are made.
@@ -111,6 +117,9 @@ def save_checkpoint(
         optimizer: one, several, or None; swapped or not.
         extra: schedulers' state dicts, random states, counters: nested dicts, lists, tuples, numbers, strings, bytes,
             tensors and NumPy arrays. Not pickled; tensors come back on the CPU.
+        together: True if all processes of `torch.distributed` call this, with one `directory` that all of them have:
+            then each writes a part of what is the same on all, as replicas of DDP are. The same on all processes, of
+            which the others would wait else. Always done where anything is a DTensor.
 
     Returns:
         A handle: `done()`, and `wait()` which raises what failed in the background. Over already where all was linked.
@@ -118,9 +127,11 @@ def save_checkpoint(
     Raises:
         ConfigError: `model` is no module, or `optimizer` no optimizers.
         SwapError: something cannot be saved, named with what to do; or `directory` is something else than a checkpoint.
-        SwapIOError: the drive failed or is full. Training goes on, and an earlier checkpoint is whole.
+            Of processes that save together: what they should have alike differs, or their directories do.
+        SwapIOError: the drive failed or is full. Training goes on, and an earlier checkpoint is whole. Of processes
+            that save together all raise what one of them does.
     """
-    return save(directory, model, optimizer, extra)
+    return save(directory, model, optimizer, extra, together=together)
 
 
 def save(
@@ -131,6 +142,7 @@ def save(
     *,
     over_files: bool = False,
     prune: bool = True,
+    together: bool = False,
 ) -> SaveHandle:
     """As `save_checkpoint`, for those whose users expect more of a name, or less.
 
@@ -144,7 +156,7 @@ def save(
             "save_checkpoint was called within save_checkpoint, as by a signal handler; let the handler set a flag, "
             "and save when a step is over"
         )
-    together = _is_sharded(model, optimizer)
+    together = _is_sharded(model, optimizer) or (together and rank_count() > 1)
     with agreed(together):
         model = _checked_model(model)
         optimizers = _listed(optimizer)
@@ -185,6 +197,8 @@ def _save_together(
                 after = _After(
                     new.directory, index.run, _keep_last(optimizers) if prune else None, _adopter(model, optimizers)
                 )
+                if not index.model.sharded:  # Tools of others can read them: all tensors are whole.
+                    write_for_others(model, new, {name: index.model.tensors[name] for name in index.model.wholes()})
                 after.tidy(new.finish(index, refuse_unloadable))
     return SaveHandle(str(new.directory), None)
 

@@ -1,11 +1,11 @@
 """One checkpoint that several ranks save together.
 
-[Note: ranks] Each rank has parts of DTensors, by FSDP2 or tensor parallelism, and writes them to files of its own in
-one directory that rank 0 has made: its records are linked, as ever. What several ranks have alike (`Replicate`,
-parameters that are no DTensors) is written once; who writes it is chosen from what all of them say that they have, so
-that bytes are spread. Rank 0 puts together what they say of their parts to one index, and publishes the directory when
-all have synced their files. Between any two of these steps all ranks find out whether all of them have succeeded: if
-one has not, all raise, and rank 0 removes what is there.
+[Note: ranks] Each rank has parts of DTensors, by FSDP2 or tensor parallelism, or a replica of all, by DDP, and writes
+them to files of its own in one directory that rank 0 has made: its records are linked, as ever. What several ranks
+have alike (`Replicate`, tensors that are no DTensors) is written once; who writes it is chosen from what all of them
+say that they have, so that bytes are spread. Rank 0 puts together what they say of their parts to one index, and
+publishes the directory when all have synced their files. Between any two of these steps all ranks find out whether all
+of them have succeeded: if one has not, all raise, and rank 0 removes what is there.
 
     rank 0              others
     make a directory    -                   agree
@@ -96,20 +96,28 @@ def new_checkpoint(directory: str | os.PathLike[str], over_files: bool) -> Itera
             if rank == 0:
                 new = NewCheckpoint(directory, over_files=over_files, rank=0)
                 undo.callback(new.discard)
-        paths = exchanged(None if new is None else str(new.path))
+        paths = exchanged(None if new is None else (str(new.path), str(new.directory)))
         with agreed():
             if new is None:
                 assert paths[0] is not None
-                path = Path(paths[0])
-                if not path.is_dir():
-                    raise SwapError(
-                        f"{path.parent} is another directory here than on rank 0: ranks save one checkpoint together, "
-                        "to a directory that all of them have"
-                    )
+                path, first = map(Path, paths[0])
                 new = NewCheckpoint(directory, rank=rank, path=path)
+                if not path.is_dir() or not _are_one(new.directory, first):
+                    raise SwapError(
+                        f"{new.directory} is another directory here than {first} on rank 0: ranks save one checkpoint "
+                        "together, to a directory that all of them have"
+                    )
                 undo.callback(new.discard)
         assert new is not None
         yield new
+
+
+def _are_one(directory: Path, first: Path) -> bool:
+    """True if both are going to be one directory, beneath one that is there."""
+    try:
+        return directory.name == first.name and directory.parent.samefile(first.parent)
+    except OSError:
+        return False
 
 
 def save_part(
@@ -128,7 +136,7 @@ def save_part(
         offer = _Offer(
             units=[*shards.units, *units],
             parts=shards.parts,
-            sums=shards.sums_of_others(),
+            sums=shards.sums,
             extra=new.summed(encoded, "extra."),
             options=[digest_of_options(each, number, new) for number, each in enumerate(optimizers)],
             plain=[sums_of_plain(each) for each in optimizers],
@@ -217,17 +225,17 @@ def _check_same_parts(sums: Sequence[Mapping[str, tuple[str, int]]]) -> None:
 def _share_out(units: Sequence[Sequence[tuple[str, int]]]) -> list[set[str]]:
     """The units that each rank writes: each is written by one of those that have it, so that bytes are spread."""
     having: dict[str, list[int]] = {}
+    length_bytes: dict[str, int] = {}
     for rank, each in enumerate(units):
-        for unit, _ in each:
+        for unit, length in each:
             having.setdefault(unit, []).append(rank)
+            length_bytes.setdefault(unit, length)
     load = [0] * len(units)
     chosen: list[set[str]] = [set() for _ in units]
-    for each in units:
-        for unit, length_bytes in each:
-            if ranks := having.pop(unit, None):
-                rank = min(ranks, key=lambda rank: load[rank])
-                load[rank] += length_bytes
-                chosen[rank].add(unit)
+    for unit in sorted(having, key=length_bytes.__getitem__, reverse=True):  # The largest first: the rest evens out.
+        rank = min(having[unit], key=load.__getitem__)
+        load[rank] += length_bytes[unit]
+        chosen[rank].add(unit)
     return chosen
 
 
@@ -261,6 +269,7 @@ def _joined_model(models: Sequence[SavedModel]) -> SavedModel:
             name = min(model.sharded.keys() ^ whole.sharded.keys())
             raise SwapError(f"{name} is a DTensor of only some ranks, which cannot be saved together")
         whole.tensors |= model.tensors
+        whole.tied |= model.tied
         for name, shards in model.sharded.items():
             whole.sharded[name].parts.update(shards.parts)
         for name, own in model.own.items():

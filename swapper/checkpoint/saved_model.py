@@ -41,6 +41,7 @@ __all__ = [
     "differences",
     "encoded_value",
     "flat_state_dict",
+    "linkable_records",
     "model_values",
     "plain_model",
     "ready_to_load_model",
@@ -49,6 +50,7 @@ __all__ = [
     "save_state_dict",
     "save_tensors",
     "stored_state_dict",
+    "write_for_others",
     "write_memory",
 ]
 
@@ -128,7 +130,7 @@ def save_tensors(
             check_can_be_saved(name, value)
             memory[name] = value
     files: dict[RecordKey, RecordFile] = {}
-    for held in _linkable(model, memory):
+    for held in linkable_records(model, memory):
         files[held.key] = record_file(held, new, saved.tensors)
     if files:
         new.add_records(vars(model)["swapper"].store, files)
@@ -138,7 +140,7 @@ def save_tensors(
         write_memory({**memory, **parts}, new, saved)  # Tools of others cannot put them together.
         return saved
     write_memory(memory, new, saved)
-    _write_for_others(model, new, saved.tensors)
+    write_for_others(model, new, saved.tensors)
     return saved
 
 
@@ -207,7 +209,7 @@ def _described(file: str, value: torch.Tensor, crc32c: int) -> SavedTensor:
     return SavedTensor(file=file, dtype=dtype_name(value.dtype), shape=list(value.shape), crc32c=crc32c)
 
 
-def _linkable(model: torch.nn.Module | None, state: Mapping[str, torch.Tensor]) -> Iterator[Held]:
+def linkable_records(model: torch.nn.Module | None, state: Mapping[str, torch.Tensor]) -> Iterator[Held]:
     """The records whose tensors are those of the state dict, under the same names."""
     swapper = None if model is None else vars(model).get("swapper")
     if isinstance(swapper, ParameterSwapper):
@@ -235,7 +237,7 @@ def record_file(held: Held, new: NewCheckpoint, tensors: dict[str, SavedTensor])
     return RecordFile(name, layout.exact_bytes(), join_checksums(parts))
 
 
-def _write_for_others(model: torch.nn.Module | None, new: NewCheckpoint, tensors: Mapping[str, SavedTensor]) -> None:
+def write_for_others(model: torch.nn.Module | None, new: NewCheckpoint, tensors: Mapping[str, SavedTensor]) -> None:
     """Write what tools of others look for: which file has which tensor, and the model's config if it can print one."""
     total = sum(math.prod(saved.shape) * getattr(torch, saved.dtype).itemsize for saved in tensors.values())
     weight_map = {name: saved.file for name, saved in tensors.items()}

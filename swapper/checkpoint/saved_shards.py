@@ -1,7 +1,8 @@
-"""A model of which this rank has shards, in a checkpoint that all ranks save together. See [Note: ranks] of `ranks`.
+"""A model in a checkpoint that all ranks save together. See [Note: ranks] of `ranks`.
 
-A shard is written once, by one of the ranks that have it: by a second name of its record, if it is on disk, else to a
-file of the shards that are in memory. What can be linked is linked whole: the shards of a record are one unit.
+A shard, and a tensor that is no DTensor and the same as on rank 0, is written once, by one of the ranks that have it:
+by a second name of its record, if it is on disk, else to a file of what is in memory. What can be linked is linked
+whole: the tensors of a record are one unit.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ from swapper.checkpoint.saved_model import (
     check_can_be_saved,
     encoded_value,
     flat_state_dict,
+    linkable_records,
     record_file,
     save_tensors,
-    write_memory,
 )
 from swapper.checkpoint.writer import NewCheckpoint, RecordFile, pieces_of
 from swapper.errors import SwapError
@@ -85,6 +86,17 @@ class _Unit(NamedTuple):
         return sum(shard.length_bytes for shard in self.shards)
 
 
+class _PlainUnit(NamedTuple):
+    """Tensors that are no DTensors, of one record or one in memory, that are written in one piece or not at all.
+
+    `names` are their first ones. `key` is the same on each rank that has the same values.
+    """
+
+    names: Sequence[str]
+    key: str
+    length_bytes: int
+
+
 class ShardedModel:
     """What this rank has of a model that several save together, as it is now: nothing may change until it is saved.
 
@@ -95,10 +107,11 @@ class ShardedModel:
     Attributes:
         units: what is written in one piece or not at all, with its length in bytes; see `state_units`.
         parts: of each of its shards, what it is of which tensor.
+        sums: by name what tells whether two tensors that are no DTensors, or other values, are the same.
 
     Raises:
         SwapError: something cannot be saved.
-        SwapIOError: a record that was changed could not be written.
+        SwapIOError: a record that was changed could not be written, or one could not be read.
     """
 
     def __init__(self, model: torch.nn.Module, new: NewCheckpoint) -> None:
@@ -109,7 +122,15 @@ class ShardedModel:
         for shard in self._shards.values():
             check_can_be_saved(shard.name, shard.local)
         self._units = self._cut()
+        names: dict[int, str] = {}
+        for name, value in self._state.items():
+            if isinstance(value, torch.Tensor) and not is_sharded(value):
+                names.setdefault(id(value), name)
+        linked = [*linkable_records(model, {name: self._state[name] for name in names.values()})]
+        self.sums = self._sums_of_others(names, linked)
+        self._plain_units = self._cut_others(names, linked)
         self.units = [(unit.key, unit.length_bytes) for unit in self._units]
+        self.units += [(unit.key, unit.length_bytes) for unit in self._plain_units]
         self.parts = [_part(shard) for shard in self._shards.values()]
 
     def _cut(self) -> list[_Unit]:
@@ -140,12 +161,21 @@ class ShardedModel:
                     found[part] = (shard.name, crc)
         return found
 
-    def sums_of_others(self) -> dict[str, object]:
-        """By name what tells whether two tensors that are no DTensors, or other values, are the same.
+    def _cut_others(self, names: Mapping[int, str], linked: Sequence[Held]) -> list[_PlainUnit]:
+        records = [[location.name for location in held.plan.locations] for held in linked]
+        in_records = {name for record in records for name in record}
+        return [
+            _PlainUnit(unit, repr([(name, self.sums[name]) for name in unit]), sum(self._state[n].nbytes for n in unit))
+            for unit in (*records, *([name] for name in names.values() if name not in in_records))
+        ]
 
-        Raises:
-            SwapError: one cannot be saved.
-        """
+    def _sums_of_others(self, names: Mapping[int, str], linked: Sequence[Held]) -> dict[str, object]:
+        known = {
+            id(location.parameter): crc
+            for held in linked
+            for location, crc in zip(held.plan.locations, held.checksums, strict=True)
+            if location.parameter.is_contiguous()
+        }
         found: dict[str, object] = {}
         for name, value in self._state.items():
             if not isinstance(value, torch.Tensor):
@@ -153,7 +183,8 @@ class ShardedModel:
                 self._new.drop_values(f"model.{name}.")
             elif not is_sharded(value):
                 check_can_be_saved(name, value)
-                found[name] = (_sum_of(value), value.dtype, tuple(value.shape))
+                crc = known[id(value)] if id(value) in known else _sum_of(value)
+                found[name] = (crc, value.dtype, tuple(value.shape), names[id(value)])
         return found
 
     def save(self, part: Part) -> SavedModel:
@@ -186,12 +217,14 @@ class ShardedModel:
         if files:
             self._new.add_records(vars(self._model)["swapper"].store, files)
         plain = {name: value for name, value in self._state.items() if not is_sharded(value)}
-        if part.rank == 0:
-            others = save_tensors(plain, self._new, self._model, memory)
-            others.sharded = saved.sharded
-            others.tied |= saved.tied
-            others.tensors |= saved.tensors
-            return others
+        # A unit that has something of this rank's own has another key than that of rank 0, which is written.
+        units = [each for each in self._plain_units if part.writes(each.key) and not {*each.names} & {*part.own}]
+        written = {id(plain[name]) for unit in units for name in unit.names}
+        others = {
+            name: value
+            for name, value in plain.items()
+            if (id(value) in written if isinstance(value, torch.Tensor) else part.rank == 0) and name not in part.own
+        }
         for name in part.own:
             if not isinstance(plain[name], torch.Tensor):
                 saved.own_values[name] = {str(part.rank): encoded_value(plain[name], name, self._new)}
@@ -199,8 +232,11 @@ class ShardedModel:
             piece = _free_name(f"{name}@r{part.rank}", self._state)
             memory[piece] = plain[name]
             saved.own[name] = {str(part.rank): piece}
-        write_memory(memory, self._new, saved)
-        return saved
+        whole = save_tensors(others, self._new, self._model, memory)
+        whole.sharded, whole.own, whole.own_values = saved.sharded, saved.own, saved.own_values
+        whole.tied |= saved.tied
+        whole.tensors |= saved.tensors
+        return whole
 
 
 def _is_linkable(held: Held, shards: Sequence[_Shard]) -> bool:

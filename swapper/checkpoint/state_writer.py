@@ -102,13 +102,19 @@ def state_units(optimizer: Optimizer, number: int) -> list[tuple[str, int]]:
     boxes = [box_of(p) for p in parameters]
     small = [(_unit_of_small(number, slot, box), 0) for slot, box in enumerate(boxes)]
     if swapper is None:
-        return [*small, *((_unit(number, [(slot, box)]), box.numel) for slot, box in enumerate(boxes))]
+        units = [_unit(number, [(slot, box)]) for slot, box in enumerate(boxes)]
+        lengths = [_length_bytes(optimizer.state.get(p) or {}) for p in parameters]
+        return [*small, *zip(units, lengths, strict=True)]
     records = swapper.flushed_records("save_checkpoint")
     slot_of = _slots(records, parameters)
     return [
         *small,
         *((_unit_of_bucket(number, bucket, slot_of), bucket.length_bytes) for bucket in records.plan.buckets),
     ]
+
+
+def _length_bytes(state: Mapping[str, Any]) -> int:
+    return sum(local_of(value).nbytes for value in state.values() if isinstance(value, torch.Tensor))
 
 
 def digest_of_options(optimizer: Optimizer, number: int, new: NewCheckpoint) -> bytes:

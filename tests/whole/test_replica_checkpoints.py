@@ -1,0 +1,234 @@
+"""`save_checkpoint(..., together=True)` of replicas, as under DDP: each rank writes a part, and loads are as ever."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ranks
+import safetensors.torch
+import torch
+from sharded_nets import in_processes, within_group
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import swapper
+from swapper.checkpoint import checkpoint as checkpoints
+from swapper.checkpoint.writer import NewCheckpoint
+from swapper.errors import SwapError, SwapIOError
+from swapper.storage.store import TensorStore
+
+PLACES = ("nothing", "state", "all")
+"""What of a training is on the drive."""
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(32, 96, bias=False)
+        self.layers = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(96, 96), nn.BatchNorm1d(96))))
+        self.head = nn.Linear(96, 32, bias=False)
+        self.tied = nn.Linear(32, 96, bias=False)
+        self.tied.weight = self.embedding.weight
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.head(self.layers(self.embedding(tokens) + self.tied(tokens)))
+        return found
+
+
+def made(nvme: str, place: str) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+    """A net and its two optimizers, of which the second has no record of its own where nothing is on the drive."""
+    torch.manual_seed(0)
+    net = Net()
+    optimizers: list[torch.optim.Optimizer] = [
+        torch.optim.AdamW([*net.embedding.parameters(), *net.layers.parameters()], lr=1e-2),
+        torch.optim.SGD(net.head.parameters(), lr=1e-2, momentum=0.9),
+    ]
+    if place == "nothing":
+        return net, optimizers
+    given: dict[str, Any] = {"nvme_path": nvme, "pool_bytes": "2MiB", "bucket_bytes": "48KiB"}
+    given["offload_optimizer"] = {"device": "nvme"}
+    left = optimizers
+    if place == "all":
+        swapper.offload(net, optimizers[0], swapper.OffloadConfig(**given, offload_param={"device": "nvme"}))
+        left = optimizers[1:]
+    for each in left:
+        swapper.wrap_optimizer(each, swapper.OffloadConfig(**given))
+    return net, optimizers
+
+
+def step(net: nn.Module, optimizers: list[torch.optim.Optimizer], rank: int, seed: int) -> None:
+    """Ranks have data of their own, so buffers differ, and parameters do not."""
+    generator = torch.Generator().manual_seed(100 * seed + rank)
+    net(torch.randn(4, 32, generator=generator)).square().mean().backward()
+    if not isinstance(net, DistributedDataParallel):
+        for p in net.parameters():
+            assert p.grad is not None
+            torch.distributed.all_reduce(p.grad)
+    for each in optimizers:
+        each.step()
+        each.zero_grad()
+
+
+def everything(net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> dict[str, Any]:
+    found = {f"model.{name}": value.detach().clone() for name, value in net.state_dict().items()}
+    for number, optimizer in enumerate(optimizers):
+        for slot, entries in optimizer.state_dict()["state"].items():
+            found |= {f"{number}.{slot}.{key}": torch.as_tensor(value).clone() for key, value in entries.items()}
+    return found
+
+
+def are_same(found: dict[str, Any], expected: dict[str, Any]) -> bool:
+    return found.keys() == expected.keys() and all(
+        value.dtype == expected[key].dtype and torch.equal(value, expected[key]) for key, value in found.items()
+    )
+
+
+def close(net: nn.Module, optimizers: list[torch.optim.Optimizer]) -> None:
+    for each in (*optimizers, net):
+        if "swapper" in vars(each):
+            vars(each)["swapper"].close()
+
+
+def save_and_load(rank: int, directory: str, nvme: str) -> None:
+    for place in PLACES:
+        net, optimizers = made(nvme, place)
+        # DistributedDataParallel keeps views of parameters, for which that pool is too small.
+        used = net if place == "all" else DistributedDataParallel(net, broadcast_buffers=False)
+        for seed in range(2):
+            step(used, optimizers, rank, seed)
+        path = f"{directory}/{place}"
+        swapper.save_checkpoint(path, used, optimizers, {"rank": rank}, together=True).wait()
+        saved = everything(net, optimizers)
+        torch.save(saved, f"{path}-{rank}.pt")
+        check_spread(path, saved)
+        step(used, optimizers, rank, 3)
+        assert swapper.load_checkpoint(path, used, optimizers) == {"rank": rank}
+        assert are_same(everything(net, optimizers), saved), place
+        step(used, optimizers, rank, 4)
+        close(net, optimizers)
+
+
+def check_spread(path: str, saved: dict[str, Any]) -> None:
+    """Each rank has written its part of the model and of the state, and nothing is written twice."""
+    count = torch.distributed.get_world_size()
+    written: list[int] = []
+    for rank in range(count):
+        files = [*Path(path).glob(f"*-r{rank}-*.safetensors")]
+        assert {file.name.split("-")[0] for file in files} == {"model", "optimizer"}, files
+        written.append(sum(file.stat().st_size for file in files))
+    total_bytes = sum(value.nbytes for value in saved.values())
+    assert sum(written) < 1.2 * total_bytes + count * 10_000, (written, total_bytes)
+    assert max(written) < 0.6 * min(1, 2 / count) * sum(written) + 40_000, written
+    weights = json.loads((Path(path) / "model.safetensors.index.json").read_text())["weight_map"]
+    read = {file: safetensors.torch.load_file(f"{path}/{file}") for file in {*weights.values()}}
+    for name, file in weights.items():
+        if "running" not in name:
+            assert torch.equal(read[file][name], saved[f"model.{name}"]), name
+    assert {name for name in saved if name.startswith("model.")} == {
+        f"model.{name}" for name in (*weights, "tied.weight")
+    }
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_replicas_write_one_checkpoint_that_one_process_loads(
+    count: int, nvme_path: Path, tmp_path: Path, leaves_nothing: None
+) -> None:
+    in_processes(save_and_load, str(tmp_path), str(nvme_path), count=count)
+    for place in PLACES:
+        net, optimizers = made(str(nvme_path), "nothing")
+        assert swapper.load_checkpoint(tmp_path / place, net, optimizers) == {"rank": 0}
+        assert are_same(everything(net, optimizers), torch.load(tmp_path / f"{place}-0.pt")), place
+
+
+# --- When it fails ---------------------------------------------------------------------------------------------------
+
+
+def full_drive(*args: object, **options: object) -> None:
+    raise SwapIOError(errno.ENOSPC, "write", Path("a file"))
+
+
+def refused(message: str, rank: int, directory: str, *given: Any) -> None:
+    """All ranks raise it, and nothing is left."""
+    with pytest.raises(SwapError, match=message):
+        swapper.save_checkpoint(*given, together=True)
+    torch.distributed.barrier()
+    assert os.listdir(directory) == ["checkpoint"], (message, os.listdir(directory))
+    torch.distributed.barrier()
+
+
+def fail(rank: int, directory: str, nvme: str) -> None:
+    net, optimizers = made(nvme, "state")
+    step(net, optimizers, rank, 0)
+    path = f"{directory}/checkpoint"
+    swapper.save_checkpoint(path, net, optimizers, together=True)
+    saved = everything(net, optimizers)
+    step(net, optimizers, rank, 1)
+    for failing in (0, 1):
+        for where, name in (
+            (NewCheckpoint, "write_tensors"),
+            (TensorStore, "publish_all"),
+            (NewCheckpoint, "complete"),
+            (checkpoints, "write_for_others"),
+        ):
+            if failing and name == "write_for_others":  # Rank 0 does that.
+                continue
+            with pytest.MonkeyPatch.context() as patch:
+                if rank == failing:
+                    patch.setattr(where, name, full_drive)
+                refused("" if rank == failing else f"on rank {failing}", rank, directory, path, net, optimizers)
+    refused("different numbers of optimizers", rank, directory, path, net, optimizers[: 2 - rank])
+    refused("another class", rank, directory, path, net, optimizers[:: -1 if rank else 1])
+    other = f"{directory}/other" if rank else path
+    refused("another directory here than .*checkpoint on rank 0", rank, directory, other, net, optimizers)
+    weight = net.get_parameter("head.weight")
+    with torch.no_grad():
+        weight[0, 0] += rank
+    refused("head.weight or its .* is not the same on ranks 0 and 1", rank, directory, path, net, optimizers)
+    swapper.load_checkpoint(path, net, optimizers)
+    assert are_same(everything(net, optimizers), saved)
+    close(net, optimizers)
+
+
+def test_what_fails_on_one_replica_is_raised_on_all(nvme_path: Path, tmp_path: Path, leaves_nothing: None) -> None:
+    directory = tmp_path / "checkpoints"
+    directory.mkdir()
+    in_processes(fail, str(directory), str(nvme_path))
+
+
+def killed(*args: object, **options: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def live(rank: int, directory: str, nvme: str, dying: int) -> None:
+    net, optimizers = made(nvme, "state")
+    step(net, optimizers, rank, 0)
+    path = f"{directory}/checkpoint"
+    swapper.save_checkpoint(path, net, optimizers, together=True)
+    torch.save(everything(net, optimizers), f"{directory}/{rank}.pt")
+    step(net, optimizers, rank, 1)
+    torch.distributed.barrier()
+    if rank == dying:
+        NewCheckpoint.complete = killed  # type: ignore[method-assign, assignment]
+    try:
+        swapper.save_checkpoint(path, net, optimizers, together=True)
+    except Exception as error:
+        Path(f"{directory}/raised-{rank}").write_text(f"{type(error).__name__}: {error}")
+        os._exit(0)
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("dying", [0, 1])
+def test_a_replica_that_is_killed_leaves_the_checkpoint_before(dying: int, nvme_path: Path, tmp_path: Path) -> None:
+    with ranks.started(within_group, live, (str(tmp_path), str(nvme_path), dying), ranks=3) as context:
+        for process in context.processes:
+            process.join(ranks.TIMEOUT_S)
+    assert all((tmp_path / f"raised-{rank}").exists() for rank in range(3) if rank != dying)
+    net, optimizers = made(str(nvme_path), "nothing")
+    swapper.load_checkpoint(tmp_path / "checkpoint", net, optimizers)
+    assert are_same(everything(net, optimizers), torch.load(tmp_path / "0.pt"))
