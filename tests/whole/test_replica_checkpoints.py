@@ -146,6 +146,30 @@ def test_replicas_write_one_checkpoint_that_one_process_loads(
         assert are_same(everything(net, optimizers), torch.load(tmp_path / f"{place}-0.pt")), place
 
 
+def two_layers(is_tied: bool) -> nn.Module:
+    """The largest tensor is rank 0's to write, the first weight rank 1's."""
+    net = nn.ModuleDict({"a": nn.Linear(8, 8, bias=False), "b": nn.Linear(8, 8, bias=False), "c": nn.Linear(8, 99)})
+    for number, p in enumerate(net.parameters()):
+        nn.init.constant_(p, number)
+    if is_tied:
+        net["b"].weight = net["a"].weight
+    return net
+
+
+def save_other_ties(rank: int, directory: str) -> None:
+    swapper.save_checkpoint(f"{directory}/checkpoint", two_layers(rank == 1), together=True)
+
+
+def test_weights_that_are_tied_on_another_rank_are_those_of_rank_0(tmp_path: Path) -> None:
+    in_processes(save_other_ties, str(tmp_path))
+    assert len([*(tmp_path / "checkpoint").glob("model-r1-*")]) == 1
+    net, expected = two_layers(False), two_layers(False)
+    for p in net.parameters():
+        nn.init.constant_(p, -1)
+    swapper.load_checkpoint(tmp_path / "checkpoint", net)
+    assert are_same(everything(net, []), everything(expected, []))
+
+
 # --- When it fails ---------------------------------------------------------------------------------------------------
 
 
