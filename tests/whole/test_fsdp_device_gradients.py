@@ -153,7 +153,7 @@ def parallel_loss(net: nn.Module, step: int) -> torch.Tensor:
 
 
 def leave_others(rank: int, directory: str, device: str) -> None:
-    """Gradients that no hook of FSDP2 tells of stay on the device."""
+    """Gradients that no hook of FSDP2 tells of stay on the device, and are not stepped in backward."""
     both = [parallel() for _ in range(2)]
     on_device = {"offload_param": {"device": "none"}}
     swapper.wrap_optimizer(both[1][1], config_of(directory, "4MiB", offload_gradient={"device": device}, **on_device))
@@ -166,6 +166,11 @@ def leave_others(rank: int, directory: str, device: str) -> None:
     for p, q in zip(*(net.parameters() for net, _ in both), strict=True):
         assert same(p, q)
     swapper.of(both[1][1]).close()
+    net, optimizer = parallel()
+    swapper.wrap_optimizer(optimizer, config_of(directory, "4MiB", {"step_in_backward": True}, **on_device))
+    with pytest.raises(swapper.ConfigError, match="DTensors that FSDP2 does not have"):
+        parallel_loss(net, 1).backward()
+    swapper.of(optimizer).close()
 
 
 def use_all(rank: int, directory: str) -> None:
