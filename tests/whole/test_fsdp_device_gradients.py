@@ -5,6 +5,9 @@ Cases by chance, with all that goes with them, are those of `test_fsdp_on_device
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 from device_ranks import in_device_processes
-from sharded_nets import Case, Net, config_of, local, loss_of, same, sharded
+from sharded_nets import Case, Net, config_of, local, loss_of, same, sharded, unreadable
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -20,6 +23,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import swapper
 from swapper.config import OffloadConfig
+from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.sizes import SMALL_BYTES
 from swapper.tensors.evicted_gradients import has_evicted_gradient, raw_gradient
 
@@ -189,3 +193,73 @@ def test_gradients_that_are_read_changed_clipped_and_those_of_others(
     nvme_path: Path, settings: str, leaves_nothing: None
 ) -> None:
     in_device_processes(use_all, str(nvme_path), settings=settings)
+
+
+# --- Failures --------------------------------------------------------------------------------------------------------
+
+
+def fails(rank: int, failing: int, act: Callable[[], object], match: str) -> None:
+    """All ranks raise what goes wrong on one."""
+    with pytest.raises(swapper.SwapError, match=match if rank == failing else f"on rank {failing}|{match}.*on rank"):
+        act()
+
+
+def fail(rank: int, directory: str) -> None:
+    faults = FaultPlan()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=faults))
+        for failing in (0, 1):
+            fail_to_write(rank, failing, directory, faults)
+            lose_a_sum(rank, failing, directory)
+
+
+def fail_to_write(rank: int, failing: int, directory: str, faults: FaultPlan) -> None:
+    """The drive of one rank is full in a backward, and cannot be read in clipping."""
+    models, optimizers, handle = made(directory)
+    plain, net = models
+    backward(models)
+    end_step(models, optimizers)
+    handle.flush()
+    if rank == failing:
+        faults.fail_errno, faults.fail_write_at = errno.ENOSPC, 3
+
+    def backward_and_step() -> None:
+        loss_of(net).backward()
+        with contextlib.suppress(swapper.SwapIOError):
+            handle.flush()
+        optimizers[1].step()  # Before anything is stepped.
+
+    fails(rank, failing, backward_and_step, "No space left")
+    compare(models, lambda p: p)
+    optimizers[1].zero_grad()
+    backward(models, 1)
+    norm = torch.nn.utils.clip_grad_norm_(trained(plain), 0.1, 1.0)
+    with unreadable(2, gradients=True) if rank == failing else contextlib.nullcontext():
+        fails(rank, failing, lambda: handle.clip_grad_norm_(0.1, 1.0), "cannot be read")  # Its norms were not taken.
+    assert same(norm, handle.clip_grad_norm_(0.1, 1.0))
+    end_step(models, optimizers)
+    handle.close()
+
+
+def lose_a_sum(rank: int, failing: int, directory: str) -> None:
+    """What a gradient is to be added to cannot be read in a backward, on one rank: it is lost there, and says so."""
+    models, optimizers, handle = made(directory, micro_batches=2)
+    backward(models)
+    with unreadable(2, gradients=True) if rank == failing else contextlib.nullcontext():
+        fails(rank, failing, functools.partial(backward, models[1:], 1), "cannot be read")
+    for act in (optimizers[1].step, lambda: handle.clip_grad_norm_(1.0), lambda: handle.clip_grad_value_(1.0)):
+        fails(rank, failing, act, "lost when changing it was cut off")
+    compare(models, lambda p: p)
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    for seed in range(2):
+        backward(models, seed)
+    end_step(models, optimizers)
+    handle.close()
+
+
+@pytest.mark.parametrize("settings", ORDERS)
+def test_what_fails_on_one_rank_is_raised_by_all_and_nothing_is_lost(
+    nvme_path: Path, settings: str, leaves_nothing: None
+) -> None:
+    in_device_processes(fail, str(nvme_path), settings=settings)
