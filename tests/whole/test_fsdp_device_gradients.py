@@ -8,14 +8,17 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
+import gc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from accelerators import simulated
 from device_ranks import in_device_processes
-from sharded_nets import Case, Net, config_of, local, loss_of, same, sharded, unreadable
+from removed_waits import remove, sites
+from sharded_nets import Case, Net, Twins, config_of, local, loss_of, same, sharded, unreadable
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -263,3 +266,61 @@ def test_what_fails_on_one_rank_is_raised_by_all_and_nothing_is_lost(
     nvme_path: Path, settings: str, leaves_nothing: None
 ) -> None:
     in_device_processes(fail, str(nvme_path), settings=settings)
+
+
+# --- Waits -----------------------------------------------------------------------------------------------------------
+
+
+def train(directory: str, gradients: str) -> None:
+    """Two windows of two passes, clipped; plain FSDP2 has other bits if a wait is missing."""
+    case = Case(
+        device=DEVICE,
+        blocks=2,
+        parameters="none",
+        gradients=gradients,
+        clips=True,
+        micro_batches=2,
+        syncs_all=True,
+        step_device="device",
+        scarce=False,
+        options={"foreach": False},
+    )
+    twins = Twins(directory, case)
+    try:
+        for _ in range(2):
+            twins.train()
+        twins.compare()
+    finally:
+        twins.close()
+
+
+WAITS = (
+    {"gradient/swapper.py _take begin"},
+    {"gradient/swapper.py _take transfer"},
+    {"gradient/swapper.py _take transfer 1"},
+    {"io/devices.py run keep"},
+    {"gradient/evicted.py _norms_of join", "gradient/copies.py wait_later join 1"},  # Either is enough for norms.
+)
+"""What `removed_waits` calls the waits by which copies and norms come after FSDP2's reductions, and are come after."""
+
+
+def remove_each(rank: int, directory: str) -> None:
+    train(directory, "nvme")
+    found = {str(site): site for site in sites()}
+    for names in WAITS:
+        missed = False
+        with pytest.MonkeyPatch.context() as patch:
+            for name in names:
+                remove(found[name], patch)
+            try:
+                train(directory, "nvme")
+            except AssertionError:
+                missed = True
+        gc.collect()
+        torch.accelerator.synchronize()
+        assert simulated().violations() or missed, names
+
+
+@pytest.mark.parametrize("settings", ORDERS)
+def test_a_wait_that_is_removed_is_missed(nvme_path: Path, settings: str) -> None:
+    in_device_processes(remove_each, str(nvme_path), settings=settings, count=1)
