@@ -9,6 +9,7 @@ import torch
 from swapper.gradient.clipping import norm_of
 from swapper.io.devices import Copy, DeviceCopies
 from swapper.tensors.end_of_backward import call_at_the_end
+from swapper.tensors.sharded import Sharding, is_sharded, local_of
 
 __all__ = ["GradientCopies"]
 
@@ -49,13 +50,25 @@ class GradientCopies:
 
         return copies.run(work, fresh)
 
-    def norm(self, gradient: torch.Tensor, norm_type: float, result: torch.Tensor) -> None:
+    def norm(self, gradient: torch.Tensor, norm_type: float, result: torch.Tensor) -> torch.Tensor:
         """Start taking the norm of `gradient`, after the copies so far. The `result` has it after `join`.
 
         Args:
             result: of shape `()`, made before the copies' `begin`: see [Note: late copies] in `devices`.
+
+        Returns:
+            `result`; for a DTensor a DTensor around it, as torch gives it: each rank's norm is that of its part.
         """
-        self.of(gradient.device).run(lambda: result.copy_(norm_of(gradient, norm_type, None)), result)
+
+        def work() -> None:
+            nonlocal result
+            norm = norm_of(gradient, norm_type, None)
+            result.copy_(local_of(norm))
+            if is_sharded(norm):
+                result = Sharding.of(norm).with_local(result)
+
+        self.of(gradient.device).run(work, result)
+        return result
 
     def wait_later(self, copy: Copy, gradient: torch.Tensor) -> None:
         """`gradient` is let go of before `copy`, its last one, is done."""

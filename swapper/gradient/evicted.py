@@ -203,7 +203,7 @@ class EvictedGradients:
                 total = total_norm(norms, present[0].device, float(norm_type), error_if_nonfinite)
             finally:
                 for norm in norms:
-                    keep_for_current_stream(norm)  # They were made on those of the backward.
+                    keep_for_current_stream(local_of(norm))  # They were made on those of the backward.
             scale = torch.clamp(float(max_norm) / (total + 1e-6), max=1.0)
             self._change(present, scaled_by(scale.full_tensor() if is_sharded(scale) else scale))  # type: ignore[attr-defined]
             return total

@@ -39,7 +39,7 @@ from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
 from swapper.errors import SwapError
-from swapper.gradient.clipping import TakenNorm, norm_of
+from swapper.gradient.clipping import TakenNorm
 from swapper.gradient.evicted import EvictedGradients
 from swapper.gradient.records import (
     Gradient,
@@ -243,7 +243,7 @@ class GradientSwapper(EvictedGradients):
             if (swapper := self_ref()) is not None and not swapper._closed:
                 assert isinstance(p, torch.nn.Parameter)
                 if is_sharded(p):
-                    swapper._after_reduction(p, sys._getframe(1))
+                    swapper._after_reduction(p, sys._getframe().f_back)  # None in autograd's own thread.
                 else:
                     swapper._after_arrival(p)
 
@@ -287,10 +287,10 @@ class GradientSwapper(EvictedGradients):
             assert self._window is not None
             self._window.complete(p)
 
-    def _after_reduction(self, p: torch.nn.Parameter, caller: FrameType) -> None:
+    def _after_reduction(self, p: torch.nn.Parameter, caller: FrameType | None) -> None:
         """`caller`, FSDP2, has reduced a gradient of `p`. See [Note: gradients of shards]."""
         self._check_process()
-        if not is_of_fsdp(caller):
+        if caller is None or not is_of_fsdp(caller):
             return
         window = self._window
         with raised_by_all(p, None if window is None else window.fail_with_others):
@@ -387,10 +387,7 @@ class GradientSwapper(EvictedGradients):
                 gradient.changes = []
                 gradient.norm = None
                 if norm_type is not None:
-                    if is_sharded(p):
-                        value = norm_of(gradient_of_local(p, fresh), norm_type, None)
-                    else:
-                        self._copies.norm(fresh, norm_type, value)
+                    value = self._copies.norm(gradient_of_local(p, fresh), norm_type, value)
                     gradient.norm = TakenNorm(value, norm_type, torch.get_num_threads())
                 if copy is not None:
                     self._copies.wait_later(copy, fresh)

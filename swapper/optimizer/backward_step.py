@@ -450,7 +450,7 @@ class Arrivals:
             return
         if self.backward_steps is not None:
             assert isinstance(p, torch.nn.Parameter)
-            if is_sharded(p) and not is_of_fsdp(sys._getframe(2)):
+            if is_sharded(p) and not is_of_fsdp(sys._getframe(1).f_back):  # None in autograd's own thread.
                 raise ConfigError(
                     f"{CANNOT_GO_WITH} DTensors that FSDP2 does not have: others may be changed after they have "
                     "arrived; use step_in_backward: false"

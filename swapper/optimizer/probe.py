@@ -135,7 +135,7 @@ def refuse_parameter(optimizer: Optimizer, parameter: torch.Tensor, config: Offl
 
     Raises:
         ConfigError: it is of a tensor subclass, or sparse. Or it is a DTensor, and has other placements than can be
-            swapped, or gradients are not to stay until the step, or its class needs it on its device.
+            swapped, or is to be stepped in backward, or its class needs it on its device.
     """
     check_sharding(parameter)
     local = local_of(parameter)
@@ -153,12 +153,7 @@ def refuse_parameter(optimizer: Optimizer, parameter: torch.Tensor, config: Offl
             "known to be elementwise, has to be stepped there; set it to device, or use an elementwise class"
         )
     gradients = config.offload_gradient.device
-    if gradients != "none" and is_accelerator(local.device):
-        raise ConfigError(
-            f"offload_gradient.device: {gradients}: {what} on {local.device}, and in this version of swapper gradients "
-            "of shards are swapped on the CPU only; set it to none"
-        )
-    if gradients == "nvme":
+    if gradients == "nvme" or (gradients == "cpu" and is_accelerator(local.device)):
         check_reduction()
     if config.offload_optimizer.step_in_backward and not is_elementwise(optimizer):
         raise ConfigError(

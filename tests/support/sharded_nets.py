@@ -22,10 +22,12 @@ from torch.utils.checkpoint import checkpoint
 
 import swapper
 from swapper.config import OffloadConfig
+from swapper.sizes import SMALL_BYTES
 from swapper.storage.buffers import Lease
 from swapper.storage.cache import RecordCache
 from swapper.storage.store import RecordKey
 from swapper.tensors.evicted import is_evicted
+from swapper.tensors.evicted_gradients import raw_gradient
 
 WIDTH, HIDDEN, BLOCKS = 90, 301, 4
 
@@ -310,6 +312,8 @@ class Twins:
             assert self.runs_ahead or same(*norms)
         for p, master in zip(self.parameters[0], self.masters, strict=False):
             master.grad = None if p.grad is None else local(p.grad).to(master.dtype)
+        taken = [p for p in self.parameters[1] if local(p).nbytes >= SMALL_BYTES]
+        assert self.case.gradients == "none" or all(raw_gradient(p) is None for p in taken)
         for optimizer in self.optimizers:
             optimizer.step()
         for p, master in zip(self.parameters[0], self.masters, strict=False):

@@ -81,7 +81,7 @@ def plain_bytes(depth: int) -> int:
     return peak_of(lambda: train(model, None)) - shard_bytes - before
 
 
-def measure(rank: int, directory: str, step_device: str) -> None:
+def measure(rank: int, directory: str, step_device: str, gradients: str) -> None:
     taken, said, plain = [], [], []
     for depth in LAYERS:
         plain.append(plain_bytes(depth))
@@ -90,8 +90,10 @@ def measure(rank: int, directory: str, step_device: str) -> None:
         optimizer = torch.optim.AdamW(model.parameters())
         settings: dict[str, Any] = {
             "nvme_path": directory, "pool_bytes": "4MiB", "bucket_bytes": "128KiB",
-            "offload_optimizer": {"device": "nvme", "step_device": step_device, "step_in_backward": True},
-            "offload_param": {"device": "nvme"},
+            "offload_optimizer": {
+                "device": "nvme", "step_device": step_device, "step_in_backward": gradients == "none"
+            },
+            "offload_param": {"device": "nvme"}, "offload_gradient": {"device": gradients},
         }  # fmt: skip
         config = swapper.OffloadConfig(**settings)
         report = swapper.check(model, optimizer, config)
@@ -107,8 +109,10 @@ def measure(rank: int, directory: str, step_device: str) -> None:
 
 
 @pytest.mark.sampled(1)
+@pytest.mark.parametrize("gradients", ["none", "nvme"])
 @pytest.mark.parametrize("step_device", ["cpu", "device"])
 def test_training_takes_what_was_said_of_any_number_of_layers(
-    step_device: str, nvme_path: Path, leaves_nothing: None
+    step_device: str, gradients: str, nvme_path: Path, leaves_nothing: None
 ) -> None:
-    in_device_processes(measure, str(nvme_path), step_device, settings="sim-lazy")
+    """Gradients go as they are reduced: they are stepped in backward, or leave for the drive."""
+    in_device_processes(measure, str(nvme_path), step_device, gradients, settings="sim-lazy")
