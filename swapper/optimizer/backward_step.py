@@ -42,7 +42,7 @@ from swapper.tensors.evicted_gradients import (
     set_raw_gradient,
 )
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
-from swapper.tensors.memory_overlap import CANNOT_GO_WITH, check_memory, names_of
+from swapper.tensors.memory_overlap import CANNOT_GO_WITH, check_memory, names_of, refuse_foreach_on_one_memory
 from swapper.tensors.reduced import is_of_fsdp
 from swapper.tensors.sharded import is_sharded
 
@@ -428,8 +428,14 @@ class Arrivals:
         for known in self._plan.planned() if self.backward_steps is None else ():
             known.arrived = 0
 
-    def check_window(self, optimizer: Optimizer) -> None:
-        """Raise `SwapError` if `step()` would step otherwise what was stepped in backward."""
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Refuse a `step()` that would have other bits than the class's own.
+
+        Raises:
+            ConfigError: parameters overlap, which are stepped at once since a group or a parameter has changed.
+            SwapError: it would step otherwise what was stepped in backward.
+        """
+        refuse_foreach_on_one_memory(optimizer, self._stepper.has_gradient)
         if self.backward_steps is not None:
             self.backward_steps.check_window(optimizer)
 
