@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
@@ -419,7 +420,9 @@ class Arrivals:
         for p in parameters_of(optimizer):
             known = self._plan.of(p)
             if known is not None and known.hook is None and not known.left and p.requires_grad and p.is_leaf:
-                known.hook = p.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+                # The frame that calls the hook of a shard is looked at, so it must be the caller's own.
+                hook = on_gradient if is_sharded(p) else _disable_dynamo(on_gradient)
+                known.hook = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def drop_window(self) -> None:
         """Give scratch back; the next gradient is the first of a window."""
