@@ -35,6 +35,7 @@ from types import FrameType
 from typing import ClassVar, Protocol
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -247,9 +248,10 @@ class GradientSwapper(EvictedGradients):
                 else:
                     swapper._after_arrival(p)
 
-        hooks = [p.register_hook(before)]  # type: ignore[no-untyped-call]
+        hooks = [p.register_hook(_disable_dynamo(before))]  # type: ignore[no-untyped-call]
         if taken or is_sharded(p):
-            hooks.append(p.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+            hook = after if is_sharded(p) else _disable_dynamo(after)  # Of a shard it looks at the frame that calls it.
+            hooks.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         return hooks
 
     def _before_arrival(self, p: torch.Tensor | None) -> None:

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
@@ -42,7 +43,7 @@ from swapper.tensors.evicted_gradients import (
     set_raw_gradient,
 )
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
-from swapper.tensors.memory_overlap import CANNOT_GO_WITH, check_memory, names_of
+from swapper.tensors.memory_overlap import CANNOT_GO_WITH, check_memory, names_of, refuse_foreach_on_one_memory
 from swapper.tensors.reduced import is_of_fsdp
 from swapper.tensors.sharded import is_sharded
 
@@ -419,7 +420,9 @@ class Arrivals:
         for p in parameters_of(optimizer):
             known = self._plan.of(p)
             if known is not None and known.hook is None and not known.left and p.requires_grad and p.is_leaf:
-                known.hook = p.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+                # The frame that calls the hook of a shard is looked at, so it must be the caller's own.
+                hook = on_gradient if is_sharded(p) else _disable_dynamo(on_gradient)
+                known.hook = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def drop_window(self) -> None:
         """Give scratch back; the next gradient is the first of a window."""
@@ -428,8 +431,14 @@ class Arrivals:
         for known in self._plan.planned() if self.backward_steps is None else ():
             known.arrived = 0
 
-    def check_window(self, optimizer: Optimizer) -> None:
-        """Raise `SwapError` if `step()` would step otherwise what was stepped in backward."""
+    def check_step(self, optimizer: Optimizer) -> None:
+        """Refuse a `step()` that would have other bits than the class's own.
+
+        Raises:
+            ConfigError: parameters overlap, which are stepped at once since a group or a parameter has changed.
+            SwapError: it would step otherwise what was stepped in backward.
+        """
+        refuse_foreach_on_one_memory(optimizer, self._stepper.has_gradient)
         if self.backward_steps is not None:
             self.backward_steps.check_window(optimizer)
 

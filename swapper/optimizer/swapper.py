@@ -414,7 +414,7 @@ class OptimizerSwapper:
                 loss = closure()
         with agreed(together):
             self._check_usable("step")
-            self._arrivals.check_window(optimizer)
+            self._arrivals.check_step(optimizer)
             self._check_state(optimizer)
             if self.gradients is not None:
                 self.gradients.check()

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._compile import _disable_dynamo
 
 from swapper.errors import SwapError
 from swapper.io.checksums import checksum
@@ -291,8 +292,8 @@ class ParameterOwner(ParameterCache):
                         del owner._awaiting[parameter]
                         owner._release_ended()
 
-        self._hooks.append(parameter.register_hook(before))  # type: ignore[no-untyped-call]
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(after))  # type: ignore[no-untyped-call]
+        self._hooks.append(parameter.register_hook(_disable_dynamo(before)))  # type: ignore[no-untyped-call]
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(_disable_dynamo(after)))  # type: ignore[no-untyped-call]
 
     # --- Uses ------------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -51,19 +51,25 @@ def check_memory(tensors: Mapping[str, torch.Tensor], stepped: Iterable[torch.Te
                 )
 
 
-def refuse_foreach_on_one_memory(optimizer: Optimizer) -> None:
+def refuse_foreach_on_one_memory(
+    optimizer: Optimizer, stepped: Callable[[torch.nn.Parameter], bool] | None = None
+) -> None:
     """Refuse parameters that overlap where all of a group are stepped at once.
 
     `foreach=True` reads all of them before it writes the first. One after another, as buckets are, the second would be
     read when the first was written. (A loop over parameters, which is the default on the CPU, does the same.)
 
+    Args:
+        optimizer: whose groups may have changed since it was wrapped.
+        stepped: True for a parameter that the next step is of; None is all.
+
     Raises:
         ConfigError: two parameters of a group with `foreach=True` overlap.
     """
-    together = [p for group in optimizer.param_groups if group.get("foreach") for p in group["params"]]
-    if not together:
+    together = (p for group in optimizer.param_groups if group.get("foreach") for p in group["params"])
+    wanted = {id(p) for p in together if stepped is None or stepped(p)}
+    if not wanted:
         return
-    wanted = {id(p) for p in together}
     tensors = {name: p for name, p in names_of(optimizer).items() if id(p) in wanted}
     for before, name in _overlaps({name: span for name, p in tensors.items() if (span := _span(p)) is not None}):
         raise ConfigError(

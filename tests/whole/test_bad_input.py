@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import errno
 import gc
+import itertools
 import os
 import random
 import re
@@ -668,6 +669,42 @@ def test_parameters_in_one_memory_are_refused_with_foreach(nvme_path: Path, devi
     swapper.of(swapper.wrap_optimizer(apart, config)).close()
     loop = torch.optim.SGD([nn.Parameter(same), nn.Parameter(same.view(-1))])
     swapper.of(swapper.wrap_optimizer(loop, config)).close()
+
+
+@pytest.mark.parametrize("change", ["option", "data", "added"])
+def test_parameters_in_one_memory_are_refused_with_foreach_that_comes_later(nvme_path: Path, change: str) -> None:
+    """By the step, before anything is stepped. Without one of the gradients, or foreach, its bits are plain ones."""
+
+    def run(swapped: bool) -> torch.Tensor:
+        torch.manual_seed(0)
+        first, second = nn.Parameter(torch.randn(64, 64)), nn.Parameter(torch.randn(64, 64))
+        if change != "data":
+            second.data = first.data
+        optimizer = torch.optim.AdamW([first, second][: 1 + (change != "added")], foreach=change != "option")
+        if swapped:
+            swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+        if change == "data":
+            second.data = first.data
+        elif change == "added":
+            optimizer.param_groups[0]["params"].append(second)
+        for group in optimizer.param_groups:
+            group["foreach"] = True
+        if swapped:
+            first.grad, second.grad = torch.ones(64, 64), torch.ones(64, 64)
+            before = first.detach().clone()
+            with pytest.raises(swapper.ConfigError, match=r"foreach=True: .* are in the same memory"):
+                optimizer.step()
+            assert torch.equal(first, before)
+            second.grad = None
+        for group, with_second in itertools.product(optimizer.param_groups, [False, True]):
+            first.grad = torch.randn(64, 64)
+            group["foreach"], second.grad = not with_second, torch.randn(64, 64) if with_second else None
+            optimizer.step()
+        if swapped:
+            swapper.of(optimizer).close()
+        return first.detach()
+
+    assert torch.equal(run(True), run(False))
 
 
 # --- Arguments of another kind ---------------------------------------------------------------------------------------

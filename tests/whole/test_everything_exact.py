@@ -114,3 +114,49 @@ def test_losses_parameters_and_strides(
         swapper.of(swapped).close()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are no leaves.
+@pytest.mark.parametrize("compiled", ["step", "loop"])
+@pytest.mark.parametrize("moves", ["state", "all", "all in backward"])
+def test_what_torch_compiles_around_a_step_is_not_the_step(compiled: str, moves: str, nvme_path: Path) -> None:
+    """Compiled, the plain step of torch itself has other bits; that of a swapped optimizer has those of its class."""
+    torch.compiler.reset()
+
+    def train(swapped: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(64, 100), nn.LayerNorm(100), nn.Linear(100, 64))
+        optimizer = make_adamw(list(model.parameters()))
+
+        def step() -> None:
+            optimizer.step()
+
+        def loop(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            loss.backward()  # type: ignore[no-untyped-call]
+            step()
+            optimizer.zero_grad()
+            return loss
+
+        if swapped:
+            device = "none" if moves == "state" else "nvme"
+            config = OffloadConfig(
+                nvme_path=nvme_path,
+                pool_bytes="3MiB",
+                bucket_bytes="32KiB",
+                offload_optimizer={"device": "nvme", "step_in_backward": moves == "all in backward"},
+                offload_gradient={"device": device},
+                offload_param={"device": device},
+            )
+            swapper.offload(model, optimizer, config)
+            if compiled == "step":
+                step = torch.compile(step, backend="eager")
+            else:
+                loop = torch.compile(loop, backend="eager")
+        found = [loop(torch.full((2, 64), 0.5 + i)).detach() for i in range(3)]
+        found += [p.detach().clone() for p in model.parameters()]
+        if swapped:
+            swapper.of(optimizer).close()
+        return found
+
+    assert all(map(torch.equal, train(True), train(False)))
