@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Sequence
@@ -21,11 +20,10 @@ from swapper.optimizer.device_slots import SLOTS
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.parameter.candidates import tensors_of
 from swapper.parameter.records import ParameterPlan
-from swapper.session import Engines, why_not_direct
+from swapper.session import drive_speeds, why_not_direct
 from swapper.sizes import format_bytes
 from swapper.storage.budget import PoolBudget
 from swapper.storage.mounts import check_nvme_paths, file_systems
-from swapper.storage.speed import measure_speeds
 from swapper.tensors.sharded import local_of
 
 __all__ = [
@@ -73,6 +71,7 @@ class CheckReport:
         encoded_numel: elements of state, and not of parameters, that are stored in another form and lose bits.
         int8_numel: those of them that are int8; the others are bf16.
         packed_numel: elements of state that are packed on the drive, which loses nothing.
+        encoding_reason: why `encoding: exact` packs them, or does not; "" where it has not to choose.
         gradient_bytes: gradients that do not stay in memory, or on the GPU.
         parameter_bytes: parameters that do not stay in memory.
         buckets: how many records it is cut into.
@@ -118,6 +117,7 @@ class CheckReport:
     encoded_numel: int = 0
     int8_numel: int = 0
     packed_numel: int = 0
+    encoding_reason: str = ""
 
     def __str__(self) -> str:
         rows = [
@@ -162,6 +162,9 @@ class CheckReport:
                 for encoding, numel in counts.items()
                 if numel
             ]
+        if self.encoding_reason:
+            place = 1 + next(i for i, (name, _) in enumerate(rows) if name == "optimizer state")
+            rows[place:place] = [("  packed" if self.packed_numel else "  not packed", self.encoding_reason)]
         if self.packed_numel:
             place = 1 + next(i for i, (name, _) in enumerate(rows) if name == "optimizer state")
             rows[place:place] = [("  of it packed, which takes less than said", f"{self.packed_numel:,} values")]
@@ -264,6 +267,7 @@ def make_report(
         encoded_numel=sum(spec.numel for spec in specs if spec.is_rounded),
         int8_numel=sum(spec.numel for spec in specs if spec.encoding == "int8"),
         packed_numel=sum(spec.numel for spec in specs if spec.is_packed),
+        encoding_reason=next((plan.encoding_reason for plan in plans), ""),
     )
 
 
@@ -367,8 +371,7 @@ def _check_drives(settings: OffloadConfig, stored_bytes: int) -> tuple[tuple[Dri
     check_nvme_paths(paths)
     speeds = [1]
     if len(paths) > 1:
-        with contextlib.closing(Engines(settings)) as engines:
-            speeds = [speed.bps for speed in measure_speeds(paths, engines.handles)]
+        speeds = [speed.bps for speed in drive_speeds(settings)]
     found = file_systems(paths)
     free = {i: file_system.free_bytes for file_system in found for i in file_system.members}
     total = sum(speeds)

@@ -233,6 +233,8 @@ class Stats:
         first_writes: transfers of any record in the run directory, be it of state, gradients or parameters, to places
             on the drive that had never been written, which is slower than to write them again.
         gradients: what moved of gradients; zeros if they stay in memory or in the pool.
+        encoding: how the state is stored: "exact", or the names of its other encodings, with commas; "packed" also
+            where `encoding: exact` has chosen that. `encoding_reason`: why, where it has chosen; else "".
     """
 
     steps: int
@@ -254,6 +256,8 @@ class Stats:
     late_failures: int
     first_writes: int = 0
     gradients: Moves = Moves()
+    encoding: str = "exact"
+    encoding_reason: str = ""
 
 
 def moves_of(metrics: Metrics) -> Moves:

@@ -7,7 +7,7 @@ import secrets
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import ClassVar, Protocol, TypeVar
 
@@ -21,12 +21,23 @@ from swapper.storage.agreement import rank_count
 from swapper.storage.buffers import BufferPool
 from swapper.storage.device_pool import DevicePool
 from swapper.storage.growing_pool import GrowingPool
+from swapper.storage.mounts import check_nvme_paths
 from swapper.storage.spans import SourceFile
+from swapper.storage.speed import DriveSpeed, measure_speeds
 from swapper.storage.store import TensorStore
 from swapper.storage.writes import wait_for_ends
 from swapper.tensors.sharded import is_sharded
 
-__all__ = ["Engines", "Shared", "close_all", "is_done_by_all", "made", "pool_of_parameters", "why_not_direct"]
+__all__ = [
+    "Engines",
+    "Shared",
+    "close_all",
+    "drive_speeds",
+    "is_done_by_all",
+    "made",
+    "pool_of_parameters",
+    "why_not_direct",
+]
 
 
 _MadeT = TypeVar("_MadeT")
@@ -329,6 +340,18 @@ class Engines:
         """Release all. Raises as `close_all`. Idempotent."""
         engines, self._engines = self._engines, []
         close_all(engines)
+
+
+def drive_speeds(config: OffloadConfig) -> list[DriveSpeed]:
+    """Measure the speed of each drive of a config, as `measure_speeds`.
+
+    Raises:
+        NvmePathError: as that, or a path is no directory that can be written to.
+        ConfigError: a path is in memory, or two are not two places.
+    """
+    check_nvme_paths(config.nvme_paths)
+    with closing(Engines(config)) as engines:
+        return measure_speeds(config.nvme_paths, engines.handles)
 
 
 class _Closes(Protocol):

@@ -23,6 +23,7 @@ from swapper.files.weights import load_weights
 from swapper.gradient.records import needs_of as gradient_needs_of
 from swapper.gradient.swapper import GradientSwapper
 from swapper.io.devices import is_accelerator
+from swapper.optimizer.encoding_choice import choose_encoding
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.probe import refuse_unsupported, try_sharded
 from swapper.optimizer.swapper import OptimizerSwapper
@@ -33,7 +34,7 @@ from swapper.parameter.kept_owners import drop_unused_owners
 from swapper.parameter.records import ParameterPlan, check_devices, check_torch, plan_parameters
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.progress import warn_once
-from swapper.session import Shared, is_done_by_all, made, pool_of_parameters
+from swapper.session import Shared, drive_speeds, is_done_by_all, made, pool_of_parameters
 from swapper.sizes import PAGE_BYTES
 from swapper.storage.agreement import agreed
 from swapper.storage.budget import OptimizerNeeds, PoolBudget
@@ -296,7 +297,7 @@ def _plan(
             why = "master_weights, step_in_backward or gradients that are offloaded"
             warn_once(log, f"offload_optimizer.device: none is the same as cpu on {plan.device} with {why}")
         plans.append(plan)
-    return plans
+    return choose_encoding(optimizers, plans, settings, records, OWNERS, drive_speeds)
 
 
 def _plan_parameters(model: torch.nn.Module, settings: OffloadConfig) -> ParameterPlan | None:
@@ -557,8 +558,9 @@ def check(
     """Dry run: what `offload` would need in memory and on the drive, and what a step would move. Prints it.
 
     Allocates nothing, creates no file and leaves model and optimizers as they are. The model may be on the meta device
-    if its optimizers are too. Only with several drives their speed is measured, with a temporary file of at most 32 MiB
-    on each: what each would get depends on it, and is a little different at every measurement.
+    if its optimizers are too. The speed of the drives is measured, with a temporary file of at most 32 MiB on each, if
+    they are several, since what each would get depends on it and is a little different at every measurement, and where
+    it decides whether `encoding: exact` packs.
 
     Args:
         model, optimizer, config, weights, device: as for `offload`; of several optimizers the sums are given.
@@ -584,6 +586,7 @@ def check(
         log.warning("%s", parameters.summary)
     records = {} if parameters is None else parameters.where()
     plans = [OptimizerPlan(each, settings, number, records) for number, each in enumerate(optimizers)]
+    plans = choose_encoding(optimizers, plans, settings, records, OWNERS, drive_speeds)
     budget = _budget(plans, settings, parameters if settings.offload_param.device == "nvme" else None, None)
     budget.check(as_a_whole=True)
     report = make_report(model, optimizers, plans, parameters, budget, settings)

@@ -31,6 +31,7 @@ from swapper.cli.output import fail_if, make_console, print_json, printable
 from swapper.errors import SwapIOError
 from swapper.io.gds import CuFileProbe, GDSHandle, probe_cufile
 from swapper.io.handle import Probe, probe
+from swapper.optimizer.encoding_choice import codec_s
 from swapper.optimizer.native_probe import NativeProbe, instruction_set, probe_native_steps
 from swapper.sizes import format_bytes
 from swapper.storage.mounts import MEMORY_FILE_SYSTEMS, is_network_file_system
@@ -62,6 +63,8 @@ class Report:
     cufile: CuFileProbe
     directories: list[Directory]
     native_steps: tuple[NativeProbe, ...] = ()
+    packing_bps: float = 0.0
+    """Bytes of state per second that one core packs and unpacks."""
 
     @property
     def auto(self) -> str:
@@ -86,6 +89,7 @@ def make_report(directories: list[Path]) -> Report:
         cufile=cufile,
         directories=[_try_gds(directory) for directory in looked_at] if devices and cufile.available else looked_at,
         native_steps=probe_native_steps(),
+        packing_bps=4 / codec_s(),
     )
 
 
@@ -289,6 +293,9 @@ def _of_native_steps(found: Report) -> Iterator[Finding]:
     others = [f"{each.optimizer} ({each.reason})" for each in found.native_steps if not each.native]
     if others:
         yield _neutral("by the class", ", ".join(others))
+    if found.packing_bps:
+        speed = f"packs and unpacks {found.packing_bps / 1e9:.1f} GB/s of state on one core"
+        yield _neutral("packing", f"{speed}; encoding: exact packs where the drive is slower")
 
 
 def _of_gpus(found: Report) -> Iterator[Finding]:

@@ -12,7 +12,7 @@ from swapper.errors import ConfigError, show
 
 __all__ = ["Encoding"]
 
-_Encoding = Literal["exact", "packed", "bf16", "int8"]
+_Encoding = Literal["exact", "packed", "unpacked", "bf16", "int8"]
 
 
 def _parse_encoding(value: object) -> object:

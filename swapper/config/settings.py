@@ -145,13 +145,13 @@ class OffloadOptimizerConfig(Section, frozen=True):
     optimizer computes, so default and off: false."""
 
     encoding: Encoding = "exact"
-    """How the state is stored. "exact" loses nothing. Neither does "packed": on the drive, the exponents of fp32 state
-    take only the bits that they need; in memory, and with device "cpu", it is "exact". "bf16" and "int8" are
-    lossy: fp32 state is rounded, up or down at random so that averages stay right, and moves half the bytes, or a
-    quarter; docs/encodings.md says what is lost. A mapping, such as `{exp_avg: int8, exp_avg_sq: bf16}`, says it for
-    each tensor of the state by its name; those that it does not name are exact. State under 16 KiB and masters are
-    always exact, and sums that only grow never lossy. Needs device "nvme" or "cpu" and steps on the CPU. Default and
-    off: "exact"."""
+    """How the state is stored. "exact" loses nothing: it is "packed" or "unpacked", which differ in no bit. "packed":
+    the exponents of fp32 state take on the drive only the bits that they need; in memory, and with device "cpu", it is
+    "unpacked". "exact" packs where a measurement at construction says that the drive is the slower part of a step, even
+    so. "bf16" and "int8" are lossy: fp32 state is rounded at random so that averages stay right, and moves half the
+    bytes, or a quarter; see docs/encodings.md. A mapping, such as `{exp_avg: int8, exp_avg_sq: bf16}`, says it for each
+    tensor of the state by its name; others are unpacked. State under 16 KiB and masters are always exact, and sums that
+    only grow never lossy. Else needs device "nvme" or "cpu" and steps on the CPU. Default: "exact"."""
 
     step_in_backward: bool = Field(default=False, strict=True)
     """Step each bucket as soon as the last gradient of its window has arrived, inside backward, and free the gradients;
@@ -178,12 +178,11 @@ class OffloadOptimizerConfig(Section, frozen=True):
 
     @property
     def stored_encoding(self) -> Encoding:
-        """As `encoding`, but "exact" for "packed" where nothing is on a drive: in memory nothing is packed."""
-        if self.device == "nvme":
-            return self.encoding
+        """As `encoding`, but "exact" for "unpacked", and for "packed" too where nothing is on a drive."""
+        as_it_is = ("exact", "unpacked") if self.device == "nvme" else ("exact", "unpacked", "packed")
         if isinstance(self.encoding, str):
-            return "exact" if self.encoding == "packed" else self.encoding
-        return {key: name for key, name in self.encoding.items() if name != "packed"}
+            return "exact" if self.encoding in as_it_is else self.encoding
+        return {key: name for key, name in self.encoding.items() if name not in as_it_is}
 
     @property
     def encodes(self) -> bool:
@@ -427,7 +426,8 @@ class OffloadConfig(Section, frozen=True):
                     f"{section.device}; use device: nvme or resident_bytes: 0"
                 )
         state = self.offload_optimizer
-        if state.device == "none" and (names := state.encodings or ("" if state.encoding == "exact" else "packed")):
+        names = state.encodings or ("" if state.encoding in ("exact", "unpacked") else "packed")
+        if state.device == "none" and names:
             yield (
                 f"offload_optimizer.encoding: {names} has no use with offload_optimizer.device: none, where "
                 "the optimizer keeps its state; use device: nvme, device: cpu, or encoding: exact"

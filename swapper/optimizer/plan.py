@@ -79,7 +79,7 @@ class OptimizerPlan:
         gradient_accumulation_steps: gradients that each parameter gets before a step.
         step_in_backward, steps_natively: buckets are stepped as their gradients arrive; see `NativeSteps`.
         encodings: names of those that state may have but "exact", with commas; `encodes`: there are some; `rounds`:
-            some of them are lossy. See [Note: encoded state] in `encodings`.
+            some of them are lossy. See [Note: encoded state] in `encodings`. `encoding_reason`: see `choose_encoding`.
 
     Raises:
         ConfigError: the optimizer, or a parameter of it, cannot be swapped.
@@ -107,6 +107,7 @@ class OptimizerPlan:
         self.step_in_backward, self.steps_natively = state.step_in_backward, state.native_step == "auto"
         asked, wanted = state.step_device, [p for p in parameters if p.requires_grad]
         self.encodings, self.encodes, self.rounds = state.encodings, state.encodes, state.rounds
+        self.encoding_reason = ""
         on_device = swaps_state and may_step_on_device(asked, self.device, self.encodes)
         try:
             self._plan_for(optimizer, wanted, on_device)

@@ -149,18 +149,17 @@ class OptimizerSwapper:
 
     def stats(self) -> Stats:
         """Counters since this was made."""
-        state_bytes = 0
         self._records.bucket_records.wait_for_resets()
-        if not self._guard.closed:
-            state_bytes = self._records.stored_bytes()
         return Stats(
             **vars(self.metrics),
-            state_bytes=state_bytes,
+            state_bytes=0 if self._guard.closed else self._records.stored_bytes(),
             pool_bytes=self._pool.capacity_bytes,
             pool_used_bytes=self._pool.used_bytes,
             pool_peak_bytes=self._pool.peak_used_bytes,
             first_writes=0 if self.store is None else self.store.first_writes,
             gradients=Moves() if self.gradients is None else moves_of(self.gradients.metrics),
+            encoding=self._plan.encodings or "exact",
+            encoding_reason=self._plan.encoding_reason,
         )
 
     def flush(self) -> None:

@@ -1,4 +1,4 @@
-"""Measures the speed of drives, so that each of several gets its part of the bytes."""
+"""Measures the speed of drives: each of several gets its part of the bytes, and state is packed for a slow one."""
 
 from __future__ import annotations
 
@@ -59,14 +59,15 @@ def measure_speeds(directories: Sequence[Path], handles: Sequence[AsyncIOHandle]
             raise NvmePathError(number, "measure the speed of", directory, detail) from error
     total, fastest = sum(speed.bps for speed in speeds), max(speed.bps for speed in speeds)
     for directory, speed in zip(directories, speeds, strict=True):
+        share = f", and gets {100 * speed.bps / total:.3g} % of the bytes" if len(speeds) > 1 else ""
         slow = speed.bps * _FAR_SLOWER < fastest
         log.log(
             logging.WARNING if slow else logging.INFO,
-            "nvme_path: %s writes %.0f MB/s and reads %.0f MB/s, and gets %.3g %% of the bytes%s",
+            "nvme_path: %s writes %.0f MB/s and reads %.0f MB/s%s%s",
             directory,
             speed.write_bps / 1e6,
             speed.read_bps / 1e6,
-            100 * speed.bps / total,
+            share,
             "; it is far slower than another, and may not be worth its place" if slow else "",
         )
     return speeds

@@ -55,7 +55,7 @@ def as_json(*arguments: object, code: int = 0) -> dict[str, Any]:
 
 KEYS = {
     "": "version machine backends limits slab accelerators accelerators_reason cuda cuda_reason nvidia_driver "
-    "cufile directories native_steps changes",
+    "cufile directories native_steps packing_bps changes",
     "machine": "kernel architecture cpu cpus cpus_usable memory_bytes memory_available_bytes container cgroup_version "
     "memory_limit_bytes python torch torch_threads omp_wait_policy",
     "limits": "memlock_bytes memlock_hard_bytes may_lock_any aio_max_nr aio_nr io_uring_disabled seccomp",

@@ -986,7 +986,7 @@ def test_keys_that_cannot_be_encoded_are_refused(nvme_path: Path, encoding: dict
         ({"step_device": "device"}, "is for steps on the CPU"),
         (
             {"encoding": {"exp_avg": "bf61"}},
-            "exp_avg: 'bf61' is not one of exact, packed, bf16, int8; did you mean 'bf16'?",
+            "exp_avg: 'bf61' is not one of exact, packed, unpacked, bf16, int8; did you mean 'bf16'?",
         ),
         ({"encoding": {1: "bf16"}}, "1 is not the name of a tensor of the state"),
     ],

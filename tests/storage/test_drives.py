@@ -897,7 +897,7 @@ def test_check_shows_every_drive(
 def test_check_says_how_much_all_drives_can_take_when_one_is_full_first(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(sys.modules["swapper.check"], "measure_speeds", lambda *_: [DriveSpeed(3, 3), DriveSpeed(1, 1)])
+    monkeypatch.setattr(sys.modules["swapper.check"], "drive_speeds", lambda _: [DriveSpeed(3, 3), DriveSpeed(1, 1)])
     with mounted(paths[1], "-t", "tmpfs", "-o", "size=256k", "tmpfs"):
         report = swapper.check(make_model(), adamw(make_model()), config_of(paths))
         assert report.disk_free_bytes == 4 * report.drives[1].disk_free_bytes == MiB
