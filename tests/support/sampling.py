@@ -1,6 +1,7 @@
 """What runs of many equal cases: a sample that is the same each time by default, all of them with SWAPPER_TESTS=all.
 
-Another SWAPPER_SEED is another sample. A test that is named by its id runs whatever is sampled. Where a test is the
+Another SWAPPER_SEED is another sample. A test that is named by its id runs whatever is sampled. By default a test that
+is the product of several options runs so that each value of each option occurs. Where a test is the
 product of many options, all of them means every three options together, or every two; and where each of many cases runs
 in two orders of a simulated device's work, one of them. The whole product is SWAPPER_TESTS=every.
 """
@@ -36,16 +37,23 @@ def places(every: int, sample: int) -> Iterator[int]:
 
 
 def _covering(items: list[pytest.Item], keep: int) -> Iterator[pytest.Item]:
-    """`keep` of the cases of one test, which have as many values of each of its parameters as so many can have."""
+    """At most `keep` of the cases of one test, in which as many values of its parameters occur as so many can have.
+
+    No more than it takes for each value to occur. A case that needs a CUDA device stands for no other value: elsewhere
+    it is skipped.
+    """
     left = list(items)
     random.Random(f"{SEED} {items[0].nodeid.partition('[')[0]}").shuffle(left)
     seen: set[tuple[int, str]] = set()
 
     def values(item: pytest.Item) -> set[tuple[int, str]]:
-        return set(enumerate(item.callspec._idlist))  # type: ignore[attr-defined]
+        found = set(enumerate(item.callspec._idlist))  # type: ignore[attr-defined]
+        return {value for value in found if value[1] == "cuda"} or found
 
     for _ in range(min(keep, len(left))):
         best = max(left, key=lambda item: len(values(item) - seen))
+        if values(best) <= seen:
+            return
         left.remove(best)
         seen |= values(best)
         yield best
@@ -104,11 +112,23 @@ def _in_another_order(items: list[pytest.Item]) -> Iterator[pytest.Item]:
 _MANY_CASES = 8
 
 
+def _each_value(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Cases of tests in which each value of each parameter occurs. Tests of one parameter keep all of their cases."""
+    tests: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if len(getattr(getattr(item, "callspec", None), "_idlist", ())) > 1:
+            tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
+        else:
+            yield item
+    for cases in tests.values():
+        yield from _covering(cases, len(cases))
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "sampled(keep, together=None): of this test's cases so many run; with SWAPPER_TESTS=all all, or some in which "
-        "any so many options are together",
+        "sampled(keep, together=None): of this test's cases at most so many run; with SWAPPER_TESTS=all all, or some "
+        "in which any so many options are together",
     )
     config.addinivalue_line("markers", "thorough(reason): runs with SWAPPER_TESTS=all only; what does it otherwise")
 
@@ -137,6 +157,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         unmarked = [item for item in items if not item.get_closest_marker("sampled")]
         simulated = {item for item in unmarked if "sim-lazy" in item.nodeid or "sim-random" in item.nodeid}
         left_out |= simulated - set(_one_of_each_pair(unmarked))
+        unmarked = [item for item in unmarked if item not in left_out]
+        left_out |= set(unmarked) - set(_each_value(unmarked))
     for (_, keep, together), group in cases.items():
         left_out |= set(group) - set(_with_all_together(group, together) if ALL else _covering(group, keep))
     if left_out:

@@ -1,0 +1,64 @@
+"""Which cases of a test run by default, and with SWAPPER_TESTS=all."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from launcher import run_program
+from repository import SUPPORT
+
+TESTS = """
+import pytest
+
+@pytest.mark.parametrize("drive", ["one", "two"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_product(dtype, drive): pass
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("drive", ["one", "two"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_marked(dtype, drive): pass
+
+@pytest.mark.parametrize("device", ["cuda", "host"])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_device(dtype, device): pass
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
+def test_list(dtype): pass
+"""
+
+
+@pytest.fixture
+def collected(tmp_path: Path, which: str) -> list[str]:
+    (tmp_path / "test_these.py").write_text(TESTS)
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "SWAPPER_TESTS": which}
+    command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "sampling", "-p", "no:cacheprovider"]
+    done = run_program([*command, "."], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    return re.findall(r"::(\S+)", done.stdout)
+
+
+@pytest.mark.parametrize("which", ["some"])
+def test_by_default_each_value_of_a_product_occurs_and_not_each_case(collected: list[str]) -> None:
+    for test in ("test_product", "test_marked"):
+        cases = [name for name in collected if name.startswith(test)]
+        assert len(cases) == 3
+        assert all(any(value in name for name in cases) for value in ("fp32", "bf16", "fp16", "one", "two"))
+    on_host = [name for name in collected if name.startswith("test_device") and "cuda" not in name]
+    assert sorted(on_host) == [f"test_device[{dtype}-host]" for dtype in ("bf16", "fp16", "fp32")]
+    assert sum("cuda" in name for name in collected) == 1
+    assert [name for name in collected if name.startswith("test_list")] == [
+        f"test_list[{dtype}]" for dtype in ("fp32", "bf16", "fp16")
+    ]
+
+
+@pytest.mark.parametrize("which", ["all"])
+def test_all_of_a_product_is_every_case(collected: list[str]) -> None:
+    names = {
+        f"test_product[{dtype}-{drive}]" for dtype, drive in itertools.product(["fp32", "bf16", "fp16"], ["one", "two"])
+    }
+    assert {name for name in collected if name.startswith("test_product")} == names
