@@ -19,12 +19,7 @@ import pytest
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_product(dtype, drive): pass
 
-@pytest.mark.sampled(5)
-@pytest.mark.parametrize("drive", ["one", "two"])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
-def test_marked(dtype, drive): pass
-
-@pytest.mark.parametrize("device", ["cuda", "host"])
+@pytest.mark.parametrize("device", [pytest.param("cuda", marks=pytest.mark.cuda), "host"])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_device(dtype, device): pass
 
@@ -44,10 +39,9 @@ def collected(tmp_path: Path, which: str) -> list[str]:
 
 @pytest.mark.parametrize("which", ["some"])
 def test_by_default_each_value_of_a_product_occurs_and_not_each_case(collected: list[str]) -> None:
-    for test in ("test_product", "test_marked"):
-        cases = [name for name in collected if name.startswith(test)]
-        assert len(cases) == 3
-        assert all(any(value in name for name in cases) for value in ("fp32", "bf16", "fp16", "one", "two"))
+    product = [name for name in collected if name.startswith("test_product")]
+    assert len(product) == 3
+    assert all(any(value in name for name in product) for value in ("fp32", "bf16", "fp16", "one", "two"))
     on_host = [name for name in collected if name.startswith("test_device") and "cuda" not in name]
     assert sorted(on_host) == [f"test_device[{dtype}-host]" for dtype in ("bf16", "fp16", "fp32")]
     assert sum("cuda" in name for name in collected) == 1

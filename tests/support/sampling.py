@@ -36,26 +36,26 @@ def places(every: int, sample: int) -> Iterator[int]:
         at += chance.randint(1, 2 * sample - 1)
 
 
-def _covering(items: list[pytest.Item], keep: int) -> Iterator[pytest.Item]:
-    """At most `keep` of the cases of one test, in which as many values of its parameters occur as so many can have.
+def _covering(items: list[pytest.Item], keep: int | None) -> Iterator[pytest.Item]:
+    """`keep` of the cases of one test, which have as many values of each of its parameters as so many can have.
 
-    No more than it takes for each value to occur. A case that needs a CUDA device stands for no other value: elsewhere
-    it is skipped.
+    None: so many that each value occurs. A case that needs CUDA, and is skipped elsewhere, stands for no value that
+    another case has.
     """
     left = list(items)
     random.Random(f"{SEED} {items[0].nodeid.partition('[')[0]}").shuffle(left)
+    own = {item: set(enumerate(item.callspec._idlist)) for item in left}  # type: ignore[attr-defined]
+    anywhere = set().union(*(own[item] for item in left if not item.get_closest_marker("cuda")))
+    for item in left:
+        if item.get_closest_marker("cuda"):
+            own[item] -= anywhere
     seen: set[tuple[int, str]] = set()
-
-    def values(item: pytest.Item) -> set[tuple[int, str]]:
-        found = set(enumerate(item.callspec._idlist))  # type: ignore[attr-defined]
-        return {value for value in found if value[1] == "cuda"} or found
-
-    for _ in range(min(keep, len(left))):
-        best = max(left, key=lambda item: len(values(item) - seen))
-        if values(best) <= seen:
+    for _ in range(min(len(left), len(left) if keep is None else keep)):
+        best = max(left, key=lambda item: len(own[item] - seen))
+        if keep is None and own[best] <= seen:
             return
         left.remove(best)
-        seen |= values(best)
+        seen |= own[best]
         yield best
 
 
@@ -121,14 +121,14 @@ def _each_value(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         else:
             yield item
     for cases in tests.values():
-        yield from _covering(cases, len(cases))
+        yield from _covering(cases, None)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
-        "sampled(keep, together=None): of this test's cases at most so many run; with SWAPPER_TESTS=all all, or some "
-        "in which any so many options are together",
+        "sampled(keep, together=None): of this test's cases so many run; with SWAPPER_TESTS=all all, or some in which "
+        "any so many options are together",
     )
     config.addinivalue_line("markers", "thorough(reason): runs with SWAPPER_TESTS=all only; what does it otherwise")
 

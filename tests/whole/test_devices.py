@@ -317,7 +317,7 @@ def numbered(request: pytest.FixtureRequest, device: str) -> str:
     return f"{device}:{request.param}"
 
 
-@pytest.fixture(params=["aio", "gds", "gds-compat"])
+@pytest.fixture(params=["aio", "gds", pytest.param("gds-compat", marks=pytest.mark.cuda)])
 def handle(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[AsyncIOHandle]:
     """The last is cuFile itself on any machine that has the library, however it moves the bytes."""
     monkeypatch.setenv("CUFILE_LOGFILE_PATH", str(tmp_path / "cufile.log"))
