@@ -22,6 +22,7 @@ from swapper.optimizer.probe import (
     is_elementwise,
     keeps_bits,
     learn_state,
+    refuse_broken_fused,
     refuse_parameter,
     same_bits_for_strides,
 )
@@ -192,7 +193,7 @@ class OptimizerPlan:
             has come to a group, or left all of them.
 
         Raises:
-            ConfigError: one is in the groups more than once.
+            ConfigError: one is in the groups more than once, or has `fused=True` by now, whose step is broken.
             SwapError: the size, dtype or order in memory of one has changed since it was planned.
         """
         unknown = []
@@ -216,6 +217,8 @@ class OptimizerPlan:
                 if p.device != known.device:
                     self.moved = known
                 known.fused = bool(group.get("fused"))
+                if known.fused and not (self.on_device or self._config.offload_optimizer.master_weights):
+                    refuse_broken_fused(optimizer, known.dtype)
         came = any(known.group is None for known in members)
         left = [known for known in self._parameters.values() if known.group is not None and known not in members]
         for known in left:
@@ -412,12 +415,8 @@ class OptimizerPlan:
         # Of the fp16 and bf16 kernels, the fused ones split among threads at multiples of 64 bytes and need no more.
         low_precision = dtype in _LOW_PRECISION and not group.get("fused")
         device = self.device if self.on_device else torch.device("cpu")
-        is_broken = group.get("fused") and dtype in _LOW_PRECISION and isinstance(optimizer, torch.optim.SGD)
-        if is_broken and not self.on_device:
-            raise ConfigError(
-                f"SGD(fused=True) leaves {dtype} parameters on the CPU unchanged (a defect of torch 2.13), so there is "
-                "nothing to be exact to; use fused=False"
-            )
+        if known.fused and not self.on_device:
+            refuse_broken_fused(optimizer, dtype)
         # Options decide what the state is; the numbers of groups say nothing, for groups come and go too.
         key = (options, dtype, low_precision, self.threads)
         if key not in self._segmented:

@@ -32,6 +32,7 @@ __all__ = [
     "is_stepped_by_all",
     "keeps_bits",
     "learn_state",
+    "refuse_broken_fused",
     "refuse_parameter",
     "refuse_unsupported",
     "register_elementwise",
@@ -128,6 +129,19 @@ def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
 def is_elementwise(optimizer: Optimizer) -> bool:
     """True if the optimizer's `step` is that of a class known to be elementwise; a subclass with its own is not."""
     return _is_one_of(optimizer, _elementwise)
+
+
+def refuse_broken_fused(optimizer: Optimizer, dtype: torch.dtype) -> None:
+    """Refuse a class whose fused kernels on the CPU do not step parameters of a dtype.
+
+    Raises:
+        ConfigError: SGD, and bf16 or fp16.
+    """
+    if isinstance(optimizer, torch.optim.SGD) and dtype in (torch.bfloat16, torch.float16):
+        raise ConfigError(
+            f"SGD(fused=True) leaves {dtype} parameters on the CPU unchanged (a defect of torch 2.13), so there is "
+            "nothing to be exact to; use fused=False"
+        )
 
 
 def refuse_parameter(optimizer: Optimizer, parameter: torch.Tensor, config: OffloadConfig, remote: bool) -> None:

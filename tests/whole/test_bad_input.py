@@ -707,6 +707,36 @@ def test_parameters_in_one_memory_are_refused_with_foreach_that_comes_later(nvme
     assert torch.equal(run(True), run(False))
 
 
+@pytest.mark.parametrize("change", ["wrapped", "option", "load"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_sgd_of_low_precision_is_refused_whenever_it_comes(
+    nvme_path: Path, dtype: torch.dtype, change: str
+) -> None:
+    """It leaves such parameters as they are. Not with masters, which are fp32, and not by other classes."""
+
+    def made(cls: Any = torch.optim.SGD, masters: bool = False, **options: Any) -> torch.optim.Optimizer:
+        optimizer: torch.optim.Optimizer = cls([nn.Parameter(torch.ones(64, 64, dtype=dtype))], lr=0.5, **options)
+        if change == "wrapped":
+            optimizer.param_groups[0]["fused"] = True
+        swapper.wrap_optimizer(optimizer, make_config(nvme_path, master_weights=masters))
+        if change == "option":
+            optimizer.param_groups[0]["fused"] = True
+        elif change == "load":
+            state = optimizer.state_dict()
+            state["param_groups"][0]["fused"] = True
+            optimizer.load_state_dict(state)
+        [p] = optimizer.param_groups[0]["params"]
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert bool((p != 1).all())
+        return optimizer
+
+    with pytest.raises(swapper.ConfigError, match=r"SGD\(fused=True\) leaves torch\..* parameters on the CPU"):
+        made(momentum=0.9)
+    for optimizer in (made(momentum=0.9, masters=True), made(torch.optim.AdamW)):
+        swapper.of(optimizer).close()
+
+
 # --- Arguments of another kind ---------------------------------------------------------------------------------------
 
 
