@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -57,24 +58,33 @@ def refuse_foreach_on_one_memory(
     """Refuse parameters that overlap where all of a group are stepped at once.
 
     `foreach=True` reads all of them before it writes the first. One after another, as buckets are, the second would be
-    read when the first was written. (A loop over parameters, which is the default on the CPU, does the same.)
+    read when the first was written. (A loop over parameters, which is the default on the CPU, does the same. On an
+    accelerator `foreach=None` is True.)
 
     Args:
         optimizer: whose groups may have changed since it was wrapped.
-        stepped: True for a parameter that the next step is of; None is all.
+        stepped: True for a parameter that the next step is of. Then only those count that have `foreach=True`, so that
+            steps by default cost nothing. None is all.
 
     Raises:
-        ConfigError: two parameters of a group with `foreach=True` overlap.
+        ConfigError: two parameters that are stepped at once overlap.
     """
-    together = (p for group in optimizer.param_groups if group.get("foreach") for p in group["params"])
+
+    def is_at_once(group: dict[str, Any], p: torch.nn.Parameter) -> bool:
+        asked: bool | None = group.get("foreach", False)
+        by_default = asked is None and not group.get("fused") and stepped is None and p.device.type != "cpu"
+        return bool(asked) or by_default
+
+    together = (p for group in optimizer.param_groups for p in group["params"] if is_at_once(group, p))
     wanted = {id(p) for p in together if stepped is None or stepped(p)}
     if not wanted:
         return
     tensors = {name: p for name, p in names_of(optimizer).items() if id(p) in wanted}
     for before, name in _overlaps({name: span for name, p in tensors.items() if (span := _span(p)) is not None}):
+        also = "" if tensors[name].device.type == "cpu" else ", as None is on an accelerator"
         raise ConfigError(
-            f"foreach=True: {before} and {name} are in the same memory, and a swapped optimizer cannot step them at "
-            "once; let them be one parameter object, give each memory of its own, or use foreach=None"
+            f"foreach=True{also}: {before} and {name} are in the same memory, and a swapped optimizer cannot step them "
+            "at once; let them be one parameter object, give each memory of its own, or use foreach=False"
         )
 
 

@@ -573,3 +573,28 @@ def test_evicted_gradients_leave_torch_its_choice_of_foreach(device: str, nvme_p
             reference.zero_grad()
             optimizer.zero_grad()
     assert_same(mine, plain)
+
+
+@pytest.mark.parametrize("foreach", [None, False], ids=["default", "single"])
+def test_parameters_in_one_memory_have_plain_bits_or_are_refused(
+    device: str, foreach: bool | None, nvme_path: Path
+) -> None:
+    """By default torch steps all of a group at once there, reading all before it writes the first."""
+
+    def made() -> torch.optim.Optimizer:
+        memory = torch.linspace(-1, 1, 64 * 64).to(device)
+        several = [nn.Parameter(memory), nn.Parameter(memory.view(64, 64))]
+        for p in several:
+            p.grad = torch.linspace(1, 3, 64 * 64).reshape(p.shape).to(device)
+        return torch.optim.AdamW(several, lr=0.1, weight_decay=0.5, foreach=foreach)
+
+    reference, optimizer = made(), made()
+    if foreach is None:
+        with pytest.raises(ConfigError, match=r"as None is on an accelerator: parameter 0 .* and parameter 1 .* are"):
+            swapper.wrap_optimizer(optimizer, config(nvme_path))
+        return
+    with wrapped(optimizer, nvme_path, bucket_bytes="48KiB"):
+        reference.step()
+        optimizer.step()
+        for p, q in zip(optimizer.param_groups[0]["params"], reference.param_groups[0]["params"], strict=True):
+            assert torch.equal(p.cpu(), q.cpu())
