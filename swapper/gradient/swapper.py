@@ -35,7 +35,6 @@ from types import FrameType
 from typing import ClassVar, Protocol
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -55,6 +54,7 @@ from swapper.storage.backward_agreement import raised_by_all
 from swapper.storage.buffers import BufferPool
 from swapper.storage.malloc_trim import FreedMemory
 from swapper.storage.store import RecordKey, TensorStore
+from swapper.tensors.dynamo import not_compiled
 from swapper.tensors.end_of_backward import call_at_the_end, is_distributed, is_nested
 from swapper.tensors.evicted_gradients import (
     bring_back_gradients,
@@ -248,9 +248,9 @@ class GradientSwapper(EvictedGradients):
                 else:
                     swapper._after_arrival(p)
 
-        hooks = [p.register_hook(_disable_dynamo(before))]  # type: ignore[no-untyped-call]
+        hooks = [p.register_hook(not_compiled(before))]  # type: ignore[no-untyped-call]
         if taken or is_sharded(p):
-            hook = after if is_sharded(p) else _disable_dynamo(after)  # Of a shard it looks at the frame that calls it.
+            hook = after if is_sharded(p) else not_compiled(after)  # Of a shard it looks at the frame that calls it.
             hooks.append(p.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
         return hooks
 

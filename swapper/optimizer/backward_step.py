@@ -21,7 +21,6 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 from torch.optim import optimizer as torch_optimizer
 from torch.utils.checkpoint import CheckpointFunction
@@ -34,6 +33,7 @@ from swapper.optimizer.records import Prefetcher
 from swapper.optimizer.segments import Bucket, OptimizerParameter, grouped
 from swapper.optimizer.stepper import Stepper
 from swapper.storage.backward_agreement import raised_by_all
+from swapper.tensors.dynamo import not_compiled
 from swapper.tensors.evicted_gradients import (
     bring_back_gradients,
     clear_gradient_home,
@@ -421,7 +421,7 @@ class Arrivals:
             known = self._plan.of(p)
             if known is not None and known.hook is None and not known.left and p.requires_grad and p.is_leaf:
                 # The frame that calls the hook of a shard is looked at, so it must be the caller's own.
-                hook = on_gradient if is_sharded(p) else _disable_dynamo(on_gradient)
+                hook = on_gradient if is_sharded(p) else not_compiled(on_gradient)
                 known.hook = p.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     def drop_window(self) -> None:

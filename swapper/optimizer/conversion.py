@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import torch
-from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from swapper.errors import SwapError
 from swapper.optimizer.segments import MASTER
+from swapper.tensors.dynamo import not_compiled
 from swapper.tensors.grad_modes import outside_of_inference
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class Conversion:
         """Have `optimizer.step(closure)` call `step`, within torch's own hooks; and state-dict hooks."""
         optimizer_ref = self._optimizer_ref
 
-        @_disable_dynamo  # Of a loop that torch compiles the step is no part.
+        @not_compiled  # Of a loop that torch compiles the step is no part.
         @Optimizer.profile_hook_step
         def hooked(optimizer: Optimizer, closure: Callable[[], Any] | None = None) -> Any:
             return step(optimizer, closure)

@@ -21,7 +21,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._compile import _disable_dynamo
 
 from swapper.errors import SwapError
 from swapper.io.checksums import checksum
@@ -42,6 +41,7 @@ from swapper.storage.buffers import BufferPool, Lease, PoolExhausted
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.record_store import RecordStore
 from swapper.tensors.dispatch_modes import outside_of_dispatch_modes, refuse_fake_tensors
+from swapper.tensors.dynamo import not_compiled
 from swapper.tensors.evicted import evict, is_evicted, restore, restore_for_good
 from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 from swapper.tensors.homes import TemporaryHome, home_of
@@ -292,8 +292,8 @@ class ParameterOwner(ParameterCache):
                         del owner._awaiting[parameter]
                         owner._release_ended()
 
-        self._hooks.append(parameter.register_hook(_disable_dynamo(before)))  # type: ignore[no-untyped-call]
-        self._hooks.append(parameter.register_post_accumulate_grad_hook(_disable_dynamo(after)))  # type: ignore[no-untyped-call]
+        self._hooks.append(parameter.register_hook(not_compiled(before)))  # type: ignore[no-untyped-call]
+        self._hooks.append(parameter.register_post_accumulate_grad_hook(not_compiled(after)))  # type: ignore[no-untyped-call]
 
     # --- Uses ------------------------------------------------------------------------------------------------------
 
