@@ -31,7 +31,7 @@ def test_list(dtype): pass
 @pytest.fixture
 def collected(tmp_path: Path, which: str) -> list[str]:
     (tmp_path / "test_these.py").write_text(TESTS)
-    environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "SWAPPER_TESTS": which}
+    environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "SWAPPER_TESTS": which, "PYTEST_ADDOPTS": ""}
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "sampling", "-p", "no:cacheprovider"]
     done = run_program([*command, "."], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     return re.findall(r"::(\S+)", done.stdout)
