@@ -1224,7 +1224,7 @@ REFUSALS = (
     r"leaves torch\.(bfloat16|float16) parameters on the CPU unchanged",
     r"Assign gradients in the parameter's layout",
     r"step_in_backward: true cannot be combined with (tensors in the same memory|views of one tensor)",
-    r"foreach=True: .* are in the same memory",
+    r"foreach=True(, as None is on an accelerator)?: .* are in the same memory",
     r"a sparse gradient came, which can be stepped only on the CPU",
 )
 """What the swapped twin may refuse, as the documentation says. The program then ends, and is counted as refused."""
