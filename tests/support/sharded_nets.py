@@ -353,6 +353,32 @@ SIDE = 512
 LAYER_BYTES = 4 * SIDE * SIDE
 
 
+def backward(models: list[Net], seed: int = 0) -> None:
+    seed += 1000 * torch.distributed.get_rank()
+    for model in models:
+        loss_of(model, seed).backward()
+
+
+def large(net: nn.Module) -> list[str]:
+    """The parameters whose gradients go."""
+    taken = (n for n, p in net.named_parameters() if p.requires_grad and local(p).nbytes >= SMALL_BYTES)
+    return [name for name in taken if not name.startswith("never")]
+
+
+def compare(models: list[Net], what: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
+    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        mine, expected = what(q), what(p)
+        assert (expected is None) == (mine is None), name
+        assert mine is None or same(expected, mine), name
+
+
+def end_step(models: list[Net], optimizers: list[torch.optim.Optimizer]) -> None:
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    compare(models, lambda p: p)
+
+
 class Layer(nn.Module):
     """Notes the most memory that this process has while one of them runs."""
 

@@ -18,7 +18,21 @@ import torch
 from accelerators import simulated
 from device_ranks import in_device_processes
 from removed_waits import remove, sites
-from sharded_nets import Case, Net, Twins, config_of, local, loss_of, same, sharded, unreadable
+from sharded_nets import (
+    Case,
+    Net,
+    Twins,
+    backward,
+    compare,
+    config_of,
+    end_step,
+    large,
+    local,
+    loss_of,
+    same,
+    sharded,
+    unreadable,
+)
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
@@ -27,7 +41,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import swapper
 from swapper.config import OffloadConfig
 from swapper.io.handle import AsyncIOHandle, FaultPlan
-from swapper.sizes import SMALL_BYTES
 from swapper.tensors.evicted_gradients import has_evicted_gradient, raw_gradient
 
 DEVICE = "sim"
@@ -54,35 +67,9 @@ def made(
     return models, optimizers, swapper.of(optimizers[1])
 
 
-def backward(models: list[Net], seed: int = 0) -> None:
-    seed += 1000 * torch.distributed.get_rank()
-    for model in models:
-        loss_of(model, seed).backward()
-
-
 def evicted(net: nn.Module) -> list[str]:
     """The parameters with gradients that are not on the device; reading `p.grad` would bring them there."""
     return [name for name, p in net.named_parameters() if raw_gradient(p) is None and has_evicted_gradient(p)]
-
-
-def large(net: nn.Module) -> list[str]:
-    """The parameters whose gradients go."""
-    taken = (n for n, p in net.named_parameters() if p.requires_grad and local(p).nbytes >= SMALL_BYTES)
-    return [name for name in taken if not name.startswith("never")]
-
-
-def compare(models: list[Net], what: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        mine, expected = what(q), what(p)
-        assert (expected is None) == (mine is None), name
-        assert mine is None or same(expected, mine), name
-
-
-def end_step(models: list[Net], optimizers: list[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    compare(models, lambda p: p)
 
 
 def trained(net: nn.Module) -> list[nn.Parameter]:

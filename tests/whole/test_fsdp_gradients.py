@@ -26,8 +26,12 @@ from sharded_nets import (
     Case,
     Layer,
     Net,
+    backward,
+    compare,
     config_of,
+    end_step,
     in_processes,
+    large,
     local,
     loss_of,
     memory_bytes,
@@ -44,7 +48,6 @@ import swapper
 from swapper.config import OffloadConfig
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.parameter import fsdp
-from swapper.sizes import SMALL_BYTES
 from swapper.tensors import reduced
 from swapper.tensors.evicted_gradients import raw_gradient
 
@@ -66,34 +69,8 @@ def close(net: Net, optimizer: torch.optim.Optimizer) -> None:
     swapper.of(optimizer).close()
 
 
-def backward(models: list[Net], seed: int = 0) -> None:
-    seed += 1000 * torch.distributed.get_rank()
-    for model in models:
-        loss_of(model, seed).backward()
-
-
 def evicted(net: nn.Module) -> list[str]:
     return [name for name, p in net.named_parameters() if raw_gradient(p) is None and p.grad is not None]
-
-
-def large(net: nn.Module) -> list[str]:
-    """The parameters whose gradients go to the drive."""
-    taken = (n for n, p in net.named_parameters() if p.requires_grad and local(p).nbytes >= SMALL_BYTES)
-    return [name for name in taken if not name.startswith("never")]
-
-
-def compare(models: list[Net], what: Callable[[torch.Tensor], torch.Tensor | None]) -> None:
-    for (name, p), q in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
-        mine, expected = what(q), what(p)
-        assert (expected is None) == (mine is None), name
-        assert mine is None or same(expected, mine), name
-
-
-def end_step(models: list[Net], optimizers: list[torch.optim.Optimizer]) -> None:
-    for optimizer in optimizers:
-        optimizer.step()
-        optimizer.zero_grad()
-    compare(models, lambda p: p)
 
 
 def go_on(models: list[Net]) -> None:
