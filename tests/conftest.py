@@ -41,7 +41,20 @@ RUNTIME = ctypes.CDLL(None)
 SANITIZED = hasattr(RUNTIME, "__asan_init")
 
 
+# From sched.h and sys/mount.h.
+CLONE_NEWNS = 0x20000
+MS_REC, MS_PRIVATE = 0x4000, 0x40000
+
+
+def have_own_mounts() -> None:
+    """What tests mount is seen by this process and its children only, and ends with them, also where they are killed:
+    else it would be left in the temporary directory, and every later run fail when it removes that."""
+    if os.geteuid() == 0 and RUNTIME.unshare(CLONE_NEWNS) == 0:
+        assert RUNTIME.mount(None, b"/", None, MS_REC | MS_PRIVATE, None) == 0, "mounts would be seen outside"
+
+
 def pytest_configure() -> None:
+    have_own_mounts()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell has it ignored in what it runs in the background. Tests raise it, here and in processes of their own.
         signal.signal(signal.SIGINT, signal.default_int_handler)
