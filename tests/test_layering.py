@@ -179,18 +179,18 @@ def ours(path: Path) -> Iterator[tuple[str, str, bool]]:
             yield module.removeprefix("swapper").removeprefix(".") or "__init__", name, for_types
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_imports_only_packages_below_its_own(module: str) -> None:
-    package = package_of(module)
-    assert package in ROWS, f"{package} is not in the table of packages in ARCHITECTURE.md"
-    row = ROWS[package]
-    for target, _, _ in ours(MODULES[module]):
-        below = package_of(target)
-        assert below == package or below in row.imports, f"swapper.{module} must not import swapper.{target}"
-    for target, _, _ in imports(MODULES[module]):
-        top = target.partition(".")[0]
-        if top not in sys.stdlib_module_names and top not in ("torch", "swapper"):
-            assert top in row.others, f"swapper.{module} imports {top}, which ARCHITECTURE.md does not say of {package}"
+def test_a_module_imports_only_packages_below_its_own() -> None:
+    for module, path in MODULES.items():
+        package = package_of(module)
+        assert package in ROWS, f"{package} is not in the table of packages in ARCHITECTURE.md"
+        row = ROWS[package]
+        for target, _, _ in ours(path):
+            below = package_of(target)
+            assert below == package or below in row.imports, f"swapper.{module} must not import swapper.{target}"
+        for target, _, _ in imports(path):
+            top = target.partition(".")[0]
+            if top not in sys.stdlib_module_names and top not in ("torch", "swapper"):
+                assert top in row.others, f"swapper.{module} imports {top}, not said of {package} in ARCHITECTURE.md"
 
 
 def rows_of(heading: str) -> list[list[set[str]]]:
@@ -265,12 +265,12 @@ def test_a_module_imports_what_its_package_allows(module: str) -> None:
     assert {target for target in within if package_of(target) == package_of(module)} <= INSIDE[module]
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_nothing_private_is_imported(module: str) -> None:
-    for target, name, _ in ours(MODULES[module]):
-        assert not name.startswith("_"), f"swapper.{module} imports {name} of swapper.{target}"
-        if target.rpartition(".")[2].startswith("_") and target not in ("__init__",):
-            assert target == "io._native" and module in NATIVE, f"swapper.{module} must not import swapper.{target}"
+def test_nothing_private_is_imported() -> None:
+    for module, path in MODULES.items():
+        for target, name, _ in ours(path):
+            assert not name.startswith("_"), f"swapper.{module} imports {name} of swapper.{target}"
+            if target.rpartition(".")[2].startswith("_") and target not in ("__init__",):
+                assert target == "io._native" and module in NATIVE, f"swapper.{module} must not import swapper.{target}"
 
 
 def test_swappers_do_not_know_each_other() -> None:
@@ -307,10 +307,9 @@ def test_a_package_says_its_purpose_and_holds_names_only(module: str) -> None:
         assert docstring or names or imports_names, ast.unparse(node)
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_a_module_is_not_long(module: str) -> None:
-    lines = len(MODULES[module].read_text().splitlines())
-    assert lines <= MOST_LINES, f"swapper.{module} has {lines} lines: split it by noun"
+def test_a_module_is_not_long() -> None:
+    lines = {module: len(path.read_text().splitlines()) for module, path in MODULES.items()}
+    assert not {module for module, count in lines.items() if count > MOST_LINES}, "split them by noun"
 
 
 def defined(path: Path) -> Iterator[tuple[str, int]]:
@@ -328,13 +327,15 @@ def defined(path: Path) -> Iterator[tuple[str, int]]:
                 yield node.attr, node.lineno
 
 
-@pytest.mark.parametrize("module", MODULES)
-def test_no_name_has_a_retired_word(module: str) -> None:
-    for name, line in defined(MODULES[module]):
-        words = "_".join(re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)).lower()
-        for word, instead in RETIRED.items():
-            if f"_{word}_" in f"_{words}_" and package_of(module) not in STILL_SAID.get(word, ()):
-                raise AssertionError(f"swapper.{module}, line {line}: {name}; say {instead} instead of {word}")
+def test_no_name_has_a_retired_word() -> None:
+    said = []
+    for module, path in MODULES.items():
+        for name, line in defined(path):
+            words = "_".join(re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)).lower()
+            for word, instead in RETIRED.items():
+                if f"_{word}_" in f"_{words}_" and package_of(module) not in STILL_SAID.get(word, ()):
+                    said.append(f"swapper.{module}, line {line}: {name}; say {instead} instead of {word}")
+    assert not said
 
 
 def test_nothing_is_submitted_inside_an_assert() -> None:
