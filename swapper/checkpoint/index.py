@@ -119,7 +119,8 @@ class SavedSegment(_Entry):
     `whole`: its tensors have their own shapes, else they are slices. Its tensors are "{number}.{key}" in the file, for
     each key in `present`. `strides` are those of tensors that do not lie in the order of their indices. `master`,
     `parameter_crc32c` (of the parameter's bits that the master goes with) and `tie_bits`: see [Note: split masters] of
-    `master_codec`. `small` is encoded state that is a slice and small.
+    `master_codec`. `small` is encoded state that is a slice and small. `encodings` are those of the parameter, if the
+    rank that has written this has others; else None.
     """
 
     parameter: Count
@@ -132,6 +133,7 @@ class SavedSegment(_Entry):
     parameter_crc32c: Crc | None = None
     tie_bits: Count = 0
     small: Any = None
+    encodings: dict[str, Literal["bf16", "int8", "packed"]] | None = None
 
     @property
     def numel(self) -> int:

@@ -350,6 +350,9 @@ def _joined_optimizer(saved: Sequence[Saved], number: int, model: SavedModel) ->
                     if part is None:  # It has no elements.
                         bucket.segments[i] = SavedHole(hole=True, tie_bits=segment.tie_bits)
                     else:
+                        encodings = each.optimizers[number].parameters[segment.parameter].encodings
+                        if encodings != whole.parameters[part].encodings:  # Ranks choose what they pack.
+                            segment.encodings = encodings
                         segment.parameter = part
             whole.buckets.append(bucket)
     _drop_doubles(whole)

@@ -244,7 +244,7 @@ class _StateLoader:
         if not segment.locations.keys() >= {*saved.present}:
             return False
         specs = {key: segment.locations[key].spec for key in saved.present}
-        encodings = self._saved[slot].encodings
+        encodings = self.state.parts.encodings_of(saved)
         if any(spec.encoding != encodings.get(key, "exact") for key, spec in specs.items()):
             return False
         return all(

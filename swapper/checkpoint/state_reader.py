@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -154,11 +154,11 @@ class StateReader:
                 return False
             if not segment.whole and shape != (segment.numel,):
                 return False
-            if saved.encodings.get(key) == "int8":
+            if self.encodings_of(segment).get(key) == "int8":
                 scales = self._scales(each, key)
                 if scales.dtype is not torch.float32 or tuple(scales.shape) != (blocks_of(math.prod(shape)),):
                     return False
-            if saved.encodings.get(key) == "packed":
+            if self.encodings_of(segment).get(key) == "packed":
                 table = self._blocks(each, key)
                 if table.dtype is not torch.uint8 or table.shape != (ENTRY_BYTES * packed_blocks_of(math.prod(shape)),):
                     return False
@@ -175,8 +175,8 @@ class StateReader:
     def _shape_in_file(self, each: _SavedSlice, key: str) -> tuple[int, ...]:
         """The shape of a tensor of the state that is in a file. One that is packed has its parameter's."""
         slot = each.segment.parameter
-        shape = self._stored_shape(each, key, self._dtype_in_file(slot, key))
-        if self.saved.parameters[slot].encodings.get(key) != "packed":
+        shape = self._stored_shape(each, key, self._dtype_in_file(each, key))
+        if self.encodings_of(each.segment).get(key) != "packed":
             return shape
         if len(shape) != 1:
             raise self._incomplete(slot)
@@ -211,9 +211,14 @@ class StateReader:
             raise self._incomplete(slot)
         return small.dtype
 
-    def _dtype_in_file(self, slot: int, key: str) -> torch.dtype:
-        """As `_dtype`, of what is stored: see `SavedParameter.encodings`."""
-        encoding = self.saved.parameters[slot].encodings.get(key)
+    def encodings_of(self, segment: SavedSegment) -> Mapping[str, str]:
+        """How those of its keys are stored that are not as the class has them."""
+        known = segment.encodings
+        return self.saved.parameters[segment.parameter].encodings if known is None else known
+
+    def _dtype_in_file(self, each: _SavedSlice, key: str) -> torch.dtype:
+        """As `_dtype`, of what is stored: see `encodings_of`."""
+        slot, encoding = each.segment.parameter, self.encodings_of(each.segment).get(key)
         if encoding is None:
             return self._dtype(slot, key)
         if self._dtype(slot, key) is not torch.float32:
@@ -320,10 +325,10 @@ class StateReader:
     def _values(self, each: _SavedSlice, key: str, start: int, stop: int) -> torch.Tensor:
         """Elements of a slice that are in its file, decoded: 1-D."""
         slot = each.segment.parameter
-        dtype = self._dtype_in_file(slot, key)
-        if self.saved.parameters[slot].encodings.get(key) == "packed":
+        dtype = self._dtype_in_file(each, key)
+        if self.encodings_of(each.segment).get(key) == "packed":
             return self._unpacked(each, key, start, stop)
-        if self.saved.parameters[slot].encodings.get(key) != "int8":
+        if self.encodings_of(each.segment).get(key) != "int8":
             return self._elements(each, key, start, stop, dtype).to(self._dtype(slot, key))
         first = start // BLOCK_NUMEL
         codes = self._elements(each, key, first * BLOCK_NUMEL, stop, dtype)

@@ -170,6 +170,33 @@ def test_weights_that_are_tied_on_another_rank_are_those_of_rank_0(tmp_path: Pat
     assert are_same(everything(net, []), everything(expected, []))
 
 
+def save_packed_by(rank: int, directory: str, nvme: str) -> None:
+    for packing in (0, 1):
+        torch.manual_seed(0)
+        net = nn.Linear(96, 200)
+        optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2)
+        state = {"device": "nvme", "encoding": "packed" if rank == packing else "unpacked"}
+        given: dict[str, Any] = {"nvme_path": nvme, "pool_bytes": "2MiB", "bucket_bytes": "48KiB"}
+        swapper.wrap_optimizer(optimizer, swapper.OffloadConfig(**given, offload_optimizer=state))
+        net(torch.randn(4, 96)).square().mean().backward()
+        optimizer.step()
+        path = f"{directory}/{packing}"
+        swapper.save_checkpoint(path, net, optimizer, together=True)
+        saved = everything(net, [optimizer])
+        assert all([*Path(path).glob(f"optimizer-0-r{each}-0*")] for each in (0, 1))
+        optimizer.zero_grad()
+        net(torch.randn(4, 96)).square().mean().backward()
+        optimizer.step()
+        swapper.load_checkpoint(path, net, optimizer)
+        assert are_same(everything(net, [optimizer]), saved)
+        close(net, [optimizer])
+
+
+def test_replicas_of_which_one_packs_save_together(nvme_path: Path, tmp_path: Path, leaves_nothing: None) -> None:
+    """As `encoding: exact` may choose on each rank: parts of one parameter are packed, and others are not."""
+    in_processes(save_packed_by, str(tmp_path), str(nvme_path))
+
+
 # --- When it fails ---------------------------------------------------------------------------------------------------
 
 
