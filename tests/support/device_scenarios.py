@@ -9,6 +9,7 @@ import contextlib
 import errno
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch import nn
 
 import swapper
 from swapper.errors import SwapIOError
+from swapper.io.bounce import Bounce
 from swapper.io.devices import Copy, DeviceCopies
 from swapper.io.handle import AsyncIOHandle
 from swapper.optimizer.device_slots import SLOTS
@@ -166,6 +168,29 @@ def files(device: str, path: Path) -> None:
         handle.read(file, target).wait()
         handle.read(file, source).wait()
         assert bool((target == 5).all()) and bool((source == 5).all()) and bool((used == 1).all())
+
+
+def files_whose_thread_ends(device: str, path: Path) -> None:
+    """The thread that moves device memory ends with a copy to the device on its way: that is over for who is told."""
+    copy, threads = Bounce._copy, []
+
+    def end_in_it(self: Bounce, chunk: Any) -> None:
+        copy(self, chunk)
+        threads.append(threading.current_thread())
+        raise SystemExit
+
+    target = torch.full((CHUNK,), 5, dtype=torch.uint8, device=device)
+    with AsyncIOHandle() as handle, handle.open(path / "file", "rw") as file, pytest.MonkeyPatch.context() as patch:
+        handle.write(file, target).wait()
+        patch.setattr(Bounce, "_copy", end_in_it)
+        patch.setattr(threading, "excepthook", lambda arguments: None)
+        with pytest.raises(SwapIOError, match="the thread that moves device memory ended"):
+            handle.read(file, target).wait()
+        threads[0].join()
+        target.fill_(1)
+        torch.accelerator.current_stream().synchronize()
+    torch.accelerator.synchronize()
+    assert bool((target == 1).all())
 
 
 def temporaries(device: str, path: Path, what: str) -> None:
@@ -330,6 +355,7 @@ SCENARIOS: dict[str, Callable[[str, Path], None]] = {
     "gradients flushed": functools.partial(after_backward, gradients="nvme", flush=True),
     "gradients given up": functools.partial(after_backward, gradients="cpu", flush=False),
     "files": files,
+    "files whose thread ends": files_whose_thread_ends,
     "temporary gradient": functools.partial(temporaries, what="gradient"),
     "temporary parameter": functools.partial(temporaries, what="parameter"),
     "failed step": functools.partial(failed_step, step_device="cpu", cut_off=full_drive),
