@@ -339,13 +339,21 @@ def test_short_reads_are_completed(direct: Mock, nvme_path: Path, device: torch.
 def test_what_cufile_refuses_in_the_middle_goes_through_the_host(
     direct: Mock, nvme_path: Path, device: torch.device, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained = Trained(nvme_path, device)
+    stepping = Stepping(nvme_path, device)
+    stepping.step()
+    stepping.swapper.flush()
+    stepping.empty_pool()
     direct["result"] = -5008  # Every call from now on.
-    trained.check()
+    for _ in range(2):
+        stepping.step()
+    stepping.swapper.flush()
     assert sum("memory of the host" in record.getMessage() for record in caplog.records) == 1
+    stepping.swapper.rest()
+    stepping.check()
     direct["result"] = 0
-    trained.check()
-    trained.close()
+    stepping.step()
+    stepping.check()
+    stepping.close()
 
 
 def test_ctrl_c_in_a_pass(direct: Mock, nvme_path: Path, device: torch.device) -> None:
