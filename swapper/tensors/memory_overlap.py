@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
@@ -63,8 +63,7 @@ def refuse_foreach_on_one_memory(
 
     Args:
         optimizer: whose groups may have changed since it was wrapped.
-        stepped: True for a parameter that the next step is of. Then only those count that have `foreach=True`, so that
-            steps by default cost nothing. None is all.
+        stepped: True for a parameter that the next step is of. None is all.
 
     Raises:
         ConfigError: two parameters that are stepped at once overlap.
@@ -72,19 +71,18 @@ def refuse_foreach_on_one_memory(
 
     def is_at_once(group: dict[str, Any], p: torch.nn.Parameter) -> bool:
         asked: bool | None = group.get("foreach", False)
-        by_default = asked is None and not group.get("fused") and stepped is None and p.device.type != "cpu"
+        by_default = asked is None and not group.get("fused") and p.device.type != "cpu"
         return bool(asked) or by_default
 
     together = (p for group in optimizer.param_groups for p in group["params"] if is_at_once(group, p))
-    wanted = {id(p) for p in together if stepped is None or stepped(p)}
-    if not wanted:
-        return
-    tensors = {name: p for name, p in names_of(optimizer).items() if id(p) in wanted}
-    for before, name in _overlaps({name: span for name, p in tensors.items() if (span := _span(p)) is not None}):
-        also = "" if tensors[name].device.type == "cpu" else ", as None is on an accelerator"
+    spans = {p: span for p in together if (stepped is None or stepped(p)) and (span := _span(p)) is not None}
+    for before, after in _overlaps(spans):
+        names = {p: name for name, p in names_of(optimizer).items()}
+        also = "" if after.device.type == "cpu" else ", as None is on an accelerator"
         raise ConfigError(
-            f"foreach=True{also}: {before} and {name} are in the same memory, and a swapped optimizer cannot step them "
-            "at once; let them be one parameter object, give each memory of its own, or use foreach=False"
+            f"foreach=True{also}: {names[before]} and {names[after]} are in the same memory, and a swapped optimizer "
+            "cannot step them at once; let them be one parameter object, give each memory of its own, or use "
+            "foreach=False"
         )
 
 
@@ -92,14 +90,17 @@ _Span = tuple[torch.device, int, int]
 """Device and addresses of the memory between the first and the last element."""
 
 
-def _overlaps(spans: Mapping[str, _Span]) -> Iterator[tuple[str, str]]:
-    """Names of tensors whose memory overlaps that of one before them, which comes first."""
-    furthest: dict[torch.device, tuple[str, int]] = {}  # what was seen to reach the furthest
-    for name, (device, start, stop) in sorted(spans.items(), key=lambda item: item[1][1]):
-        before, reaches = furthest.get(device, ("", 0))
+_Key = TypeVar("_Key")
+
+
+def _overlaps(spans: Mapping[_Key, _Span]) -> Iterator[tuple[_Key, _Key]]:
+    """Keys of tensors whose memory overlaps that of one before them, which comes first."""
+    furthest: dict[torch.device, tuple[_Key, int]] = {}  # what was seen to reach the furthest
+    for key, (device, start, stop) in sorted(spans.items(), key=lambda item: item[1][1]):
+        before, reaches = furthest.get(device, (key, 0))
         if start < reaches:
-            yield before, name
-        furthest[device] = max((before, reaches), (name, stop), key=lambda item: item[1])
+            yield before, key
+        furthest[device] = max((before, reaches), (key, stop), key=lambda item: item[1])
 
 
 def _span(tensor: torch.Tensor) -> _Span | None:

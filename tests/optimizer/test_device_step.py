@@ -598,3 +598,22 @@ def test_parameters_in_one_memory_have_plain_bits_or_are_refused(
         optimizer.step()
         for p, q in zip(optimizer.param_groups[0]["params"], reference.param_groups[0]["params"], strict=True):
             assert torch.equal(p.cpu(), q.cpu())
+
+
+@pytest.mark.parametrize("foreach", [None, False])
+def test_parameters_that_come_to_be_in_one_memory_are_refused_at_the_step(
+    device: str, foreach: bool | None, nvme_path: Path
+) -> None:
+    """After the optimizer was wrapped: by another memory of a parameter, or by another setting."""
+    memory = torch.linspace(-1, 1, 64 * 64).to(device)
+    several = [nn.Parameter(memory[: 48 * 64]), nn.Parameter(torch.zeros(48 * 64, device=device))]
+    optimizer = torch.optim.AdamW(several, lr=0.1, weight_decay=0.5, foreach=foreach)
+    with wrapped(optimizer, nvme_path, bucket_bytes="32KiB"):
+        several[1].data = memory[16 * 64 :]
+        optimizer.param_groups[0]["foreach"] = None
+        for p in several:
+            p.grad = torch.ones_like(p)
+        before = memory.cpu()
+        with pytest.raises(ConfigError, match=r"as None is on an accelerator: parameter 0 .* and parameter 1 .* are"):
+            optimizer.step()
+        assert torch.equal(memory.cpu(), before)
