@@ -75,7 +75,7 @@ class _Whole:
 
 @dataclass
 class Saved:
-    """What one rank has written."""
+    """What one rank has written. `extra` is None, too, where it is that of rank 0, and so is not `own_extra`."""
 
     rank: int
     files: dict[str, SavedFile]
@@ -83,6 +83,7 @@ class Saved:
     optimizers: list[SavedOptimizer]
     wholes: list[list[_Whole]]
     extra: Any
+    own_extra: bool
     step: int | None
 
 
@@ -149,7 +150,8 @@ def save_part(
     _check_same_parts(exchanged(sums))
     with agreed():
         own = [name for name, crc in offer.sums.items() if offers[0].sums[name] != crc]
-        if rank and offer.extra == offers[0].extra:
+        own_extra = offer.extra != offers[0].extra
+        if rank and not own_extra:
             new.drop_values("extra.")
             encoded = None
         names = names_of_parameters(model)
@@ -167,6 +169,7 @@ def save_part(
                 for optimizer, writer in zip(optimizers, writers, strict=True)
             ],
             extra=encoded,
+            own_extra=own_extra,
             step=writers[0].step if writers else None,
         )
         new.publish_records()
@@ -258,7 +261,7 @@ def joined(saved: Sequence[Saved]) -> dict[str, Any]:
         "model": (model := _joined_model([each.model for each in saved])),
         "optimizers": [_joined_optimizer(saved, number, model) for number in range(len(saved[0].optimizers))],
         "extra": saved[0].extra,
-        "own_extra": {str(each.rank): each.extra for each in saved[1:] if each.extra is not None},
+        "own_extra": {str(each.rank): each.extra for each in saved[1:] if each.own_extra},
     }
 
 

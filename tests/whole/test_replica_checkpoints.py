@@ -170,6 +170,18 @@ def test_weights_that_are_tied_on_another_rank_are_those_of_rank_0(tmp_path: Pat
     assert are_same(everything(net, []), everything(expected, []))
 
 
+def save_extra_of_one(rank: int, directory: str) -> None:
+    for having in range(2):
+        extra = {"rank": rank} if rank == having else None
+        swapper.save_checkpoint(f"{directory}/{having}", nn.Linear(2, 2), extra=extra, together=True).wait()
+        torch.distributed.barrier()
+        assert swapper.load_checkpoint(f"{directory}/{having}", nn.Linear(2, 2)) == extra
+
+
+def test_a_rank_without_extra_is_not_given_that_of_rank_0(tmp_path: Path) -> None:
+    in_processes(save_extra_of_one, str(tmp_path))
+
+
 def save_packed_by(rank: int, directory: str, nvme: str) -> None:
     for packing in (0, 1):
         torch.manual_seed(0)
