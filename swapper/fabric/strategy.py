@@ -50,8 +50,8 @@ class Swapping(SwappingStrategy, Strategy):
     _in_background: ClassVar[bool] = True
     """True if the program goes on while records that cannot be linked are copied."""
 
-    def _configure(self, config: OffloadConfig, checkpoint_format: str | None) -> None:
-        super()._configure(config, checkpoint_format)
+    def _configure(self, config: OffloadConfig, checkpoint_format: str | None, together: bool = False) -> None:
+        super()._configure(config, checkpoint_format, together)
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._saving = PendingSave()
 
@@ -133,7 +133,7 @@ class Swapping(SwappingStrategy, Strategy):
         storage_options: Any = None,
         filter: dict[str, Callable[[str, Any], bool]] | None = None,
     ) -> None:
-        """Save `state`; a directory gets links to the files of records.
+        """Save `state`, on rank 0 or, with `together`, on all; a directory gets links to the files of records.
 
         Records that cannot be linked are copied in the background. The next save or load waits for that.
 
@@ -145,6 +145,7 @@ class Swapping(SwappingStrategy, Strategy):
         if self.checkpoint_format == "full":
             super().save_checkpoint(path, state, storage_options, filter)
             return
+        path = self.broadcast(path) if self._together else path
         obstacles = {
             "a filter leaves out parts of it": bool(filter),
             "storage_options has no meaning for it": storage_options is not None,
@@ -156,14 +157,14 @@ class Swapping(SwappingStrategy, Strategy):
         modules, optimizers = _parts(state)
         whole = _whole(modules)  # On all ranks: if it fails, it fails on all, and none waits for rank 0.
         reshard(whole)
-        together = any(map(is_sharded, whole.parameters()))
+        together = self._together or any(map(is_sharded, whole.parameters()))
         with agreed(together):
             rest = {name: _plain(value) for name, value in state.items() if name not in {**modules, **optimizers}}
             extra = {_MODULES: list(modules), _OPTIMIZERS: list(optimizers), **rest}
             extra = replaced(extra, EvictedView, torch.clone) if together or self.is_global_zero else extra
         if not together and not self.is_global_zero:
             return
-        self._saving.keep(save(path, whole, list(optimizers.values()), extra, over_files=True))
+        self._saving.keep(save(path, whole, list(optimizers.values()), extra, over_files=True, together=together))
         if not self._in_background:
             self._saving.wait()
 
@@ -283,10 +284,11 @@ class OnDDP(Swapping, DDPStrategy):
         config: ConfigLike | None = None,
         *,
         checkpoint_format: Literal["directory", "full"] | None = None,
+        together: bool = False,
         **ddp: Any,
     ) -> None:
         given = {name: ddp.pop(name) for name in not_of_ddp(type(self), ddp)}
-        self._configure(settings_of(type(self).__name__, config, given), checkpoint_format)
+        self._configure(settings_of(type(self).__name__, config, given), checkpoint_format, together)
         super().__init__(**ddp)
 
     def setup_module(self, module: torch.nn.Module) -> Any:

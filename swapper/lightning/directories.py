@@ -75,6 +75,7 @@ class Directories:
         optimizers: Sequence[Optimizer],
         *,
         prune: bool,
+        together: bool,
     ) -> None:
         """Save Lightning's checkpoint, in the place of whatever checkpoint has the name.
 
@@ -84,6 +85,7 @@ class Directories:
             model: whose checkpoint it is.
             optimizers: in Lightning's order.
             prune: do as `checkpoint.keep_last` of the config says.
+            together: all ranks do this, each for a part of what is the same on all.
 
         Raises:
             ConfigError: it cannot be a directory.
@@ -91,9 +93,9 @@ class Directories:
         """
         self.saving.wait()
         reshard(model)
-        with agreed(any(map(is_sharded, model.parameters()))):
+        with agreed(together or any(map(is_sharded, model.parameters()))):
             saved, extra = self._arguments(checkpoint, directory, optimizers)
-        self.saving.keep(save(directory, model, saved, extra, over_files=True, prune=prune))
+        self.saving.keep(save(directory, model, saved, extra, over_files=True, prune=prune, together=together))
 
     def _arguments(
         self, checkpoint: Mapping[str, Any], directory: str | os.PathLike[str], optimizers: Sequence[Optimizer]

@@ -61,8 +61,8 @@ _DEATH_S = 5.0
 class Swapping(SwappingStrategy, Strategy):
     """Swaps the optimizers of the LightningModule, its gradients and its parameters, as the config says."""
 
-    def _configure(self, config: OffloadConfig, checkpoint_format: str | None) -> None:
-        super()._configure(config, checkpoint_format)
+    def _configure(self, config: OffloadConfig, checkpoint_format: str | None, together: bool = False) -> None:
+        super()._configure(config, checkpoint_format, together)
         self._settings = config
         self._interrupted = False
         self._directories = Directories()
@@ -223,7 +223,7 @@ class Swapping(SwappingStrategy, Strategy):
         return super().optimizer_state(optimizer) if self.checkpoint_format == "full" else placeholder(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
-        """Save Lightning's checkpoint, on rank 0.
+        """Save Lightning's checkpoint, on rank 0 or, with `together`, on all.
 
         Raises:
             SwapError: something in it cannot be saved; named, with what to do.
@@ -237,14 +237,21 @@ class Swapping(SwappingStrategy, Strategy):
             raise TypeError("storage_options has no meaning for checkpoint_format='directory'")
         elif self._saves_directory():
             assert self.lightning_module is not None
-            self._directories.save(checkpoint, filepath, self.lightning_module, self.optimizers, prune=self._prunes)
+            self._directories.save(
+                checkpoint,
+                self.broadcast(filepath) if self._together else filepath,
+                self.lightning_module,
+                self.optimizers,
+                prune=self._prunes,
+                together=self._together,
+            )
         if self.lightning_module is not None and self.lightning_module.trainer.state.status.value != "running":
             self._directories.saving.wait()  # The caller may look for it as soon as this returns.
             self._trim_pools()
 
     def _saves_directory(self) -> bool:
         """True if this rank has a part in it."""
-        return self.is_global_zero
+        return self._together or self.is_global_zero
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of either format."""
@@ -432,6 +439,7 @@ class OnDDP(Swapping, DDPStrategy):
         config: ConfigLike | None = None,
         *,
         checkpoint_format: Literal["directory", "full"] | None = None,
+        together: bool = False,
         offload_optimizer: bool | None = None,
         offload_optimizer_device: Literal["cpu", "nvme"] | None = None,
         offload_parameters: bool | None = None,
@@ -446,7 +454,7 @@ class OnDDP(Swapping, DDPStrategy):
     ) -> None:
         given = given_among(locals())
         others = {name: ddp.pop(name) for name in not_of_ddp(type(self), ddp)}
-        self._configure(settings_of(type(self).__name__, config, given | others), checkpoint_format)
+        self._configure(settings_of(type(self).__name__, config, given | others), checkpoint_format, together)
         super().__init__(**ddp)
 
     def _configure_launcher(self) -> None:

@@ -44,6 +44,8 @@ class SwappingStrategy:
         checkpoint_format: "directory" (the default, unless `checkpoint_io` is given) publishes what is on the drive by
             hard links; "full" writes the files of the stock strategy. Both are read. Of a sharded model "full" is the
             default, all ranks save a directory together, and `SwapFSDPStrategy` has none.
+        together: of `SwapDDPStrategy`: True if each process writes, or links, a part of a directory, which all of them
+            must see, as `swapper.save_checkpoint(..., together=True)`; else rank 0 saves all of it.
         offload_optimizer, offload_optimizer_device: keep the optimizer's state on "cpu" (the default) or "nvme".
         offload_parameters, offload_params_device: the same for parameters. With both on "nvme" gradients go there too.
         nvme_path: a directory on the drive. Default: those in $SWAPPER_NVME_PATH, else `./.swapper`, which is made.
@@ -53,7 +55,7 @@ class SwappingStrategy:
         deepspeed: other arguments of `DeepSpeedStrategy` have no meaning here, and are named in one warning.
 
     Raises:
-        ConfigError: config and arguments are both given, or cannot work.
+        ConfigError: config and arguments are both given, or cannot work; `together`, and checkpoints are files.
 
     Attributes:
         files: class of the `CheckpointIO` that is used if the user gives none.
@@ -65,11 +67,15 @@ class SwappingStrategy:
     wrapping: ClassVar[type[Any] | tuple[()]] = ()
     _checkpoint_io: CheckpointIO | None
 
-    def _configure(self, config: OffloadConfig, checkpoint_format: str | None) -> None:
+    def _configure(self, config: OffloadConfig, checkpoint_format: str | None, together: bool = False) -> None:
         if checkpoint_format not in (None, "directory", "full"):
             raise ConfigError(f"checkpoint_format: {show(checkpoint_format)} is not one of directory, full")
+        if not isinstance(together, bool):
+            raise ConfigError(f"together: {show(together)} is not a switch; write True or False")
         self.offload_config = config
+        self._together = together
         self._wanted_format = checkpoint_format
+        self._refuse_file_together(checkpoint_format)
         self._own_io: CheckpointIO = self.files()
 
     def _builds_swapped(self, device: torch.device) -> bool:
@@ -92,8 +98,21 @@ class SwappingStrategy:
 
     @property
     def checkpoint_format(self) -> str:
-        """ "directory" or "full". The default is "full" with a `CheckpointIO` of the user's, which writes files."""
-        return self._wanted_format or ("directory" if self._checkpoint_io is None else "full")
+        """ "directory" or "full". The default is "full" with a `CheckpointIO` of the user's, which writes files.
+
+        Raises:
+            ConfigError: it is "full", and ranks are to save together.
+        """
+        found = self._wanted_format or ("directory" if self._checkpoint_io is None else "full")
+        self._refuse_file_together(found)
+        return found
+
+    def _refuse_file_together(self, checkpoint_format: str | None) -> None:
+        if self._together and checkpoint_format == "full":
+            raise ConfigError(
+                "together: ranks share the save of a directory, and a file, which is what checkpoint_format='full' and "
+                "a CheckpointIO write, is saved by rank 0; leave one of them out"
+            )
 
 
 class OneDevice:

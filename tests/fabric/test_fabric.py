@@ -447,12 +447,13 @@ def two_ranks(rank: int, nvme_path: Path, directory: Path) -> None:
 
     stock = resumed(DDPStrategy, directory / "stock.ckpt")
     for what in ("state", WHAT[2]):
-        for format in ("directory", "full"):
-            path = directory / f"{what}-{format}.ckpt"
+        savings: list[dict[str, Any]] = [{"checkpoint_format": "directory"}, {"checkpoint_format": "full"}]
+        for saving in [*savings, {"together": True}]:
+            path = directory / f"{what}-{'-'.join(map(str, saving.values()))}.ckpt"
             config = config_of(nvme_path, what)
-            ours = resumed(lambda: SwapDDPStrategy(config, checkpoint_format=format), path)  # noqa: B023
-            assert ours == stock, (what, format, rank)
-            assert is_checkpoint(path) == (format == "directory")
+            ours = resumed(lambda: SwapDDPStrategy(config, **saving), path)  # noqa: B023
+            assert ours == stock, (what, saving, rank)
+            assert is_checkpoint(path) == (saving.get("checkpoint_format") != "full")
     os.environ["SWAPPER_NVME_PATH"] = str(nvme_path)
     assert type(Fabric(accelerator="cpu", devices=2, strategy="swapper_ddp_nvme").strategy) is SwapDDPStrategy
 

@@ -17,10 +17,12 @@ import torch
 import yaml
 from launcher import run_program
 from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 from lightning_runs import IGNORED_WARNINGS, Net, config_of, facts, fit, loader, trainer_of
 
 import swapper
+import swapper.fabric
 import swapper.lightning
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
@@ -257,6 +259,33 @@ def test_the_command_line_gives_all_defaults_and_the_accumulation_is_the_trainer
     assert "gradient_accumulation_steps" in cli.trainer.strategy.offload_config.model_fields_set
     cli.trainer.fit(cli.model, loader())
     assert cli.trainer.strategy._settings.gradient_accumulation_steps == 2
+
+
+def test_the_command_line_and_a_file_have_ranks_save_together(nvme_path: Path, tmp_path: Path) -> None:
+    given = {"config": config_of(nvme_path), "together": True}
+    config = {"class_path": "swapper.lightning.SwapDDPStrategy", "init_args": given}
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump({"trainer": {"strategy": config}}))
+    assert run_cli(["--config", str(file)]).trainer.strategy._saves_directory()
+    strategy = ["--trainer.strategy=swapper.lightning.SwapDDPStrategy", "--trainer.strategy.offload_optimizer=true"]
+    for value in (False, True):
+        cli = run_cli([*strategy, f"--trainer.strategy.together={value}"])
+        assert cli.trainer.strategy._together is value
+
+
+def test_ranks_do_not_save_a_file_together(nvme_path: Path) -> None:
+    config = config_of(nvme_path)
+    for strategies in (swapper.lightning, swapper.fabric):
+        with pytest.raises(ConfigError, match=r"together: .* saved by rank 0"):
+            strategies.SwapDDPStrategy(config, together=True, checkpoint_format="full")
+        with pytest.raises(ConfigError, match="together: 'yes' is not a switch"):
+            strategies.SwapDDPStrategy(config, together="yes")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="together: SwapStrategy has no such argument"):
+        SwapStrategy(together=True)
+    options: dict[str, Any] = {"plugins": [TorchCheckpointIO()], "enable_checkpointing": True}
+    trainer = trainer_of(SwapDDPStrategy(config, together=True), **options)
+    with pytest.raises(ConfigError, match=r"together: .* saved by rank 0"):
+        assert trainer.strategy.checkpoint_format
 
 
 def test_a_wrong_setting_ends_the_command_line(

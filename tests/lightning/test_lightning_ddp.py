@@ -6,12 +6,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import lightning_ddp
 import pytest
-from lightning_runs import IGNORED_WARNINGS, facts, loader, strategy_of, trainer_of
-from ranks import TIMEOUT_S, in_processes
+from lightning_runs import IGNORED_WARNINGS, Net, facts, fit, loader, strategy_of, trainer_of
+from ranks import TIMEOUT_S, in_processes, started
+from twins import bits
 
+import swapper
 from swapper.checkpoint.checkpoint import is_checkpoint
 
 pytestmark = [pytest.mark.filterwarnings(text) for text in IGNORED_WARNINGS]
@@ -45,6 +48,26 @@ def test_a_checkpoint_is_there_when_a_save_returns_on_any_rank(
     nvme_path: Path, tmp_path: Path, leaves_nothing: None
 ) -> None:
     in_processes(lightning_ddp.save_copies, tmp_path, nvme_path)
+
+
+def loaded(path: Path) -> Any:
+    """All of a checkpoint, comparable, as plain PyTorch has it."""
+    net = Net()
+    optimizer = net.configure_optimizers()
+    extra = swapper.load_checkpoint(path, net, optimizer)
+    return bits(net.state_dict()), bits(optimizer.state_dict()), bits(extra)
+
+
+def test_ranks_that_save_together_write_what_rank_0_does_alone(nvme_path: Path, tmp_path: Path) -> None:
+    """Then one of them fails in a save, and is killed in one."""
+    with started(lightning_ddp.save_together, tmp_path, nvme_path) as context:
+        for process in context.processes:
+            process.join(TIMEOUT_S)
+    assert (tmp_path / "raised").exists(), [process.exitcode for process in context.processes]
+    alone, together = tmp_path / "False.ckpt", tmp_path / "True.ckpt"
+    assert loaded(together) == loaded(alone)
+    resumed = [fit(strategy_of(nvme_path), ckpt_path=path, max_epochs=3) for path in (alone, together)]
+    assert facts(resumed[0]) == facts(resumed[1])
 
 
 def test_a_program_that_starts_its_own_ranks_and_ctrl_c(nvme_path: Path, leaves_nothing: None) -> None:

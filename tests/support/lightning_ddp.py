@@ -5,6 +5,7 @@ As a program it starts its second rank itself, and is interrupted when both have
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 import signal
@@ -26,9 +27,10 @@ from twins import bits
 import swapper.lightning
 from swapper.checkpoint.checkpoint import is_checkpoint
 from swapper.checkpoint.writer import NewCheckpoint
+from swapper.errors import SwapIOError
 from swapper.storage import store
 
-__all__ = ["CASES", "Large", "evaluate_and_resume", "save_copies", "train"]
+__all__ = ["CASES", "Large", "evaluate_and_resume", "save_copies", "save_together", "train"]
 
 
 class Sometimes(Net):
@@ -180,6 +182,53 @@ def save_copies(rank: int, directory: Path, nvme_path: Path) -> None:
         trainer.fit(Net(), loader(12))
         trainer.save_checkpoint(directory / "copied.ckpt")
         assert is_checkpoint(directory / "copied.ckpt"), rank
+
+
+def save_together(rank: int, directory: Path, nvme_path: Path) -> None:
+    """What each rank writes a part of is what rank 0 writes alone, and a rank that fails, or dies, ends the others."""
+
+    def strategy(together: bool) -> DDPStrategy:
+        timeout = timedelta(seconds=TIMEOUT_S)
+        made: DDPStrategy = swapper.lightning.SwapDDPStrategy(config_of(nvme_path), together=together, timeout=timeout)
+        return made
+
+    def resumed(together: bool) -> Any:
+        torch.manual_seed(5 + rank)
+        trainer = trainer_of(strategy(together), devices=2, use_distributed_sampler=True, max_epochs=3)
+        trainer.fit(Net(), loader(12), loader(8), ckpt_path=directory / f"{together}.ckpt")
+        return facts(trainer)
+
+    for together in (False, True):
+        torch.manual_seed(5 + rank)
+        trainer = trainer_of(strategy(together), devices=2, use_distributed_sampler=True)
+        trainer.fit(Net(), loader(12), loader(8))
+        # Rank 0's path counts, as with the stock strategy.
+        trainer.save_checkpoint(directory / (f"other-{together}.ckpt" if rank else f"{together}.ckpt"))
+        writers = {name for name in os.listdir(directory / f"{together}.ckpt") if "-r1-" in name}
+        assert bool(writers) == together
+    assert resumed(True) == resumed(False)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank == 1:
+            patch.setattr(NewCheckpoint, "complete", _full_drive)
+        with pytest.raises(SwapIOError, match="a file" if rank else "on rank 1: .a file"):
+            trainer.save_checkpoint(directory / "True.ckpt")
+        trainer.strategy.barrier()
+        assert sorted(name for name in os.listdir(directory) if "ckpt" in name) == ["False.ckpt", "True.ckpt"]
+        trainer.strategy.barrier()
+        if rank == 1:
+            patch.setattr(NewCheckpoint, "complete", _die)
+        with pytest.raises(RuntimeError) as caught:
+            trainer.save_checkpoint(directory / "True.ckpt")
+    (directory / "raised").write_text(str(caught.value))
+    os._exit(0)
+
+
+def _full_drive(*_: object) -> None:
+    raise SwapIOError(errno.ENOSPC, "write", Path("a file"))
+
+
+def _die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Interrupted(Net):
