@@ -655,8 +655,9 @@ def test_memory_is_the_pool_and_one_layer_however_long_the_context(nvme_path: Pa
 
     run(64)
     for tokens in (8192, 16384):
-        # `update` has what it is given, and what it gives; and the heap keeps 32 MiB of what was given before.
-        most_bytes = config.pool_bytes + 2 * tokens * token_bytes + (32 << 20) + (8 << 20)
+        # `update` has what it is given, and what it gives; and the heap keeps 32 MiB of what was given before, and has
+        # holes: 3 to 12 MiB, by what other tests left in it.
+        most_bytes = config.pool_bytes + 2 * tokens * token_bytes + (32 << 20) + (20 << 20)
         assert peak_bytes(functools.partial(run, tokens)) <= most_bytes < layers * tokens * token_bytes
 
 
