@@ -914,7 +914,7 @@ class Twin:
 
     def averaged_model(self, _: int) -> Any:
         """torch's own moving average. It copies the model, which one with swapped parameters refuses."""
-        if self.placement.parameter == "nvme":
+        if self.placement.parameter != "none":
             if self.swapped:
                 self._refuses(lambda: torch.optim.swa_utils.AveragedModel(self.model))
             return None
@@ -928,7 +928,7 @@ class Twin:
     def copied(self, _: int) -> None:
         """An optimizer that is swapped, and a model whose parameters are, cannot be copied."""
         if self.swapped:
-            if self.placement.parameter == "nvme":
+            if self.placement.parameter != "none":
                 self._refuses(lambda: copy.deepcopy(self.model))
             if self.placement.optimizer != "none" or self.placement.masters or self.placement.in_backward:
                 self._refuses(lambda: copy.deepcopy(self.optimizers[0]))
