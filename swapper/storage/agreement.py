@@ -10,6 +10,7 @@ import pickle
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -21,6 +22,13 @@ __all__ = ["agreed", "exchanged", "gathered_by_first", "rank_count", "rank_of_pr
 _T = TypeVar("_T")
 _within = threading.local()
 """`another`: the thread is within `agreed`."""
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """How it went on a rank. Among other values it tells that ranks are at different calls."""
+
+    error: Exception | None
 
 
 def rank_count() -> int:
@@ -35,11 +43,22 @@ def rank_of_process() -> int:
 
 
 def exchanged(value: _T) -> list[_T]:
-    """What each rank has given, in the order of ranks. Collective, over all processes. Pickled."""
+    """What each rank has given, in the order of ranks. Collective, over all processes. Pickled.
+
+    Raises:
+        SwapError: some ranks are within another call.
+    """
     if rank_count() == 1:
         return [value]
     values: list[Any] = [None] * rank_count()
     torch.distributed.all_gather_object(values, value)
+    at_verdict = [isinstance(each, _Verdict) for each in values]
+    if any(at_verdict) and not all(at_verdict):
+        there = [rank for rank, is_there in enumerate(at_verdict) if is_there]
+        raise SwapError(
+            f"ranks {there} are within another call of swapper than the others: all ranks must make the same calls in "
+            "the same order, with the same settings"
+        )
     return values
 
 
@@ -65,6 +84,7 @@ def agreed(together: bool = True) -> Iterator[None]:
 
     Raises:
         ConfigError, SwapIOError, SwapError: what another rank raised, with its number; the lowest of several.
+        SwapError: other ranks are within another call.
         Exception: what this rank raised, as it is.
     """
     if not together or rank_count() == 1 or getattr(_within, "another", False):
@@ -79,12 +99,15 @@ def agreed(together: bool = True) -> Iterator[None]:
     finally:
         _within.another = False
     # After `except`: a rank that fails here has no error of its own as the context of this one.
-    verdicts = exchanged(None if failure is None else _as_sent(failure))
+    try:
+        verdicts = exchanged(_Verdict(None if failure is None else _as_sent(failure)))
+    except SwapError as mismatch:
+        raise mismatch from failure
     if failure is not None:
         raise failure
     for rank, verdict in enumerate(verdicts):
-        if verdict is not None:
-            raise _as_raised_here(verdict, rank) from verdict
+        if verdict.error is not None:
+            raise _as_raised_here(verdict.error, rank) from verdict.error
 
 
 def _as_sent(error: Exception) -> Exception:
