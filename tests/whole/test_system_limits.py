@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -244,7 +245,6 @@ def with_locked_memory_for_one_thread(directory: Path) -> None:
     drop_capability_to_lock_memory()
     # io_uring charges the user, not the process. Nobody else has this one.
     if os.geteuid() == 0:
-        os.chmod(directory, 0o777)
         os.setresuid(1_000_000 + os.getpid(), -1, -1)
     limit(resource.RLIMIT_MEMLOCK, 8 << 20)
     slab, before = Slab(4 << 20), Slab(64 << 10)  # The smaller one is charged a huge page, if it has one.
@@ -267,17 +267,17 @@ def with_locked_memory_for_one_thread(directory: Path) -> None:
         everything_works(one, directory)
 
 
-def let_anybody_in(path: Path) -> None:
-    """Through all directories that pytest has made on the way to it."""
-    depth = next(n for n, directory in enumerate(path.parents) if directory.name.startswith("pytest-of-"))
-    for directory in (path, *path.parents[: depth + 1]):
-        directory.chmod(0o755)
+@pytest.fixture
+def open_path() -> Iterator[Path]:
+    """A directory of another user's, too. Not in pytest's: each run that starts shuts the way to it again."""
+    with tempfile.TemporaryDirectory(prefix="swapper-test-") as directory:
+        os.chmod(directory, 0o777)
+        yield Path(directory)
 
 
 @needs_registration
-def test_registration_that_a_later_thread_cannot_have_is_undone(tmp_path: Path) -> None:
-    let_anybody_in(tmp_path)
-    alone(with_locked_memory_for_one_thread, tmp_path)
+def test_registration_that_a_later_thread_cannot_have_is_undone(open_path: Path) -> None:
+    alone(with_locked_memory_for_one_thread, open_path)
 
 
 def without_memory_for_unaligned_data(directory: Path) -> None:
@@ -361,7 +361,6 @@ def with_few_threads(backend: str, directory: Path) -> None:
     with AsyncIOHandle(backend=backend) as handle:
         everything_works(handle, directory)
     if os.geteuid() == 0:
-        os.chmod(directory, 0o777)
         uid = 1_000_000 + os.getpid()  # Nobody else has it: the limit counts all threads of a user.
         os.setresuid(uid, uid, uid)
     running = len(os.listdir("/proc/self/task"))
@@ -385,9 +384,8 @@ def with_few_threads(backend: str, directory: Path) -> None:
 
 @pytest.mark.root  # A user of its own: others of this user would be counted.
 @pytest.mark.parametrize("backend", [backend for backend in AVAILABLE if backend != "uring+fixed"])
-def test_too_many_threads_is_an_error_that_leaves_none(tmp_path: Path, backend: str) -> None:
-    let_anybody_in(tmp_path)
-    alone(with_few_threads, backend, tmp_path)
+def test_too_many_threads_is_an_error_that_leaves_none(open_path: Path, backend: str) -> None:
+    alone(with_few_threads, backend, open_path)
 
 
 # --- Forbidden system calls -----------------------------------------------------------------------------------------
