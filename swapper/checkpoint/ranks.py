@@ -75,7 +75,7 @@ class _Whole:
 
 @dataclass
 class Saved:
-    """What one rank has written. `extra` is None, too, where it is that of rank 0, and so is not `own_extra`."""
+    """What one rank has written. `own_extra`: its `extra` differs from rank 0's; else ranks but 0 leave it out."""
 
     rank: int
     files: dict[str, SavedFile]
