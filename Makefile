@@ -29,8 +29,9 @@ SANITIZED_TESTS = $(filter-out $(NOT_SANITIZED),\
 # Each third file of them, from the n-th on.
 part = $(shell echo $(SANITIZED_TESTS) | tr ' ' '\n' | awk 'NR % 3 == $(1) % 3')
 
-# Two tests at a time, each on its own core on the machines of CI; those marked `alone` have the machine to themselves.
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
+# Three tests at a time on the two cores of CI: a quarter of their time they wait, for a drive or a set time. Those marked
+# `alone` have the machine to themselves.
+PYTEST := $(BIN)/python -m pytest -q -n 3 --dist worksteal
 
 .PHONY: help build train train-xl train-lightning train-hf generate test test-all checked sim-device lint sanitize sanitize-core schema clean
 .DELETE_ON_ERROR:

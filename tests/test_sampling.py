@@ -25,18 +25,33 @@ def test_device(dtype, device): pass
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 def test_list(dtype): pass
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", range(7))
+def test_long(case): pass
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", range(3))
+def test_another_long(case): pass
 """
 
 
 @pytest.fixture
-def collected(tmp_path: Path, which: str) -> list[str]:
+def named() -> str:
+    """What is given to pytest."""
+    return "."
+
+
+@pytest.fixture
+def collected(tmp_path: Path, which: str, named: str) -> list[str]:
     (tmp_path / "test_these.py").write_text(TESTS)
     environment = {**os.environ, "PYTHONPATH": str(SUPPORT), "SWAPPER_TESTS": which, "PYTEST_ADDOPTS": ""}
     command = [sys.executable, "-m", "pytest", "-q", "--collect-only", "-p", "sampling", "-p", "no:cacheprovider"]
-    done = run_program([*command, "."], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    done = run_program([*command, named], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
     return re.findall(r"::(\S+)", done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["some"])
 def test_by_default_each_value_of_a_product_occurs_and_not_each_case(collected: list[str]) -> None:
     product = [name for name in collected if name.startswith("test_product")]
@@ -50,9 +65,23 @@ def test_by_default_each_value_of_a_product_occurs_and_not_each_case(collected: 
     ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("which", ["all"])
 def test_all_of_a_product_is_every_case(collected: list[str]) -> None:
     names = {
         f"test_product[{dtype}-{drive}]" for dtype, drive in itertools.product(["fp32", "bf16", "fp16"], ["one", "two"])
     }
     assert {name for name in collected if name.startswith("test_product")} == names
+    assert len([name for name in collected if name.startswith("test_long")]) == 7
+
+
+@pytest.mark.parametrize("which", ["some"])
+def test_by_default_one_in_five_long_cases_runs_of_as_many_tests_as_there_can_be(collected: list[str]) -> None:
+    assert len([name for name in collected if name.startswith("test_long")]) == 1
+    assert len([name for name in collected if name.startswith("test_another_long")]) == 1
+
+
+@pytest.mark.parametrize("named", ["test_these.py"])
+@pytest.mark.parametrize("which", ["some"])
+def test_all_long_ones_of_a_named_file_run(collected: list[str]) -> None:
+    assert len([name for name in collected if "long" in name]) == 10

@@ -98,10 +98,12 @@ def test_master_weights_from_any_device_to_any_other(before: str, after: str, tm
     check_resume(tmp_path, OPTIMIZERS["AdamW"], before, after, dtype=torch.bfloat16, masters=True)
 
 
+@pytest.mark.long
 def test_fp16_masters_are_stored_whole(tmp_path: Path) -> None:
     check_resume(tmp_path, OPTIMIZERS["AdamW"], "nvme", "everything", dtype=torch.float16, masters=True, kind=Words)
 
 
+@pytest.mark.long
 def test_larger_models_of_many_records(tmp_path: Path) -> None:
     check_resume(tmp_path, OPTIMIZERS["AdamW"], "everything", "everything", kind=Words)
 
@@ -120,6 +122,7 @@ training.save(Path({saved!r})).wait()
 """
 
 
+@pytest.mark.long
 def test_a_new_process_resumes_to_the_bit(tmp_path: Path) -> None:
     how: dict[str, Any] = {"dtype": torch.bfloat16, "masters": True}
     reference = Training("nvme", tmp_path, OPTIMIZERS["AdamW"], **how).steps(5)

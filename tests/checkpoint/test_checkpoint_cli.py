@@ -228,6 +228,7 @@ def test_safetensors_have_every_bit(tmp_path: Path, small_pieces: None) -> None:
     assert json.loads((out / "extra.json").read_text())["extra"]["turn"] == 3
 
 
+@pytest.mark.long
 def test_a_long_model_is_written_in_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     training, directory = saved(tmp_path, kind=Words)
     monkeypatch.setattr(export, "SHARD_BYTES", 100_000)
@@ -309,6 +310,7 @@ print(peak.bytes - before.bytes)
 """
 
 
+@pytest.mark.long
 @pytest.mark.unsanitized("its memory counts as the process's")
 def test_memory_holds_pieces_and_no_tensor(tmp_path: Path) -> None:
     # One tensor of 112 MB, and as much state; the other way round in memory, so that both have to be turned.
@@ -358,6 +360,7 @@ def test_a_run_goes_on_from_a_plain_file(layout: str, way: str, tmp_path: Path) 
     assert options_of(fresh) == options_of(plain)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["SGD", "SGD-plain", "Adafactor", "Muon", "RMSprop-centered", "NAdam"])
 def test_the_class_is_found_by_its_options(optimizer: str, tmp_path: Path) -> None:
     plain = Training("plain", tmp_path, ALL_OPTIMIZERS[optimizer], kind=Words).steps(3)
@@ -398,6 +401,7 @@ def test_without_names_shapes_are_still_compared(tmp_path: Path) -> None:
         swapper.load_checkpoint(tmp_path / "saved", model, wrong)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_go_to_a_file_and_back(dtype: torch.dtype, tmp_path: Path, small_pieces: None) -> None:
     how: dict[str, Any] = {"dtype": dtype, "masters": True}

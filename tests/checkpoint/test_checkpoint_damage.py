@@ -79,6 +79,7 @@ def names(directory: Path) -> list[str]:
     return sorted(path.name for path in directory.iterdir())
 
 
+@pytest.mark.long
 def test_every_file_is_checked(good: Path, saved: Path, training: Training) -> None:
     others = {"model.safetensors.index.json"}  # Not read: for tools of others.
     for name in names(saved):
@@ -141,6 +142,7 @@ def put(index: Any, path: tuple[Any, ...], value: Any) -> Any:
     return before
 
 
+@pytest.mark.long
 def test_no_value_in_the_index_does_more_than_be_refused(good: Path, saved: Path, training: Training) -> None:
     """Whatever is there instead of any value, with a checksum that is right, it is refused, or makes no difference."""
     index = json.loads((saved / INDEX).read_bytes())

@@ -175,6 +175,7 @@ def test_a_checkpoint_with_files_of_others_is_not_pruned(tmp_path: Path, caplog:
     assert "tokenizer.json" in caplog.text
 
 
+@pytest.mark.long
 def test_no_write_is_a_first_write_once_old_checkpoints_come_back(tmp_path: Path) -> None:
     """Two checkpoints are kept and a third set of files is in use: then every file was there before."""
     training = Training("everything", tmp_path, ADAMW, kind=Words, checkpoint={"keep_last": 2})
@@ -340,6 +341,7 @@ print((peak.bytes - before.bytes - state) / 1e6)
 """
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("before", "after"), [("everything", "cut otherwise"), ("cpu", "everything"), ("plain", "nvme")]

@@ -96,6 +96,7 @@ def at_most(held: tuple[int, int], where: str) -> None:
     raise AssertionError(f"{files}; {now} descriptors and threads are left, and there were {held}: {where}")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["linked", "copied"])
 def test_any_call_fails(where: str, tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     parent = tmp_path / "saves" if where == "linked" else elsewhere / "saves"
@@ -145,6 +146,7 @@ EVERY = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["linked", "copied"])
 def test_ctrl_c_at_any_place(where: str, tmp_path: Path, elsewhere: Path) -> None:
     parent = tmp_path / "saves" if where == "linked" else elsewhere / "saves"
@@ -164,6 +166,7 @@ def test_ctrl_c_at_any_place(where: str, tmp_path: Path, elsewhere: Path) -> Non
     assert training.everything() == SmallTraining(None).steps(training.turn).everything()
 
 
+@pytest.mark.long
 def test_ctrl_c_while_it_is_loaded(tmp_path: Path) -> None:
     SmallTraining(None).steps(2).save(tmp_path / "saved")
     expected = SmallTraining(None).steps(3).everything()
@@ -188,6 +191,7 @@ def test_ctrl_c_while_it_is_loaded(tmp_path: Path) -> None:
         assert n, file_name
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("swapped", [True, False])
 def test_ctrl_c_while_it_is_loaded_is_not_forgotten(swapped: bool, tmp_path: Path) -> None:
     """From the first tensor that was changed to the last, no step is made."""

@@ -629,6 +629,7 @@ atexit.register(lambda: training.save(Path(sys.argv[1]) / "late").wait())
 """
 
 
+@pytest.mark.long
 def test_the_end_of_the_program(tmp_path: Path, elsewhere: Path) -> None:
     """What goes on in the background is finished, and so is what a handler of the end saves."""
     script = [sys.executable, "-c", AT_THE_END, str(tmp_path), str(elsewhere), *(p for p in sys.path if p)]

@@ -229,6 +229,7 @@ nested = st.recursive(
 )
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=300)
 @given(nested)
 def test_any_nested_value_comes_back(value: Any) -> None:
@@ -349,6 +350,7 @@ def test_parameters_are_saved_as_their_values() -> None:
     assert same(through_files(parameter * 2), (parameter * 2).detach())
 
 
+@pytest.mark.long
 def test_parameters_on_the_drive_are_saved_as_their_values(nvme_path: Path) -> None:
     model = torch.nn.Sequential(*(torch.nn.Linear(128, 128) for _ in range(8)))
     parameters = dict(model.named_parameters())
@@ -458,6 +460,7 @@ def test_arrays_of_objects_and_records_and_subclasses_are_refused(array: Any) ->
     assert "extra['a'] is of type numpy" in refused({"a": array})
 
 
+@pytest.mark.long
 def test_numpy_is_not_imported_for_values_that_have_none_of_it() -> None:
     program = """
 import sys
@@ -883,6 +886,7 @@ anything = st.recursive(
 )
 
 
+@pytest.mark.long
 @settings(deadline=None, max_examples=500)
 @given(anything)
 def test_any_json_gives_a_value_that_can_be_saved_or_an_error(data: Any) -> None:

@@ -33,6 +33,7 @@ pytestmark = pytest.mark.timeout(240)
 # --- swapper bench -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_bench_prints_a_table_and_leaves_nothing(leaves_nothing_on: Path, fake_fio: Callable[..., Any]) -> None:
     fake_fio()
     output = swapper("bench", "--dir", leaves_nothing_on, *SMALL).stdout
@@ -44,6 +45,7 @@ def test_bench_prints_a_table_and_leaves_nothing(leaves_nothing_on: Path, fake_f
     assert "not shown" not in output
 
 
+@pytest.mark.long
 def test_bench_json_has_every_figure(leaves_nothing_on: Path, fake_fio: Callable[..., Any]) -> None:
     fake_fio()
     result = as_json("bench", "--dir", leaves_nothing_on, *SMALL)
@@ -114,6 +116,7 @@ def test_bench_measures_every_backend(leaves_nothing_on: Path) -> None:
         assert any(note.startswith(f"{found.backend} is not available") for note in result["notes"]) != found.available
 
 
+@pytest.mark.long
 def test_bench_of_two_directories_shows_each_and_both(leaves_nothing_on: Path, fake_fio: Callable[..., Any]) -> None:
     fake_fio()
     with (
@@ -268,6 +271,7 @@ def test_a_failing_write_is_an_error_and_leaves_nothing(
     assert "Input/output error" in error
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM], ids=["SIGINT", "SIGTERM"])
 @pytest.mark.parametrize(

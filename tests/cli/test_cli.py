@@ -105,6 +105,7 @@ def _garble(one_of_each: dict[str, Path]) -> None:
 # --- The frame --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_version_is_the_same_in_every_way_of_calling() -> None:
     expected = f"swapper {swapper_version()}\n"
     assert swapper("--version").stdout == expected
@@ -233,6 +234,7 @@ def test_ls_shows_every_state(nvme_path: Path, one_of_each: dict[str, Path]) -> 
     assert text[-1].endswith(f"4 stale: `swapper clean` frees {freed}")
 
 
+@pytest.mark.long
 def test_ls_says_whose_a_run_is(nvme_path: Path) -> None:
     script = """
 import sys

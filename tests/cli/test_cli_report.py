@@ -195,6 +195,7 @@ def test_memory_is_no_drive() -> None:
     assert any("memory" in change["change"] for change in as_json("/dev/shm")["changes"])
 
 
+@pytest.mark.long
 @pytest.mark.unsanitized("it turns mlock into nothing")
 def test_a_locked_memory_limit_is_met_for_real(nvme_path: Path) -> None:
     def limited() -> None:
@@ -803,6 +804,7 @@ def test_the_summary_says_each_change_once(monkeypatch: pytest.MonkeyPatch) -> N
     assert [change["name"] for change in as_json()["changes"]] == ["uring+fixed", "uring", "left over"]
 
 
+@pytest.mark.long
 @pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler for the mock library")
 @pytest.mark.parametrize("works", [True, False])
 def test_gpudirect_storage_is_tried_in_each_directory(

@@ -142,6 +142,7 @@ def test_tune_logs_every_setting_and_a_summary(leaves_nothing_on: Path, sweep: P
     assert all(setting["read_bps"] and "write_bps" not in setting for setting in summary["settings"])
 
 
+@pytest.mark.long
 def test_tune_of_two_directories_uses_both(leaves_nothing_on: Path, sweep: Path, tmp_path: Path) -> None:
     with (
         tempfile.TemporaryDirectory(dir=leaves_nothing_on) as one,

@@ -422,6 +422,7 @@ assert optimizer.optimizer.swapper.stats().bytes_written
 """
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("package", ["lightning.fabric", "lightning_fabric"])
 def test_both_packages_are_served_and_files_go_at_exit(package: str, nvme_path: Path) -> None:
@@ -458,10 +459,12 @@ def two_ranks(rank: int, nvme_path: Path, directory: Path) -> None:
     assert type(Fabric(accelerator="cpu", devices=2, strategy="swapper_ddp_nvme").strategy) is SwapDDPStrategy
 
 
+@pytest.mark.long
 def test_two_processes_end_in_the_bits_of_stock_ddp(nvme_path: Path, tmp_path: Path, leaves_nothing: None) -> None:
     in_processes(two_ranks, nvme_path, tmp_path)
 
 
+@pytest.mark.long
 def test_two_processes_end_in_the_bits_of_the_stock_model_parallel_strategy(
     nvme_path: Path, tmp_path: Path, leaves_nothing: None
 ) -> None:

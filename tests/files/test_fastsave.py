@@ -943,6 +943,7 @@ def test_in_a_forked_child_waiting_is_an_error(tmp_path: Path) -> None:
 # ---- memory and crashes
 
 
+@pytest.mark.long
 @pytest.mark.unsanitized("its memory counts as the process's")
 def test_memory_is_that_of_the_pool(tmp_path: Path) -> None:
     program = f"""
@@ -975,6 +976,7 @@ def save_for_ever(directory: str) -> None:
         swapper.save([torch.full((200_000,), i), i], f"{directory}/x", pool_bytes=1 << 18)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("existing", [False, True], ids=["new name", "replacing"])
 def test_a_kill_at_any_instant_leaves_a_whole_file(tmp_path: Path, existing: bool) -> None:
     chance = random.Random(existing)

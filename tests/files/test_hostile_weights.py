@@ -226,6 +226,7 @@ def twisted(content: bytes, rng: random.Random) -> bytes:
     return bytes(data)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", ["header", "bytes of a file", "index", "bytes of the index"])
 def test_mutations_load_exactly_or_are_refused(what: str, tmp_path: Path) -> None:
     place = Place(tmp_path)

@@ -325,6 +325,7 @@ def test_no_file_is_left_open(tmp_path: Path) -> None:
     assert path.resolve() not in open_now
 
 
+@pytest.mark.long
 def test_a_model_larger_than_memory_is_loaded(nvme_path: Path, tmp_path: Path) -> None:
     """The model is 240 MB, the pool 32 MB."""
     path = tmp_path / "weights.safetensors"

@@ -37,6 +37,7 @@ def saved_bytes(run: Run, state: Any, path: Path) -> bytes:
     return file.getvalue()
 
 
+@pytest.mark.long
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", CASES)
 def test_the_file_is_that_of_the_plain_model(name: str, nvme_path: Path, tmp_path: Path) -> None:
@@ -169,6 +170,7 @@ def test_a_parameter_that_was_given_another_shape_is_refused(nvme_path: Path, tm
     close(model, optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.unsanitized("its memory counts as the process's")
 @pytest.mark.parametrize("background", [False, True], ids=["foreground", "background"])

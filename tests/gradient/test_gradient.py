@@ -129,6 +129,7 @@ def test_a_micro_batch_is_one_read_and_one_write_and_the_first_is_none_read(nvme
         assert twin.moves == (reads + parts, writes + parts)
 
 
+@pytest.mark.long
 def test_a_backward_waits_for_no_write_while_the_pool_has_room(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -462,6 +462,7 @@ def test_what_cannot_work_is_refused_by_name(nvme_path: Path, config: OffloadCon
         cache.update(torch.randn(64, 8, 1, 64), torch.randn(64, 8, 1, 64), 0)
 
 
+@pytest.mark.long
 def test_swapper_itself_does_not_import_transformers() -> None:
     program = "import sys, swapper; assert 'transformers' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True)
@@ -546,6 +547,7 @@ def test_a_failure_of_the_drive_is_raised_and_ends_the_use(
     assert failures >= 2
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_ctrl_c_leaves_all_or_nothing_or_a_cache_that_refuses(config: OffloadConfig) -> None:
     files = "hf/token_records.py", "hf/layer_tokens.py", "hf/cache_layers.py", "hf/round_policy.py"

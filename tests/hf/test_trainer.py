@@ -253,6 +253,7 @@ def test_adafactor_with_the_schedule_that_reads_its_state(tmp_path: Path, sectio
     assert_same(swapped, plain)
 
 
+@pytest.mark.long
 def test_training_again_and_models_that_are_made_anew(tmp_path: Path) -> None:
     """`train` twice goes on with the same optimizer; with `model_init` each begins with a new model."""
     for options in ({}, {"model_init": llama}):
@@ -492,6 +493,7 @@ print(swapper.of(again.optimizer.optimizer).stats().state_bytes)
 """
 
 
+@pytest.mark.long
 def test_saving_and_resuming_hold_no_copy_of_the_state(tmp_path: Path) -> None:
     tests = Path(__file__).resolve().parents[1]
     (tmp_path / "drive").mkdir()

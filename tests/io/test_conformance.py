@@ -31,6 +31,7 @@ def subject(request: pytest.FixtureRequest) -> Subject:
 
 @pytest.mark.sampled(8)
 class TestConformance(Conformance):
+    @pytest.mark.long
     def test_many_handles_at_once(self, subject: Subject, tmp_path: Path) -> None:
         with contextlib.ExitStack() as stack:
             handles = [stack.enter_context(subject.handle(queue_depth=2)) for _ in range(64)]
@@ -68,6 +69,7 @@ def slow(delay_us: int, seed: int = 1) -> FaultPlan:
     return FaultPlan(seed=seed, delay_us=delay_us)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("length", [0, 1, BLOCK, 2 * BLOCK + 100])
 def test_file_cut_short_while_a_read_is_queued_fails(subject: Subject, tmp_path: Path, length: int) -> None:
@@ -222,6 +224,7 @@ def test_transfers_beyond_2_and_4_gib(subject: Subject, large_file: Path, offset
             assert not subject.content(head).any()
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("length", [(1 << 31) + BLOCK + 13, (1 << 32) + BLOCK + 13], ids=["2gib", "4gib"])
 def test_single_read_of_more_than_2_and_4_gib(
@@ -248,6 +251,7 @@ def test_single_read_of_more_than_2_and_4_gib(
 
 
 # Four gigabytes in the page cache take seconds and memory: once is enough.
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("length", [(1 << 32) + BLOCK + 13], ids=["4gib"])
 @pytest.mark.parametrize(

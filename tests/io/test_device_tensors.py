@@ -219,6 +219,7 @@ def test_checksums_hold_for_device_memory(tmp_path: Path) -> None:
 # --- Order on the device --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_write_sees_what_the_current_stream_has_yet_to_compute(handle: AsyncIOHandle, tmp_path: Path) -> None:
     source = torch.zeros(6 * CHUNK, dtype=torch.uint8)
     HostCopies.current.push(lambda: time.sleep(1))
@@ -230,6 +231,7 @@ def test_a_write_sees_what_the_current_stream_has_yet_to_compute(handle: AsyncIO
     assert (tmp_path / "file").read_bytes() == b"\7" * (6 * CHUNK)
 
 
+@pytest.mark.long
 def test_a_read_leaves_what_the_current_stream_has_yet_to_use(handle: AsyncIOHandle, tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(b"\7" * (6 * CHUNK))
     target = torch.ones(6 * CHUNK, dtype=torch.uint8)
@@ -254,6 +256,7 @@ def test_a_read_is_over_when_the_bytes_are_on_the_device(handle: AsyncIOHandle, 
             assert torch.equal(target, data[:length])
 
 
+@pytest.mark.long
 def test_what_is_at_the_drive_is_not_waited_for_before_the_next_copy(tmp_path: Path) -> None:
     """Chunks of several transfers are under way at the same time, in both directions."""
     plan = FaultPlan(delay_us=1_000_000)
@@ -576,6 +579,7 @@ handle.write(handle.open({str(tmp_path / "file")!r}, "w"), torch.ones({40 << 20}
     assert (tmp_path / "file").read_bytes() == b"\1" * (40 << 20)
 
 
+@pytest.mark.long
 def test_ctrl_c_interrupts_the_wait_and_not_the_transfer(tmp_path: Path) -> None:
     with make_handle(faults=FaultPlan(delay_us=300_000)) as handle, handle.open(tmp_path / "file", "rw") as file:
         transfer = handle.write(file, random_bytes(16 * CHUNK))

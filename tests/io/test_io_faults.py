@@ -185,6 +185,7 @@ def test_want_in_the_kernel_is_waited_out(subject: Subject, tmp_path: Path, numb
     assert plan.writes == 2
 
 
+@pytest.mark.long
 @once
 @pytest.mark.parametrize("fault", ["eintr", "eagain"])
 def test_endless_retries_are_given_up_and_the_handle_stays_good(subject: Subject, tmp_path: Path, fault: str) -> None:
@@ -201,6 +202,7 @@ def test_endless_retries_are_given_up_and_the_handle_stays_good(subject: Subject
         assert handle.write(file, torch.zeros(0)).wait() == 0
 
 
+@pytest.mark.long
 @once
 def test_kernel_without_room_is_given_up_with_the_reason(subject: Subject, tmp_path: Path) -> None:
     with (
@@ -213,6 +215,7 @@ def test_kernel_without_room_is_given_up_with_the_reason(subject: Subject, tmp_p
             handle.write(file, subject.place(random_bytes(10)))
 
 
+@pytest.mark.long
 @once
 def test_kernel_without_room_now_and_then_never_adds_up_to_a_failure(subject: Subject, tmp_path: Path) -> None:
     """250 times in all is more than is borne in a row."""

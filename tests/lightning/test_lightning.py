@@ -69,6 +69,7 @@ def batches_of(precision: str) -> Callable[[], Any]:
     return lambda: loader(dtype=dtype)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("precision", ["32-true", "64-true", "bf16-mixed", "16-mixed", "bf16-true"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -586,6 +587,7 @@ def test_nothing_swapped_is_the_stock_strategy(nvme_path: Path) -> None:
     assert not list(nvme_path.iterdir())
 
 
+@pytest.mark.long
 def test_with_nothing_swapped_little_is_called_beyond_the_stock_strategy() -> None:
     def calls(strategy: Callable[[], Any], epochs: int) -> int:
         profile = cProfile.Profile()

@@ -370,6 +370,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_both_packages_are_served(program: str, nvme_path: Path) -> None:
@@ -381,6 +382,7 @@ def test_both_packages_are_served(program: str, nvme_path: Path) -> None:
     assert not list(nvme_path.iterdir())
 
 
+@pytest.mark.long
 def test_without_lightning_the_import_says_what_to_install() -> None:
     script = (
         "import sys\nsys.modules['lightning'] = sys.modules['pytorch_lightning'] = None\nimport swapper.lightning\n"

@@ -687,6 +687,7 @@ print(again.optimizers[0].swapper.stats().state_bytes, peak.bytes - before.bytes
 """
 
 
+@pytest.mark.long
 def test_saving_and_resuming_hold_no_copy_of_the_state(nvme_path: Path, tmp_path: Path) -> None:
     config = config_of(nvme_path, "state", pool_bytes="8MiB", bucket_bytes="1MiB")
     tests = Path(__file__).resolve().parents[1]

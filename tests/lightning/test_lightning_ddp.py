@@ -20,6 +20,7 @@ from swapper.checkpoint.checkpoint import is_checkpoint
 pytestmark = [pytest.mark.filterwarnings(text) for text in IGNORED_WARNINGS]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", lightning_ddp.CASES)
 def test_two_processes_end_in_the_bits_of_stock_ddp(name: str, nvme_path: Path, leaves_nothing: None) -> None:
@@ -44,6 +45,7 @@ def test_checkpoints_and_evaluation_of_a_model_larger_than_the_pool(
     lightning_ddp.collect_garbage()
 
 
+@pytest.mark.long
 def test_a_checkpoint_is_there_when_a_save_returns_on_any_rank(
     nvme_path: Path, tmp_path: Path, leaves_nothing: None
 ) -> None:
@@ -70,6 +72,7 @@ def test_ranks_that_save_together_write_what_rank_0_does_alone(nvme_path: Path, 
     assert facts(resumed[0]) == facts(resumed[1])
 
 
+@pytest.mark.long
 def test_a_program_that_starts_its_own_ranks_and_ctrl_c(nvme_path: Path, leaves_nothing: None) -> None:
     environment = {**os.environ, "SWAPPER_NVME_PATH": str(nvme_path), "PYTHONWARNINGS": "ignore"}
     command = [sys.executable, lightning_ddp.__file__]

@@ -137,6 +137,7 @@ def test_an_optimizer_that_is_given_again_keeps_its_state(what: str, nvme_path: 
     assert run(strategy_of(nvme_path, what)) == run("auto")
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("format", ["directory", "full"])
 @pytest.mark.parametrize("what", WHAT)

@@ -44,6 +44,7 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> str:
     return digest(done.stdout)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("more", ["", ALL], ids=["state", "everything"])
 def test_a_run_that_was_interrupted_is_resumed_to_the_bits_of_a_plain_one(

@@ -208,6 +208,7 @@ def test_an_exception_in_configure_model_is_the_users(error: BaseException, nvme
 # --- What is left behind ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_a_progress_bar_starts_no_thread() -> None:
     program = (
         "import threading\n"

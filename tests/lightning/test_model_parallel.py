@@ -15,6 +15,7 @@ import swapper.lightning
 pytestmark = [pytest.mark.filterwarnings(text) for text in IGNORED_WARNINGS]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", lightning_sharded.CASES)
 def test_two_processes_end_in_the_bits_of_the_stock_strategy(
@@ -23,6 +24,7 @@ def test_two_processes_end_in_the_bits_of_the_stock_strategy(
     in_processes(lightning_sharded.fit_and_resume, name, nvme_path, tmp_path)
 
 
+@pytest.mark.long
 def test_directories_are_resumed_by_other_numbers_of_ranks(
     nvme_path: Path, tmp_path: Path, leaves_nothing: None
 ) -> None:
@@ -42,6 +44,7 @@ def test_directories_of_weights_and_with_hooks(nvme_path: Path, tmp_path: Path, 
     in_processes(lightning_sharded.load_others, nvme_path, tmp_path)
 
 
+@pytest.mark.long
 def test_by_name(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(lightning_sharded.named, nvme_path)
 

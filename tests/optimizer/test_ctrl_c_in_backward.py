@@ -132,6 +132,7 @@ class Interrupted:
         swapper.of(self.run.optimizer).close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", DEVICES)
 def test_ctrl_c_at_any_place_of_a_step(devices: str, nvme_path: Path) -> None:
     program, files = Interrupted(devices, nvme_path), ["/swapper/", *MODES]
@@ -227,6 +228,7 @@ def test_dispatch_modes_stay_on_whatever_the_handler_of_ctrl_c_raises(monkeypatc
     assert left == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("devices", DEVICES)
 def test_ctrl_c_where_modes_are_switched(devices: str, nvme_path: Path) -> None:
     """All places there, before and after a switch, and when the traceback that holds its guard has died."""

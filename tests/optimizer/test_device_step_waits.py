@@ -142,6 +142,7 @@ def test_with_all_waits_nothing_goes_wrong(nvme_path: Path, plain: dict[str, lis
     assert differences(nvme_path, plain) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("what", REMOVED)
 def test_each_wait_is_missed(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch, plain: dict[str, list[torch.Tensor]], what: str

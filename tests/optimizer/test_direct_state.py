@@ -337,6 +337,7 @@ def test_a_bucket_that_grows_gets_longer_slots(direct: Mock, nvme_path: Path, de
     twins.close()
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of what a failure leaves
 @pytest.mark.parametrize(
     "name", ["optimizer/device_slots.py give_back transfer", "optimizer/direct_state.py leave wait"]
@@ -530,6 +531,7 @@ def test_ctrl_c_in_a_step(direct: Mock, nvme_path: Path, device: torch.device) -
     twins.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("delay_us", [0, 20_000])
 def test_an_optimizer_that_is_dropped_gives_all_back(
     direct: Mock, nvme_path: Path, device: torch.device, delay_us: int, caplog: pytest.LogCaptureFixture

@@ -156,6 +156,7 @@ def test_masters_follow_the_whole_parameter_at_any_bucket_size(nvme_path: Path, 
         assert program(twin) == expected, bucket_bytes
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("through", ["checkpoint", "state_dict"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -321,6 +321,7 @@ def choose_by_rank(rank: int, directory: str) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_each_rank_chooses_by_itself(nvme_path: Path) -> None:
     module, optimizer = make_sharded(None)
     swapper.wrap_optimizer(optimizer, sharded_config(nvme_path, "unpacked"))

@@ -71,6 +71,7 @@ def compare(nvme_path: Path, make: Make, dtype: torch.dtype, steps: int, **setti
         swapper.of(wrapped).close()
 
 
+@pytest.mark.long
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-masters"])
@@ -89,6 +90,7 @@ def test_other_classes_and_flags(nvme_path: Path, name: str, dtype: torch.dtype)
     compare(nvme_path, MORE[name], dtype, 4)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-masters", "fp16-masters"])
 def test_any_number_of_threads(nvme_path: Path, threads: int, precision: str) -> None:
@@ -109,6 +111,7 @@ def test_resident_records_are_written_and_never_read(nvme_path: Path) -> None:
     assert stats.bytes_read == 0
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("remote_is", ["AdamW", "Muon", "AdamW-fused"])
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16-masters"])

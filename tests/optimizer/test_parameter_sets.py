@@ -217,6 +217,7 @@ def chosen(placement: str, buckets: str) -> Iterator[tuple[str, ...]]:
     yield from random.Random(f"{SEED} {placement} {buckets}").sample(longer, min(int(SAMPLE), len(longer)))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("buckets", BUCKET_BYTES)
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -166,6 +166,7 @@ def plain_run(passes: int, dtype: torch.dtype) -> tuple[Any, ...]:
     return losses_and_bits(Model, tokens_of, passes, dtype, None)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("passes", [1, 3])
@@ -199,6 +200,7 @@ def test_bits_of_convolutions_in_channels_last(zero_first: bool, nvme_path: Path
     swapper.of(optimizer).close()
 
 
+@pytest.mark.long
 def test_masters_are_those_of_stepping_at_the_end(nvme_path: Path) -> None:
     results = []
     for in_backward in (False, True):

@@ -19,6 +19,7 @@ def kernel_bytes() -> tuple[int, int]:
     return int(fields["read_bytes"]), int(fields["write_bytes"])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("dtype", "masters", "bytes_per_parameter"),
     [(torch.bfloat16, True, 10), (torch.float16, True, 12), (torch.float32, False, 8), (torch.bfloat16, False, 4)],

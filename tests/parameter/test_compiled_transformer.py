@@ -80,6 +80,7 @@ def break_graphs(model: nn.Module) -> None:
             module.register_forward_hook(does_nothing, always_call=True)
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are no leaves.
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])

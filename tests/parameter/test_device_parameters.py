@@ -42,6 +42,7 @@ def device(device: str) -> torch.device:
 # --- To the bit ---
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "name",
@@ -68,6 +69,7 @@ def test_models_train_and_evaluate_to_the_same_bits(name: str, nvme_path: Path, 
         run_twice(nvme_path, case.make, program, spare_bytes=case.spare_bytes, watch=False)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("use_reentrant", [False, True], ids=["saved", "reentrant"])
 @pytest.mark.parametrize("name", ["mlp", "gpt2 tied", "lora"])
@@ -175,6 +177,7 @@ def train(
     return noted
 
 
+@pytest.mark.long
 @pytest.mark.sampled(6, together=2)
 @pytest.mark.parametrize("parameters", ["nvme", "cpu"])
 @pytest.mark.parametrize("extra", ["", "clipped", "stepped in backward"])
@@ -295,6 +298,7 @@ def test_what_is_changed_behind_autograds_back_is_kept(
 # --- Memory ---
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_short_records")
 def test_memory_of_the_device_is_what_was_said(nvme_path: Path, device: torch.device) -> None:
     """Beside what the pass itself takes: activations, and the gradients of a layer. It does not grow with the model."""
@@ -414,6 +418,7 @@ def test_check_says_what_parameters_take(nvme_path: Path, device: torch.device) 
 # --- Checkpoints ---
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_short_records")
 def test_saved_and_loaded_across_devices(nvme_path: Path, tmp_path: Path, device: torch.device) -> None:
     def run(on: torch.device) -> tuple[nn.Sequential, torch.optim.Optimizer]:
@@ -505,6 +510,7 @@ class Trained:
             assert same_bits(p.cpu(), q.cpu())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_short_records")
 def test_ctrl_c_in_a_pass(nvme_path: Path, device: torch.device) -> None:
     trained = Trained(nvme_path, device)
@@ -520,6 +526,7 @@ def test_ctrl_c_in_a_pass(nvme_path: Path, device: torch.device) -> None:
     trained.close()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_short_records")
 def test_ctrl_c_while_what_changed_goes_down(nvme_path: Path, device: torch.device) -> None:
     """A flush brings all of it down."""
@@ -652,6 +659,7 @@ class Tied(nn.Module):
         return x
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["nvme", "cpu"])
 @pytest.mark.parametrize("how", ["argument", "default device"])
 @pytest.mark.usefixtures("_short_records")
@@ -737,6 +745,7 @@ def test_a_model_on_the_meta_device_gets_memory_elsewhere(
     swapper_of(model).close()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_short_records")
 def test_a_step_on_the_device(nvme_path: Path, device: torch.device) -> None:
     """With the bits of the plain run on it."""

@@ -92,6 +92,7 @@ class Trained:
 # --- To the bit, and past the pool ---
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drives", [1, 2])
 def test_what_is_read_does_not_pass_the_pool(direct: Mock, nvme_path: Path, device: torch.device, drives: int) -> None:
     paths = [nvme_path / str(number) for number in range(drives)]
@@ -162,6 +163,7 @@ class Stepping(Trained):
                 [*model.parameters()][number].mul_(1.5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("drives", [1, 2])
 def test_what_is_stepped_is_written_past_the_pool(
     direct: Mock, nvme_path: Path, device: torch.device, drives: int
@@ -188,6 +190,7 @@ def test_what_is_stepped_is_written_past_the_pool(
     stepping.close()
 
 
+@pytest.mark.long
 def test_a_record_is_stepped_while_it_is_written(direct: Mock, nvme_path: Path, device: torch.device) -> None:
     stepping = Stepping(
         nvme_path,
@@ -205,6 +208,7 @@ def test_a_record_is_stepped_while_it_is_written(direct: Mock, nvme_path: Path, 
     stepping.close()
 
 
+@pytest.mark.long
 @pytest.mark.sampled(4, together=2)
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("step_device", ["device", "cpu"])
@@ -356,6 +360,7 @@ def test_what_cufile_refuses_in_the_middle_goes_through_the_host(
     stepping.close()
 
 
+@pytest.mark.long
 def test_ctrl_c_in_a_pass(direct: Mock, nvme_path: Path, device: torch.device) -> None:
     trained = Trained(nvme_path, device)
     trained.check()
@@ -449,6 +454,7 @@ def test_a_write_that_fails_is_an_error_and_nothing_is_lost(
     trained.close()
 
 
+@pytest.mark.long
 def test_ctrl_c_in_a_step(direct: Mock, nvme_path: Path, device: torch.device) -> None:
     trained = Trained(nvme_path, device)
 

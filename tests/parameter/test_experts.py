@@ -65,6 +65,7 @@ def least_pool_bytes(make: Callable[[str], object]) -> int:
     return int(found[1])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("room", ["least", "some", "all"])
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm", "batched_mm"])
 @pytest.mark.parametrize("kind", ["mixtral", "gpt_oss", "qwen3_moe"])

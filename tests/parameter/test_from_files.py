@@ -593,6 +593,7 @@ def test_the_drive_reads_while_what_stays_is_used(
     assert max(shares) >= 0.87, "of the drive's speed; 0.76 if records are read in a row, 0.5 if one after another"
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layers", [10, 25])
 def test_memory_is_the_pool_whatever_the_model(layers: int, nvme_path: Path, tmp_path: Path) -> None:
@@ -842,6 +843,7 @@ def test_an_interrupt_at_the_end_gives_everything_back(
             assert list(nvme_path.iterdir()) == []
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("how", ["memory", "meta"])
 def test_ctrl_c_anywhere_leaves_all_as_it_was_or_done(how: str, nvme_path: Path, tmp_path: Path) -> None:
     def make() -> nn.Module:
@@ -1062,6 +1064,7 @@ def _refused_on_one_rank(rank: int, path: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_what_one_rank_refuses_is_refused_on_all(tmp_path: Path) -> None:
     path = write_weights(tmp_path / "weights.safetensors", nn.Linear(256, 256).state_dict())
     in_processes(_refused_on_one_rank, path)

@@ -87,6 +87,7 @@ def test_a_model_that_is_never_offloaded_works(name: str, nvme_path: Path, leave
         assert noted[0] == noted[1]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", CASES)
 def test_train_after_building_on_the_drive(name: str, nvme_path: Path, leaves_nothing: None) -> None:
@@ -236,6 +237,7 @@ def test_conversions_after_building(nvme_path: Path, leaves_nothing: None) -> No
     assert values_of(model) == values_of(plain)
 
 
+@pytest.mark.long
 def test_a_view_of_a_parameter_keeps_following_it(nvme_path: Path) -> None:
     class Viewed(nn.Module):
         def __init__(self) -> None:
@@ -426,6 +428,7 @@ def test_save_and_load_without_offload(nvme_path: Path) -> None:
 MODEL_BYTES = 60 * 1024 * 1024 * 4
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("way", ["blocks", "list", "meta", "converted"])
 def test_a_model_larger_than_memory_is_built(way: str, nvme_path: Path) -> None:

@@ -299,6 +299,7 @@ def test_code_in_c_sees_the_values(nvme_path: Path) -> None:
     close(model, optimizer)
 
 
+@pytest.mark.long
 def test_the_swapped_model_is_still_the_same(nvme_path: Path) -> None:
     def program(run: Run) -> None:
         for _ in range(3):
@@ -330,6 +331,7 @@ def test_a_drive_that_is_full_when_it_is_saved(nvme_path: Path, monkeypatch: pyt
     close(model, optimizer)
 
 
+@pytest.mark.long
 def test_saving_costs_disk_and_not_memory(nvme_path: Path, tmp_path: Path) -> None:
     program = f"""
 import sys, torch, swapper
@@ -357,6 +359,7 @@ print(peak.bytes - before.bytes)
     assert int(output) < 40e6
 
 
+@pytest.mark.long
 def test_a_view_of_a_parameter_from_before_offload_lets_it_stay(
     nvme_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -386,6 +389,7 @@ def test_a_view_of_a_parameter_from_before_offload_lets_it_stay(
     close(model, optimizer)
 
 
+@pytest.mark.long
 def test_state_dict_of_a_tied_model_while_it_is_gathered(nvme_path: Path) -> None:
     def program(run: Run) -> None:
         with swapper.gathered(run.model.blocks[0]):  # type: ignore[arg-type, index, union-attr]

@@ -617,6 +617,7 @@ def _peak_bytes(nvme_path: Path, *, blocks: int, swapped: bool, in_backward: boo
     return int(json.loads(output))
 
 
+@pytest.mark.long
 @pytest.mark.unsanitized("its memory counts as the process's")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["step at the end", "step in backward"])

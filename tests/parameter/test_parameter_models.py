@@ -28,6 +28,7 @@ def each(names: Iterable[str]) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("name", names, ids=lambda name: name.replace(" ", "-").replace(",", ""))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(10)
 @each(CASES)
 def test_train_accumulate_and_evaluate(name: str, nvme_path: Path) -> None:
@@ -69,6 +70,7 @@ class CheckpointedInside(nn.Module):
         return y
 
 
+@pytest.mark.long
 @pytest.mark.sampled(5, together=2)
 @each(WITH_BLOCKS)
 @pytest.mark.parametrize("wrapper", [Checkpointed, CheckpointedInside], ids=["blocks", "forwards"])
@@ -105,6 +107,7 @@ SAVED_OPERATORS: dict[str, Callable[[Any], bool]] = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.sampled(5, together=2)
 @each(WITH_BLOCKS)
 @pytest.mark.parametrize("saved", SAVED_OPERATORS)
@@ -145,6 +148,7 @@ def test_selective_activation_checkpointing(name: str, saved: str, functional: b
     run_twice(nvme_path, make, program, spare_bytes=case.spare_bytes)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(4)
 @each(AUTOCAST)
 def test_autocast(name: str, nvme_path: Path) -> None:
@@ -170,6 +174,7 @@ def test_autocast(name: str, nvme_path: Path) -> None:
     run_twice(nvme_path, case.make, program, spare_bytes=case.spare_bytes)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(8)
 @each(["mlp", "gpt2 tied", "resnet channels_last", "lstm", "mixtral", "odd shapes", "t5"])
 @pytest.mark.parametrize("kind", ["SGD", "momentum", "Adafactor", "in memory"])

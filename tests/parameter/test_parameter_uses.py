@@ -174,6 +174,7 @@ CHANGES = [
 ]  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_between_steps(change: Callable[[Run], None], nvme_path: Path) -> None:
     def program(run: Run) -> None:
@@ -261,6 +262,7 @@ def test_a_view_that_is_kept_follows_its_parameter(view: View, nvme_path: Path) 
     run_twice(nvme_path, partial(Mlp, 8), program, spare_bytes=16384)
 
 
+@pytest.mark.long
 def test_a_view_from_before_offload_follows_its_parameter(nvme_path: Path) -> None:
     views: list[torch.Tensor] = []
 
@@ -554,6 +556,7 @@ def test_backward_into_some_of_the_parameters(nvme_path: Path) -> None:
     run_twice(nvme_path, _LateWeights, program)
 
 
+@pytest.mark.long
 def test_double_backward(nvme_path: Path) -> None:
     def program(run: Run) -> None:
         for _ in range(3):

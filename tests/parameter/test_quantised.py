@@ -235,6 +235,7 @@ def test_the_wrapper_of_a_tied_weight_is_swapped_once(nvme_path: Path) -> None:
     swapper_of(model).close()
 
 
+@pytest.mark.long
 def test_tensors_inside_that_are_shared_stay(nvme_path: Path) -> None:
     model = make_quantised("coded", 2)
     scale = model[0].base.weight.scale  # type: ignore[union-attr]

@@ -180,6 +180,7 @@ def test_the_nth_kernel_or_copy_can_be_told_to_fail(sim: Any) -> None:
 # --- Memory ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_the_host_cannot_touch_device_memory() -> None:
     process = multiprocessing.get_context("spawn").Process(target=_touch)
     process.start()

@@ -133,6 +133,7 @@ def train(rank: int, settings: str) -> None:
     assert all(map(torch.equal, found, trained("sim", hybrid, True, mixed)))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("settings", "count"), [("sim-lazy", 2), ("sim-random", 2), ("sim-lazy", 3), ("sim-random", 3)]

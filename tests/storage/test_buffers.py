@@ -369,6 +369,7 @@ def test_failed_transfer_frees_its_memory_and_stays_unobserved(tmp_path: Path) -
         handle.close()
 
 
+@pytest.mark.long
 def test_pool_larger_than_one_registered_piece_is_cut_at_its_border(tmp_path: Path) -> None:
     """Pieces are 1 GiB: transfers that cross the border name one piece per request."""
     gib = 1 << 30

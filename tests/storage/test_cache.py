@@ -583,6 +583,7 @@ def test_read_ahead_of_another_cache_gives_way(nvme_path: Path) -> None:
         two.flush()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wanted_again", [False, True], ids=["leaving", "wanted again"])
 def test_what_another_cache_is_writing_is_waited_for(nvme_path: Path, wanted_again: bool) -> None:
     # Two optimizers on one pool: the second steps while the first still writes.
@@ -627,6 +628,7 @@ def test_a_failed_write_of_another_cache_is_its_own(nvme_path: Path) -> None:
         one.flush()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("resident", [False, True], ids=["", "resident"])
 def test_what_is_wanted_again_while_it_is_written_gives_way(nvme_path: Path, resident: bool) -> None:
     # Staged are records that this time nobody takes: their parameters have no gradient.
@@ -806,6 +808,7 @@ def test_caches_of_two_threads_share_a_pool(nvme_path: Path) -> None:
 # --- Any order of calls -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("resident", [0, 2], ids=["", "two kept"])
 def test_content_is_right_in_any_order_of_calls(nvme_path: Path, seed: int, resident: int) -> None:
@@ -1003,6 +1006,7 @@ def interrupted_at_line(number: int, work: Callable[[], None]) -> bool:
         sys.settrace(former)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("resident", [False, True], ids=["", "one kept"])
 def test_an_interrupt_at_any_line_mixes_up_no_buffers(nvme_path: Path, resident: bool) -> None:
     with world(nvme_path, buffers=3, delay_us=100) as w:
@@ -1042,6 +1046,7 @@ def test_an_interrupt_at_any_line_mixes_up_no_buffers(nvme_path: Path, resident:
         cache.keep([])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("place", "stride"), [("storage/cache.py", 5), ("storage/cached_records.py", 1)], ids=["cache", "books"]
 )
@@ -1095,6 +1100,7 @@ class CopyOfDevice:
         self.over = True
 
 
+@pytest.mark.long
 def test_ctrl_c_anywhere_loses_no_record_that_a_device_copied_and_finishes_none_twice(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -428,6 +428,7 @@ def test_a_store_that_is_collected_cleans_every_drive(paths: list[Path], speeds:
     assert not list(paths[0].iterdir()) + list(paths[1].iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("fine_stripes")
 def test_a_forked_child_can_do_no_harm(paths: list[Path], speeds: Callable[..., None]) -> None:
     speeds(1, 1)
@@ -477,6 +478,7 @@ def slow(paths: list[Path]) -> Iterator[list[tuple[FaultPlan, Callable[[], Any]]
         (path / "file").unlink()
 
 
+@pytest.mark.long
 def test_a_joined_transfer_is_done_when_all_parts_are(slow: list[tuple[FaultPlan, Callable[[], Any]]]) -> None:
     (first, start_first), (second, start_second) = slow
     first.bytes_per_second, second.bytes_per_second = 0, 10 * PAGE
@@ -490,6 +492,7 @@ def test_a_joined_transfer_is_done_when_all_parts_are(slow: list[tuple[FaultPlan
     assert transfer.wait() == transfer.wait(0) == 20 * PAGE
 
 
+@pytest.mark.long
 def test_a_timeout_is_for_all_parts_together_and_loses_no_failure(
     slow: list[tuple[FaultPlan, Callable[[], Any]]],
 ) -> None:
@@ -511,6 +514,7 @@ def test_a_timeout_is_for_all_parts_together_and_loses_no_failure(
         start_all([start_second, start_second]).wait(float("nan"))
 
 
+@pytest.mark.long
 def test_the_budget_is_single(slow: list[tuple[FaultPlan, Callable[[], Any]]]) -> None:
     # Each part ends 0.2 s after the one before it, so that one that waits for each anew would see them all end.
     (_, start), _ = slow
@@ -679,6 +683,7 @@ def test_a_drive_on_which_everything_fails_leaves_nothing_for_close_to_raise(
     handle.close()
 
 
+@pytest.mark.long
 def test_an_interrupt_while_a_drive_is_measured_leaves_nothing(
     paths: list[Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -802,6 +807,7 @@ def test_training_ends_in_the_same_bits_on_any_number_of_drives(
     assert not list((tmp_path / "c").iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.usefixtures("fine_stripes")
 def test_a_failure_anywhere_on_either_drive_never_gives_wrong_bits(
@@ -868,6 +874,7 @@ def threads_of_engines() -> int:
     return sum("swapper-io" in name for name in names)
 
 
+@pytest.mark.long
 def test_check_shows_every_drive(
     paths: list[Path], plans: Callable[..., list[FaultPlan]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -955,6 +962,7 @@ def seconds_of_steps(paths: list[Path], steps: int = 2) -> float:
     return elapsed_s
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_a_second_directory_adds_its_bandwidth(paths: list[Path], plans: Callable[..., list[FaultPlan]]) -> None:
     cap = {"bytes_per_second": 30_000_000}
@@ -965,6 +973,7 @@ def test_a_second_directory_adds_its_bandwidth(paths: list[Path], plans: Callabl
     assert one_s / seconds_of_steps(paths) > 1.5, "about twice as fast"
 
 
+@pytest.mark.long
 @pytest.mark.alone
 def test_shares_follow_measured_speed(
     paths: list[Path], plans: Callable[..., list[FaultPlan]], monkeypatch: pytest.MonkeyPatch

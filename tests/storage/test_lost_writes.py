@@ -89,6 +89,7 @@ def test_a_record_that_was_lost_and_is_written_again_is_good(tmp_path: Path, mon
         store.read(KEY, lease).wait()
 
 
+@pytest.mark.long
 def test_ctrl_c_while_a_start_that_failed_is_cleaned_up_leaves_nothing_in_flight(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

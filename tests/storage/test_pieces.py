@@ -150,6 +150,7 @@ class Program:
         pool.trim()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("backend", ["uring", "threads"])
 def test_a_lease_is_had_if_its_bytes_are_free(backend: str, tmp_path: Path) -> None:
     gathered, count = 0, 800 if EVERY else 200 if ALL else 60
@@ -165,6 +166,7 @@ def test_a_lease_is_had_if_its_bytes_are_free(backend: str, tmp_path: Path) -> N
     assert gathered > count // 4
 
 
+@pytest.mark.long
 def test_the_same_programs_are_refused_leases_where_pieces_cannot_be_joined(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -550,6 +550,7 @@ def test_a_child_does_not_wait_for_a_thread_of_its_parent(nvme_path: Path) -> No
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
+@pytest.mark.long
 def test_a_program_that_ends_waits_for_the_copies(nvme_path: Path) -> None:
     program = """
         import threading

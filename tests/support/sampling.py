@@ -1,13 +1,15 @@
 """What runs of many equal cases: a sample that is the same each time by default, all of them with SWAPPER_TESTS=all.
 
 Another SWAPPER_SEED is another sample. A test that is named by its id runs whatever is sampled. By default a test that
-is the product of several options runs so that each value of each option occurs. Where a test is the
-product of many options, all of them means every three options together, or every two; and where each of many cases runs
-in two orders of a simulated device's work, one of them. The whole product is SWAPPER_TESTS=every.
+is the product of several options runs so that each value of each option occurs, and of the cases of tests that take
+long one in five runs, all of them if their file is named. Where a test is the product of many options, all of them
+means every three options together, or every two; and where each of many cases runs in two orders of a simulated
+device's work, one of them. The whole product is SWAPPER_TESTS=every.
 """
 
 from __future__ import annotations
 
+import collections
 import itertools
 import os
 import random
@@ -124,11 +126,34 @@ def _each_value(items: list[pytest.Item]) -> Iterator[pytest.Item]:
         yield from _covering(cases, None)
 
 
+def _drawn_of_long(items: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Of cases that take long: one in five of each directory's, of as many tests as there can be."""
+    directories: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        directories.setdefault(os.path.dirname(item.nodeid), []).append(item)
+    for name, cases in directories.items():
+        random.Random(f"{SEED} {name}").shuffle(cases)
+        of_its_test: dict[pytest.Item, int] = {}
+        seen: collections.Counter[str] = collections.Counter()
+        for item in cases:
+            test = item.nodeid.partition("[")[0]
+            of_its_test[item] = seen[test]
+            seen[test] += 1
+        yield from sorted(cases, key=of_its_test.__getitem__)[: -(-len(cases) // _LONG_ONES)]
+
+
+_LONG_ONES = 5
+"""One of so many runs."""
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line(
         "markers",
         "sampled(keep, together=None): of this test's cases so many run; with SWAPPER_TESTS=all all, or some in which "
         "any so many options are together",
+    )
+    config.addinivalue_line(
+        "markers", "long: takes a second or more; one in five runs, and all with SWAPPER_TESTS=all or in a named file"
     )
     config.addinivalue_line("markers", "thorough(reason): runs with SWAPPER_TESTS=all only; what does it otherwise")
 
@@ -161,6 +186,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out |= set(unmarked) - set(_each_value(unmarked))
     for (_, keep, together), group in cases.items():
         left_out |= set(group) - set(_with_all_together(group, together) if ALL else _covering(group, keep))
+    if not ALL:
+        files = {str(config.invocation_params.dir / argument) for argument in config.args if argument.endswith(".py")}
+        long = [item for item in items if item.get_closest_marker("long") and str(item.path) not in files]
+        long = [item for item in long if item not in left_out]
+        left_out |= set(long) - set(_drawn_of_long(long))
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = [item for item in items if item not in left_out]

@@ -159,5 +159,6 @@ def use_all(rank: int, directory: str) -> None:
         torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_collectives_of_evicted_parameters(nvme_path: Path, leaves_nothing: None) -> None:
     ranks.in_processes(use_all, str(nvme_path))

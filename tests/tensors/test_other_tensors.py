@@ -103,6 +103,7 @@ def test_the_parameter_stays_that_is_shared(kind: str, nvme_path: Path, monkeypa
     swapper_of(model).close()
 
 
+@pytest.mark.long
 def test_the_parameter_stays_that_a_frozen_tensor_shares(thaws: None, nvme_path: Path) -> None:
     """The garbage collector lists no tensor that was there when `gc.freeze` was called."""
     model = Mlp(4)

@@ -473,6 +473,7 @@ def continues(training: Training, plain: list[Snapshot], possible: range) -> Non
     training.ends_in(plain[STEPS], range(done, STEPS))
 
 
+@pytest.mark.long
 @unraisable
 def test_ctrl_c_in_a_step(nvme_path: Path, leaves_nothing: None, plain: list[Snapshot]) -> None:
     def act(training: Training) -> None:
@@ -503,6 +504,7 @@ def test_ctrl_c_in_state_dict(nvme_path: Path, leaves_nothing: None, plain: list
         training.ends_in(plain[STEPS], range(2, STEPS))
 
 
+@pytest.mark.long
 @unraisable
 def test_ctrl_c_in_load_state_dict(nvme_path: Path, leaves_nothing: None, plain: list[Snapshot]) -> None:
     with Training(nvme_path, 2) as training:

@@ -15,6 +15,7 @@ PROGRAM = Path(__file__).resolve().parents[1] / "support" / "crash.py"
 KILLS = int(os.environ.get("SWAPPER_KILLS") or (200 if ALL else 24))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["names", "replace"])
 def test_whatever_is_killed_when(mode: str, nvme_path: Path) -> None:
     """What is found at the next start is whole, as it was saved, and goes on to the same bits; nothing else is left."""

@@ -184,6 +184,7 @@ def train_all(rank: int, directory: str, micro_batches: int, options: dict[str, 
             raise
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("as_view", [False, True], ids=["copied", "bucket-views"])
 @pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph"])
@@ -192,6 +193,7 @@ def test_same_bits_as_plain_ddp(nvme_path: Path, option: str, as_view: bool, lea
     in_processes(train_all, str(nvme_path), 1, options)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("as_view", [False, True], ids=["copied", "bucket-views"])
 @pytest.mark.parametrize("option", ["", "find_unused_parameters", "static_graph"])
@@ -200,6 +202,7 @@ def test_accumulation_without_sync(nvme_path: Path, option: str, as_view: bool, 
     in_processes(train_all, str(nvme_path), 3, options)
 
 
+@pytest.mark.long
 def test_reentrant_checkpointing(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(train_all, str(nvme_path), 1, {"static_graph": True, "checkpointed": True})
 

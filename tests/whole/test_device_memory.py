@@ -68,6 +68,7 @@ def plain_bytes(device: torch.device, depth: int) -> int:
     return peak_of(device, lambda: model(x).sum().backward()) - model_bytes - before
 
 
+@pytest.mark.long
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["after backward", "in backward"])
 @pytest.mark.parametrize("step_device", ["cpu", "device"])

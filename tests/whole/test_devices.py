@@ -335,6 +335,7 @@ def random_bytes(length: int, device: str, seed: int = 0) -> torch.Tensor:
     return data.to(device)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("size", LENGTHS)
 def test_written_bytes_are_read_back(handle: AsyncIOHandle, nvme_path: Path, size: int, numbered: str) -> None:
@@ -405,6 +406,7 @@ def test_no_device_memory_is_allocated(device: str, handle: AsyncIOHandle, nvme_
     assert torch.accelerator.max_memory_allocated() == before
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3)
 def test_dropped_tensors_are_kept_until_their_transfer_is_over(
     device: str, handle: AsyncIOHandle, nvme_path: Path
@@ -447,6 +449,7 @@ def test_pinned_device_memory(device: str, handle: AsyncIOHandle, nvme_path: Pat
     assert handle.unpin(memory) == pinned
 
 
+@pytest.mark.long
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(3))
 def test_faults_on_the_way_of_device_tensors(device: str, nvme_path: Path, seed: int) -> None:

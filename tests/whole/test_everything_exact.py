@@ -71,6 +71,7 @@ def run(
     return losses, strides
 
 
+@pytest.mark.long
 @pytest.mark.sampled(5, together=2)
 @pytest.mark.parametrize("in_backward", [False, True], ids=["at the end", "in backward"])
 @pytest.mark.parametrize("passes", [1, 3])

@@ -42,6 +42,7 @@ def command(tmp_path: Path, drive: Path) -> list[str]:
     return [sys.executable, str(ROOT / "examples" / "train_gpt.py"), "--config", str(config), *SMALL]
 
 
+@pytest.mark.long
 def test_plain_run_lowers_the_loss_and_writes_nothing_to_the_drive(
     command: list[str], tmp_path: Path, drive: Path
 ) -> None:
@@ -53,6 +54,7 @@ def test_plain_run_lowers_the_loss_and_writes_nothing_to_the_drive(
     assert not any(drive.iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
@@ -68,6 +70,7 @@ def test_compare_finds_no_difference(command: list[str], drive: Path, options: l
     assert not any(drive.iterdir())
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("signum", "after_s"),
@@ -149,6 +152,7 @@ def test_a_model_that_does_not_fit_is_trained(xl: list[str], tmp_path: Path, dri
     assert by == "auto" or group is None
 
 
+@pytest.mark.long
 def test_training_that_wants_more_than_it_may_is_ended_and_leaves_nothing(xl: list[str], drive: Path) -> None:
     ended = subprocess.run([*xl, "--memory-limit", "300MB", "--steps", "1"], capture_output=True, text=True)
     assert ended.returncode != 0
@@ -209,6 +213,7 @@ def test_generation_from_files_has_the_bits_of_that_in_memory(
     assert by == "auto" or group is None
 
 
+@pytest.mark.long
 def test_a_generation_that_wants_more_than_it_may_is_ended_and_leaves_nothing(generate: list[str], drive: Path) -> None:
     ended = run_program([*generate, "--memory-limit", "100MB", "--no-plain"], capture_output=True, text=True)
     assert ended.returncode != 0

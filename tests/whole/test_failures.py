@@ -67,6 +67,7 @@ def test_the_same_with_master_weights(nvme_path: Path, inject: Inject, seed: int
 # --- In the middle of a run ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("operation", ["read", "write"])
 @pytest.mark.parametrize("slow", [0, 3000], ids=["fast", "slow"])
 def test_a_failure_anywhere_never_gives_wrong_bits(
@@ -102,6 +103,7 @@ def test_a_failure_anywhere_never_gives_wrong_bits(
     assert failures >= (5 if slow else 12)
 
 
+@pytest.mark.long
 def test_a_read_failure_in_the_middle_of_a_step(nvme_path: Path, inject: Inject, plain: list[Snapshot]) -> None:
     plan = inject()
     with Training(nvme_path, 2) as training:

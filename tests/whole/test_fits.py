@@ -468,6 +468,7 @@ def lightning_fits(path: str, names: list[str]) -> dict[str, dict[str, int]]:
         return {name: growth(scenarios[name], path) for name in names}
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "names",

@@ -312,10 +312,12 @@ def train_all(rank: int, directory: str) -> None:
             raise
 
 
+@pytest.mark.long
 def test_same_bits_as_plain_fsdp(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(train_all, str(nvme_path))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 3])
 def test_same_bits_on_other_numbers_of_ranks(nvme_path: Path, count: int, leaves_nothing: None) -> None:
@@ -502,6 +504,7 @@ def load_distributed(rank: int, directory: str, nvme: str, shards: bool) -> None
         assert all(same(a, b) for a, b in zip(results[0], others, strict=True))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (3, 2), (2, 0)])
 def test_a_distributed_checkpoint_is_resharded(
@@ -626,5 +629,6 @@ def use_all(rank: int, directory: str) -> None:
         torch.distributed.barrier()
 
 
+@pytest.mark.long
 def test_state_refusals_and_agreement(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(use_all, str(nvme_path))

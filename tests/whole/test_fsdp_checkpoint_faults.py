@@ -222,6 +222,7 @@ def fail(rank: int, directory: str, nvme: str, on_drive: str) -> None:
         torch.distributed.barrier()
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("on_drive", ON_DRIVE)
 def test_what_fails_on_one_rank_fails_on_all(
@@ -302,6 +303,7 @@ def load_after(rank: int, directory: str, nvme: str, on_drive: str) -> None:
     assert not [name for name in os.listdir(directory) if ".tmp-" in name]
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1, together=2)
 @pytest.mark.parametrize("on_drive", ON_DRIVE)
 @pytest.mark.parametrize("dying", [0, 1])

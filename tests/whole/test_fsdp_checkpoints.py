@@ -528,6 +528,7 @@ def use_all(rank: int, directory: str, nvme: str) -> None:
         torch.distributed.barrier()
 
 
+@pytest.mark.long
 def test_what_users_do_with_them(nvme_path: Path, tmp_path: Path, leaves_nothing: None) -> None:
     in_processes(use_all, str(tmp_path), str(nvme_path))
 
@@ -547,10 +548,12 @@ def save_and_load_whole(rank: int, directory: str, nvme: str) -> None:
     load_all(rank, directory, nvme, "both", whole=True)
 
 
+@pytest.mark.long
 def test_two_ranks_to_one_process(nvme_path: Path, tmp_path: Path, leaves_nothing: None) -> None:
     in_processes(save_and_load_whole, str(tmp_path), str(nvme_path))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("before", "after"), [(2, 1), (1, 2), (3, 2), (0, 3), (3, 0), *([(2, 3), (0, 2), (4, 2)] if EVERY else [])]

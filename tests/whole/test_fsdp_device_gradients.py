@@ -178,6 +178,7 @@ def use_all(rank: int, directory: str) -> None:
             torch.distributed.barrier()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", ORDERS)
 def test_gradients_that_are_read_changed_clipped_and_those_of_others(
     nvme_path: Path, settings: str, leaves_nothing: None
@@ -248,6 +249,7 @@ def lose_a_sum(rank: int, failing: int, directory: str) -> None:
     handle.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", ORDERS)
 def test_what_fails_on_one_rank_is_raised_by_all_and_nothing_is_lost(
     nvme_path: Path, settings: str, leaves_nothing: None
@@ -308,6 +310,7 @@ def remove_each(rank: int, directory: str) -> None:
         assert simulated().violations() or missed, names
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", ORDERS)
 def test_a_wait_that_is_removed_is_missed(nvme_path: Path, settings: str) -> None:
     in_device_processes(remove_each, str(nvme_path), settings=settings, count=1)

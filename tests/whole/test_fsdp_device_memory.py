@@ -108,6 +108,7 @@ def measure(rank: int, directory: str, step_device: str, gradients: str) -> None
     assert taken[1] - taken[0] < (LAYERS[1] - LAYERS[0]) * 4096, (taken, plain, said)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("gradients", ["none", "nvme"])
 @pytest.mark.parametrize("step_device", ["cpu", "device"])

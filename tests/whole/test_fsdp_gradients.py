@@ -253,6 +253,7 @@ def use_all(rank: int, directory: str) -> None:
         torch.distributed.barrier()
 
 
+@pytest.mark.long
 def test_reads_absent_gradients_and_refusals(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(use_all, str(nvme_path))
 
@@ -417,6 +418,7 @@ def go_on_after_failures(rank: int, directory: str) -> None:
     lose_a_sum_in_backward(rank, directory)
 
 
+@pytest.mark.long
 def test_a_program_goes_on_after_a_backward_that_steps_has_failed_on_one_rank(
     nvme_path: Path, leaves_nothing: None
 ) -> None:

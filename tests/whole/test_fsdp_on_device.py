@@ -128,6 +128,7 @@ def train_cases(rank: int, directory: str, count: int, mock_path: str) -> None:
             raise
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("settings", ORDERS)
 @pytest.mark.parametrize("count", [1, 2, 3])
@@ -157,6 +158,7 @@ def use_all(rank: int, directory: str) -> None:
         torch.distributed.barrier()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", ORDERS)
 def test_state_dicts_and_uses_of_parameters(nvme_path: Path, settings: str, leaves_nothing: None) -> None:
     in_device_processes(use_all, str(nvme_path), settings=settings)
@@ -210,6 +212,7 @@ def fail_on_one_rank(rank: int, directory: str) -> None:
             twins.close()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("settings", ORDERS)
 def test_what_fails_on_one_rank_is_raised_by_all(nvme_path: Path, settings: str, leaves_nothing: None) -> None:
     in_device_processes(fail_on_one_rank, str(nvme_path), settings=settings)
@@ -300,6 +303,7 @@ def load(rank: int, directory: str, nvme: str, case: Case, is_whole: bool) -> No
     close(net, optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("case", "before", "settings"),
@@ -397,6 +401,7 @@ def fail_alone(rank: int, directory: str, nvme: str) -> None:
     close(training.net, training.optimizer)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("work", "count"), [(fail_together, 2), (fail_alone, 1)])
 def test_training_goes_on_after_an_error(

@@ -88,10 +88,12 @@ def train_cases(rank: int, directory: str, count: int) -> None:
             raise
 
 
+@pytest.mark.long
 def test_same_bits_as_plain_fsdp(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(train_cases, str(nvme_path), 30 if ALL else 2)
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("count", [1, 3])
 def test_same_bits_on_other_numbers_of_ranks(nvme_path: Path, count: int, leaves_nothing: None) -> None:
@@ -158,6 +160,7 @@ def use_all(rank: int, directory: str) -> None:
         torch.distributed.barrier()
 
 
+@pytest.mark.long
 def test_state_dicts_uses_and_refusals(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(use_all, str(nvme_path))
 

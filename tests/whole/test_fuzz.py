@@ -456,6 +456,7 @@ plain = hypothesis.settings(
 )
 
 
+@pytest.mark.long
 def test_random_transfers_are_exact_or_fail_as_asked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     slab = Slab(ARENA_BYTES)
     cases = transfers = 0
@@ -500,6 +501,7 @@ BLOCK_STEP = st.builds(
 )
 
 
+@pytest.mark.long
 def test_random_damage_is_found_by_checksums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A read with checksums gives what was written, or names the first block that is not what was written."""
     slab = Slab(ARENA_BYTES)

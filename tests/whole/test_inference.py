@@ -66,6 +66,7 @@ print(json.dumps(dict(peak=peak.bytes - before_bytes, rounds=rounds, stored=stor
 """
 
 
+@pytest.mark.long
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("layers", [24, 48])
 def test_memory_and_bytes_of_a_generation_are_sums(layers: int, nvme_path: Path, tmp_path: Path) -> None:

@@ -43,6 +43,7 @@ def test_nothing_is_leased_between_steps_and_never_more_than_the_pool(nvme_path:
     swapped.close()
 
 
+@pytest.mark.long
 def test_a_state_dict_costs_disk_and_not_memory(nvme_path: Path) -> None:
     program = f"""
 import sys, torch, swapper

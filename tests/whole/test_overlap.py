@@ -22,6 +22,7 @@ def test_a_step_takes_little_more_than_the_longest_of_its_parts(nvme_path: Path,
     assert step["now_s"] <= 1.10 * max(step[key] for key in ("kernels_s", "up_s", "down_s", "drive_s"))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("drive", "compute", "up", "records"), [(1, 0.1, 0.3, 4), (0.5, 1, 0.3, 4), (0.2, 0.3, 1, 4), (1, 0.5, 0.3, 12)]

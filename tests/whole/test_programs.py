@@ -134,6 +134,7 @@ raised: Counter[str] = Counter()
 refused: Counter[str] = Counter()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("leaves_nothing")
 @pytest.mark.parametrize("seed", range(SEED, SEED + COUNT))
 def test_the_program_of_this_seed(seed: int, nvme_path: Path) -> None:

@@ -135,6 +135,7 @@ def check_spread(path: str, saved: dict[str, Any]) -> None:
     }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, 3])
 def test_replicas_write_one_checkpoint_that_one_process_loads(
     count: int, nvme_path: Path, tmp_path: Path, leaves_nothing: None

@@ -85,6 +85,7 @@ def swapped(
     return swapper.wrap_optimizer(torch.optim.AdamW(made), config)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("device", "room"), [("cpu", MANY), ("nvme", 3), ("nvme", MANY)], ids=["cpu", "nvme", "pool"])
 def test_a_step_does_the_same_for_each_record(nvme_path: Path, device: str, room: int) -> None:
     def lines(count: int) -> int:
@@ -130,6 +131,7 @@ def test_state_comes_and_goes_with_the_same_work_for_each_parameter(nvme_path: P
         check_growth(way.__getitem__)
 
 
+@pytest.mark.long
 def test_gradients_that_are_away_cost_the_same_each(nvme_path: Path) -> None:
     lines: dict[str, dict[int, int]] = {"backward": {}, "step": {}, "zero_grad": {}}
     for count in (FEW, MANY):
@@ -151,6 +153,7 @@ def test_gradients_that_are_away_cost_the_same_each(nvme_path: Path) -> None:
         check_growth(way.__getitem__)
 
 
+@pytest.mark.long
 def test_the_parts_of_one_gradient_cost_the_same_each(nvme_path: Path) -> None:
     def lines(count: int) -> int:
         (p,) = made = parameters(1, count * NUMEL)
@@ -166,6 +169,7 @@ def test_the_parts_of_one_gradient_cost_the_same_each(nvme_path: Path) -> None:
     check_growth(lines)
 
 
+@pytest.mark.long
 def test_a_step_in_backward_does_the_same_for_each_bucket(nvme_path: Path) -> None:
     def lines(count: int) -> int:
         made = parameters(count)
@@ -187,6 +191,7 @@ def test_a_step_in_backward_does_the_same_for_each_bucket(nvme_path: Path) -> No
     check_growth(lines)
 
 
+@pytest.mark.long
 def test_a_model_is_built_and_taken_over_with_the_same_work_for_each_parameter(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

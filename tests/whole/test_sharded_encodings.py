@@ -129,6 +129,7 @@ def refuse_columns(mesh: Any, path: Path, encoding: str) -> None:
         swapper.wrap_optimizer(torch.optim.Muon([p]), config_of(path, encoding))
 
 
+@pytest.mark.long
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("encoding", SHAPES)
 @pytest.mark.parametrize("count", [2, 3])

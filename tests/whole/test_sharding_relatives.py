@@ -235,6 +235,7 @@ def use_all(rank: int, directory: str, rounds: int) -> None:
     torch.distributed.destroy_process_group()
 
 
+@pytest.mark.long
 def test_relatives_of_fsdp2_have_the_bits_of_plain_ones(nvme_path: Path, leaves_nothing: None) -> None:
     ranks.in_processes(use_all, str(nvme_path), 1)
 

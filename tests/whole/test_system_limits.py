@@ -466,6 +466,7 @@ def with_entering_refused_later(directory: Path, number: int) -> None:
     handle.close()
 
 
+@pytest.mark.long
 @needs_filter
 @needs_uring
 @pytest.mark.parametrize("number", [errno.EAGAIN, errno.EPERM], ids=errno.errorcode.get)
@@ -494,6 +495,7 @@ def with_idle_ring_refused(directory: Path) -> None:
     handle.close()
 
 
+@pytest.mark.long
 @needs_filter
 @needs_uring
 def test_idle_ring_that_can_no_longer_wait_gives_up(tmp_path: Path) -> None:
@@ -631,5 +633,6 @@ def stopped_and_interrupted(subject: Subject, directory: Path) -> None:
     assert interrupted > 0
 
 
+@pytest.mark.long
 def test_signals_disturb_no_transfer(subject: Subject, tmp_path: Path) -> None:
     alone(stopped_and_interrupted, subject, tmp_path)
