@@ -10,8 +10,8 @@ another of the three is made the longest; `compute, steps in backward` is the th
 Prints, for a step in its steady state, the mean of several: the time that it takes, how long kernels, copies up,
 copies down and the drive are busy in it, and the ratio of the step to the longest of these; the bar is 1.10. Which
 records stay in memory changes from step to step, and the time by up to 5 percent. And the ratio to what the order of
-things allows: without `step_in_backward` the optimizer's kernels begin when those of the backward are over, so that each
-of the two takes no less than the longest of its own, with what is copied, read and written in it as it was.
+things allows: without `step_in_backward` the optimizer's kernels begin when those of the backward are over, so that
+each of the two takes no less than the longest of its own, with what is copied, read and written in it as it was.
 
 The model is small, so that it can be computed in full. Records, buckets and pool are as small as it is, and the speeds:
 each transfer takes as long as one of a model 16 times as large on usual hardware. What Python computes is not counted,
@@ -138,7 +138,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         for name, (before, after) in zip(spans, [*itertools.pairwise(marks), (marks[0], marks[-1])], strict=True):
             for key, seconds_of_it in vars(after.since(before)).items():
                 spans[name][key] += seconds_of_it / arguments.measured
-    model.loss(*data).backward()
+    model.loss(*data).backward()  # type: ignore[no-untyped-call]
     torch.accelerator.synchronize()
     before = sim_device.times()
     optimizer.step()
