@@ -32,7 +32,7 @@ from swapper.io.devices import is_accelerator
 from swapper.parameter.cache import BY_ADDRESS, Held
 from swapper.parameter.candidates import Candidate, why_not
 from swapper.parameter.held_on_device import HeldOnDevice
-from swapper.parameter.home import ParameterHome
+from swapper.parameter.home import ParameterHome, copy_in_memory
 from swapper.parameter.owner import ParameterOwner
 from swapper.parameter.records import DeviceRoom, device_bytes_of, plan_record_of
 from swapper.sizes import SMALL_BYTES, format_bytes
@@ -377,10 +377,7 @@ class ModelBuilder(ParameterOwner):
 
     def deepcopy(self, parameter: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         """A parameter of its own, as modules are copied in construction."""
-        with self.present([self._home[parameter]]), torch._C.DisableTorchFunctionSubclass():
-            values = parameter.detach().clone(memory_format=torch.preserve_format)
-        copy = torch.nn.Parameter(values, parameter.requires_grad)
-        memo[id(parameter)] = copy
+        copy = copy_in_memory(self.present([self._home[parameter]]), parameter, memo)
         # Modules that are copied are registered nowhere. The innermost one was noted in `memo` last.
         for item in reversed(memo.values()):
             if isinstance(item, torch.nn.Module):

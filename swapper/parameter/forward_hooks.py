@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -10,6 +11,7 @@ from torch._compile import _disable_dynamo
 
 from swapper.errors import SwapError
 from swapper.parameter.cache import Held
+from swapper.parameter.home import is_copied
 from swapper.parameter.saved_tensors import watch_hooks_of_users
 from swapper.tensors.evicted import refuse_copy
 
@@ -23,11 +25,12 @@ class ForwardHooks:
     """The hooks of one module, which attach its parameters while it runs.
 
     Args:
-        owner: of the parameters. It lives as long as a module that has these hooks.
+        owner: of the parameters. It lives as long as a module that has these hooks. None for a copy of the module,
+            whose parameters are in memory: then the hooks do nothing.
         parts: the records that the module uses, and the slots in each of the parameters that it uses.
     """
 
-    def __init__(self, owner: ParameterOwner, parts: list[tuple[Held, tuple[int, ...]]]) -> None:
+    def __init__(self, owner: ParameterOwner | None, parts: list[tuple[Held, tuple[int, ...]]]) -> None:
         watch_hooks_of_users()
         self._owner = owner
         self.parts = parts
@@ -35,12 +38,19 @@ class ForwardHooks:
     @_disable_dynamo
     def before(self, module: torch.nn.Module, args: Any) -> None:
         """A forward pre-hook. torch.compile leaves it as it is, and compiles what is between the hooks."""
-        self._owner.enter(module, [] if _leaves_parameters_alone(module) else self.parts)
+        if self._owner is not None:
+            self._owner.enter(module, [] if _leaves_parameters_alone(module) else self.parts)
 
     @_disable_dynamo
     def after(self, module: torch.nn.Module, args: Any, output: Any) -> None:
         """A forward hook, to be called always."""
-        self._owner.leave(module)
+        if self._owner is not None:
+            self._owner.leave(module)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ForwardHooks:
+        if self._owner is not None and is_copied(self._owner, memo):
+            refuse_copy()
+        return ForwardHooks(None, [])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()
@@ -88,6 +98,15 @@ class Forward:
         else:
             vars(module).pop("forward", None)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+        module = memo.get(id(self._module()))
+        if module is None:  # It is not copied with its module.
+            refuse_copy()
+        forward = object.__new__(Forward)
+        forward._module, forward._hooks = weakref.ref(module), copy.deepcopy(self._hooks, memo)
+        forward._former = copy.deepcopy(self._former, memo)
+        return forward
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()
 
@@ -111,6 +130,14 @@ class ScriptRefused:
         module = self._module()
         if module is not None and vars(module).get("__prepare_scriptable__") is self:
             del vars(module)["__prepare_scriptable__"]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ScriptRefused:
+        module = memo.get(id(self._module()))
+        if module is None:
+            refuse_copy()
+        refused = object.__new__(ScriptRefused)
+        refused._module = weakref.ref(module)
+        return refused
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()

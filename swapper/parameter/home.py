@@ -12,13 +12,13 @@ import torch
 from swapper.errors import SwapError
 from swapper.parameter.cache import Held
 from swapper.parameter.records import ParameterLocation
-from swapper.tensors.evicted import refuse_copy
+from swapper.tensors.evicted import EvictedParameter, refuse_copy
 from swapper.tensors.homes import Home, TemporaryHome, home_of
 
 if TYPE_CHECKING:
     from swapper.parameter.owner import ParameterOwner
 
-__all__ = ["ParameterHome", "follow_shape", "parts_of"]
+__all__ = ["ParameterHome", "copy_in_memory", "follow_shape", "is_copied", "parts_of"]
 
 
 class ParameterHome:
@@ -73,8 +73,27 @@ class ParameterHome:
         return self.of_owner().gathered(parts_of(homes))
 
     def deepcopy(self, parameter: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        """Refuse: the copy would need records of its own."""
-        refuse_copy()
+        """An ordinary parameter, in memory. Refused of the whole model, which would fill it, and of other classes."""
+        owner = self.of_owner()
+        if is_copied(owner, memo) or type(parameter) is not EvictedParameter:
+            refuse_copy()
+        return copy_in_memory(owner.used(parts_of([self])), parameter, memo)
+
+
+def is_copied(owner: ParameterOwner, memo: dict[int, Any]) -> bool:
+    """True if what is copied, as `memo` of `copy.deepcopy` says, is the whole model, or nobody knows."""
+    model = owner._model()
+    return model is None or id(model) in memo
+
+
+def copy_in_memory(
+    present: contextlib.AbstractContextManager[None], parameter: torch.Tensor, memo: dict[int, Any]
+) -> torch.nn.Parameter:
+    """The copy that `copy.deepcopy` makes of a parameter that is in memory, as `parameter` is within `present`."""
+    with present, torch._C.DisableTorchFunctionSubclass():
+        values = parameter.detach().clone(memory_format=torch.preserve_format)
+    memo[id(parameter)] = copy = torch.nn.Parameter(values, parameter.requires_grad)
+    return copy
 
 
 def parts_of(homes: Iterable[Home | None]) -> list[tuple[Held, tuple[int, ...]]]:

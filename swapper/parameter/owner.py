@@ -504,7 +504,7 @@ class ParameterOwner(ParameterCache):
         if same:
             return (
                 f"{location.name} was given other data while views of its former data are kept, which would change "
-                "with it; keep a clone of them, or write with copy_"
+                "with it; keep clones, write with copy_, or do it and drop them in `with swapper.gathered([parameter])`"
             )
         return (
             f"{location.name} was {tuple(location.shape)} x {location.dtype} and was given data of {given} in place of "

@@ -213,7 +213,8 @@ def refuse_copy() -> NoReturn:
     """Raise the error of copying or pickling a model."""
     raise SwapError(
         "a model whose parameters are swapped cannot be copied or pickled: the copy would need its own place on the "
-        "drive. Copy or save model.state_dict(), or copy the model before swapper.offload"
+        "drive. Copy or save model.state_dict(), or copy the model before swapper.offload; copy.deepcopy of a module "
+        "in it gives one whose parameters are in memory"
     )
 
 

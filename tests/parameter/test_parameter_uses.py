@@ -353,15 +353,13 @@ def test_state_dict_of_a_model_that_the_pool_does_not_hold(nvme_path: Path) -> N
     run_twice(nvme_path, Mlp, program)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "copy of a parameter", "pickle", "save", "average"])
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "save", "average"])
 def test_copies_of_the_model_are_refused(way: str, nvme_path: Path) -> None:
     model, optimizer = offloaded(nvme_path, lambda: ((m := Mlp()), adamw(m)))
     try:
         with pytest.raises(SwapError, match="model whose parameters are swapped cannot be copied or pickled"):
             if way == "deepcopy":
                 copy.deepcopy(model)
-            elif way == "copy of a parameter":
-                copy.deepcopy(next(model.parameters()))
             elif way == "pickle":
                 pickle.dumps(model)
             elif way == "save":

@@ -1,0 +1,121 @@
+"""`copy.deepcopy` of a module of a swapped model gives an ordinary one, in memory, as libraries of adapters need it."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import CASES, WIDTH, Case, Mlp
+from sampling import EVERY
+from torch import nn
+from torch.optim import Optimizer
+from twins import adamw, bits, close, config_for, offloaded, small_records, swapper_of
+
+import swapper
+from swapper.tensors.evicted import is_evicted
+
+SPARE_BYTES = 1 << 20
+"""Of pool: what is copied is stepped too."""
+
+
+def copied_and_trained(model: nn.Module, optimizer: Optimizer, case: Case, seed: int) -> list[Any]:
+    """Train, and between the steps put copies of drawn modules in their places, and train those too."""
+    drawn, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    seen: list[Any] = []
+    for _ in range(3):
+        out = model(*case.inputs(generator)).to(torch.float64)
+        out.square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append(bits(out))
+        name = drawn.choice([name for name, module in model.named_modules() if name and [*module.parameters()]])
+        twin = copy.deepcopy(model.get_submodule(name))
+        assert not any(map(is_evicted, [*twin.parameters(), *twin.buffers()]))
+        assert {type(p) for p in twin.parameters()} == {nn.Parameter}
+        seen.append([name, bits(dict(twin.state_dict()))])
+        model.set_submodule(name, twin)
+        optimizer.add_param_group({"params": list(twin.parameters())})
+        model.train(drawn.random() < 0.8)
+    seen.append(bits(dict(model.state_dict())))
+    return seen
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4 if EVERY else 1))
+@pytest.mark.parametrize("name", CASES)
+def test_copies_in_the_places_of_modules_train_as_in_plain_torch(name: str, seed: int, nvme_path: Path) -> None:
+    case = CASES[name]
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        model = case.make()
+        return model, adamw(model)
+
+    want = copied_and_trained(*make(), case, seed)
+    model, optimizer = offloaded(nvme_path, make, spare_bytes=case.spare_bytes + SPARE_BYTES)
+    try:
+        assert copied_and_trained(model, optimizer, case, seed) == want
+    finally:
+        close(model, optimizer)
+
+
+def test_copies_outlive_the_model(nvme_path: Path) -> None:
+    torch.manual_seed(0)
+    model = Mlp()
+    want = bits(dict(model.state_dict()))
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path))
+    model.blocks[0].note = "kept"
+    twins = copy.deepcopy(model.blocks)
+    swapper_of(model).close(keep_values=False)
+    del model
+    assert {f"blocks.{key}": value for key, value in bits(dict(twins.state_dict())).items()}.items() <= want.items()
+    assert twins[0].note == "kept"
+    assert next(iter(twins[0].parameters())).requires_grad
+
+
+def test_a_copied_parameter_is_one_for_all_that_had_it(nvme_path: Path) -> None:
+    model = Mlp()
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path))
+    first = model.blocks[0][0]  # type: ignore[index]
+    twins = copy.deepcopy([first.weight, first, first.weight])
+    assert twins[0] is twins[1].weight is twins[2] and type(twins[0]) is nn.Parameter
+    assert bits(twins[0]) == bits(first.weight) and twins[0].grad is None
+    with torch.no_grad():
+        twins[0].zero_()
+    assert first.weight.abs().sum() > 0
+    swapper_of(model).close()
+
+
+def test_copies_of_the_whole_are_refused_from_within_and_from_around(nvme_path: Path) -> None:
+    model = Mlp()
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path))
+    around = nn.Sequential(model)
+    for what in (model, around, {"model": model}):
+        with pytest.raises(swapper.SwapError, match="of a module in it gives one whose parameters are in memory"):
+            copy.deepcopy(what)
+        with swapper.gathered(model.parameters()), pytest.raises(swapper.SwapError, match="cannot be copied"):
+            copy.deepcopy(what)
+    swapper_of(model).close()
+
+
+def test_a_copy_is_on_the_device_that_the_module_is_on(device: str, nvme_path: Path) -> None:
+    on = torch.device(device, 0)
+    torch.manual_seed(0)
+    model = Mlp().to(on)
+    want = {key: value.cpu() for key, value in model.state_dict().items()}
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path))
+    twins = copy.deepcopy(model.blocks)
+    assert {p.device for p in twins.parameters()} == {on}
+    for key, value in twins.state_dict().items():
+        assert bits(value.cpu()) == bits(want[f"blocks.{key}"])
+    inputs = torch.randn(3, WIDTH).to(on)
+    assert bits(twins[0](inputs).cpu()) == bits(model.blocks[0](inputs).cpu())  # type: ignore[index]
+    swapper_of(model).close()
