@@ -490,9 +490,9 @@ class ParameterOwner(ParameterCache):
         same = same and same_order(p.shape, p.stride(), location.stride)  # In another order torch computes other bits.
         if same and p.stride() == location.stride and p.data_ptr() == values.data_ptr():
             return ""
-        if not (same and p.stride() == location.stride) and self._forgets_converted(held):
-            return ""
         of_record = p.untyped_storage()._cdata == values.untyped_storage()._cdata
+        if not (same and p.stride() == location.stride) and self._lets_go(held, slot, p, of_record):
+            return ""
         ours = sum(t is not p and slot in held.attached and not is_evicted(t) for t in location.tensors)
         viewed = is_shared(values, ours=1 + of_record + ours)
         given = f"{tuple(p.shape)} x {p.dtype} on {p.device} with strides {p.stride()}"
@@ -511,8 +511,8 @@ class ParameterOwner(ParameterCache):
             f"{location.stride}; convert, resize or move the model before swapper.offload, or write with copy_"
         )
 
-    def _forgets_converted(self, held: Held) -> bool:
-        """Called when a parameter was given data that do not fit its record. Returns True if that is forgotten."""
+    def _lets_go(self, held: Held, slot: int, p: torch.Tensor, of_record: bool) -> bool:
+        """Called when `p` was given data that do not fit its record. Returns True if it has no record any more."""
         return False
 
     # --- Forward ---------------------------------------------------------------------------------------------------

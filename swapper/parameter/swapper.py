@@ -17,13 +17,15 @@ from swapper.parameter.cache import Held, finalize
 from swapper.parameter.held_on_device import HeldOnDevice
 from swapper.parameter.owner import ParameterOwner
 from swapper.parameter.records import DeviceRoom, ParameterPlan
+from swapper.sizes import format_bytes
 from swapper.storage.access_order import AccessOrder, Use
 from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.record_store import RecordStore
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import evict, restore_for_good
-from swapper.tensors.homes import home_of
+from swapper.tensors.homes import PARTS, home_of
+from swapper.tensors.inner import has_own_class
 from swapper.tensors.sharded import local_of
 
 __all__ = ["ParameterSwapper"]
@@ -101,6 +103,27 @@ class ParameterSwapper(ParameterOwner):
             self._give_everything_back()
             raise
         self._let_formers_go()
+
+    def _lets_go(self, held: Held, slot: int, p: torch.Tensor, of_record: bool) -> bool:
+        # It was given another shape, as by `resize_token_embeddings`. Other dtypes and devices are refused: they are
+        # those of whole models, which memory may have no room for. So are slices of itself, whose memory is the pool's.
+        location = held.plan.locations[slot]
+        same = p.dtype == location.dtype and p.device == held.values[slot].device and p.shape != location.shape
+        special = location.aliases or held.plan.sharded or has_own_class(p) or PARTS in vars(p)
+        if not same or special or of_record:
+            return False
+        del self._home[p]
+        restore_for_good(p, p.detach())
+        shapes = f"{tuple(p.shape)} in place of {tuple(location.shape)}"
+        self.stays[location.name] = f"it was given data of another shape: {shapes}"
+        log.warning(
+            "%s was given data of another shape, %s: from now on it is in memory (%s). To have it on the drive, give "
+            "it that shape before swapper.offload",
+            location.name,
+            shapes,
+            format_bytes(p.nbytes),
+        )
+        return True
 
     def _let_formers_go(self) -> None:
         """Those that had the parameters before forget them."""

@@ -117,20 +117,145 @@ def test_channels_last_after_offload_is_refused(nvme_path: Path, made: str) -> N
     assert bits(model(x)) == bits(make()(x))
 
 
-CHANGES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "rows": lambda data: data[:16],
-    "dtype": lambda data: data.view(torch.bfloat16)[:, :WIDTH],
+CONVERSIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dtype": lambda data: data.to(torch.bfloat16),
+    "dtype and shape": lambda data: data.view(torch.bfloat16)[:, :16],
+    "strides": lambda data: data.t(),
+    "rows of its own": lambda data: data[:16],
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
-def test_data_of_its_own_memory_with_another_shape_or_dtype_is_refused(nvme_path: Path, change: str) -> None:
+@pytest.mark.parametrize("conversion", CONVERSIONS)
+def test_data_of_another_dtype_or_order_or_of_its_own_memory_are_refused(nvme_path: Path, conversion: str) -> None:
     model = offloaded(nvme_path)
     before = bits(model[2].weight)
     with pytest.raises(swapper.SwapError, match=r"2.weight was \(48, 48\) x torch.float32 and was given data of .* x"):
-        model[2].weight.data = CHANGES[change](model[2].weight.data)
+        model[2].weight.data = CONVERSIONS[conversion](model[2].weight.data)
     assert bits(model[2].weight) == before
     model.swapper.close()
+
+
+RESHAPED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "rows fewer": lambda data: data[:16].clone(),
+    "columns of others": lambda data: torch.ones(data.shape[0], 50)[:, 8:24],
+    "rows more": lambda data: torch.cat([data, torch.ones(5, data.shape[1])]),
+    "fresh": lambda data: torch.full((3, data.shape[1]), 0.5),
+    "of no element": lambda data: data.new_empty(0, data.shape[1]),
+    "another dimension": lambda data: data.clone().view(2, -1, data.shape[1]),
+}
+
+
+def of_data(model: nn.Module, names: list[str], shape: str) -> list[Any]:
+    """Give the parameters other data, in turn, between uses of the model, and train what still fits."""
+    seen: list[Any] = []
+    for name in names:
+        p = model.get_parameter(name)
+        p.data = RESHAPED[shape](p.data)
+        seen.append([bits(value) for value in model.state_dict().values()])
+        model.requires_grad_(True)
+        out = torch.cat([q.square().sum().reshape(1) for q in model.parameters()])
+        out.sum().backward()
+        with torch.no_grad():
+            for q in model.parameters():
+                q.sub_(q.grad, alpha=0.25)
+                q.grad = None
+        seen += [bits(out), bits(list(model.parameters()))]
+        del out  # It keeps what autograd knows of the shapes.
+    return seen
+
+
+@pytest.mark.parametrize("made", ["offloaded", "from files", "built"])
+@pytest.mark.parametrize("shape", RESHAPED)
+def test_data_of_another_shape_are_in_memory_from_then_on(nvme_path: Path, shape: str, made: str) -> None:
+    """As `resize_token_embeddings` of transformers gives them."""
+
+    def make() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Embedding(WIDTH, 20 * WIDTH), nn.Linear(WIDTH, 20 * WIDTH))
+
+    names = ["1.weight", "2.weight"]
+    want = of_data(make(), names, shape)
+    config = swapper.OffloadConfig(nvme_path=nvme_path, pool_bytes="2MiB", offload_param={"device": "nvme"})
+    model = make()
+    if made == "from files":
+        copied = {"device": "nvme", "copy_on_write": True}
+        config = swapper.OffloadConfig(nvme_path=nvme_path, pool_bytes="2MiB", offload_param=copied)
+        path = write_weights(nvme_path.parent / "model.safetensors", state_to_save(model))
+        swapper.offload(model, config=config, weights=path)
+    elif made == "built":
+        with small_records(), swapper.init(config):
+            model = make()
+        swapper.offload(model, config=config)
+    else:
+        swapper.offload(model, config=config)
+    assert of_data(model, names, shape) == want
+    for name in names:
+        assert type(model.get_parameter(name)) is nn.Parameter
+        assert model.swapper.stays[name].startswith("it was given data of another shape: ")
+    model.swapper.close(keep_values=True)
+    assert [bits(p) for p in model.parameters()] == want[-1]
+
+
+def test_data_of_another_shape_of_memory_that_is_viewed_are_refused(nvme_path: Path) -> None:
+    """Plain would let the view and the parameter share memory."""
+    model = offloaded(nvme_path)
+    kept = model[0].weight.data
+    with pytest.raises(swapper.SwapError, match=r"0.weight was \(48, 48\)"):
+        model[0].weight.data = kept[:4]
+    model[0].weight.data = torch.ones(4, WIDTH)  # It shares nothing, and the view has what it had.
+    assert bits(kept) == bits(offloaded_values()[0]) and model[0].weight.shape == (4, WIDTH)
+    del kept
+    model.swapper.close()
+
+
+def offloaded_values() -> list[torch.Tensor]:
+    """Those of the model that `offloaded` makes, before."""
+    torch.manual_seed(0)
+    return [p.detach() for p in nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)).parameters()]
+
+
+def test_a_checkpoint_has_the_shape_that_a_parameter_was_given(nvme_path: Path) -> None:
+    model = offloaded(nvme_path)
+    model(torch.ones(1, WIDTH))
+    model[2].weight.data, model[2].bias.data = torch.randn(5, WIDTH), torch.randn(5)
+    want = bits(list(model.parameters()))
+    swapper.save_checkpoint(nvme_path.parent / "saved", model)
+    assert bits(model(torch.ones(1, WIDTH))) == bits(model(torch.ones(1, WIDTH)))
+    loaded = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 5))
+    swapper.load_checkpoint(nvme_path.parent / "saved", loaded)
+    assert bits(list(loaded.parameters())) == want
+    model.swapper.close()
+
+
+def test_on_a_device_data_of_another_shape_stay_there(device: str, nvme_path: Path) -> None:
+    on = torch.device(device, 0)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 20 * WIDTH), nn.Tanh(), nn.Linear(20 * WIDTH, WIDTH)).to(on)
+    data = torch.randn(5, 20 * WIDTH).to(on), torch.randn(5).to(on)
+    inputs = torch.randn(3, WIDTH).to(on)
+    swapper.offload(model, config={"nvme_path": nvme_path, "pool_bytes": "2MiB", "offload_param": {"device": "nvme"}})
+    for _ in range(2):
+        first = model[1](model[0](inputs))
+        model[2].weight.data, model[2].bias.data = data
+        assert bits(model(inputs).cpu()) == bits(nn.functional.linear(first, *data).cpu())
+        assert model[2].weight.device == on and type(model[2].weight) is nn.Parameter
+    model.swapper.close()  # type: ignore[union-attr, operator]
+
+
+def test_a_step_of_a_parameter_of_another_shape_is_refused(nvme_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(WIDTH, WIDTH)
+    config = swapper.OffloadConfig(
+        nvme_path=nvme_path, pool_bytes="1MiB", offload_param={"device": "nvme"}, offload_optimizer={"device": "nvme"}
+    )
+    _, optimizer = swapper.offload(model, torch.optim.AdamW(model.parameters()), config)
+    model.weight.data = torch.ones(WIDTH + 1, WIDTH)
+    model.weight.grad = torch.ones(WIDTH + 1, WIDTH)
+    with pytest.raises(
+        swapper.SwapError, match=r"was 2304 x torch.float32 on cpu when its optimizer was wrapped and is"
+    ):
+        optimizer.step()
+    model.swapper.close()  # type: ignore[union-attr, operator]
 
 
 def test_a_use_that_the_collector_ends_while_another_is_let_go(
