@@ -38,7 +38,17 @@ from swapper.tensors.other_tensors import is_shared
 if TYPE_CHECKING:
     from swapper.parameter.device_tier import DeviceTier
 
-__all__ = ["BY_ADDRESS", "DEVICE_TYPES", "Held", "ParameterCache", "ParameterPolicy", "finalize", "in_file"]
+__all__ = [
+    "BY_ADDRESS",
+    "DEVICE_TYPES",
+    "ONE_CALL",
+    "Held",
+    "ParameterCache",
+    "ParameterPolicy",
+    "finalize",
+    "in_file",
+    "one_call_of",
+]
 
 BY_ADDRESS: dict[tuple[torch.device, int], tuple[weakref.ref[ParameterCache], Held, int]] = {}
 """By the address at which values in memory begin: whose they are, in which record, and the slot of the parameter.
@@ -211,6 +221,13 @@ class ParameterPolicy(CyclicPolicy):
     def refuse(self, cache: RecordCache, length_bytes: int) -> None:
         """Raise the sum."""
         assert cache.limit_bytes is not None
+        sizes = [(held, held.length_bytes) for held in self._contents if isinstance(held, Held)]
+        if (found := one_call_of(sizes, cache.limit_bytes)) is not None:
+            what, together_bytes = found
+            raise PoolExhausted(
+                f"{what} of the pool, where they have {format_bytes(cache.limit_bytes)}; {ONE_CALL}, or set "
+                f"pool_bytes to at least {cache.pool.capacity_bytes + together_bytes - cache.limit_bytes}"
+            )
         raise PoolExhausted(
             f"no room for {format_bytes(length_bytes)} of parameters: {format_bytes(cache.records.length_bytes)} of "
             f"{format_bytes(cache.limit_bytes)} are held by {len(cache.records)} records that are in use at once or of "
@@ -378,6 +395,35 @@ def finalize(
         if store is not None:
             store.forget(held.key)
     release()
+
+
+ONE_CALL = (
+    "let it use fewer at a time. Where an optimizer's state is not swapped, its step is such a call with foreach=True "
+    "or fused=True: make it with foreach=False and fused=False, or give it to swapper.offload with "
+    "offload_optimizer.device nvme or cpu"
+)
+"""What to do about a call that uses more parameters at once than there is room for."""
+
+
+def one_call_of(sizes: Sequence[tuple[Held, int]], limit_bytes: int) -> tuple[str, int] | None:
+    """Tell if one call uses more parameters at once than there is room for.
+
+    Args:
+        sizes: records, with the bytes that each takes.
+        limit_bytes: the room.
+
+    Returns:
+        The beginning of an error's text, and the bytes of all records that are in use; None if there is no such call.
+    """
+    uses: dict[object, list[int]] = {}
+    for held, length_bytes in sizes:
+        for use in held.holds:
+            uses.setdefault(use, []).append(length_bytes)
+    most = max(uses.values(), key=sum, default=[])
+    if sum(most) <= limit_bytes:
+        return None
+    what = f"one call uses {len(most)} records of parameters at once, which take {format_bytes(sum(most))}"
+    return what, sum(length_bytes for held, length_bytes in sizes if held.holds)
 
 
 def in_file(lease: Lease, location: ParameterLocation) -> torch.Tensor:

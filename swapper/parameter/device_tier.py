@@ -37,7 +37,7 @@ import torch
 
 from swapper.errors import SwapIOError
 from swapper.io.devices import Copy, DeviceCopies
-from swapper.parameter.cache import DEVICE_TYPES, Held
+from swapper.parameter.cache import DEVICE_TYPES, ONE_CALL, Held, one_call_of
 from swapper.parameter.device_uses import DeviceUses
 from swapper.parameter.direct_records import DirectRecords
 from swapper.parameter.held_on_device import HeldOnDevice
@@ -371,6 +371,13 @@ class DeviceTier:
             )
 
     def _refuse(self, length_bytes: int) -> None:
+        sizes = [(held, device_bytes_of(held.plan)) for held in self._records]
+        if (found := one_call_of(sizes, self.limit_bytes)) is not None:
+            what, together_bytes = found
+            raise PoolExhausted(
+                f"{what} on {self.device}, where they have {format_bytes(self.limit_bytes)}; {ONE_CALL}, or set "
+                f"offload_param.device_bytes to at least {together_bytes + self._beside_bytes}"
+            )
         holders = [held for held in self._records if held.values]
         raise PoolExhausted(
             f"no room on {self.device} for {format_bytes(length_bytes)} of parameters: {format_bytes(self.used_bytes)} "

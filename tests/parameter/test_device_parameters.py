@@ -368,6 +368,36 @@ def test_views_that_are_kept_are_an_error_that_says_so(nvme_path: Path, device: 
     swapper_of(model).close(keep_values=True)
 
 
+@pytest.mark.usefixtures("_short_records")
+def test_a_step_of_all_parameters_in_one_call_says_what_to_do(nvme_path: Path, device: torch.device) -> None:
+    """By default torch steps parameters that are evicted one by one, as it does none of a plain model there."""
+
+    def run(mine: bool, device_bytes: int | None = None, **how: bool) -> list[torch.Tensor]:
+        model = layers(device)
+        optimizer = torch.optim.AdamW(model.parameters(), **how)
+        if mine:
+            more = {} if device_bytes is None else {"device_bytes": device_bytes}
+            swapper.offload(model, config=config_for(nvme_path, **more))
+        try:
+            for seed in range(3):
+                x = torch.randn(4, WIDE, generator=torch.Generator().manual_seed(seed)).to(device)
+                model(x).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [p.detach().cpu() for p in model.parameters()]
+        finally:
+            if mine:
+                swapper_of(model).close()
+
+    with pytest.raises(PoolExhausted, match=r"one call uses \d+ records .* on \w+:0.*foreach=False") as caught:
+        run(True, foreach=True)
+    found = re.search(r"device_bytes to at least (\d+)", str(caught.value))
+    assert found is not None
+    expected = run(False)
+    for got in (run(True), run(True, foreach=False), run(True, int(found[1]), foreach=True)):
+        assert all(same_bits(p, q) for p, q in zip(got, expected, strict=True))
+
+
 # --- device: cpu ---
 
 

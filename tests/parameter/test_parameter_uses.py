@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import random
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -34,7 +35,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, parameters_to_vector, vector_to_parameters
 from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
-from twins import Run, adamw, close, facts_of, offloaded, run_twice, small_records, swapper_of
+from twins import (
+    Run,
+    adamw,
+    bits,
+    close,
+    config_for,
+    facts_of,
+    offloaded,
+    run_twice,
+    small_records,
+    swapper_of,
+)
 
 from swapper.api import offload
 from swapper.config import OffloadConfig
@@ -196,11 +208,50 @@ def test_more_parameters_at_once_than_the_pool_holds_are_an_error_and_training_g
         if run.swapped:
             with pytest.raises(PoolExhausted, match="raise pool_bytes, or do not keep views of parameters"):
                 parameters_to_vector(run.model.parameters())
-            with pytest.raises(PoolExhausted, match="raise pool_bytes"):
+            with pytest.raises(PoolExhausted, match="one call uses 6 records of parameters at once, which take"):
                 torch._foreach_norm(list(run.model.parameters()))
         step(run)
 
     run_twice(nvme_path, Mlp, program)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("way", [{"foreach": True}, {"fused": True}], ids=["foreach", "fused"])
+@pytest.mark.parametrize("given", [False, True], ids=["not given", "device none"])
+def test_a_step_of_all_parameters_in_one_call_says_what_to_do(
+    nvme_path: Path, way: dict[str, bool], given: bool
+) -> None:
+    """Each of the things that the error names then has the bits of plain PyTorch, and so has the default."""
+
+    def train(mine: bool, pool_bytes: int = 128 << 10, state: str = "none", **how: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        model = Mlp(12)
+        optimizer = torch.optim.AdamW(model.parameters(), **how)
+        if mine:
+            config = config_for(nvme_path, pool_bytes=pool_bytes, offload_optimizer={"device": state})
+            offload(model, optimizer if given or state != "none" else None, config)
+        try:
+            for _ in range(3):
+                model(torch.randn(3, WIDTH, generator=torch.Generator().manual_seed(1))).square().sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            return [p.detach().clone() for p in model.parameters()]
+        finally:
+            if mine:
+                swapper_of(model).close()
+
+    with small_records():
+        with pytest.raises(PoolExhausted, match=r"one call uses 12 records .*foreach=False.*offload") as caught:
+            train(True, **way)
+        found = re.search(r"pool_bytes to at least (\d+)", str(caught.value))
+        assert found is not None
+        expected = train(False, **way)
+        assert bits(train(True, int(found[1]), **way)) == bits(expected)
+        with pytest.raises(PoolExhausted):
+            train(True, int(found[1]) - 4096, **way)
+        assert bits(train(True, state="nvme", **way)) == bits(expected)
+        for how in ({"foreach": False}, {}):
+            assert bits(train(True, **how)) == bits(train(False, **how))
 
 
 def test_moving_average_of_the_parameters(nvme_path: Path) -> None:
