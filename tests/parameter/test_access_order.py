@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -169,7 +170,8 @@ def test_what_is_known_of_held_records_is_what_a_search_finds(actions: list[tupl
         else:
             o.hold(number, fixed=action == "fixed")
             held[number] = action == "fixed"
-        assert o.missing() == next((number for number in o.upcoming() if number not in held), None)
+        reached = islice(o.upcoming(), o._reach())
+        assert o.missing() == next((number for number in reached if number not in held), None)
         movable = sorted((number for number in held if not held[number]), key=lambda n: (-o.distance(n), n))
         assert list(o.last_needed()) == movable
         if o.missing() is not None:
@@ -178,6 +180,12 @@ def test_what_is_known_of_held_records_is_what_a_search_finds(actions: list[tupl
 
 def reads_per_round(uses: list[Use], room: int, rounds: int = 12) -> float:
     """How often a cache of `room` records reads in a round, on average of the last ones, if it follows the order."""
+    return reads_of([uses] * rounds, room)
+
+
+def reads_of(program: list[list[Use]], room: int) -> float:
+    """As `reads_per_round`, of rounds that need not be alike."""
+    rounds = len(program)
     o = AccessOrder([])
     held: set[int] = set()
     reads = [0] * rounds
@@ -186,7 +194,7 @@ def reads_per_round(uses: list[Use], room: int, rounds: int = 12) -> float:
         o.drop(number)
         held.discard(number)
 
-    for i in range(rounds):
+    for i, uses in enumerate(program):
         for use in uses:
             o.note(use)
             if use.number not in held:
@@ -222,15 +230,49 @@ def test_a_round_reads_about_as_little_as_belady_with_room_for_what_is_read_ahea
     assert reads_per_round(train, room) <= min(3 * count, 3 * (count - room) * (1 + 1 / 3) + 3)
 
 
-def test_the_work_for_a_use_does_not_grow_with_what_is_held() -> None:
-    """Counted in comparisons and looks: lines of `order.py` that run."""
+RANDOM: dict[str, Callable[[random.Random, int], Sequence[int]]] = {
+    "layers dropped": lambda rng, count: [i for i in range(count) if rng.random() >= 0.2],
+    "few of many": lambda rng, count: [i for i in range(count) if rng.random() >= 0.9],
+    "any order": lambda rng, count: rng.sample(range(count), count),
+    "two of eight experts": lambda rng, count: [8 * i + e for i in range(count // 8) for e in rng.sample(range(8), 2)],
+}
+
+
+@pytest.mark.parametrize("count", [48, 400])
+@pytest.mark.parametrize("kind", RANDOM)
+def test_a_program_that_does_not_repeat_itself_reads_little_for_nothing(kind: str, count: int) -> None:
+    """One record ahead of each use, at most, beside those that are missed, however many records there are."""
+    rng = random.Random(0)
+    program = [[Use("evaluation", i) for i in RANDOM[kind](rng, count)] for _ in range(12)]
+    assert reads_of(program, count // 2) <= 1.5 * sum(map(len, program[6:])) / 6
+
+
+def test_what_repeats_itself_after_all_is_read_ahead_again() -> None:
+    rng = random.Random(0)
+    uses = [Use("evaluation", i) for i in range(100)]
+    o = AccessOrder([])
+    for _ in range(10):
+        note_all(o, rng.sample(uses, 100))
+    assert o._reach() < 4
+    note_all(o, uses * 2)
+    assert o._reach() > 100
+
+
+@pytest.mark.parametrize("shuffles", [False, True], ids=["repeated", "any order"])
+def test_the_work_for_a_use_does_not_grow_with_what_is_held(shuffles: bool) -> None:
+    """Counted in comparisons and looks: lines of `order.py` that run. In any order where all that is used is held."""
     lines = {}
     for count in (100, 10_000):
         uses = [Use("evaluation", i) for i in range(count)]
+        if shuffles:
+            random.Random(0).shuffle(uses)
         o = AccessOrder([])
-        for number in range(count // 2):
+        for number in range(count if shuffles else count // 2):
             o.hold(number)
-        note_all(o, uses * 2)
+        for _ in range(2):
+            note_all(o, uses)
+            if shuffles:
+                random.Random(1).shuffle(uses)
         o.missing()
         o.worth()
         seen = 0

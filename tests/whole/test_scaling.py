@@ -7,6 +7,7 @@ each of them. Ten times as many of something may take ten times as many lines, a
 from __future__ import annotations
 
 import os
+import random
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -189,6 +190,35 @@ def test_a_step_in_backward_does_the_same_for_each_bucket(nvme_path: Path) -> No
         return found
 
     check_growth(lines)
+
+
+@pytest.mark.long
+def test_modules_in_any_order_read_the_same_for_each_use(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of them are in the pool, so half of the uses miss; beside those one is read ahead of each use at most."""
+    monkeypatch.setattr(records, "GROUP_BYTES", 1 << 14)
+    rng = random.Random(0)
+    for count in (FEW, MANY):
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(count)))
+        config = swapper.OffloadConfig(
+            nvme_path=nvme_path,
+            pool_bytes=count // 2 * (20 << 10) + (64 << 10),
+            bucket_bytes="64KiB",
+            offload_optimizer={"device": "none"},
+            offload_param={"device": "nvme"},
+        )
+        swapper.offload(model, config=config)
+
+        def use(model: Any = model, count: int = count) -> None:
+            with torch.no_grad():
+                for i in rng.sample(range(count), count):
+                    model[i](torch.zeros(1, 64))
+
+        use()
+        before = model.swapper.stats().reads  # type: ignore[operator, union-attr]
+        use()
+        reads = model.swapper.stats().reads - before  # type: ignore[operator, union-attr]
+        assert count / 4 <= reads <= 1.6 * count
+        model.swapper.close()  # type: ignore[operator, union-attr]
 
 
 @pytest.mark.long
