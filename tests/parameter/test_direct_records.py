@@ -164,10 +164,13 @@ class Stepping(Trained):
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("short", [0, 4096])
 @pytest.mark.parametrize("drives", [1, 2])
 def test_what_is_stepped_is_written_past_the_pool(
-    direct: Mock, nvme_path: Path, device: torch.device, drives: int
+    direct: Mock, nvme_path: Path, device: torch.device, drives: int, short: int
 ) -> None:
+    """Also if each call of cuFile moves a part of what it was asked to."""
+    direct["short"] = short
     paths = [nvme_path / str(number) for number in range(drives)]
     for path in paths:
         path.mkdir()

@@ -82,7 +82,6 @@ ssize_t move(bool read, void* handle_, char* base, size_t length, off_t offset, 
         result = now ? values["result"] : 0;
         error = now ? values["errno"] : 0;
         bytes = byte_at(base + base_offset);
-        values[read ? "bytes_read" : "bytes_written"] += static_cast<long>(length);
         ++in_use[handle];
         ++in_use[base];
         values["at_once_max"] = std::max(values["at_once_max"], ++values["at_once"]);
@@ -99,6 +98,7 @@ ssize_t move(bool read, void* handle_, char* base, size_t length, off_t offset, 
     }
     const int number = errno;
     const std::lock_guard<std::mutex> lock(mutex);
+    if (moved > 0) values[read ? "bytes_read" : "bytes_written"] += static_cast<long>(moved);
     --values["at_once"];
     --in_use[handle];
     --in_use[base];
