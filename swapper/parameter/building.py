@@ -360,7 +360,7 @@ class ModelBuilder(ParameterOwner):
         self._unhook({held})
 
     def _forget_values(self, held: Held, parameter: torch.Tensor) -> None:
-        self._cache.wait(held.key)
+        # Another has the values, or nobody wants them: a write of them that goes on may fail.
         if self._tier is not None or not held.has_views():
             held.gone = True
             self._forget_record(held)

@@ -717,6 +717,27 @@ def test_a_model_is_built_elsewhere(how: str, where: str, nvme_path: Path, devic
 
 
 @pytest.mark.usefixtures("_short_records")
+def test_a_write_of_what_another_has_taken_over_may_fail(
+    nvme_path: Path, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody wants what it was to write."""
+    plan = FaultPlan(fail_errno=errno.EIO, fail_write_at=1, delay_us=20_000)
+    monkeypatch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+    config = config_for(nvme_path)
+    torch.manual_seed(0)
+    with device:
+        plain = layers(device)
+    torch.manual_seed(0)
+    with swapper.init(config, device=device):
+        model = layers(device)
+    swapper.offload(model, config=config)
+    assert plan.fail_write_at == 0
+    swapper_of(model).rest()
+    assert all(same_bits(p.cpu(), q.cpu()) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
+    swapper_of(model).close()
+
+
+@pytest.mark.usefixtures("_short_records")
 def test_what_is_built_in_memory_of_the_host_is_there_once(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

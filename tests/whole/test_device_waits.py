@@ -100,7 +100,6 @@ NOT_MISSED: dict[str, str] = {  # "seen": a test of that file fails without it
     "parameter/direct_records.py _complete wait": "a copy from the host has waited: it raises what the device says",
     "parameter/direct_records.py room_for wait": "needs cuFile; seen: test_direct_records",
     "parameter/building.py let_stay wait": "of a write that failed, and is made again just then: no test",
-    "parameter/building.py _forget_values wait": "of writes by the drive that fail: else nothing says so",
     "parameter/device_tier.py wait wait": "of errors; see test_device_failures",
     "parameter/swapper.py flush wait": "of writes by the drive, which `flush` is for",
     "storage/buffers.py _wait_for_one settle": "saves from spinning: who wants a lease tries again",
