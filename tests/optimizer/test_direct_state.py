@@ -7,6 +7,7 @@ import errno
 import gc
 import logging
 import random
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerators import simulated
+from accelerators import SETTINGS, keep_busy, simulated
 from interrupts import interrupted_at
 from mock_cufile import COMPILER, WITHOUT_CUFILE, Mock, check_that_the_reason_is_logged_once
 from removed_waits import remove, sites
@@ -26,6 +27,10 @@ from typer.testing import CliRunner
 import swapper
 from swapper.cli import app
 from swapper.errors import ConfigError, SwapError, SwapIOError
+from swapper.gradient.swapper import GradientSwapper
+from swapper.optimizer.device_records import DeviceBucket
+from swapper.optimizer.stepper import Stepper
+from swapper.storage.buffers import PoolExhausted
 from swapper.storage.store import RecordKey, TensorStore
 from swapper.storage.writes import RecordWrites
 
@@ -128,8 +133,11 @@ class Twins:
         self.mine.zero_grad()
 
     def close(self) -> None:
-        self.check()
-        self.swapper.close()
+        """Nothing is left to be found wrong."""
+        try:
+            self.check()
+        finally:
+            self.swapper.close()
 
 
 def on_the_host(state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -337,36 +345,123 @@ def test_a_bucket_that_grows_gets_longer_slots(direct: Mock, nvme_path: Path, de
     twins.close()
 
 
+# --- Waits that are missed if they are not there ---
+
+
+def slow_steps(direct: Mock, nvme_path: Path, device: torch.device) -> None:
+    """Records leave while the next ones come, and are read on the host while they are written."""
+    with contextlib.closing(Twins(nvme_path, device, masters=True, aio={"gds": "on"})) as twins:
+        direct["delay_us"] = 2000
+        for _ in range(3):
+            twins.step()
+        assert len(twins.optimizer.state_dict()["state"]) == len(SHAPES)
+        twins.step()
+
+
+def step_after_one_that_failed(direct: Mock, nvme_path: Path, device: torch.device) -> None:
+    """Kernels of a step that failed have yet to use a slot when the record of the next one comes, from the pool."""
+    twins = Twins(nvme_path, device, state={"resident_bytes": "3MiB"}, pool_bytes="8MiB")
+    with contextlib.closing(twins), pytest.MonkeyPatch.context() as patch:
+        for _ in range(2):
+            twins.step()
+        values = {name: value.clone() for name, value in twins.mine.state_dict().items()}
+        saved = values, on_the_host(twins.optimizer.state_dict())
+        # Made before: copies from the host would wait for the stream.
+        wrong, right = ([torch.full_like(p, value) for p in twins.mine.weights] for value in (5.0, 0.5))
+        set_gradients(twins.plain, right)
+        twins.reference.step()
+        join = DeviceBucket.join
+
+        def join_late(bucket: DeviceBucket) -> None:
+            join(bucket)
+            keep_busy(device.type, 20_000)
+
+        def fail(bucket: DeviceBucket, masters: object) -> None:
+            raise RuntimeError("it fails")
+
+        torch.accelerator.synchronize()
+        set_gradients(twins.mine, wrong)
+        with patch.context() as failing:
+            failing.setattr(DeviceBucket, "join", join_late)
+            failing.setattr(DeviceBucket, "encode", fail)
+            with pytest.raises(RuntimeError, match="it fails"):
+                twins.optimizer.step()
+        twins.load(saved)
+        set_gradients(twins.mine, right)
+        twins.optimizer.step()
+        twins.check_state()
+
+
+def set_gradients(model: Model, gradients: list[torch.Tensor]) -> None:
+    for p, gradient in zip(model.weights, gradients, strict=True):
+        p.grad = gradient
+
+
+def buckets_brought_twice(direct: Mock, nvme_path: Path, device: torch.device) -> None:
+    """The pool is short when a gradient of a bucket is on its way to its slot, where a longer record is read then."""
+    bring_ahead, uploaded = Stepper._bring_ahead, GradientSwapper.uploaded
+    is_ahead, uploads, fails_at = False, 0, 0
+
+    def bring(stepper: Stepper, *arguments: Any) -> bool:
+        nonlocal is_ahead
+        is_ahead = True
+        try:
+            return bring_ahead(stepper, *arguments)
+        finally:
+            is_ahead = False
+
+    def upload(gradients: GradientSwapper, *arguments: Any) -> Any:
+        nonlocal uploads
+        uploads += is_ahead
+        if is_ahead and uploads == fails_at:
+            raise PoolExhausted("it is short")
+        return uploaded(gradients, *arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys.modules[__name__], "SHAPES", [(64, 64), (64, 64), (64, 256)] * 3)
+        patch.setattr(Stepper, "_bring_ahead", bring)
+        patch.setattr(GradientSwapper, "uploaded", upload)
+        with contextlib.closing(Twins(nvme_path, device, offload_gradient={"device": "nvme"})) as twins:
+            twins.step()
+            direct["delay_us"] = 2000
+            while uploads >= fails_at:
+                uploads, fails_at = 0, fails_at + 1
+                twins.step()
+                twins.check()
+            assert fails_at > 7
+
+
+MISSED: dict[str, tuple[str, Callable[[Mock, Path, torch.device], None]]] = {
+    "io/gds.py why_not_direct synchronize": ("sim-lazy", slow_steps),
+    "optimizer/device_slots.py give_back transfer": ("sim-lazy", slow_steps),
+    "optimizer/direct_state.py leave wait": ("sim-lazy", slow_steps),
+    "optimizer/device_slots.py follow_caller begin": ("sim-random", step_after_one_that_failed),
+    "optimizer/direct_state.py give_back transfer": ("sim-lazy", buckets_brought_twice),
+}
+"""By wait: the order of the device's work in which a run fails without it."""
+
+
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore")  # of what a failure leaves
-@pytest.mark.parametrize(
-    "name", ["optimizer/device_slots.py give_back transfer", "optimizer/direct_state.py leave wait"]
-)
+@pytest.mark.parametrize("name", MISSED)
 def test_a_wait_that_is_removed_is_missed(
     direct: Mock, nvme_path: Path, device: torch.device, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    simulated().configure("lazy")
+    settings, run = MISSED[name]
+    simulated().configure(**SETTINGS[settings])
     (site,) = [site for site in sites() if str(site) == name]
-    missed = False
     for removed in (False, True):
         path = nvme_path / str(removed)
         path.mkdir()
-        twins = Twins(path, device, masters=True)
+        missed = True
         with contextlib.suppress(*([Exception] if removed else [])), monkeypatch.context() as patch:
-            missed = True
             if removed:
                 remove(site, patch)
-            direct["delay_us"] = 2000
-            for _ in range(3):
-                twins.step()
-            assert len(twins.optimizer.state_dict()["state"]) == len(SHAPES)
-            twins.step()
-            twins.check()
+            run(direct, path, device)
             missed = False
-        assert missed == removed
         direct["delay_us"] = 0
-        with contextlib.suppress(*([SwapIOError] if removed else [])):
-            twins.swapper.close()
+        gc.collect()
+        assert missed == removed
 
 
 # --- Where it is not used ---

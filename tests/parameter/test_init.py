@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -28,6 +29,8 @@ from twins import Run, bits, config_for, facts_of, on_meta, run_twice, small_rec
 
 import swapper
 from swapper.io.handle import AsyncIOHandle, FaultPlan
+from swapper.storage.mounts import FileSystem
+from swapper.storage.store import RecordKey, TensorStore
 from swapper.tensors.evicted import EvictedParameter
 from swapper.tensors.homes import home_of
 
@@ -544,9 +547,6 @@ def test_a_drive_that_fails_while_parameters_are_put_away(
 
 
 def test_too_little_space_is_said_with_the_sum(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from swapper.storage.mounts import FileSystem
-    from swapper.storage.store import TensorStore
-
     full = lambda self: [FileSystem(tuple(range(len(self.directories))), 20_000)]  # noqa: E731
     monkeypatch.setattr(TensorStore, "file_systems", full)
     with (
@@ -565,6 +565,48 @@ def test_a_read_that_fails_is_not_silent(nvme_path: Path, monkeypatch: pytest.Mo
     with pytest.raises(swapper.SwapIOError):
         [p.sum() for p in model.parameters()]
     assert values_of(model) == values_of(plain)
+
+
+class Keeping(nn.Linear):
+    """Has a view of its weight when it was called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.kept = self.weight.detach()
+        return super().forward(x)
+
+
+def test_what_user_code_has_views_of_stays_while_it_is_written_again(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch, leaves_nothing: None
+) -> None:
+    """The memory becomes the views' only when the drive has done with it."""
+    plan = FaultPlan(fail_errno=errno.EIO, fail_write_at=1, delay_us=30_000)
+    monkeypatch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+    make = lambda: nn.Sequential(Keeping(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    torch.manual_seed(0)
+    plain = make()
+    torch.manual_seed(0)
+    with small_records(), swapper.init(config_for(nvme_path)):
+        model = make()
+    write, x = TensorStore.write, torch.ones(2, WIDTH)
+
+    def refuse(store: TensorStore, key: RecordKey, *arguments: Any) -> Any:
+        if key.number == 0:
+            raise swapper.SwapIOError(errno.ENOSPC, "write")
+        return write(store, key, *arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(TensorStore, "write", refuse)
+        for _ in range(2):  # It has failed, and cannot be made again: before the forward, and after it.
+            with pytest.raises(swapper.SwapIOError):
+                model(x)
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path))
+    assert "0.weight" in model.swapper.stays  # type: ignore[operator, union-attr]
+    with torch.no_grad():
+        model[0].kept.add_(1)  # type: ignore[operator, union-attr]
+        plain[0].weight.add_(1)  # type: ignore[arg-type, union-attr]
+    assert values_of(model) == values_of(plain)
+    model.swapper.close()  # type: ignore[operator, union-attr]
 
 
 def test_a_parameter_that_the_pool_cannot_hold_twice_is_refused(nvme_path: Path) -> None:
