@@ -7,7 +7,9 @@ measured by a process of its own that stays for the whole run, and the two take 
 whatever else the machine does meets both.
 
 records      A step of an optimizer each of whose parameters is a record of its own: 100 to 10,000 of them, on the drive
-             and with `device: cpu`; and as many as there may be with a pool that has room for 10 to 10,000.
+             and with `device: cpu`; and the most of them with a pool that has room for 10 to 10,000. With
+             `--descriptors N` the process of this tree may have N files open, and those of no more than N / 8 records
+             are open at once; the baseline has as many as the system allows.
 modules      A forward and a backward of as many small `Linear`s in a row, whose parameters are on the drive and all in
              the pool: every use is a hit.
 parameters   A step of as many parameters in buckets of 64 MiB, in fp32 and in bf16 with fp32 masters, beside plain
@@ -59,7 +61,7 @@ WIDTH = 64
 """Of the small modules: 16 KiB of weights and a bias each."""
 
 DESCRIPTORS = 2
-"""Files that are open for one record."""
+"""Files that a baseline may have open for one record, whatever their number."""
 
 Point = dict[str, Any]
 
@@ -69,6 +71,7 @@ def main() -> None:
     parser.add_argument("--baseline", type=Path, help="another checkout, to be measured in turn with this one")
     parser.add_argument("--only", choices=PARTS, nargs="+", default=list(PARTS))
     parser.add_argument("--most", type=int, default=max(COUNTS), help="of records, modules and parameters")
+    parser.add_argument("--descriptors", type=int, help="that the process of this tree may have")
     parser.add_argument("--numel", type=int, default=163_000_000, help="parameters of the part on buckets")
     parser.add_argument("--patience", type=float, default=30.0, help="seconds that one measurement may take")
     arguments = parser.parse_args()
@@ -79,7 +82,7 @@ def main() -> None:
     here = Path(__file__).resolve().parent.parent
     trees = {"new": here} | ({"old": arguments.baseline.resolve()} if arguments.baseline else {})
     with tempfile.TemporaryDirectory(prefix="scaling-", dir=arguments.nvme_path) as directory:
-        measurer = Measurer(trees, Path(directory), arguments.rounds, arguments.patience)
+        measurer = Measurer(trees, Path(directory), arguments.rounds, arguments.patience, arguments.descriptors)
         try:
             for part in arguments.only:
                 globals()[f"measure_{part}"](measurer, arguments)
@@ -97,11 +100,12 @@ def main() -> None:
 
 def measure_records(measurer: Measurer, arguments: argparse.Namespace) -> None:
     counts = [count for count in COUNTS if count <= arguments.most]
+    stored = within_descriptors(counts) if arguments.baseline else counts
     for device in ("cpu", "nvme"):
-        allowed = counts if device == "cpu" else within_descriptors(counts)
+        allowed = counts if device == "cpu" else stored
         points = [{"part": "records", "device": device, "count": n, "room": 64} for n in allowed]
         measurer.table(f"a record, {device}", "records", points, "step")
-    most = within_descriptors(counts)[-1]
+    most = stored[-1]
     rooms = sorted({min(room, most) for room in POOLS})
     points = [{"part": "records", "device": "nvme", "count": most, "room": room} for room in rooms]
     measurer.table(f"a record, nvme, of {most}", "records in the pool", points, "step", of="room")
@@ -144,7 +148,7 @@ def measure_buckets(measurer: Measurer, arguments: argparse.Namespace) -> None:
 
 
 def within_descriptors(counts: list[int]) -> list[int]:
-    """`counts`, the largest lowered to the records whose files this process may have open."""
+    """`counts`, the largest lowered to the records whose files a baseline may have open."""
     allowed = (resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 512) // DESCRIPTORS
     return sorted({min(count, allowed) for count in counts})
 
@@ -155,7 +159,9 @@ def within_descriptors(counts: list[int]) -> list[int]:
 class Measurer:
     """A process for each tree, which take turns."""
 
-    def __init__(self, trees: dict[str, Path], directory: Path, rounds: int, patience_s: float) -> None:
+    def __init__(
+        self, trees: dict[str, Path], directory: Path, rounds: int, patience_s: float, descriptors: int | None = None
+    ) -> None:
         self.points: list[Point] = []
         self.verdicts: list[str] = []
         self._rounds, self._patience_s = rounds, patience_s
@@ -166,7 +172,7 @@ class Measurer:
             command = [sys.executable, __file__, "--nvme-path", str(home), "--json", str(tree)]
             self._children[name] = subprocess.Popen(
                 command,
-                env={**os.environ, "PYTHONPATH": str(tree), CHILD: "1"},
+                env={**os.environ, "PYTHONPATH": str(tree), CHILD: str((name == "new" and descriptors) or 0)},
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -286,8 +292,8 @@ def serve(nvme_path: Path) -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # What else is printed is no answer.
     torch.set_num_threads(1)
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (int(os.environ[CHILD]) or most, most))
     measure: Callable[[], dict[str, Any]] | None = None
     close: Callable[[], None] | None = None
     for line in sys.stdin:

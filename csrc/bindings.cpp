@@ -76,16 +76,22 @@ BackendKind backend_kind(const std::string& name) {
 }
 
 std::shared_ptr<File> open_file(std::string path, const std::string& mode, bool create, bool truncate,
-                                bool exclusive, bool direct) {
+                                bool exclusive, bool direct, bool by_name) {
     OpenOptions options;
     options.access = mode == "r" ? Access::kRead : mode == "w" ? Access::kWrite : Access::kReadWrite;
     options.create = create;
     options.truncate = truncate;
     options.exclusive = exclusive;
     options.direct = direct;
+    options.by_name = by_name;
     const GilReleased released;
     return std::make_shared<File>(std::move(path), options);
 }
+
+// A context manager: the file is open within.
+struct OpenDescriptor {
+    std::shared_ptr<const Descriptors> held;
+};
 
 // Waits in slices, so that Ctrl-C is seen at most 50 ms late; the transfer then goes on in flight.
 uint64_t wait_transfer(const Transfer& transfer, std::optional<double> timeout_s) {
@@ -194,13 +200,37 @@ void bind_engine(py::module_& module) {
                                    static_cast<py::ssize_t>(slab.length()));
         });
 
+    py::class_<OpenDescriptor>(module, "OpenDescriptor")
+        .def("__enter__", [](const OpenDescriptor& open) { return open.held->buffered.get(); })
+        .def("__exit__", [](OpenDescriptor& open, const py::args&) { open.held.reset(); });
+
     py::class_<File, std::shared_ptr<File>>(module, "File")
-        .def(py::init(&open_file), "path"_a, "mode"_a, "create"_a, "truncate"_a, "exclusive"_a, "direct"_a)
+        .def(py::init(&open_file), "path"_a, "mode"_a, "create"_a, "truncate"_a, "exclusive"_a, "direct"_a,
+             "by_name"_a)
         .def_property_readonly("direct", &File::direct)
         .def_property_readonly("direct_reason", &File::direct_refusal)
+        .def_property_readonly("wrote_buffered", &File::wrote_buffered)
         .def_property_readonly("alignment_bytes", &File::offset_alignment)
         .def_property_readonly("memory_alignment_bytes", &File::memory_alignment)
-        .def("fileno", &File::buffered_fd)
+        .def("fileno", &File::fileno, NoGil())
+        .def("descriptor",
+             [](const File& file) {
+                 std::shared_ptr<const Descriptors> held = file.opened({false, true});
+                 if (held == nullptr) {
+                     const GilReleased released;
+                     held = file.await_descriptors({false, true});
+                 }
+                 return OpenDescriptor{std::move(held)};
+             })
+        .def(
+            "status",
+            [](const File& file) {
+                const struct stat info = file.status();
+                return std::tuple(info.st_dev, info.st_ino, info.st_nlink, info.st_size,
+                                  info.st_mtim.tv_sec * int64_t{1000000000} + info.st_mtim.tv_nsec);
+            },
+            NoGil())
+        .def("leave_name", &File::leave_name, NoGil())
         .def("size_bytes", &File::size, NoGil())
         .def("preallocate", &File::preallocate, "length_bytes"_a, NoGil())
         .def("truncate", &File::truncate, "length_bytes"_a, NoGil())
@@ -228,6 +258,8 @@ void bind_engine(py::module_& module) {
         .def("joined", &Checksums::joined, "length_bytes"_a, NoGil());
 
     module.def("exchange", &exchange, "first"_a, "second"_a, NoGil());
+    module.def(
+        "keep_open", [](const std::string& path) { OpenFiles::get().keep_open(path); }, "path"_a, NoGil());
 
     py::class_<Transfer, std::shared_ptr<Transfer>>(module, "Transfer")
         .def_property_readonly("key", &Transfer::key)

@@ -340,14 +340,17 @@ std::optional<bool> CuFile::parameter(int index) const {
 
 RegisteredFile::RegisteredFile(std::shared_ptr<const CuFile> library, std::shared_ptr<const File> file,
                                int device)
-    : library_(std::move(library)), file_(std::move(file)), owner_(::getpid()) {
+    : library_(std::move(library)),
+      file_(std::move(file)),
+      descriptors_(file_->await_descriptors({true, true})),
+      owner_(::getpid()) {
     const ContextHere context(device);
     if (context.failed()) {
         throw IoError(EIO, "register file with cuFile", file_->path(), -1, -1, "no CUDA context");
     }
     Descriptor descriptor{};
     descriptor.type = kOpaqueFd;
-    descriptor.handle.fd = file_->direct_fd();
+    descriptor.handle.fd = descriptors_->direct.get();
     const Status status = library_->calls_->handle_register(&handle_, &descriptor);
     if (status.error != 0) {
         throw IoError(cufile_errno(status.error), "register file with cuFile", file_->path(), -1, -1,

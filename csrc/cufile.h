@@ -79,6 +79,7 @@ class RegisteredFile {
   private:
     const std::shared_ptr<const CuFile> library_;
     const std::shared_ptr<const File> file_;
+    const std::shared_ptr<const Descriptors> descriptors_;  // cuFile has their number: they stay open
     const pid_t owner_;
     void* handle_ = nullptr;
 };

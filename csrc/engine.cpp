@@ -87,8 +87,8 @@ struct Part : Request {
     char* memory = nullptr;    // where the caller wants the part; `data` is elsewhere if it is bounced
     uint64_t part_offset = 0;  // of the whole part; `offset` advances with what has moved
     uint32_t part_length = 0;
-    uint64_t alignment = 1;  // of offset and length, while it goes direct
-    int buffered_fd = -1;    // where the rest goes if the direct descriptor cannot have it
+    uint64_t alignment = 1;                          // of offset and length, while it goes direct
+    std::shared_ptr<const Descriptors> descriptors;  // null until it is submitted
     bool bounced = false;
     Block block;          // holds the bytes if `bounced`
     bool summed = false;  // the checksums of what is to be written are noted
@@ -285,6 +285,22 @@ class Engine::Worker {
             batch_.clear();
             for (auto at = ready_.begin(); at != ready_.end(); ++at) {
                 Part* const part = *at;
+                if (!part->descriptors) {
+                    std::optional<IoError> refused = open_for(*part);
+                    if (refused) {
+                        const bool wanting = refused->code == EMFILE || refused->code == ENFILE;
+                        if (wanting && ++part->retries <= kMaxRetries) {
+                            // All are in use: whatever is over gives some back.
+                            backoff_ms_ = std::max(backoff_ms_, std::min(part->retries, 10U));
+                            if (batch_.empty()) return;
+                            break;
+                        }
+                        ready_.erase(at);
+                        finish(*part, std::move(refused));
+                        backend_->wake();  // there is room for more from the queue: `reap` may not wait
+                        break;
+                    }
+                }
                 if (!prepare_bounce(*part)) {
                     ready_.erase(at);
                     finish(*part, failure(*part, ENOMEM, "no memory to copy unaligned data through"));
@@ -296,6 +312,7 @@ class Engine::Worker {
                 // What had to be touched goes before the next is touched, so that the drive works meanwhile.
                 if (impl_.options.single_submit || part->bounced || summed) break;
             }
+            if (batch_.empty()) continue;
             const size_t taken = backend_->submit(batch_.data(), batch_.size());
             in_flight_ += taken;
             ready_.erase(ready_.begin(), ready_.begin() + static_cast<std::ptrdiff_t>(taken));
@@ -320,6 +337,30 @@ class Engine::Worker {
         if (backoff_ms_ == 0) return;
         // Once for all that came back: in turn, a deep queue would take minutes to give up.
         std::this_thread::sleep_for(std::chrono::milliseconds(std::exchange(backoff_ms_, 0)));
+    }
+
+    // Opens the file of `part` if it was closed: here, as it may take long. Returns why it could not.
+    static std::optional<IoError> open_for(Part& part) {
+        const Transfer& transfer = *part.transfer;
+        try {
+            // Not for as long as the transfer waits in the queue: so no more files are open than there are
+            // requests.
+            part.descriptors =
+                transfer.file_->descriptors({part.operation == Operation::kWrite, part.alignment == 1});
+        } catch (const IoError& error) {
+            return error;
+        }
+        part.retries = 0;
+        const bool direct = part.alignment > 1;
+        part.fd = direct ? part.descriptors->direct.get() : part.descriptors->buffered.get();
+        if (!direct && part.operation == Operation::kWrite) transfer.file_->note_buffered_write();
+        return std::nullopt;
+    }
+
+    // Lets the rest of `part` go through the page cache, from the next submission on.
+    static void go_buffered(Part& part) {
+        part.descriptors.reset();
+        part.alignment = 1;
     }
 
     // Allocated by the I/O thread, not under the mutex; kept for the next part that needs one. False where
@@ -397,8 +438,7 @@ class Engine::Worker {
             if (error == EINVAL && part.alignment > 1 && part.device == nullptr) {
                 // A file system that opens with O_DIRECT and then wants more of a request than it said; or
                 // one that was cut to an odd length, as at RLIMIT_FSIZE. The page cache takes any.
-                part.fd = part.buffered_fd;
-                part.alignment = 1;
+                go_buffered(part);
                 part.refused_direct = true;
                 ready_.push_back(&part);
                 return;
@@ -424,8 +464,7 @@ class Engine::Worker {
         if (part.alignment > 1) {
             const auto whole = static_cast<uint32_t>(moved / part.alignment * part.alignment);
             if (whole == 0) {
-                part.fd = part.buffered_fd;
-                part.alignment = 1;
+                go_buffered(part);
             } else {
                 moved = whole;
             }
@@ -455,6 +494,7 @@ class Engine::Worker {
             part.bounced = false;
             --bounces_;
         }
+        part.descriptors.reset();  // a file that was removed is closed before anybody hears of it
         impl_.part_over(part, std::move(error));
         part.transfer.reset();
         free_.push_back(&part);
@@ -547,8 +587,7 @@ bool Engine::Impl::cut(Part& part, bool may_bounce) {
 
     part.transfer = queue.front();
     part.operation = transfer.operation_;
-    part.fd = direct ? file.direct_fd() : file.buffered_fd();
-    part.buffered_fd = file.buffered_fd();
+    part.fd = -1;
     part.alignment = direct ? page : 1;
     part.memory = memory;
     part.data = bounced ? nullptr : memory;

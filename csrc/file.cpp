@@ -6,7 +6,9 @@
 #include <sys/sysmacros.h>
 
 #include <algorithm>
+#include <chrono>
 #include <fstream>
+#include <thread>
 
 #include "error.h"
 
@@ -40,18 +42,10 @@ uint32_t logical_block_bytes(int fd) {
     return 4096;
 }
 
-int open_retrying(const char* path, int flags) {
-    int fd;
-    do {
-        fd = ::open(path, flags, 0600);
-    } while (fd < 0 && errno == EINTR);
-    return fd;
-}
-
 }  // namespace
 
 File::File(std::string path, const OpenOptions& options) : path_(std::move(path)) {
-    int flags = O_CLOEXEC;
+    int flags = 0;
     switch (options.access) {
         case Access::kRead:
             flags |= O_RDONLY;
@@ -71,22 +65,67 @@ File::File(std::string path, const OpenOptions& options) : path_(std::move(path)
     if (::stat(path_.c_str(), &info) == 0 && S_ISFIFO(info.st_mode)) {
         throw IoError(ESPIPE, "open", path_);  // to open it could wait for ever
     }
-    buffered_ = UniqueFd(open_retrying(path_.c_str(), flags));
-    if (!buffered_.valid()) throw IoError(errno, "open", path_);
-    if (::fstat(buffered_.get(), &info) != 0) throw IoError(errno, "open", path_);
+    may_write_ = options.access != Access::kRead;
+    auto open = std::make_shared<Descriptors>();
+    open->buffered = UniqueFd(open_with_room(path_, flags));
+    if (!open->buffered.valid()) throw IoError(errno, "open", path_);
+    if (::fstat(open->buffered.get(), &info) != 0) throw IoError(errno, "open", path_);
     if (S_ISDIR(info.st_mode)) throw IoError(EISDIR, "open", path_);
     if (options.direct) {
-        open_direct(access_flags);
+        open_direct(access_flags, *open);
     } else {
         direct_refusal_ = "opened with direct=False";
     }
+    has_direct_ = open->direct.valid();
+    if (options.by_name) closable_ = ClosableFile::of(path_, access_flags, open);
+    if (closable_ == nullptr) fixed_ = std::move(open);
 }
 
-void File::open_direct(int flags) {
+File::~File() {
+    if (closable_ != nullptr) closable_->end();
+}
+
+std::shared_ptr<const Descriptors> File::descriptors(Need need) const {
+    need.writes = need.writes && may_write_;
+    return closable_ != nullptr ? closable_->descriptors(need) : fixed_;
+}
+
+std::shared_ptr<const Descriptors> File::await_descriptors(Need need) const {
+    for (int tries = 0;; ++tries) {
+        try {
+            return descriptors(need);
+        } catch (const IoError& error) {
+            const bool wanting = error.code == EMFILE || error.code == ENFILE;
+            if (!wanting || tries == 200 || !OpenFiles::get().in_use()) throw;
+        }
+        std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+}
+
+std::shared_ptr<const Descriptors> File::opened(Need need) const {
+    need.writes = need.writes && may_write_;
+    return closable_ != nullptr ? closable_->opened(need) : fixed_;
+}
+
+int File::fileno() const {
+    return (closable_ != nullptr ? closable_->keep_open() : fixed_)->buffered.get();
+}
+
+void File::note_buffered_write() const {
+    wrote_buffered_.store(true, std::memory_order_relaxed);
+    if (closable_ != nullptr) closable_->note_buffered_write();
+}
+
+void File::leave_name() const {
+    // Whoever calls this has one.
+    if (closable_ != nullptr && weak_from_this().use_count() > 1) closable_->keep_open();
+}
+
+void File::open_direct(int flags, Descriptors& open) {
     // Through /proc, so that it is the same file even if the name was moved meanwhile.
-    const std::string same_file = "/proc/self/fd/" + std::to_string(buffered_.get());
-    UniqueFd fd(open_retrying(same_file.c_str(), flags | O_DIRECT));
-    if (!fd.valid() && errno == ENOENT) fd = UniqueFd(open_retrying(path_.c_str(), flags | O_DIRECT));
+    const std::string same_file = "/proc/self/fd/" + std::to_string(open.buffered.get());
+    UniqueFd fd(open_with_room(same_file, flags | O_DIRECT));
+    if (!fd.valid() && errno == ENOENT) fd = UniqueFd(open_with_room(path_, flags | O_DIRECT));
     if (!fd.valid()) {
         // What is short now says nothing about the file, which would be slow for as long as it is open.
         if (errno == EMFILE || errno == ENFILE || errno == ENOMEM) throw IoError(errno, "open", path_);
@@ -96,7 +135,7 @@ void File::open_direct(int flags) {
     }
     struct stat buffered{};
     struct stat direct{};
-    if (::fstat(buffered_.get(), &buffered) != 0 || ::fstat(fd.get(), &direct) != 0 ||
+    if (::fstat(open.buffered.get(), &buffered) != 0 || ::fstat(fd.get(), &direct) != 0 ||
         buffered.st_dev != direct.st_dev || buffered.st_ino != direct.st_ino) {
         direct_refusal_ = "the file was replaced while it was opened";
         return;
@@ -119,12 +158,12 @@ void File::open_direct(int flags) {
     } else {
         memory = offset = logical_block_bytes(fd.get());
     }
-    direct_ = std::move(fd);
+    open.direct = std::move(fd);
     memory_alignment_ = memory;
     offset_alignment_ = std::max(offset, static_cast<uint64_t>(::sysconf(_SC_PAGESIZE)));
     // Only edges of a page go through the buffered descriptor: read-ahead would bring neighbours into the
     // page cache that are being written directly. See [Note: page cut]. Advice, so its result is ignored.
-    (void)::posix_fadvise(buffered_.get(), 0, 0, POSIX_FADV_RANDOM);
+    (void)::posix_fadvise(open.buffered.get(), 0, 0, POSIX_FADV_RANDOM);
 }
 
 std::string File::direct_refusal() const {
@@ -132,17 +171,19 @@ std::string File::direct_refusal() const {
     return std::string("a direct transfer was refused: ") + std::strerror(EINVAL);
 }
 
-uint64_t File::size() const {
+struct stat File::status() const {
+    if (closable_ != nullptr) return closable_->status();
     struct stat info{};
-    if (::fstat(buffered_.get(), &info) != 0) throw IoError(errno, "stat", path_);
-    return static_cast<uint64_t>(info.st_size);
+    if (::fstat(fixed_->buffered.get(), &info) != 0) throw IoError(errno, "stat", path_);
+    return info;
 }
 
 bool File::preallocate(uint64_t length) const {
     if (length == 0) return true;
+    const std::shared_ptr<const Descriptors> open = await_descriptors({true, false});
     int rc;
     do {
-        rc = ::fallocate(buffered_.get(), 0, 0, static_cast<off_t>(length));
+        rc = ::fallocate(open->any(), 0, 0, static_cast<off_t>(length));
     } while (rc != 0 && errno == EINTR);
     if (rc == 0) return true;
     if (errno == EOPNOTSUPP || errno == ENOSYS) return false;
@@ -150,15 +191,21 @@ bool File::preallocate(uint64_t length) const {
 }
 
 void File::truncate(uint64_t length) const {
+    const std::shared_ptr<const Descriptors> open = await_descriptors({true, false});
     int rc;
     do {
-        rc = ::ftruncate(buffered_.get(), static_cast<off_t>(length));
+        rc = ::ftruncate(open->any(), static_cast<off_t>(length));
     } while (rc != 0 && errno == EINTR);
     if (rc != 0) throw IoError(errno, "truncate", path_, -1, static_cast<int64_t>(length));
 }
 
 void File::check_written() const {
-    if (::sync_file_range(buffered_.get(), 0, 0, SYNC_FILE_RANGE_WAIT_BEFORE) == 0) return;
+    if (closable_ != nullptr) {
+        if (const std::optional<IoError> lost = closable_->take_lost()) throw IoError(*lost);
+    }
+    const std::shared_ptr<const Descriptors> open = opened();
+    if (open == nullptr) return;  // all was on the drive when it was closed
+    if (::sync_file_range(open->any(), 0, 0, SYNC_FILE_RANGE_WAIT_BEFORE) == 0) return;
     if (errno == ENOSYS || errno == ESPIPE) return;  // no page cache behind it
     throw IoError(errno, "write", path_, -1, -1,
                   "it was in the page cache, and the kernel could not write it");
@@ -167,7 +214,12 @@ void File::check_written() const {
 void File::sync() const {
     // Not retried on any error: after a failed fdatasync the kernel may have dropped the dirty pages, and a
     // second call would report success for data that is lost.
-    if (::fdatasync(buffered_.get()) != 0) throw IoError(errno, "sync", path_);
+    const std::shared_ptr<const Descriptors> open = await_descriptors();
+    if (closable_ != nullptr) {
+        if (const std::optional<IoError> lost = closable_->take_lost())
+            throw IoError(lost->code, "sync", path_);
+    }
+    if (::fdatasync(open->any()) != 0) throw IoError(errno, "sync", path_);
 }
 
 void exchange(const std::string& first, const std::string& second) {

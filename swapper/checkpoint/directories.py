@@ -10,6 +10,7 @@ from pathlib import Path
 
 from swapper.checkpoint.index import INDEX, glance, look_at
 from swapper.errors import SwapError, system_errors
+from swapper.io.handle import keep_open
 from swapper.storage.atomic import remove_tree, sweep_directories, temporary_path
 
 __all__ = ["check_replaceable", "remove_checkpoint", "remove_leftovers", "remove_replaced"]
@@ -61,6 +62,7 @@ def remove_checkpoint(directory: Path, adopt: Callable[[Path], bool]) -> None:
     """
     path = temporary_path(directory)
     try:
+        keep_open(directory)  # Weights that are read in place may be there.
         os.rename(directory, path)
     except OSError as error:
         log.warning("could not remove the checkpoint %s: %s", directory, error)

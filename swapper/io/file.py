@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import os
+from typing import NamedTuple
 
 from swapper.io import _native
 
-__all__ = ["File", "exchange"]
+__all__ = ["File", "FileStatus", "exchange", "keep_open"]
+
+
+def keep_open(path: str | os.PathLike[str]) -> None:
+    """Have the files at `path` and beneath, of those that were opened `by_name`, stay open until they are closed.
+
+    To be called before another file or directory takes that name, or it is removed: whoever reads them goes on.
+
+    Raises:
+        SwapIOError: one cannot be opened, as when there are no descriptors left. Nothing has changed.
+    """
+    _native.keep_open(os.fsencode(os.path.realpath(path)))
 
 
 def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> None:
@@ -23,11 +35,29 @@ def exchange(first: str | os.PathLike[str], second: str | os.PathLike[str]) -> N
     _native.exchange(os.fsencode(first), os.fsencode(second))
 
 
+class FileStatus(NamedTuple):
+    """Of an open file.
+
+    Attributes:
+        st_dev, st_ino: which file it is.
+        st_nlink: how many names it has.
+        st_size: its length in bytes.
+        st_mtime_ns: when it was changed.
+    """
+
+    st_dev: int
+    st_ino: int
+    st_nlink: int
+    st_size: int
+    st_mtime_ns: int
+
+
 class File:
     """An open file, from `AsyncIOHandle.open`. Closed by `close`, as a context manager, or when it is collected.
 
     A transfer keeps what it needs of its file, so closing never disturbs one in flight. The methods block, release the
-    GIL and raise `SwapIOError`; after `close` they raise `ValueError`.
+    GIL and raise `SwapIOError`; after `close` they raise `ValueError`. One that was opened `by_name` has no descriptors
+    while it is not used and others are, and gets them again when it is.
 
     Attributes:
         path: as given.
@@ -79,6 +109,11 @@ class File:
         self._look()
         return self._direct_reason
 
+    @property
+    def wrote_buffered(self) -> bool:
+        """True if something was written through the page cache, so that `check_written` may find that it is lost."""
+        return self.native().wrote_buffered
+
     def _look(self) -> None:
         native = self._native
         if native is not None:
@@ -91,8 +126,20 @@ class File:
         return self._native
 
     def fileno(self) -> int:
-        """The descriptor without O_DIRECT. Valid until `close`."""
+        """The descriptor without O_DIRECT. Valid until `close`: the file stays open from now on."""
         return self.native().fileno()
+
+    def descriptor(self) -> _native.OpenDescriptor:
+        """As a context manager, give the descriptor without O_DIRECT, which is valid within it."""
+        return self.native().descriptor()
+
+    def status(self) -> FileStatus:
+        """What the system says of the file now. One that is closed is not opened for it."""
+        return FileStatus(*self.native().status())
+
+    def leave_name(self) -> None:
+        """Let transfers in flight go on without the file's name, which is about to be removed."""
+        self.native().leave_name()
 
     def size_bytes(self) -> int:
         """The file's length now."""

@@ -10,7 +10,7 @@ from swapper.io import _native, bounce
 from swapper.io._native import Checksums, FaultPlan, Slab
 from swapper.io.backends import BACKENDS, Probe, Refusal, probe
 from swapper.io.devices import is_accelerator
-from swapper.io.file import File, exchange
+from swapper.io.file import File, exchange, keep_open
 from swapper.io.host_handle import HostHandle
 from swapper.io.transfer import Transfer
 
@@ -25,6 +25,7 @@ __all__ = [
     "Slab",
     "Transfer",
     "exchange",
+    "keep_open",
     "probe",
 ]
 

@@ -148,6 +148,7 @@ class HostHandle:
         truncate: bool = False,
         exclusive: bool = False,
         direct: bool = True,
+        by_name: bool = False,
     ) -> File:
         """Open a file for transfers. Unlike the builtin, "w" keeps what is there unless `truncate` is set.
 
@@ -158,6 +159,10 @@ class HostHandle:
             truncate: empty it.
             exclusive: with `create`, refuse one that exists.
             direct: False: do not use O_DIRECT even where the file system has it.
+            by_name: True: nobody takes the file's name while it is used, so its descriptors may be closed meanwhile.
+                When more than a quarter of `ulimit -n` are open, those of the file that was used least recently go,
+                and are opened again by its name. If another file has that by then, a use raises `SwapIOError` (ESTALE).
+                On network and FUSE file systems they stay open.
 
         Raises:
             ValueError: no such mode, or a null character in `path`.
@@ -171,7 +176,7 @@ class HostHandle:
             raise ValueError(f"path: {name!r} has a null character")
         use_direct = direct and self._rung != "buffered"
         make = mode != "r" if create is None else create
-        return File(name, _native.File(os.fsencode(name), mode, make, truncate, exclusive, use_direct))
+        return File(name, _native.File(os.fsencode(name), mode, make, truncate, exclusive, use_direct, by_name))
 
     def read(
         self, file: File, tensor: torch.Tensor, offset_bytes: int = 0, *, checksums: Checksums | None = None

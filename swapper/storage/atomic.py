@@ -40,7 +40,7 @@ from functools import partial
 from pathlib import Path
 
 from swapper.errors import SwapIOError, system_errors
-from swapper.io.handle import exchange
+from swapper.io.handle import exchange, keep_open
 from swapper.process.finalizers import finalizer
 from swapper.process.interrupts import interrupts_deferred
 
@@ -180,6 +180,7 @@ class NewFile(_New):
                     self._temporaries.append(temporary_file_name())
                     self._link(self._temporaries[0])
             if self._temporaries:
+                keep_open(self.path)  # Weights that are read in place may be what it replaces.
                 os.rename(self._temporaries[0], self._name, src_dir_fd=self._directory, dst_dir_fd=self._directory)
                 self._temporaries.clear()
             os.fsync(self._directory)
@@ -353,6 +354,8 @@ def put_in_place(path: Path, target: Path) -> bool:
         OSError: nothing has changed.
     """
     replaces = os.path.lexists(target)
+    if replaces:
+        keep_open(target)  # Weights that are read in place may be there.
     move = exchange if replaces else os.rename
     move(path, target)
     try:

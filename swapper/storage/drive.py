@@ -59,9 +59,10 @@ class Drive:
         path, length_bytes = self.directory / name, share.length_bytes
         self.recycled.take(wanted_bytes, path)
         try:
-            file = self.handle.open(path, "rw", create=True)
+            file = self.handle.open(path, "rw", create=True, by_name=True)
             try:
-                status = os.fstat(file.fileno())
+                with file.descriptor() as descriptor:
+                    status = os.fstat(descriptor)
                 if status.st_size > length_bytes:
                     file.truncate(length_bytes)
                 written_bytes = min(round_up(status.st_size, PAGE_BYTES), status.st_blocks * 512)

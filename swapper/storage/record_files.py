@@ -22,8 +22,9 @@ from swapper.io.transfer import end_all
 from swapper.process.finalizers import finalizer
 from swapper.sizes import PAGE_BYTES, round_up
 from swapper.storage.layout import Share
+from swapper.storage.recycled_files import is_unread
 
-__all__ = ["Part", "Pinned", "PinnedPart", "Record", "link", "remove", "reopen", "umask", "used"]
+__all__ = ["Part", "Pinned", "PinnedPart", "Record", "link", "remove", "umask", "used"]
 
 log = logging.getLogger(__name__)
 
@@ -89,7 +90,7 @@ class Part:
         if (
             self.lost is None
             and not self.file.closed
-            and (not self.file.direct or self.file.alignment_bytes > PAGE_BYTES)
+            and (not self.file.direct or self.file.alignment_bytes > PAGE_BYTES or self.file.wrote_buffered)
         ):
             try:
                 self.file.check_written()
@@ -98,12 +99,50 @@ class Part:
         if self.lost is not None:
             raise renewed(self.lost)
 
+    def reclaim(self, handle: AsyncIOHandle) -> bool:
+        """Open a published file, which has only our name left, anew. Tell if nobody else has it open.
+
+        Raises:
+            SwapIOError: it cannot be opened again, and is closed.
+        """
+        self.file.close()
+        unread = is_unread(Path(self.file.path))
+        self.file = handle.open(self.file.path, "rw", create=False, by_name=True)
+        return unread
+
+    def make_as_before(self) -> None:
+        """Have a published file that nobody else has be as it was before."""
+        with self.file.descriptor() as descriptor:
+            os.fchmod(descriptor, 0o600)
+        self.reserved = self.file.preallocate(self.share.length_bytes)
+        self.published = False
+
+    def pin(
+        self, handle: AsyncIOHandle, directory: Path, token: int, length_bytes: int, stack: contextlib.ExitStack
+    ) -> PinnedPart:
+        """Keep the file as it is until `stack` is closed.
+
+        Args:
+            directory: the run's, for a second name of the file: its own may go before.
+            token: of this pin alone.
+
+        Raises:
+            SwapIOError: there are no descriptors left.
+        """
+        stack.callback(self.pins.discard, token)
+        self.pins.add(token)
+        name = directory / f"pin-{token:06d}"
+        file = _reopen(handle, self.file, name)
+        stack.callback(_unpin, file, name, os.getpid())
+        return PinnedPart(handle, file, length_bytes)
+
     def unreserved_bytes(self) -> int:
         """Bytes that it will still take of the drive's free space."""
         if self.reserved:
             return 0
         try:
-            return max(0, self.share.length_bytes - os.fstat(self.file.fileno()).st_blocks * 512)
+            with self.file.descriptor() as descriptor:
+                return max(0, self.share.length_bytes - os.fstat(descriptor).st_blocks * 512)
         except ValueError:  # It is closed, perhaps just now: a write in another thread goes to a fresh file.
             return 0
 
@@ -133,14 +172,30 @@ class PinnedPart(NamedTuple):
     length_bytes: int
 
 
-def reopen(handle: AsyncIOHandle, file: File) -> File:
-    """Open a file once more, for reading, also where it has lost its name."""
-    with contextlib.suppress(SwapIOError):
-        again = handle.open(file.path, "r")
-        if os.path.samestat(os.fstat(again.fileno()), os.fstat(file.fileno())):
-            return again
-        again.close()
-    return handle.open(f"/proc/self/fd/{file.fileno()}", "r")
+def _reopen(handle: AsyncIOHandle, file: File, name: Path) -> File:
+    """Open a file once more, for reading, under a second name, which is its own until `remove`.
+
+    Where that cannot be, as the file has no name any more or the file system no second ones, it stays open instead.
+    """
+    with file.descriptor() as descriptor:
+        same_file = f"/proc/self/fd/{descriptor}"
+        try:
+            # With a directory, or Python would take link(2), which links the symbolic link in /proc itself.
+            os.link(same_file, name, src_dir_fd=descriptor, follow_symlinks=True)
+        except OSError:
+            return handle.open(same_file, "r")
+        try:
+            return handle.open(name, "r", by_name=True)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                name.unlink()
+            raise
+
+
+def _unpin(file: File, name: Path, pid: int) -> None:
+    if file.path == str(name) and os.getpid() == pid:  # Else it has no name of its own, or it is the parent's.
+        remove(file)
+    file.close()
 
 
 class Pinned:
@@ -160,6 +215,12 @@ class Pinned:
     def length_bytes(self) -> int:
         """Of the record."""
         return sum(part.length_bytes for part in self.parts)
+
+    def leave_names(self) -> None:
+        """Have the files stay open, as their names go. One that cannot be opened fails when it is read."""
+        for part in self.parts:
+            with contextlib.suppress(SwapIOError, ValueError):  # It is closed.
+                part.file.fileno()
 
     def close(self) -> None:
         """Let go of the content: the record's file may be written again. Idempotent."""
@@ -182,6 +243,10 @@ def used(record: Record) -> Iterator[tuple[Part, int]]:
 
 def remove(file: File) -> None:
     """Close a file of ours and take its name."""
+    if not file.closed:
+        # Reads that nobody wants any more may be in flight. Without descriptors for them they fail, and say so.
+        with contextlib.suppress(SwapIOError):
+            file.leave_name()
     file.close()
     try:
         os.unlink(file.path)

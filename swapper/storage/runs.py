@@ -430,12 +430,12 @@ def _described(directory: Path, verdict: _Verdict) -> RunDirectory:
 
 def _usage(directory: Path) -> tuple[int, int]:
     """Bytes of blocks on the drive, and how many files. Files that vanish meanwhile do not count."""
-    size_bytes = files = 0
+    found: dict[int, int] = {}  # by inode: a file that is pinned has two names
     for entry in os.scandir(directory):
         with contextlib.suppress(FileNotFoundError):
-            size_bytes += entry.stat(follow_symlinks=False).st_blocks * 512
-            files += 1
-    return size_bytes, files
+            status = entry.stat(follow_symlinks=False)
+            found[status.st_ino] = status.st_blocks * 512
+    return sum(found.values()), len(found)
 
 
 def _program(pid: int) -> str | None:

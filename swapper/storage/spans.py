@@ -16,7 +16,9 @@ checkpoint has one by one and a model has fused. Its pieces are spans in that or
 pages. When they have arrived each is moved down to the end of the one before: in this order no move overwrites what is
 still to be moved, and no copy needs room of its own.
 
-[Note: files of others] A file is opened once, and stays the one that it was when another takes its name. One that is
+[Note: files of others] A file is the one that was opened first. While it is open it stays that when another takes its
+name; of many files some are closed while they are not used, and opened again by their names, and another file is then
+an error (`by_name` of `AsyncIOHandle.open`). One that is
 changed in place shows it by its length or its time of change (mtime), which are compared, on the open file, before and
 after every read. It takes two microseconds. What is not seen: a change that somebody hides by setting the time back,
 and one within a tick of the clock of the file system (4 ms at most) before the file was opened.
@@ -34,6 +36,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 from swapper.errors import ConfigError, SwapIOError, system_errors
+from swapper.io.file import FileStatus
 from swapper.io.handle import AsyncIOHandle, File, Transfer
 from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import ALIGNMENT_BYTES, PAGE_BYTES, round_up
@@ -176,9 +179,9 @@ class SourceFile:
 
     def __init__(self, path: Path, handle: AsyncIOHandle) -> None:
         self.handle = handle
-        self._file: File = handle.open(path)
+        self._file: File = handle.open(path, by_name=True)
         self._memory_alignment_bytes = self._file.memory_alignment_bytes
-        status = os.fstat(self._file.fileno())
+        status = self._file.status()
         self._identity = _identity(status)
         self.length_bytes = status.st_size
 
@@ -202,7 +205,7 @@ class SourceFile:
             SwapIOError: it was, or is gone (ESTALE).
         """
         with system_errors("read", self.path):
-            same = _identity(os.fstat(self._file.fileno())) == self._identity
+            same = _identity(self._file.status()) == self._identity
             same = same and (not named or _identity(os.stat(self.path)) == self._identity)
         if not same:
             detail = "it was changed since swapper.offload opened it; make the model anew from files that nobody writes"
@@ -233,7 +236,7 @@ class SourceFile:
         self._file.close()
 
 
-def _identity(status: os.stat_result) -> tuple[int, ...]:
+def _identity(status: os.stat_result | FileStatus) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 

@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, NamedTuple
+from weakref import WeakSet
 
 from swapper.errors import SwapError, SwapIOError, renewed
 from swapper.io.checksums import join_checksums
@@ -27,8 +28,7 @@ from swapper.storage.atomic import all_at_once
 from swapper.storage.drive import Drive
 from swapper.storage.layout import Share, share_out
 from swapper.storage.mounts import FileSystem, NvmePathError, check_nvme_paths, file_systems
-from swapper.storage.record_files import Part, Pinned, PinnedPart, Record, link, remove, reopen, umask, used
-from swapper.storage.recycled_files import is_unread
+from swapper.storage.record_files import Part, Pinned, Record, link, remove, umask, used
 from swapper.storage.runs import make_run_directory, remove_run_directory, remove_stale_runs
 from swapper.storage.speed import measure_speeds
 from swapper.storage.transfers import RecordTransfer, start_all
@@ -104,7 +104,8 @@ class TensorStore:
         self._counting = threading.Lock()  # Caches start writes in threads of their own.
         self.first_writes = 0
         self.overwrites = 0
-        self._finalizer = finalizer(self, _close, self._drives, self._records, self._pid)
+        self._pinned: WeakSet[Pinned] = WeakSet()
+        self._finalizer = finalizer(self, _close, self._drives, self._records, self._pinned, self._pid)
         try:
             for path, handle in zip(nvme_paths, handles, strict=True):
                 remove_stale_runs(path)
@@ -311,26 +312,22 @@ class TensorStore:
         """Tell if somebody else has the part's file. One that was published, and is ours again, is made as it was."""
         if part.file.closed:  # It could not be opened again.
             return True
-        status = os.fstat(part.file.fileno())
+        status = part.file.status()
         if part.pins or status.st_nlink > 1:
             return True
         if not part.published:
             return False
-        path = Path(part.file.path)
         try:
-            if not os.path.samestat(os.stat(path), status):
+            named = os.stat(part.file.path)
+            if (named.st_dev, named.st_ino) != (status.st_dev, status.st_ino):
                 return True
         except OSError:
             return True  # The name that is left is not ours.
         torn, record.torn = record.torn, True  # If it cannot be opened again, there is nothing to read.
-        part.file.close()
-        unread = is_unread(path)
-        part.file = self._drives[part.share.drive].handle.open(path, "rw", create=False)
+        unread = part.reclaim(self._drives[part.share.drive].handle)
         record.torn = torn
         if unread:
-            os.fchmod(part.file.fileno(), 0o600)
-            part.reserved = part.file.preallocate(part.share.length_bytes)
-            part.published = False
+            part.make_as_before()
         return not unread
 
     # --- Publishing ------------------------------------------------------------------------------------------------
@@ -400,7 +397,8 @@ class TensorStore:
                         continue
                     part.published = True
                     self._cut(self._records[key], part, length_bytes)
-                    os.fchmod(part.file.fileno(), mode)
+                    with part.file.descriptor() as descriptor:
+                        os.fchmod(descriptor, mode)
             if synced:
                 # All was changed before the first is synced: one commit of the file system's journal then serves many.
                 all_at_once([functools.partial(self.sync, key, path) for key, path in linked.items()])
@@ -419,7 +417,8 @@ class TensorStore:
         if length_bytes < record.stored_bytes and part.checksums is not None:
             # The last block is a shorter one from now on. What is noted of it must not come from damaged bytes.
             start = (length_bytes - 1) // part.checksums.block_bytes * part.checksums.block_bytes
-            block = os.pread(part.file.fileno(), record.stored_bytes - start, start)
+            with part.file.descriptor() as descriptor:
+                block = os.pread(descriptor, record.stored_bytes - start, start)
             if len(block) < record.stored_bytes - start or part.checksums.first_difference(start, block) == start:
                 detail = "what is there is not what was written"
                 raise SwapIOError(errno.EBADMSG, "read", part.file.path, start, len(block), detail)
@@ -458,13 +457,11 @@ class TensorStore:
         with contextlib.ExitStack() as stack:
             parts = []
             for part, part_bytes in used(record):
-                handle = self._drives[part.share.drive].handle
-                file = reopen(handle, part.file)
-                stack.callback(file.close)
-                stack.callback(part.pins.discard, token)
-                part.pins.add(token)
-                parts.append(PinnedPart(handle, file, part_bytes))
-            return Pinned(tuple(parts), stack.pop_all())
+                drive = self._drives[part.share.drive]
+                parts.append(part.pin(drive.handle, drive.directory, token, part_bytes, stack))
+            pinned = Pinned(tuple(parts), stack.pop_all())
+        self._pinned.add(pinned)
+        return pinned
 
     def adopt(self, path: Path) -> bool:
         """Take a published file whose checkpoint is being removed, so that fresh files need no new blocks.
@@ -583,13 +580,15 @@ class TensorStore:
     def close(self) -> None:
         """Remove the run directories and give their locks back. No transfer may be in flight. Idempotent."""
         if self._finalizer.alive:
-            _close(self._drives, self._records, self._pid)
+            _close(self._drives, self._records, self._pinned, self._pid)
             self._finalizer.detach()  # Only now: after Ctrl-C in the line above it is still there to try again.
 
 
-def _close(drives: list[Drive], records: dict[RecordKey, Record], pid: int) -> None:
+def _close(drives: list[Drive], records: dict[RecordKey, Record], all_pinned: WeakSet[Pinned], pid: int) -> None:
     if os.getpid() != pid:
         return  # A forked child: the files are its parent's.
+    for pinned in list(all_pinned):
+        pinned.leave_names()
     for file in (part.file for record in records.values() for part in record.parts):
         try:
             file.close()

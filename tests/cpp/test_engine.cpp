@@ -166,7 +166,7 @@ void backend_ends_with_requests_in_flight(BackendKind kind) {
         for (size_t i = 0; i < requests.size(); ++i) {
             swapper::Request* const request = &requests[i];
             request->operation = Operation::kWrite;
-            request->fd = file->buffered_fd();
+            request->fd = file->fileno();
             request->data = data.data() + i * 8 * kBlock;
             request->length = 8 * kBlock;
             request->offset = i * 8 * kBlock;
@@ -207,9 +207,9 @@ void checksums_are_checked(BackendKind kind, bool direct) {
         const uint64_t bad = kRegion + block * kBlock;
         char byte;
         const auto at = static_cast<off_t>(bad + 5);
-        CHECK(::pread(file->buffered_fd(), &byte, 1, at) == 1);
+        CHECK(::pread(file->fileno(), &byte, 1, at) == 1);
         byte = static_cast<char>(byte ^ 0x10);
-        CHECK(::pwrite(file->buffered_fd(), &byte, 1, at) == 1);
+        CHECK(::pwrite(file->fileno(), &byte, 1, at) == 1);
         const auto transfer =
             engine.start(Operation::kRead, file, data.data(), kLength, kRegion, 0, checksums);
         CHECK(error_of(*transfer) == EBADMSG);

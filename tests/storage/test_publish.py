@@ -494,7 +494,7 @@ def test_no_room_on_one_of_two_drives_tears_nothing(two_drives: Drives, monkeypa
                 two_drives.write(2)
         assert two_drives.read() == content(1)
         for directory in two_drives.store.directories:
-            assert sorted(os.listdir(directory)) == [KEY.file_name, "lock"]
+            assert sorted(os.listdir(directory)) == [KEY.file_name, "lock", "pin-000000"]
         two_drives.write(2)
     assert two_drives.read() == content(2)
 
