@@ -116,6 +116,23 @@ class BoxedState:
         """True if the checkpoint has state of the parameter."""
         return self.parts.has_state(self.wholes[slot].parts[0])
 
+    def _parts_in(self, slot: int) -> list[int]:
+        """The parts that have elements of what is wanted; none if that has none."""
+        if (part := self._part_of.get(slot)) is not None:
+            return [part]
+        box = self._boxes[slot]
+        assert box is not None
+        return [part for part in self.wholes[slot].parts if self._box_of(part).overlaps(box)]
+
+    def files(self) -> Iterator[str]:
+        """The files that have something of what is wanted."""
+        for slot, whole in enumerate(self.wholes):
+            for part in self._parts_in(slot):
+                yield from self.parts.files(part)
+            first = whole.parts[0]
+            if not self._parts_in(slot) and {*self.saved.parameters[first].dtypes} - self.split(slot):
+                yield from self.parts.files(first)
+
     def groups(self, names: Sequence[Any]) -> list[dict[str, Any]]:
         """The groups as in a state dict, with `names` of the parameters, one for each slot."""
         return self.parts.groups(names)
@@ -140,7 +157,9 @@ class BoxedState:
     def _joined(self, slot: int) -> dict[str, Any]:
         whole, box = self.wholes[slot], self._boxes[slot]
         assert box is not None
-        states = [self.parts.state(part) for part in whole.parts]
+        # Of others nothing is read; if there is none, keys and dtypes are those of any.
+        parts_in = self._parts_in(slot) or whole.parts[:1]
+        states = [self.parts.state(part) for part in parts_in]
         found: dict[str, Any] = {}
         split = self.split(slot)
         for key, first in states[0].items():
@@ -149,7 +168,7 @@ class BoxedState:
                 found[key] = first
                 continue
             dtypes = {value.dtype for value in values if isinstance(value, (TensorStream, torch.Tensor))}
-            boxes = [self._box_of(part) for part in whole.parts]
+            boxes = [self._box_of(part) for part in parts_in]
             if len(dtypes) != 1 or any(
                 tuple(getattr(value, "shape", ())) != each.sizes for value, each in zip(values, boxes, strict=True)
             ):

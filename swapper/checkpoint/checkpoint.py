@@ -22,10 +22,17 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from swapper.checkpoint.annexes import annexes_of
 from swapper.checkpoint.boxed_state import BoxedState
-from swapper.checkpoint.directories import check_replaceable, remove_checkpoint, remove_leftovers, remove_replaced
+from swapper.checkpoint.directories import (
+    check_replaceable,
+    remove_checkpoint,
+    remove_leftovers,
+    remove_replaced,
+    set_aside,
+)
 from swapper.checkpoint.index import Index, glance, made_by
-from swapper.checkpoint.ranks import joined, new_checkpoint, save_part
+from swapper.checkpoint.ranks import joined, new_checkpoint, publish, remove_unnamed, save_part
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.saved_model import (
     check_model,
@@ -99,6 +106,7 @@ def save_checkpoint(
     extra: object = None,
     *,
     together: bool = False,
+    annex: str | os.PathLike[str] | None = None,
 ) -> SaveHandle:
     """Save model, optimizer state and `extra` as `directory`, which appears when it is complete and synced.
 
@@ -120,6 +128,10 @@ def save_checkpoint(
         together: True if all processes of `torch.distributed` call this, with one `directory` that all of them have:
             then each writes a part of what is the same on all, as replicas of DDP are. The same on all processes, of
             which the others would wait else. Always done where anything is a DTensor.
+        annex: a directory on this process's own drive, as its `nvme_path`: what is large of the checkpoint goes to a
+            directory of its own in there, and only the rest to `directory`. For ranks whose drives are not shared; all
+            give one, which may be another on each. The index names it; whoever loads the checkpoint must have it, and
+            replacing or removing the checkpoint removes it.
 
     Returns:
         A handle: `done()`, and `wait()` which raises what failed in the background. Over already where all was linked.
@@ -131,7 +143,7 @@ def save_checkpoint(
         SwapIOError: the drive failed or is full. Training goes on, and an earlier checkpoint is whole. Of processes
             that save together all raise what one of them does.
     """
-    return save(directory, model, optimizer, extra, together=together)
+    return save(directory, model, optimizer, extra, together=together, annex=annex)
 
 
 def save(
@@ -143,6 +155,7 @@ def save(
     over_files: bool = False,
     prune: bool = True,
     together: bool = False,
+    annex: str | os.PathLike[str] | None = None,
 ) -> SaveHandle:
     """As `save_checkpoint`, for those whose users expect more of a name, or less.
 
@@ -165,8 +178,8 @@ def save(
         if _background is not None:
             _background.wait()
         if together:
-            return _save_together(directory, model, optimizers, extra, over_files, prune)
-        new = NewCheckpoint(directory, over_files=over_files)
+            return _save_together(directory, model, optimizers, extra, over_files, prune, annex)
+        new = NewCheckpoint(directory, over_files=over_files, annex=annex)
         undo.callback(new.discard)
         index = _described(model, optimizers, extra, new)
         keep_last = _keep_last(optimizers) if prune else None
@@ -185,21 +198,28 @@ def _save_together(
     extra: object,
     over_files: bool,
     prune: bool,
+    annex: str | os.PathLike[str] | None,
 ) -> SaveHandle:
     """`save` by all ranks. See [Note: ranks] of `ranks`. Nothing of it is in the background."""
-    with new_checkpoint(directory, over_files) as new:
+    adopt = _adopter(model, optimizers)
+    with new_checkpoint(directory, over_files, annex) as new:
         saved = save_part(model, optimizers, extra, new)
+        after = None
         with agreed():
             if saved:
                 training = _next_of(model, new.directory)
                 _say_what_is_not_saved(optimizers, names_of_parameters(model))
                 index = Index(**made_by() | joined(saved), run=training.run, sequence=training.sequence)
-                after = _After(
-                    new.directory, index.run, _keep_last(optimizers) if prune else None, _adopter(model, optimizers)
-                )
+                after = _After(new.directory, index.run, _keep_last(optimizers) if prune else None, adopt)
                 if not index.model.sharded:  # Tools of others can read them: all tensors are whole.
                     write_for_others(model, new, {name: index.model.tensors[name] for name in index.model.wholes()})
-                after.tidy(new.finish(index, refuse_unloadable))
+                new.seal(index, refuse_unloadable)
+        replaced = publish(new)
+        aside = [] if after is None else after.set_aside(replaced)
+        remove_unnamed([annex for path in aside for annex in annexes_of(path)], adopt)
+        with agreed():  # All ranks find them gone.
+            for path in aside:
+                remove_replaced(path, adopt, annexes_too=False)
     return SaveHandle(str(new.directory), None)
 
 
@@ -229,7 +249,7 @@ def refuse_unloadable(written: Path) -> None:
         SwapError: see above; a defect of ours. What was there under the name is whole.
     """
     try:
-        with torch.inference_mode(False), Checkpoint(written) as checkpoint:
+        with torch.inference_mode(False), Checkpoint(written, unfinished=True) as checkpoint:
             check_model(checkpoint)
             for number in range(len(checkpoint.index.optimizers)):
                 state = BoxedState(checkpoint, number)
@@ -325,28 +345,44 @@ class _After:
     keep_last: int | None
     adopt: Callable[[Path], bool]
 
-    def tidy(self, replaced: Path | None) -> None:
-        """Remove the checkpoint that was replaced, and those that are too many. Never raises for what cannot be."""
-        if replaced is not None:
-            remove_replaced(replaced, self.adopt)
+    def set_aside(self, replaced: Path | None) -> list[Path]:
+        """Give those that are too many temporary names. Never raises for what cannot be.
+
+        Returns:
+            What is to be removed, the checkpoint that was replaced too.
+        """
+        found = [] if replaced is None else [replaced]
         try:
             too_many = _siblings(self.directory, self.run)[: -self.keep_last] if self.keep_last else []
         except SwapIOError as error:
             log.warning("old checkpoints are left alone: %s", error)
-            return
+            return found
         for _, path in too_many:
             try:
                 check_replaceable(path)
             except SwapError as error:
                 log.warning("an old checkpoint is left alone: %s", error)
                 continue
-            remove_checkpoint(path, self.adopt)
+            if (aside := set_aside(path)) is not None:
+                found.append(aside)
+        return found
+
+    def tidy(self, replaced: Path | None) -> None:
+        """Remove the checkpoint that was replaced, and those that are too many. Never raises for what cannot be."""
+        for path in self.set_aside(replaced):
+            remove_replaced(path, self.adopt)
 
 
 # --- Loading ---------------------------------------------------------------------------------------------------------
 
 
-def load_checkpoint(directory: str | os.PathLike[str], model: torch.nn.Module, optimizer: Optimizers = None) -> Any:
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: Optimizers = None,
+    *,
+    annex: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+) -> Any:
     """Bring model and optimizer to where they were when `directory` was saved, to the bit.
 
     They need not be swapped as they were then: pool, buckets, drives and devices may be others, or none.
@@ -356,6 +392,8 @@ def load_checkpoint(directory: str | os.PathLike[str], model: torch.nn.Module, o
         model: of the same structure, shapes and dtypes. It has memory, or is offloaded.
         optimizer: as was saved; of the same classes, with the same parameters in the same groups. Its options, as the
             learning rate, become the saved ones. None loads the model alone.
+        annex: a directory, or several, that annexes of the checkpoint are in now, if they are not where they were
+            saved. May be another on each rank.
 
     Returns:
         `extra`, as it was given to `save_checkpoint`.
@@ -365,14 +403,15 @@ def load_checkpoint(directory: str | os.PathLike[str], model: torch.nn.Module, o
             named. Nothing was changed.
         SwapError: a file is damaged, and named. Nothing is used that is not as it was written; but what came before
             it may be loaded already, so load another checkpoint before training goes on.
-        SwapIOError: a file is missing or cannot be read.
+        SwapIOError: a file is missing or cannot be read; or is in an annex that this process does not reach, which is
+            named. Of the latter nothing was changed.
     """
     with contextlib.ExitStack() as stack:
         with agreed(_is_sharded(model, optimizer)):
             model = _checked_model(model)
             optimizers = None if optimizer is None else _listed(optimizer)
             _refuse_flattened("load_checkpoint", model, optimizers or ())
-            opened = stack.enter_context(contextlib.closing(OpenCheckpoint(directory)))
+            opened = stack.enter_context(contextlib.closing(OpenCheckpoint(directory, annex)))
         opened.load(model, optimizers)
         return opened.extra
 
@@ -469,6 +508,9 @@ class Several(torch.nn.Module):
 class OpenCheckpoint:
     """A checkpoint whose parts are loaded one after another, where `load_checkpoint` would be too early or too late.
 
+    Args:
+        annex: as of `load_checkpoint`.
+
     Attributes:
         optimizers: how many it has.
 
@@ -476,10 +518,16 @@ class OpenCheckpoint:
         SwapError, SwapIOError: as from `load_checkpoint`.
     """
 
-    def __init__(self, directory: str | os.PathLike[str]) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        annex: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+    ) -> None:
         self.directory = Path(os.path.abspath(path_given("directory", directory)))
+        several = [annex] if isinstance(annex, (str, bytes, os.PathLike)) else annex
+        annexes = [Path(os.path.abspath(path_given("annex", each))) for each in several]
         remove_leftovers(self.directory.parent)
-        self._checkpoint = Checkpoint(self.directory)
+        self._checkpoint = Checkpoint(self.directory, annexes=annexes)
         self.optimizers = len(self._checkpoint.index.optimizers)
 
     @functools.cached_property

@@ -8,12 +8,13 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from swapper.checkpoint.annexes import NowhereNamed, annexes_of, remove_annexes, report_left
 from swapper.checkpoint.index import INDEX, glance, look_at
 from swapper.errors import SwapError, system_errors
 from swapper.io.handle import keep_open
 from swapper.storage.atomic import remove_tree, sweep_directories, temporary_path
 
-__all__ = ["check_replaceable", "remove_checkpoint", "remove_leftovers", "remove_replaced"]
+__all__ = ["check_replaceable", "remove_checkpoint", "remove_leftovers", "remove_replaced", "set_aside"]
 
 log = logging.getLogger(__name__)
 
@@ -42,16 +43,28 @@ def check_replaceable(directory: Path, *, over_files: bool = False) -> None:
         return
     if found is None:
         raise SwapError(f"{directory} exists and is no whole checkpoint; save under another name, or remove it first")
-    if others := sorted(names - found.files.keys() - {INDEX}):
+    if others := sorted(names - found.files_in(None) - {INDEX}):
         raise SwapError(
             f"{directory} would be replaced, and has files that are not the checkpoint's: {', '.join(others[:5])}; "
             "move them elsewhere, or save under another name"
         )
 
 
-def remove_leftovers(parent: Path) -> None:
-    """Remove what saves that were killed have left in `parent`. Never raises for what cannot be removed."""
-    sweep_directories(parent, lambda path: glance(path) is not None)
+def remove_leftovers(parent: Path, annexes: list[NowhereNamed] | None = None) -> None:
+    """Remove what saves that were killed have left in `parent`. Never raises for what cannot be removed.
+
+    Args:
+        annexes: gets the annexes of what is removed, which the caller removes. Without it what has annexes is left, for
+            a save that all ranks make.
+    """
+
+    def leaves(path: Path) -> bool:
+        found = annexes_of(path)
+        if annexes is not None:
+            annexes.extend(found)
+        return bool(found) and annexes is None
+
+    sweep_directories(parent, lambda path: glance(path) is not None, leaves)
 
 
 def remove_checkpoint(directory: Path, adopt: Callable[[Path], bool]) -> None:
@@ -60,18 +73,30 @@ def remove_checkpoint(directory: Path, adopt: Callable[[Path], bool]) -> None:
     Args:
         adopt: takes the file of a record, if it is of use.
     """
+    if (path := set_aside(directory)) is not None:
+        remove_replaced(path, adopt)
+
+
+def set_aside(directory: Path) -> Path | None:
+    """Give a checkpoint of ours a temporary name, for `remove_replaced`. None if that cannot be, which is logged."""
     path = temporary_path(directory)
     try:
         keep_open(directory)  # Weights that are read in place may be there.
         os.rename(directory, path)
     except OSError as error:
         log.warning("could not remove the checkpoint %s: %s", directory, error)
-    else:
-        remove_replaced(path, adopt)
+        return None
+    return path
 
 
-def remove_replaced(path: Path, adopt: Callable[[Path], bool] = lambda _: False) -> None:
-    """As `remove_checkpoint`, of what has a temporary name: a checkpoint, or a file or link that one has replaced."""
+def remove_replaced(path: Path, adopt: Callable[[Path], bool] = lambda _: False, *, annexes_too: bool = True) -> None:
+    """As `remove_checkpoint`, of what has a temporary name: a checkpoint, or a file or link that one has replaced.
+
+    Args:
+        annexes_too: those of its annexes that this process reaches. False if they are removed already.
+    """
+    if annexes_too:  # First: if that ends in the middle, what names the others is there for the next save.
+        report_left(remove_annexes(annexes_of(path), adopt))
     try:
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)

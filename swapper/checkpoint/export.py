@@ -407,7 +407,7 @@ def _write_model(job: _Export, path: Path) -> None:
         )
     if "config.json" in job.index.files:
         job.checkpoint.verify("config.json")
-        _write_small(path / "config.json", (job.checkpoint.directory / "config.json").read_bytes())
+        _write_small(path / "config.json", job.checkpoint.path("config.json").read_bytes())
 
 
 def _write_optimizer(job: _Export, number: int, path: Path, file: str) -> None:

@@ -23,6 +23,7 @@ __all__ = [
     "VALUES",
     "Glance",
     "Index",
+    "SavedAnnex",
     "SavedBucket",
     "SavedFile",
     "SavedHole",
@@ -61,10 +62,22 @@ Crc = Annotated[int, Field(ge=0, lt=1 << 32)]
 
 
 class SavedFile(_Entry):
-    """A file of the directory: its length, and the CRC-32C of all its bytes."""
+    """A file of the directory: its length, and the CRC-32C of all its bytes. `annex`: the number of that it is in."""
 
     length_bytes: Count
     crc32c: Crc
+    annex: Count | None = None
+
+
+class SavedAnnex(_Entry):
+    """A directory of the checkpoint's files that is elsewhere: on which host, and at which path there.
+
+    `token` is in the directory too, so that another one at the path is told. See [Note: annexes] of `annexes`.
+    """
+
+    host: str
+    path: str
+    token: str
 
 
 class SavedTensor(_Entry):
@@ -227,6 +240,7 @@ class Index(_Entry):
     `run` is the training that it belongs to, through all its restarts; `sequence` counts its checkpoints; `step` the
     optimizer's steps (None if it does not count them); `saved_at` is a UTC time. `ranks` is how many processes have
     saved it together (0: one, that had whole tensors), `own_extra` the `extra` of each rank that is not that of rank 0.
+    `annexes` are those of the ranks, by number, if it has any.
     """
 
     crc32c: str
@@ -244,6 +258,7 @@ class Index(_Entry):
     extra: Any
     ranks: Count = 0
     own_extra: dict[str, Any] = {}
+    annexes: list[SavedAnnex] = []
 
     def text(self) -> bytes:
         """The content of `index.json`. Not what pydantic writes: its serializer allows values of less depth."""
@@ -322,6 +337,15 @@ class Glance(BaseModel):
     run: str
     sequence: int
     files: dict[str, Any]
+    annexes: list[SavedAnnex] = []
+
+    def files_in(self, annex: int | None) -> frozenset[str]:
+        """The names of the files that are in an annex; None: in the checkpoint itself."""
+        return frozenset(name for name, file in self.files.items() if _annex_of(file) == annex)
+
+
+def _annex_of(file: Any) -> Any:
+    return file.get("annex") if isinstance(file, dict) else None
 
 
 _glances: dict[tuple[int, int, int, int], Glance] = {}

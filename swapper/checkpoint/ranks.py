@@ -11,7 +11,9 @@ of them have succeeded: if one has not, all raise, and rank 0 removes what is th
     make a directory    -                   agree
     say what is here    say what is here    exchange: who writes what
     write, link, sync   write, link, sync   agree
-    merge, publish      -                   agree
+    merge               -                   agree
+    complete annex      complete annex      agree; where there are annexes
+    publish             -                   exchange: did it?
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,16 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint.index import SavedFile, SavedHole, SavedModel, SavedOptimizer, SavedSegment, SavedWhole
+from swapper.checkpoint.annexes import NowhereNamed, Outcome, remove_annexes, report_left
+from swapper.checkpoint.index import (
+    SavedAnnex,
+    SavedFile,
+    SavedHole,
+    SavedModel,
+    SavedOptimizer,
+    SavedSegment,
+    SavedWhole,
+)
 from swapper.checkpoint.saved_shards import Part, ShardedModel
 from swapper.checkpoint.state_writer import (
     digest_of_options,
@@ -38,12 +49,12 @@ from swapper.checkpoint.state_writer import (
 )
 from swapper.checkpoint.streams import are_a_whole
 from swapper.checkpoint.writer import NewCheckpoint
-from swapper.errors import SwapError
+from swapper.errors import ConfigError, SwapError
 from swapper.optimizer.plan import parameters_of
-from swapper.storage.agreement import agreed, exchanged, gathered_by_first, rank_of_process
+from swapper.storage.agreement import agreed, exchanged, gathered_by_first, rank_count, rank_of_process
 from swapper.tensors.sharded import Box, box_of, part_name
 
-__all__ = ["Saved", "joined", "new_checkpoint", "save_part"]
+__all__ = ["Saved", "joined", "new_checkpoint", "publish", "remove_unnamed", "save_part"]
 
 
 @dataclass
@@ -79,6 +90,7 @@ class Saved:
 
     rank: int
     files: dict[str, SavedFile]
+    annex: SavedAnnex | None
     model: SavedModel
     optimizers: list[SavedOptimizer]
     wholes: list[list[_Whole]]
@@ -88,29 +100,84 @@ class Saved:
 
 
 @contextlib.contextmanager
-def new_checkpoint(directory: str | os.PathLike[str], over_files: bool) -> Iterator[NewCheckpoint]:
+def new_checkpoint(
+    directory: str | os.PathLike[str], over_files: bool, annex: str | os.PathLike[str] | None
+) -> Iterator[NewCheckpoint]:
     """The checkpoint that all ranks write to. Left behind by none, unless it was published."""
     rank = rank_of_process()
     with contextlib.ExitStack() as undo:
         new: NewCheckpoint | None = None
         with agreed():
             if rank == 0:
-                new = NewCheckpoint(directory, over_files=over_files, rank=0)
+                new = NewCheckpoint(directory, over_files=over_files, rank=0, annex=annex)
                 undo.callback(new.discard)
-        paths = exchanged(None if new is None else (str(new.path), str(new.directory)))
+        given = exchanged((annex is not None, None if new is None else (str(new.path), str(new.directory))))
+        with agreed():
+            if len({has_annex for has_annex, _ in given}) > 1:
+                without = [each for each, (has_annex, _) in enumerate(given) if not has_annex]
+                raise ConfigError(f"annex: ranks {without} give none, and the others do; give one on each, or on none")
+        remove_unnamed([] if new is None else new.without_name)
         with agreed():
             if new is None:
-                assert paths[0] is not None
-                path, first = map(Path, paths[0])
-                new = NewCheckpoint(directory, rank=rank, path=path)
+                assert given[0][1] is not None
+                path, first = map(Path, given[0][1])
+                new = NewCheckpoint(directory, rank=rank, path=path, annex=annex)
+                undo.callback(new.discard)
                 if not path.is_dir() or not _are_one(new.directory, first):
                     raise SwapError(
                         f"{new.directory} is another directory here than {first} on rank 0: ranks save one checkpoint "
                         "together, to a directory that all of them have"
                     )
-                undo.callback(new.discard)
         assert new is not None
         yield new
+
+
+def publish(new: NewCheckpoint) -> Path | None:
+    """Let a checkpoint whose index is written appear under its name. Collective.
+
+    Returns:
+        On rank 0 what had the name, as from `NewCheckpoint.publish`.
+    """
+    if new.annex is not None:
+        try:
+            with agreed():
+                new.annex.complete()
+        except SwapError:  # Of any rank, which all know: rank 0 does not publish it.
+            new.annex.conclude(Outcome.WITHDRAWN)
+            raise
+    replaced, failure = None, None
+    if rank_of_process() == 0:
+        try:
+            replaced = new.publish()
+        except Exception as error:
+            failure = error
+    outcome = exchanged(new.outcome)[0]
+    if new.annex is not None:
+        new.annex.conclude(outcome)
+    with agreed():
+        if failure is not None:
+            raise failure
+    return replaced
+
+
+def remove_unnamed(annexes: Sequence[NowhereNamed], adopt: Callable[[Path], bool] = lambda _: False) -> None:
+    """Remove annexes whose checkpoint is gone, each by a rank that reaches it. Collective; what cannot be is logged.
+
+    Args:
+        annexes: of rank 0; others give none.
+        adopt: takes the file of a record, if it is of use.
+    """
+    annexes = exchanged([*annexes])[0]
+    if not annexes:
+        return
+    # First the rank of the number: on the same drives it made it, and has a use for its files.
+    rank, count = rank_of_process(), rank_count()
+    left = exchanged(remove_annexes([each for each in annexes if each.number % count == rank], adopt))
+    # Then any that has it, as where there are other ranks now.
+    found = remove_annexes([each for some in left for each in some], adopt)
+    everywhere = exchanged(found)
+    if rank == 0:
+        report_left(each for each in found if all(each in some for some in everywhere))
 
 
 def _are_one(directory: Path, first: Path) -> bool:
@@ -159,6 +226,7 @@ def save_part(
         saved = Saved(
             rank=rank,
             files=new.files,
+            annex=None if new.annex is None else new.annex.saved,
             model=shards.save(Part(rank, mine.__contains__, own)),
             optimizers=[each.saved for each in writers],
             wholes=[
@@ -256,6 +324,7 @@ def joined(saved: Sequence[Saved]) -> dict[str, Any]:
         files |= each.files
     return {
         "files": files,
+        "annexes": [each.annex for each in saved if each.annex is not None],
         "ranks": len(saved),
         "step": next((each.step for each in saved if each.step is not None), None),
         "model": (model := _joined_model([each.model for each in saved])),

@@ -6,13 +6,14 @@ import errno
 import math
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from pydantic import ValidationError
 
+from swapper.checkpoint.annexes import AnnexPaths
 from swapper.checkpoint.index import INDEX, START, Index, SavedFile, open_index, read_index, values_file, with_checksum
 from swapper.errors import SwapError, SwapIOError
 from swapper.files.tensor_files import StoredTensor, TensorReader, read_header
@@ -34,14 +35,23 @@ class Checkpoint:
 
     Args:
         directory: of the checkpoint.
-        check_files: look at once whether all of them are there; else `check_file` does.
+        check_files: look at once whether all of them are there that this process reaches; else `check_file` does.
+        annexes: directories that have its annexes now, or are annexes; before the paths at which they were saved.
+        unfinished: it is being written, and so are its annexes.
 
     Raises:
         SwapError: it is no checkpoint, or a damaged one; the message names the file.
         SwapIOError: it cannot be read.
     """
 
-    def __init__(self, directory: str | os.PathLike[str], *, check_files: bool = True) -> None:
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        *,
+        check_files: bool = True,
+        annexes: Sequence[Path] = (),
+        unfinished: bool = False,
+    ) -> None:
         self.directory = Path(os.path.abspath(directory))
         path = self.directory / INDEX
         try:
@@ -69,8 +79,10 @@ class Checkpoint:
             ) from None
         self._tables: dict[str, dict[str, StoredTensor]] = {}
         self._verified: set[str] = set()
+        self.annexes = AnnexPaths(self.directory, self.index.annexes, annexes, unfinished=unfinished)
         for name in self.index.files if check_files else ():
-            self.check_file(name)
+            if self.reaches(name):
+                self.check_file(name)
         self.reader = TensorReader(AsyncIOHandle(), lambda _: None)
 
     def __enter__(self) -> Checkpoint:
@@ -83,15 +95,42 @@ class Checkpoint:
         """Close all files."""
         self.reader.close()
 
+    def reaches(self, name: str) -> bool:
+        """True unless the file is in an annex that this process does not reach."""
+        annex = self.file(name).annex
+        return annex is None or self.annexes.path(annex) is not None
+
+    def require(self, names: Iterable[str]) -> None:
+        """Refuse to go on if one of some files is in an annex that this process does not reach.
+
+        Raises:
+            SwapIOError: it names the annexes, and what to do.
+        """
+        self.annexes.refuse(annex for name in names if (annex := self.file(name).annex) is not None)
+
+    def path(self, name: str) -> Path:
+        """The path of a file, beside the index or in an annex.
+
+        Raises:
+            SwapIOError: as from `require`.
+        """
+        annex = self.file(name).annex
+        if annex is None:
+            return self.directory / name
+        self.annexes.refuse([annex])
+        found = self.annexes.path(annex)
+        assert found is not None
+        return found / name
+
     def check_file(self, name: str) -> None:
-        """Refuse a file that is missing, not in the directory, or not as long as it was."""
+        """Refuse a file that is missing, not in its directory, or not as long as it was."""
         file = self.index.files[name]
-        path = self.directory / name
+        path = self.path(name)
         if name != os.path.basename(name) or name in ("", ".", "..") or "\0" in name:
             raise SwapError(f"{self.directory / INDEX} names a file outside of the checkpoint: {name!r}")
         try:
             status = path.stat()
-            if path.resolve().parent != self.directory.resolve():
+            if path.resolve().parent != path.parent.resolve():
                 raise SwapError(f"{path} is a link that leads out of the checkpoint")
             if not stat.S_ISREG(status.st_mode):
                 raise SwapError(f"{path} is not a regular file, as those of a checkpoint are")
@@ -118,7 +157,7 @@ class Checkpoint:
         """
         if name not in self._tables:
             self.file(name)
-            self._tables[name] = {tensor.name: tensor for tensor in read_header(self.directory / name)}
+            self._tables[name] = {tensor.name: tensor for tensor in read_header(self.path(name))}
         return self._tables[name]
 
     def tensor(self, file: str, name: str) -> StoredTensor:
@@ -126,7 +165,7 @@ class Checkpoint:
         try:
             return self.table(file)[name]
         except KeyError:
-            raise SwapError(f"{self.directory / file} lacks tensor {name!r}, which the index names") from None
+            raise SwapError(f"{self.path(file)} lacks tensor {name!r}, which the index names") from None
 
     def verify(self, name: str, done: Callable[[int], object] = lambda _: None) -> None:
         """Read all of a file and compare it with its checksum, once.
@@ -140,11 +179,11 @@ class Checkpoint:
         """
         if name in self._verified:
             return
-        expected = self.file(name)
+        expected, path = self.file(name), self.path(name)
         parts = []
         for start in range(0, expected.length_bytes, _PIECE_BYTES):
             stop = min(start + _PIECE_BYTES, expected.length_bytes)
-            data = self.reader.read_bytes(self.directory / name, start, stop)
+            data = self.reader.read_bytes(path, start, stop)
             parts.append((checksum(data), stop - start))
             done(stop - start)
         self.check(name, join_checksums(parts), expected.crc32c)
@@ -155,9 +194,21 @@ class Checkpoint:
         if found != expected:
             what = f"tensor {tensor!r} of " if tensor else ""
             raise SwapError(
-                f"{what}{self.directory / name} is damaged: its CRC-32C is {found:08x}, and was {expected:08x} when "
+                f"{what}{self.path(name)} is damaged: its CRC-32C is {found:08x}, and was {expected:08x} when "
                 "it was saved; use another checkpoint"
             )
+
+    def model_spec(self, name: str) -> tuple[torch.dtype, torch.Size]:
+        """The dtype and shape of a tensor of the model, from the index alone.
+
+        Raises:
+            SwapError: it is none that torch has.
+        """
+        saved = self.index.model.tensors[name]
+        dtype = getattr(torch, saved.dtype, None)
+        if not isinstance(dtype, torch.dtype):
+            raise SwapError(f"{self.directory / INDEX} is damaged: tensor {name!r} has dtype {saved.dtype!r}")
+        return dtype, torch.Size(saved.shape)
 
     def model_tensor(self, name: str) -> StoredTensor:
         """A tensor of the model, with the dtype and shape that the model knows.
@@ -168,12 +219,10 @@ class Checkpoint:
         Raises:
             SwapError: its file and the index do not fit together.
         """
-        saved = self.index.model.tensors[name]
-        stored = self.tensor(saved.file, name)
-        dtype, shape = getattr(torch, saved.dtype, None), torch.Size(saved.shape)
+        stored = self.tensor(self.index.model.tensors[name].file, name)
+        dtype, shape = self.model_spec(name)
         if (
-            not isinstance(dtype, torch.dtype)
-            or stored.dtype != stored_dtype(dtype)
+            stored.dtype != stored_dtype(dtype)
             or stored.stop_bytes - stored.start_bytes != math.prod(shape) * dtype.itemsize
         ):
             raise SwapError(f"{stored.path}: tensor {name!r} is not what the index says; the checkpoint is damaged")

@@ -238,7 +238,12 @@ def record_file(held: Held, new: NewCheckpoint, tensors: dict[str, SavedTensor])
 
 
 def write_for_others(model: torch.nn.Module | None, new: NewCheckpoint, tensors: Mapping[str, SavedTensor]) -> None:
-    """Write what tools of others look for: which file has which tensor, and the model's config if it can print one."""
+    """Write what tools of others look for: which file has which tensor, and the model's config if it can print one.
+
+    Not of a checkpoint with annexes, whose files they would not find.
+    """
+    if new.annex is not None:
+        return
     total = sum(math.prod(saved.shape) * getattr(torch, saved.dtype).itemsize for saved in tensors.values())
     weight_map = {name: saved.file for name, saved in tensors.items()}
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -327,8 +332,9 @@ def stored_state_dict(checkpoint: Checkpoint) -> dict[str, Any]:
 def check_model(checkpoint: Checkpoint) -> None:
     """Refuse what an index says of the model, if it would be refused when it is loaded."""
     saved = checkpoint.index.model
-    for name in saved.tensors:
-        checkpoint.model_tensor(name)
+    for name, tensor in saved.tensors.items():
+        if checkpoint.reaches(tensor.file):
+            checkpoint.model_tensor(name)
     for name in saved.sharded:
         model_stream(checkpoint, name)
     model_values(checkpoint)
@@ -350,7 +356,25 @@ def ready_to_load_model(model: torch.nn.Module, checkpoint: Checkpoint) -> Calla
         SwapError, SwapIOError: files are not what the index says.
     """
     check_model(checkpoint)
+    checkpoint.require(_needed_files(model, checkpoint))
     return partial(_load, model, checkpoint, model_values(checkpoint, own=True))
+
+
+def _needed_files(model: torch.nn.Module, checkpoint: Checkpoint) -> Iterator[str]:
+    """The files that `_load` reads."""
+    saved, own = checkpoint.index.model, _own_tensors(checkpoint)
+    wholes = saved.wholes()
+    for name, value in flat_state_dict(model).items():
+        source = saved.tied.get(name, name)
+        if not isinstance(value, torch.Tensor) or source not in wholes:
+            continue
+        if source not in saved.sharded:
+            yield saved.tensors[own.get(source, source)].file
+            continue
+        box = box_of(value)
+        for part, offsets in saved.sharded[source].parts.items():
+            if Box(tuple(offsets), tuple(saved.tensors[part].shape)).overlaps(box):
+                yield saved.tensors[part].file
 
 
 def _load(model: torch.nn.Module, checkpoint: Checkpoint, others: Mapping[str, Any]) -> None:
@@ -433,6 +457,8 @@ def _local_values(value: Any, checkpoint: Checkpoint, name: str) -> torch.Tensor
 def _fill_box(value: torch.Tensor, checkpoint: Checkpoint, name: str) -> None:
     """Read the part of a tensor of the model that this rank has of it, some rows at a time."""
     box = box_of(value)
+    if not box.numel:
+        return
     saved = checkpoint.index.model
     stream = model_stream(checkpoint, name)
     parts = saved.sharded[name].parts if name in saved.sharded else {name: [0] * len(stream.shape)}

@@ -87,9 +87,10 @@ def ready_to_load_state(optimizer: Optimizer, checkpoint: Checkpoint, number: in
 
     Raises:
         ConfigError: it has master weights, and `optimizer` cannot.
-        SwapError, SwapIOError: as above.
+        SwapError, SwapIOError: as above; or some of it is in an annex that this process does not reach.
     """
     loader = _StateLoader(optimizer, checkpoint, number)
+    checkpoint.require(loader.state.files())
     swapper = swapper_of(optimizer)
     if swapper is not None:
         swapper.check_open()
@@ -216,7 +217,7 @@ class _StateLoader:
         if known.length_bytes > bucket.length_bytes:
             return 0
         data = lease.tensor[: known.length_bytes]
-        file = self._checkpoint.reader.open(self._checkpoint.directory / saved.file)
+        file = self._checkpoint.reader.open(self._checkpoint.path(saved.file))
         # Over before the lease is put back, or the cache could write or reuse it under the transfer.
         self._checkpoint.reader.handle.read(file, data, 0).wait()
         self._checkpoint.check(saved.file, checksum(data), known.crc32c)

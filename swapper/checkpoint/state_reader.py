@@ -148,6 +148,8 @@ class StateReader:
         saved, segment = self.saved.parameters[slot], each.segment
         if {*segment.present, *small, *each.small} - {MASTER} != set(saved.keys):
             return False
+        if not self._reaches(each):
+            return True  # Nobody reads it: see `Checkpoint.require`.
         for key in segment.present:
             shape = self._shape_in_file(each, key)
             if segment.whole and not is_dense_stride(shape, segment.strides.get(key, contiguous_stride(shape))):
@@ -171,6 +173,13 @@ class StateReader:
             return not segment.tie_bits and each.small[MASTER].dtype == torch.float32
         low = torch.int16 if split else torch.float32
         return segment.tie_bits <= segment.numel and self._stored_shape(each, MASTER, low) == (segment.numel,)
+
+    def _reaches(self, each: _SavedSlice) -> bool:
+        return each.file is None or self._checkpoint.reaches(each.file)
+
+    def files(self, slot: int) -> set[str]:
+        """The files that have state of the parameter."""
+        return {each.file for each in self._slices.get(slot, ()) if each.file is not None}
 
     def _shape_in_file(self, each: _SavedSlice, key: str) -> tuple[int, ...]:
         """The shape of a tensor of the state that is in a file. One that is packed has its parameter's."""
@@ -283,7 +292,7 @@ class StateReader:
     def _stream(self, slot: int, key: str) -> TensorStream:
         saved, dtype, first = self.saved.parameters[slot], self._dtype(slot, key), self._slices[slot][0]
         shape, stride = tuple(saved.shape or ()), tuple(saved.stride)
-        if first.segment.whole and key != MASTER:
+        if first.segment.whole and key != MASTER and self._reaches(first):
             shape = self._shape_in_file(first, key)
             stride = tuple(first.segment.strides.get(key, contiguous_stride(shape)))
         return TensorStream(dtype, shape, stride, partial(self.read, slot, key))

@@ -20,7 +20,6 @@ import torch
 from swapper.checkpoint.index import INDEX
 from swapper.checkpoint.reader import Checkpoint
 from swapper.errors import SwapError
-from swapper.files.tensor_files import StoredTensor
 from swapper.io.checksums import checksum, join_checksums
 from swapper.storage.malloc_trim import return_free_memory
 from swapper.tensors.dtypes import WORDS
@@ -328,15 +327,17 @@ def _parts_of_model(checkpoint: Checkpoint, name: str) -> list[tuple[StreamPart,
     if name not in saved.sharded:
         stored = checkpoint.model_tensor(name)
         whole = Box((0,) * len(stored.shape), tuple(stored.shape))
-        return [(StreamPart(whole, partial(_verified, checkpoint, name, stored)), stored.dtype)]
+        return [(StreamPart(whole, partial(_verified, checkpoint, name)), stored.dtype)]
     shards = saved.sharded[name]
     found = []
     for part, offsets in shards.parts.items():
         if part not in saved.tensors:
             raise _not_whole(checkpoint, name)
-        stored = checkpoint.model_tensor(part)
-        read = partial(_verified, checkpoint, part, stored)
-        found.append((StreamPart(Box(tuple(offsets), tuple(stored.shape)), read), stored.dtype))
+        if checkpoint.reaches(saved.tensors[part].file):
+            checkpoint.model_tensor(part)
+        dtype, shape = checkpoint.model_spec(part)
+        read = partial(_verified, checkpoint, part)
+        found.append((StreamPart(Box(tuple(offsets), tuple(shape)), read), dtype))
     if not are_a_whole([part.box for part, _ in found], shards.shape) or len({dtype for _, dtype in found}) > 1:
         raise _not_whole(checkpoint, name)
     return found
@@ -346,9 +347,9 @@ def _not_whole(checkpoint: Checkpoint, name: str) -> SwapError:
     return SwapError(f"{checkpoint.directory / INDEX} is damaged: its parts of {name!r} are not the whole tensor")
 
 
-def _verified(checkpoint: Checkpoint, name: str, stored: StoredTensor, start: int, stop: int) -> torch.Tensor:
+def _verified(checkpoint: Checkpoint, name: str, start: int, stop: int) -> torch.Tensor:
     checkpoint.verify(checkpoint.index.model.tensors[name].file)
-    return checkpoint.elements(stored, start, stop)
+    return checkpoint.elements(checkpoint.model_tensor(name), start, stop)
 
 
 def model_box(checkpoint: Checkpoint, name: str, box: Box) -> Read:

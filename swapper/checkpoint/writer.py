@@ -9,6 +9,8 @@ optimizer-0-memory.safetensors its state that lives in memory
 values.safetensors             small tensors: of the state, and of what the user added
 
 Of a checkpoint that ranks save together each has files of its own ("model-r1-memory.safetensors") in that directory.
+With annexes the files of "model" and "optimizer" are there, and what is for tools of others is left out. See [Note:
+annexes] of `annexes`.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from swapper.checkpoint.annexes import NewAnnex, NowhereNamed, Outcome, remove_annexes, report_left
 from swapper.checkpoint.directories import check_replaceable, remove_leftovers
 from swapper.checkpoint.index import INDEX, VALUES, Index, SavedFile, crc32c_of, values_file
 from swapper.checkpoint.values import encode
@@ -66,6 +69,13 @@ class NewCheckpoint:
         over_files: a file or link of that name may be replaced.
         rank: of this process, if several write one checkpoint.
         path: where rank 0 has it until it is finished, if this is another rank, which only adds files.
+        annex: the directory below which this process has an annex of it; None if it has none.
+
+    Attributes:
+        annex: what is being written there, if there is one.
+        outcome: what became of it, known after `publish`.
+        without_name: annexes of what killed saves have left beside the checkpoint, which was removed now; those that
+            other ranks are to remove.
 
     Raises:
         SwapError: there is something by that name that is no checkpoint, or has files besides one.
@@ -79,6 +89,7 @@ class NewCheckpoint:
         over_files: bool = False,
         rank: int | None = None,
         path: Path | None = None,
+        annex: str | os.PathLike[str] | None = None,
     ) -> None:
         name = path_given("directory", directory)
         with system_errors("find", name):
@@ -93,16 +104,30 @@ class NewCheckpoint:
         self._syncs: list[Callable[[], None]] = []
         self._pins = contextlib.ExitStack()
         self._tag = "" if rank is None else f"r{rank}"
+        self._number = rank or 0
+        self.outcome = Outcome.UNKNOWN
         self._new: NewDirectory | None = None
+        self.annex: NewAnnex | None = None
+        self.without_name: list[NowhereNamed] = []
         if path is not None:
             self._path = path
+            self.annex = None if annex is None else NewAnnex(annex, self.directory)
             return
         self._check_replaceable()
         parent = self.directory.parent
         with system_errors("create", parent):
             parent.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(parent)
-        self._new = NewDirectory(self.directory)
+        # Before the annexes are swept: what a leftover names needs no doubt.
+        remove_leftovers(parent, self.without_name)
+        self.without_name = remove_annexes(self.without_name)
+        if rank is None:
+            report_left(self.without_name)
+        self.annex = None if annex is None else NewAnnex(annex, self.directory)
+        try:
+            self._new = NewDirectory(self.directory)
+        except BaseException:
+            self.discard()
+            raise
         self._path = self._new.path
         self._new.at_close(self._pins.close)
 
@@ -110,6 +135,11 @@ class NewCheckpoint:
     def path(self) -> Path:
         """The directory in which it is written."""
         return self._path
+
+    @property
+    def bulk_path(self) -> Path:
+        """The directory in which records, and other tensors of model and state, are written."""
+        return self._path if self.annex is None else self.annex.path
 
     @property
     def files(self) -> dict[str, SavedFile]:
@@ -159,25 +189,30 @@ class NewCheckpoint:
     def write_values(self) -> None:
         """Write the tensors of all values that were encoded."""
         if self._values or not self._tag:
-            self.write_tensors(values_file(f"{self._tag}/") if self._tag else VALUES, self._values)
+            name = values_file(f"{self._tag}/") if self._tag else VALUES
+            self._write_tensors(self._path / name, self._values, None)
 
     def write_small(self, name: str, data: bytes) -> None:
-        """Write a file that is not large."""
-        self._write(name, data)
-        self._add_file(RecordFile(name, len(data), crc32c_of(data)))
+        """Write a file that is not large beside the index."""
+        self._write(self._path / name, data)
+        self._add_file(RecordFile(name, len(data), crc32c_of(data)), None)
 
-    def _write(self, name: str, data: bytes) -> None:
-        path = self._path / name
+    def _write(self, path: Path, data: bytes) -> None:
         with system_errors("write", path):
             path.write_bytes(data)
         self._syncs.append(partial(sync_path, path))
 
-    def _add_file(self, file: RecordFile) -> None:
+    def _add_file(self, file: RecordFile, annex: int | None) -> None:
         assert file.name not in self._files, file.name
-        self._files[file.name] = SavedFile(length_bytes=file.length_bytes, crc32c=file.crc32c)
+        self._files[file.name] = SavedFile(length_bytes=file.length_bytes, crc32c=file.crc32c, annex=annex)
+
+    @property
+    def _bulk(self) -> int | None:
+        """The number of the annex that has what is large."""
+        return None if self.annex is None else self._number
 
     def write_tensors(self, name: str, tensors: Mapping[str, torch.Tensor]) -> dict[str, int]:
-        """Write a safetensors file. Holds one buffer pool and pieces of a tensor at a time.
+        """Write a safetensors file of model or state. Holds one buffer pool and pieces of a tensor at a time.
 
         Args:
             name: of the file.
@@ -186,6 +221,9 @@ class NewCheckpoint:
         Returns:
             The CRC-32C of each tensor's bytes.
         """
+        return self._write_tensors(self.bulk_path / name, tensors, self._bulk)
+
+    def _write_tensors(self, path: Path, tensors: Mapping[str, torch.Tensor], annex: int | None) -> dict[str, int]:
         layout = plan_whole_tensors([Entry(key, *_as_stored(tensor)) for key, tensor in tensors.items()])
         header = layout.header(0)
         length_bytes = layout.exact_bytes()
@@ -197,10 +235,11 @@ class NewCheckpoint:
                 for piece in pieces_of(tensor):
                     whole += piece.cpu().numpy().data
                 crcs[key] = crc32c_of(whole[start:])
-            self.write_small(name, bytes(whole))
+            self._write(path, bytes(whole))
+            self._add_file(RecordFile(path.name, len(whole), crc32c_of(whole)), annex)
             return crcs
         with (
-            OutputFile(self._path / name, length_bytes=length_bytes, summed=True) as output,
+            OutputFile(path, length_bytes=length_bytes, summed=True) as output,
             progress_bar("saving", length_bytes) as done,
         ):
             output.append(header)
@@ -211,7 +250,7 @@ class NewCheckpoint:
                     done(piece.numel())
                 crcs[key] = join_checksums(parts)
             output.commit()
-        self._add_file(RecordFile(name, length_bytes, output.checksum))
+        self._add_file(RecordFile(path.name, length_bytes, output.checksum), annex)
         return crcs
 
     def write_record(self, name: str, data: torch.Tensor) -> None:
@@ -220,10 +259,10 @@ class NewCheckpoint:
         Args:
             data: uint8, 1-D, on the CPU.
         """
-        with OutputFile(self._path / name, length_bytes=data.numel(), summed=True) as output:
+        with OutputFile(self.bulk_path / name, length_bytes=data.numel(), summed=True) as output:
             output.append(data)
             output.commit()
-        self._add_file(RecordFile(name, data.numel(), output.checksum))
+        self._add_file(RecordFile(name, data.numel(), output.checksum), self._bulk)
 
     def add_records(self, store: TensorStore, records: Mapping[RecordKey, RecordFile]) -> None:
         """Have the files of records here when `publish_records` is called.
@@ -243,29 +282,29 @@ class NewCheckpoint:
         for store, records in self._records.items():  # All of a store at once: their sum must have room.
             store.check_room_for_copies(records)
         for store, records in self._records.items():
-            paths = {key: (self._path / file.name, file.length_bytes) for key, file in records.items()}
+            paths = {key: (self.bulk_path / file.name, file.length_bytes) for key, file in records.items()}
             linked = store.publish_all(paths, synced=False)
             if len(linked) < len(records):
                 warn_once(
                     log,
-                    f"records on {store.directories[0].parent} cannot be linked to {self.directory.parent}: they are "
+                    f"records on {store.directories[0].parent} cannot be linked to {self.bulk_path.parent}: they are "
                     "copied in the background instead; a checkpoint on the same drive would cost no copy",
                 )
             for key, file in records.items():
                 if key in linked:
-                    self._syncs.append(partial(store.sync, key, self._path / file.name))
+                    self._syncs.append(partial(store.sync, key, self.bulk_path / file.name))
                 else:
                     # Pinned now, copied by `finish`: training goes on in another file in between.
                     pinned = store.pin(key)
                     self._pins.callback(pinned.close)
                     self._copies.append(partial(self._copy, pinned, file))
-                self._add_file(file)
+                self._add_file(file, self._bulk)
         if self._copies:  # `finish` may be in the background, when the records are in other files, or gone.
             all_at_once(self._syncs)
             self._syncs.clear()
 
     def _copy(self, pinned: Pinned, new: RecordFile) -> None:
-        path = self._path / new.name
+        path = self.bulk_path / new.name
         with AsyncIOHandle() as handle, OutputFile(path, length_bytes=new.length_bytes, summed=True) as output:
             for part in pinned.parts:
                 with part.file.descriptor() as opened, handle.open(f"/proc/self/fd/{opened}") as file:
@@ -278,7 +317,7 @@ class NewCheckpoint:
         """Copy what could not be linked, and let the checkpoint appear under its name.
 
         Args:
-            index: its `files` are filled in here.
+            index: its `files` are filled in here, and its `annexes` if this process has one.
             check: raises if what is in this directory, which nobody sees yet, could not be loaded.
 
         Returns:
@@ -288,13 +327,41 @@ class NewCheckpoint:
             SwapIOError: the drive failed or the directory is gone. What was there under the name is whole.
         """
         try:
-            self._make_copies()
-            index.files |= self._files
-            self._write(INDEX, index.text())
-            check(self._path)
-            return self._publish()
+            self.seal(index, check)
+            if self.annex is not None:
+                self.annex.complete()
+            return self.publish()
         finally:
             self.discard()
+
+    def seal(self, index: Index, check: Callable[[Path], None] = lambda _: None) -> None:
+        """Write the index: the first half of `finish`."""
+        self._make_copies()
+        index.files |= self._files
+        if self.annex is not None and not index.annexes:
+            index.annexes = [self.annex.saved]
+        self._write(self._path / INDEX, index.text())
+        check(self._path)
+        if self.annex is not None:  # Its files are synced before it is complete.
+            all_at_once(self._syncs)
+            self._syncs.clear()
+
+    def publish(self) -> Path | None:
+        """Let the checkpoint appear under its name: the second half of `finish`, once all annexes are complete."""
+        outcome = Outcome.UNKNOWN
+        try:
+            replaced = self._publish()
+            outcome = Outcome.PUBLISHED
+            return replaced
+        except BaseException:
+            # What is in its place has no name, and is not going to have one.
+            if self._new is not None and self._new.is_in_place():
+                outcome = Outcome.WITHDRAWN
+            raise
+        finally:
+            self.outcome = outcome
+            if self.annex is not None:
+                self.annex.conclude(outcome)
 
     def _make_copies(self) -> None:
         for copy in self._copies:
@@ -320,6 +387,8 @@ class NewCheckpoint:
         self._copies.clear()
         self._syncs.clear()
         self._pins.close()
+        if self.annex is not None:
+            self.annex.close()
         if self._new is not None:
             self._new.close()
 

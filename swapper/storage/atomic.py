@@ -35,7 +35,7 @@ import shutil
 import socket
 import stat
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -45,11 +45,14 @@ from swapper.process.finalizers import finalizer
 from swapper.process.interrupts import interrupts_deferred
 
 __all__ = [
+    "MARK",
+    "MarkedDirectory",
     "NewDirectory",
     "NewFile",
     "all_at_once",
     "claim",
     "is_being_written",
+    "locked_directory",
     "put_in_place",
     "remove_tree",
     "sweep_directories",
@@ -260,7 +263,54 @@ def sweep_files(directory: int) -> None:
 _TEMPORARY_PATH = re.compile(r"\..+\.tmp-[0-9a-f]{12}")
 
 
-class NewDirectory(_New):
+class MarkedDirectory(_New):
+    """A directory that has its name from the start, with `MARK` in it, and locked, until it is complete.
+
+    Args:
+        free_path: gives a path that nothing has, another one at each call; absolute, the directory above it exists.
+
+    Attributes:
+        path: of the directory, which is empty but for `MARK`. `close` removes it, unless `keep` was called.
+
+    Raises:
+        SwapIOError: it cannot be made.
+    """
+
+    def __init__(self, free_path: Callable[[], Path]) -> None:
+        super().__init__()
+        self._unfinished: list[Path] = []
+        self._removals.callback(_remove_trees, self._unfinished)
+        try:
+            while True:
+                self.path = free_path()
+                self._unfinished.append(self.path)  # Before it exists, so that it is removed whatever strikes.
+                with system_errors("create", self.path):
+                    self.path.mkdir()
+                    if _locked(self.path, self._descriptors):  # Else a sweep has found it between the two lines.
+                        (self.path / MARK).touch()
+                        self._status = os.stat(self.path)
+                        return
+        except BaseException:
+            self.close()
+            raise
+
+    def at_close(self, action: Callable[[], object]) -> None:
+        """Have `action` called by `close`, before the directory is removed."""
+        self._removals.callback(action)
+
+    def keep(self) -> None:
+        """Have it stay when it is closed."""
+        self._unfinished.clear()
+
+    def is_in_place(self) -> bool:
+        """True if the directory is known to be where it was made."""
+        try:
+            return os.path.samestat(os.stat(self.path), self._status)
+        except OSError:
+            return False
+
+
+class NewDirectory(MarkedDirectory):
     """A directory that gets a name, or replaces what has that name, in one step. See [Note: publishing].
 
     A context manager that closes it.
@@ -276,29 +326,11 @@ class NewDirectory(_New):
     """
 
     def __init__(self, target: Path) -> None:
-        super().__init__()
         self._target = target
-        self._unfinished: list[Path] = []
-        self._removals.callback(_remove_trees, self._unfinished)
-        try:
-            while True:
-                self.path = temporary_path(target)
-                self._unfinished.append(self.path)  # Before it exists, so that it is removed whatever strikes.
-                with system_errors("create", self.path):
-                    self.path.mkdir()
-                    if _locked(self.path, self._descriptors):  # Else a sweep has found it between the two lines.
-                        (self.path / MARK).touch()
-                        return
-        except BaseException:
-            self.close()
-            raise
+        super().__init__(partial(temporary_path, target))
 
     def __enter__(self) -> NewDirectory:
         return self
-
-    def at_close(self, action: Callable[[], object]) -> None:
-        """Have `action` called by `close`, before the directory is removed."""
-        self._removals.callback(action)
 
     def publish(
         self, check: Callable[[], object] = lambda: None, syncs: Sequence[Callable[[], object]] = ()
@@ -322,7 +354,7 @@ class NewDirectory(_New):
         with system_errors("publish", self._target):
             check()
             replaced = put_in_place(self.path, self._target)
-        self._unfinished.clear()
+        self.keep()
         return self.path if replaced else None
 
 
@@ -373,12 +405,15 @@ def sync_path(path: Path) -> None:
         os.fsync(_opened(stack, path, os.O_RDONLY))
 
 
-def sweep_directories(parent: Path, is_whole: Callable[[Path], bool]) -> None:
+def sweep_directories(
+    parent: Path, is_whole: Callable[[Path], bool], leaves: Callable[[Path], bool] = lambda _: False
+) -> None:
     """Remove what dead writers of directories left in `parent`. Never raises for what cannot be removed.
 
     Args:
         is_whole: whether a path is a published directory of the caller's kind. Only such a one, one with `MARK` and an
             empty one are removed; of files and links those whose name was given to such a one.
+        leaves: called just before a directory is removed; True leaves it.
     """
     try:
         names = [name for name in os.listdir(parent) if _TEMPORARY_PATH.fullmatch(name)]
@@ -392,7 +427,7 @@ def sweep_directories(parent: Path, is_whole: Callable[[Path], bool]) -> None:
                         path.unlink(missing_ok=True)
                 elif path.is_dir() and _locked(path, stack):
                     inside = os.listdir(path)
-                    if not inside or MARK in inside or is_whole(path):
+                    if (not inside or MARK in inside or is_whole(path)) and not leaves(path):
                         remove_tree(path)
                         log.info("removed %s: what a save that was killed had left", path)
         except OSError as error:
@@ -411,7 +446,7 @@ def remove_tree(path: Path, adopt: Callable[[Path], bool] = lambda _: False, *, 
     """
     with contextlib.suppress(OSError):  # As when the drive is full.
         (path / MARK).touch()
-    for name in sorted(os.listdir(path), key=lambda name: name in (last, MARK)):
+    for name in sorted(os.listdir(path), key=lambda name: (name in (last, MARK), name == MARK)):
         inside = path / name
         if inside.is_dir() and not inside.is_symlink():
             shutil.rmtree(inside)
@@ -429,6 +464,17 @@ def _remove_trees(paths: Sequence[Path]) -> None:
     for path in paths:
         with contextlib.suppress(OSError):
             remove_tree(path)
+
+
+@contextlib.contextmanager
+def locked_directory(directory: Path) -> Iterator[bool]:
+    """Lock a directory for a while. False if another process has the lock, or the directory is gone.
+
+    Raises:
+        OSError: it is no directory, or cannot be looked at.
+    """
+    with contextlib.ExitStack() as stack:
+        yield _locked(directory, stack)
 
 
 def _locked(directory: Path, stack: contextlib.ExitStack) -> bool:

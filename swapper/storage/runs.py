@@ -33,6 +33,7 @@ __all__ = [
     "Removal",
     "RunDirectory",
     "RunState",
+    "boot_id",
     "find_runs",
     "make_run_directory",
     "remove_run",
@@ -73,7 +74,8 @@ class _Owner:
         return cls(**{name: owner[name] for name, kind in types.items() if isinstance(owner.get(name), kind)})
 
 
-def _boot_id() -> str:
+def boot_id() -> str:
+    """What this boot of the host has that no other has; "" if it is not to be had."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -94,7 +96,7 @@ def make_run_directory(nvme_path: Path, run: str, rank: int) -> tuple[Path, int]
         lock = os.open(temporary / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         # Waits only where another process just looks whether this is a leftover; it will let go at once.
         fcntl.flock(lock, fcntl.LOCK_EX)
-        owner = _Owner(_boot_id(), socket.gethostname(), os.getpid(), run, rank)
+        owner = _Owner(boot_id(), socket.gethostname(), os.getpid(), run, rank)
         os.write(lock, json.dumps(asdict(owner)).encode())
         if directory.exists():
             raise FileExistsError(errno.EEXIST, "another run has this name", str(directory))
@@ -384,8 +386,8 @@ def _verdict(directory: Path, lock: int, operation: int) -> _Verdict | None:
     owner = _Owner.parse(text)
     if owner is None:
         return _Verdict(RunState.UNKNOWN, "its lock file does not say whose it is")
-    boot_id = _boot_id()
-    if boot_id and owner.boot_id == boot_id:
+    boot = boot_id()
+    if boot and owner.boot_id == boot:
         return _Verdict(RunState.STALE, "its lock is free", owner)
     if owner.host == socket.gethostname():
         return _Verdict(RunState.STALE, "its lock is free, and this host was booted since", owner)
@@ -409,7 +411,7 @@ def _described(directory: Path, verdict: _Verdict) -> RunDirectory:
     except OSError:
         size_bytes, files = None, None
     owner = verdict.owner
-    running = verdict.state is RunState.ALIVE and owner.host == socket.gethostname() and owner.boot_id == _boot_id()
+    running = verdict.state is RunState.ALIVE and owner.host == socket.gethostname() and owner.boot_id == boot_id()
     return RunDirectory(
         path=directory,
         temporary=directory.name.startswith(_TEMPORARY_PREFIX),

@@ -182,6 +182,10 @@ class Box(NamedTuple):
         """Its number of elements."""
         return math.prod(self.sizes)
 
+    def overlaps(self, other: Box) -> bool:
+        """True if there is an element in both."""
+        return all(max(a, b) < min(a + m, b + n) for a, m, b, n in zip(*self, *other, strict=True))
+
 
 def box_of(tensor: Any) -> Box:
     """The elements of `tensor` that this rank has: of a DTensor those of its local tensor, else all.

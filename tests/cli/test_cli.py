@@ -43,7 +43,7 @@ def leftover(nvme_path: Path, name: str = "swapper-dead-0", size: int = 100_000,
     """What a killed run left."""
     directory = nvme_path / name
     directory.mkdir(mode=0o700)
-    described = {"boot_id": runs_module._boot_id(), "host": socket.gethostname(), "pid": 1, "run": "dead", "rank": 0}
+    described = {"boot_id": runs_module.boot_id(), "host": socket.gethostname(), "pid": 1, "run": "dead", "rank": 0}
     (directory / "lock").write_text(json.dumps({**described, **owner}))
     (directory / RECORD).write_bytes(b"x" * size)
     return directory
@@ -292,7 +292,7 @@ def test_two_who_look_at_once_do_not_take_each_other_for_the_run(nvme_path: Path
 
 def test_the_same_empty_boot_id_is_not_the_same_boot(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     leftover(nvme_path, host="elsewhere", boot_id="")
-    monkeypatch.setattr(runs_module, "_boot_id", lambda: "")
+    monkeypatch.setattr(runs_module, "boot_id", lambda: "")
     assert [run.state for run in find_runs(nvme_path)] == [RunState.UNKNOWN]
 
 

@@ -68,7 +68,7 @@ def make_leftover(nvme_path: Path, name: str = "swapper-dead-0", **owner: object
     """What a killed run left, made without a process."""
     directory = nvme_path / name
     directory.mkdir(mode=0o700)
-    described = {"boot_id": runs_module._boot_id(), "host": socket.gethostname(), "pid": 1, "run": "dead", "rank": 0}
+    described = {"boot_id": runs_module.boot_id(), "host": socket.gethostname(), "pid": 1, "run": "dead", "rank": 0}
     (directory / "lock").write_text(json.dumps({**described, **owner}))
     (directory / KEY.file_name).write_bytes(b"x" * 10_000)
     return directory

@@ -37,7 +37,8 @@ PLACES: list[tuple[Any, str]] = [
     (TensorStore, "publish_all"),
     (NewCheckpoint, "write_values"),
     (NewCheckpoint, "complete"),
-    (NewCheckpoint, "finish"),
+    (NewCheckpoint, "seal"),
+    (NewCheckpoint, "publish"),
     (checkpoints, "refuse_unloadable"),
 ]
 
@@ -98,7 +99,7 @@ def fail_to_save(rank: int, directory: str, nvme: str, on_drive: str) -> None:
     step(net, optimizer, 1)
     step(twin, reference, 1)
     for (where, name), failing in ((place, failing) for place in PLACES for failing in (0, 1)):
-        if failing and name in ("finish", "refuse_unloadable"):  # Rank 0 does that.
+        if failing and name in ("seal", "publish", "refuse_unloadable"):  # Rank 0 does that.
             continue
         if name == "flush" and on_drive == "state":
             continue
