@@ -43,7 +43,17 @@ from swapper.progress import warn_once
 from swapper.storage.atomic import MARK, MarkedDirectory, all_at_once, locked_directory, remove_tree, sync_path
 from swapper.storage.runs import boot_id, run_directory_of
 
-__all__ = ["ANNEX", "AnnexPaths", "NewAnnex", "NowhereNamed", "Outcome", "annexes_of", "remove_annexes", "report_left"]
+__all__ = [
+    "ANNEX",
+    "AnnexPaths",
+    "NewAnnex",
+    "NowhereNamed",
+    "Outcome",
+    "annexes_of",
+    "host",
+    "remove_annexes",
+    "report_left",
+]
 
 log = logging.getLogger(__name__)
 
@@ -64,6 +74,11 @@ class _Manifest(BaseModel):
     host: str
     boot: str
     checkpoint: str
+
+
+def host() -> str:
+    """The name of this host."""
+    return socket.gethostname()
 
 
 def _manifest_of(path: Path) -> _Manifest | None:
@@ -116,7 +131,7 @@ class NewAnnex:
         self._new = MarkedDirectory(lambda: above / f"{checkpoint.name}.annex-{secrets.token_hex(8)}")
         self._is_complete = False
         self.path = self._new.path
-        self.saved = SavedAnnex(host=socket.gethostname(), path=str(self.path), token=secrets.token_hex(16))
+        self.saved = SavedAnnex(host=host(), path=str(self.path), token=secrets.token_hex(16))
         manifest = _Manifest(
             format="swapper annex",
             token=self.saved.token,
@@ -298,7 +313,7 @@ def _judge(path: Path) -> bool:
         if manifest is None:
             is_ours = inside <= {MARK, ANNEX}
         else:
-            is_ours = manifest.boot == boot_id() != "" or manifest.host == socket.gethostname()
+            is_ours = manifest.boot == boot_id() != "" or manifest.host == host()
         if not is_ours or (manifest is not None and _is_named(manifest)):
             log.warning("%s is left: it is unfinished, and not known to be of a process of this host that died", path)
             return False
@@ -370,7 +385,7 @@ class AnnexPaths:
             errno.ENOENT,
             "open",
             self._directory,
-            detail=f"it has files in annexes that {socket.gethostname()} does not reach: {named}{rest}; {given}mount "
+            detail=f"it has files in annexes that {host()} does not reach: {named}{rest}; {given}mount "
             "or copy each of these directories here, whole, and give the directory that it is in as annex=DIR (on the "
             "command line --annex DIR), unless it has the same path here",
         )

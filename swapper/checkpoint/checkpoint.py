@@ -214,7 +214,7 @@ def _save_together(
                 if not index.model.sharded:  # Tools of others can read them: all tensors are whole.
                     write_for_others(model, new, {name: index.model.tensors[name] for name in index.model.wholes()})
                 new.seal(index, refuse_unloadable)
-        replaced = publish(new)
+        replaced = publish(new, refuse_unloadable)
         aside = [] if after is None else after.set_aside(replaced)
         remove_unnamed([annex for path in aside for annex in annexes_of(path)], adopt)
         with agreed():  # All ranks find them gone.

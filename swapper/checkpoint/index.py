@@ -104,7 +104,7 @@ class SavedModel(_Entry):
     """The model's state dict: tensors, names that are one tensor with another, and encoded values that are none.
 
     `sharded` has those that are in parts. `own` has, by name and rank, where a rank has another tensor than rank 0, and
-    `own_values` the encoded values that it has otherwise.
+    `own_values` the encoded values that it has otherwise. `copies` are where tensors are too, on other hosts.
     """
 
     tensors: dict[str, SavedTensor]
@@ -113,6 +113,7 @@ class SavedModel(_Entry):
     sharded: dict[str, SavedShards] = {}
     own: dict[str, dict[str, str]] = {}
     own_values: dict[str, dict[str, Any]] = {}
+    copies: dict[str, list[SavedTensor]] = {}
 
     def wholes(self) -> dict[str, tuple[str, list[int]]]:
         """The dtype and shape of each tensor as the model has it, by name."""

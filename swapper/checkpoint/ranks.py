@@ -2,10 +2,10 @@
 
 [Note: ranks] Each rank has parts of DTensors, by FSDP2 or tensor parallelism, or a replica of all, by DDP, and writes
 them to files of its own in one directory that rank 0 has made: its records are linked, as ever. What several ranks
-have alike (`Replicate`, tensors that are no DTensors) is written once; who writes it is chosen from what all of them
-say that they have, so that bytes are spread. Rank 0 puts together what they say of their parts to one index, and
-publishes the directory when all have synced their files. Between any two of these steps all ranks find out whether all
-of them have succeeded: if one has not, all raise, and rank 0 removes what is there.
+have alike (`Replicate`, tensors that are no DTensors) is written once, with annexes once on each host; who writes it is
+chosen from what all of them say that they have, so that bytes are spread. Rank 0 puts together what they say of their
+parts to one index, and publishes the directory when all have synced their files. Between any two of these steps all
+ranks find out whether all of them have succeeded: if one has not, all raise, and rank 0 removes what is there.
 
     rank 0              others
     make a directory    -                   agree
@@ -29,7 +29,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint.annexes import NowhereNamed, Outcome, remove_annexes, report_left
+from swapper.checkpoint.annexes import NowhereNamed, Outcome, host, remove_annexes, report_left
+from swapper.checkpoint.doubles import drop_doubles
 from swapper.checkpoint.index import (
     SavedAnnex,
     SavedFile,
@@ -61,14 +62,16 @@ __all__ = ["Saved", "joined", "new_checkpoint", "publish", "remove_unnamed", "sa
 class _Offer:
     """What a rank could write, and digests of what ranks may have alike.
 
-    `parts` are of the model, which ranks may have in other units. `options` are of each optimizer, and so is `plain`:
-    the sums of parameters that are no DTensors and have state.
+    `parts` are of the model, which ranks may have in other units. `place` is what sees the drive that it writes to:
+    all, or with annexes its host, as far as is known. `options` are of each optimizer, and so is `plain`: the sums of
+    parameters that are no DTensors and have state.
     """
 
     units: list[tuple[str, int]]
     parts: list[str]
     sums: dict[str, object]
     extra: bytes
+    place: str
     options: list[bytes]
     plain: list[dict[int, int]]
 
@@ -111,10 +114,11 @@ def new_checkpoint(
             if rank == 0:
                 new = NewCheckpoint(directory, over_files=over_files, rank=0, annex=annex)
                 undo.callback(new.discard)
-        given = exchanged((annex is not None, None if new is None else (str(new.path), str(new.directory))))
+        place = None if annex is None else host()
+        given = exchanged((place, None if new is None else (str(new.path), str(new.directory))))
         with agreed():
-            if len({has_annex for has_annex, _ in given}) > 1:
-                without = [each for each, (has_annex, _) in enumerate(given) if not has_annex]
+            without = [each for each, (there, _) in enumerate(given) if there is None]
+            if 0 < len(without) < len(given):
                 raise ConfigError(f"annex: ranks {without} give none, and the others do; give one on each, or on none")
         remove_unnamed([] if new is None else new.without_name)
         with agreed():
@@ -129,11 +133,15 @@ def new_checkpoint(
                         "together, to a directory that all of them have"
                     )
         assert new is not None
+        new.is_apart = place != given[0][0]
         yield new
 
 
-def publish(new: NewCheckpoint) -> Path | None:
+def publish(new: NewCheckpoint, check: Callable[[Path], object]) -> Path | None:
     """Let a checkpoint whose index is written appear under its name. Collective.
+
+    Args:
+        check: as of `NewCheckpoint.seal`; called where rank 0 has not seen the annex.
 
     Returns:
         On rank 0 what had the name, as from `NewCheckpoint.publish`.
@@ -141,6 +149,8 @@ def publish(new: NewCheckpoint) -> Path | None:
     if new.annex is not None:
         try:
             with agreed():
+                if new.is_apart:
+                    check(new.path)
                 new.annex.complete()
         except SwapError:  # Of any rank, which all know: rank 0 does not publish it.
             new.annex.conclude(Outcome.WITHDRAWN)
@@ -206,11 +216,12 @@ def save_part(
             parts=shards.parts,
             sums=shards.sums,
             extra=new.summed(encoded, "extra."),
+            place="" if new.annex is None else host(),
             options=[digest_of_options(each, number, new) for number, each in enumerate(optimizers)],
             plain=[sums_of_plain(each) for each in optimizers],
         )
     offers = exchanged(offer)
-    mine = _share_out([each.units for each in offers])[rank]
+    mine = _share_out([each.units for each in offers], [each.place for each in offers])[rank]
     with agreed():
         _check_alike(offers, optimizers, names_of_parameters(model))
         sums = shards.sums_of_parts(_shared(offers))
@@ -293,18 +304,24 @@ def _check_same_parts(sums: Sequence[Mapping[str, tuple[str, int]]]) -> None:
                 raise _differ(name, one, rank)
 
 
-def _share_out(units: Sequence[Sequence[tuple[str, int]]]) -> list[set[str]]:
-    """The units that each rank writes: each is written by one of those that have it, so that bytes are spread."""
-    having: dict[str, list[int]] = {}
+def _share_out(units: Sequence[Sequence[tuple[str, int]]], places: Sequence[str]) -> list[set[str]]:
+    """The units that each rank writes: each is written by one of those that have it, so that bytes are spread.
+
+    Args:
+        units: of each rank.
+        places: of each rank. Each place has all units of its ranks.
+    """
+    having: dict[tuple[str, str], list[int]] = {}
     length_bytes: dict[str, int] = {}
-    for rank, each in enumerate(units):
+    for rank, (each, place) in enumerate(zip(units, places, strict=True)):
         for unit, length in each:
-            having.setdefault(unit, []).append(rank)
+            having.setdefault((unit, place), []).append(rank)
             length_bytes.setdefault(unit, length)
     load = [0] * len(units)
     chosen: list[set[str]] = [set() for _ in units]
-    for unit in sorted(having, key=length_bytes.__getitem__, reverse=True):  # The largest first: the rest evens out.
-        rank = min(having[unit], key=load.__getitem__)
+    # The largest first: the rest evens out.
+    for unit, place in sorted(having, key=lambda each: length_bytes[each[0]], reverse=True):
+        rank = min(having[unit, place], key=load.__getitem__)
         load[rank] += length_bytes[unit]
         chosen[rank].add(unit)
     return chosen
@@ -327,19 +344,21 @@ def joined(saved: Sequence[Saved]) -> dict[str, Any]:
         "annexes": [each.annex for each in saved if each.annex is not None],
         "ranks": len(saved),
         "step": next((each.step for each in saved if each.step is not None), None),
-        "model": (model := _joined_model([each.model for each in saved])),
+        "model": (model := _joined_model([each.model for each in saved], keeps_copies=saved[0].annex is not None)),
         "optimizers": [_joined_optimizer(saved, number, model) for number in range(len(saved[0].optimizers))],
         "extra": saved[0].extra,
         "own_extra": {str(each.rank): each.extra for each in saved[1:] if each.own_extra},
     }
 
 
-def _joined_model(models: Sequence[SavedModel]) -> SavedModel:
+def _joined_model(models: Sequence[SavedModel], keeps_copies: bool) -> SavedModel:
     whole = models[0]
     for model in models[1:]:
         if model.sharded.keys() != whole.sharded.keys():
             name = min(model.sharded.keys() ^ whole.sharded.keys())
             raise SwapError(f"{name} is a DTensor of only some ranks, which cannot be saved together")
+        for name in model.tensors.keys() & whole.tensors.keys() if keeps_copies else ():
+            whole.copies.setdefault(name, []).append(model.tensors.pop(name))
         whole.tensors |= model.tensors
         whole.tied |= model.tied
         for name, shards in model.sharded.items():
@@ -427,23 +446,6 @@ def _joined_optimizer(saved: Sequence[Saved], number: int, model: SavedModel) ->
                             segment.encodings = encodings
                         segment.parameter = part
             whole.buckets.append(bucket)
-    _drop_doubles(whole)
+    if saved[0].annex is None:  # Else a reader chooses, who knows what it reaches.
+        drop_doubles(whole)
     return whole
-
-
-def _drop_doubles(optimizer: SavedOptimizer) -> None:
-    """Leave one of the slices that ranks have written twice, since they have cut what both have otherwise."""
-    found: dict[int, list[tuple[int, int, int, int]]] = {}
-    for b, bucket in enumerate(optimizer.buckets):
-        for i, segment in enumerate(bucket.segments):
-            if isinstance(segment, SavedSegment):
-                found.setdefault(segment.parameter, []).append((segment.start, -segment.stop, b, i))
-    for slices in found.values():
-        at, is_first = 0, True
-        for start, stop, b, i in sorted(slices):
-            if start == at and (is_first or -stop > at):
-                at, is_first = -stop, False
-                continue
-            bucket = optimizer.buckets[b]
-            segment = bucket.segments[i]
-            bucket.segments[i] = SavedHole(hole=True, tie_bits=segment.tie_bits)

@@ -14,6 +14,7 @@ import torch
 from pydantic import ValidationError
 
 from swapper.checkpoint.annexes import AnnexPaths
+from swapper.checkpoint.doubles import choose_copies, drop_doubles
 from swapper.checkpoint.index import INDEX, START, Index, SavedFile, open_index, read_index, values_file, with_checksum
 from swapper.errors import SwapError, SwapIOError
 from swapper.files.tensor_files import StoredTensor, TensorReader, read_header
@@ -80,6 +81,10 @@ class Checkpoint:
         self._tables: dict[str, dict[str, StoredTensor]] = {}
         self._verified: set[str] = set()
         self.annexes = AnnexPaths(self.directory, self.index.annexes, annexes, unfinished=unfinished)
+        if self.index.annexes:
+            choose_copies(self.index.model, self.reaches)
+            for optimizer in self.index.optimizers:
+                drop_doubles(optimizer, self.reaches)
         for name in self.index.files if check_files else ():
             if self.reaches(name):
                 self.check_file(name)

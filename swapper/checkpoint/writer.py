@@ -73,6 +73,7 @@ class NewCheckpoint:
 
     Attributes:
         annex: what is being written there, if there is one.
+        is_apart: rank 0 is on another host; False unless the maker says so.
         outcome: what became of it, known after `publish`.
         without_name: annexes of what killed saves have left beside the checkpoint, which was removed now; those that
             other ranks are to remove.
@@ -106,6 +107,7 @@ class NewCheckpoint:
         self._tag = "" if rank is None else f"r{rank}"
         self._number = rank or 0
         self.outcome = Outcome.UNKNOWN
+        self.is_apart = False
         self._new: NewDirectory | None = None
         self.annex: NewAnnex | None = None
         self.without_name: list[NowhereNamed] = []
