@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from swapper.checkpoint.boxed_state import BoxedState
 from swapper.checkpoint.directories import remove_leftovers
+from swapper.checkpoint.index import SavedSegment
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.saved_model import model_values
 from swapper.checkpoint.streams import TensorStream, model_stream
@@ -76,6 +77,7 @@ def export_checkpoint(
     model_only: bool = False,
     drop_masters: bool = False,
     force: bool = False,
+    annexes: Sequence[Path] = (),
 ) -> Exported:
     """Write a checkpoint as ordinary files, which plain PyTorch reads. Holds a piece of a tensor, and small ones.
 
@@ -99,17 +101,19 @@ def export_checkpoint(
         drop_masters: leave out master weights, which plain classes do not use; else they are `master_param` in the
             state.
         force: replace `out`: a file, or a directory with nothing but files that an export has.
+        annexes: where annexes of the checkpoint are now, as of `load_checkpoint`.
 
     Raises:
         SwapError: something exists at `out`; the checkpoint is damaged; or something cannot be had in this format.
-        SwapIOError: a file cannot be read, or the drive is full.
+        SwapIOError: a file cannot be read, or is in an annex that this process does not reach; or the drive is full.
     """
     if to not in get_args(Format):
         raise SwapError(f"to: {to!r} is none of {', '.join(get_args(Format))}")
     target = Path(os.path.abspath(out))
     _check_free(target, Path(os.path.abspath(directory)), to, force)
     remove_leftovers(target.parent)
-    with Checkpoint(directory) as checkpoint, contextlib.ExitStack() as stack:
+    with Checkpoint(directory, annexes=annexes) as checkpoint, contextlib.ExitStack() as stack:
+        checkpoint.require(_needed_files(checkpoint, model_only))
         job = _Export(checkpoint, model_only, drop_masters)
         job.done = stack.enter_context(progress_bar("exporting", job.length_bytes()))
         if to in _FILES:
@@ -154,6 +158,13 @@ def _check_free(target: Path, directory: Path, to: Format, force: bool) -> None:
         raise SwapError(f"{target} is a directory; give the name of a file")
     elif not force:
         raise SwapError(f"{target} exists; give another name, or replace it by force (--force)")
+
+
+def _needed_files(checkpoint: Checkpoint, model_only: bool) -> set[str]:
+    model = {tensor.file for tensor in checkpoint.index.model.tensors.values()}
+    buckets = [bucket for each in checkpoint.index.optimizers for bucket in each.buckets if not model_only]
+    used = {each.file for each in buckets if any(isinstance(segment, SavedSegment) for segment in each.segments)}
+    return model | {file for file in used if file is not None}
 
 
 class _Export:

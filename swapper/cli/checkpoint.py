@@ -31,6 +31,10 @@ __all__ = ["app"]
 app = typer.Typer(no_args_is_help=True, help="Show, check, export and import checkpoints.")
 
 Directory = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, as swapper.save_checkpoint writes it.")]
+Annexes = Annotated[
+    list[Path] | None,
+    typer.Option("--annex", metavar="DIR", help="Where annexes are now, if they were moved. May be repeated."),
+]
 Force = Annotated[bool, typer.Option("--force", help="Replace what is there.")]
 
 _KINDS = (
@@ -50,11 +54,12 @@ _RANK = re.compile(r"(^model|^values|^optimizer-[0-9]+)-r[0-9]+(?=[-.])")
 @app.command("show")
 def show_checkpoint(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint, or a directory of checkpoints.")],
+    annex: Annexes = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what is in a checkpoint.
 
-    Of a directory of checkpoints it shows a line each, the newest last.
+    Of a directory of checkpoints it shows a line each, the newest last. Annexes need not be reached.
 
     \b
     Example:
@@ -63,7 +68,7 @@ def show_checkpoint(
     if directory.is_dir() and not os.path.lexists(directory / INDEX):
         _show_all(directory, as_json)
         return
-    with Checkpoint(directory) as checkpoint:
+    with Checkpoint(directory, annexes=annex or ()) as checkpoint:
         described = _describe(checkpoint)
     if as_json:
         print_json(described)
@@ -72,16 +77,19 @@ def show_checkpoint(
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
-    index = checkpoint.index
+    index, paths = checkpoint.index, checkpoint.annexes
     wholes = index.model.wholes()
-    stored = [checkpoint.tensor(tensor.file, name) for name, tensor in index.model.tensors.items()]
     return {
         **_in_short(checkpoint),
         "files": _files(checkpoint),
+        "annexes": [
+            {"host": annex.host, "path": annex.path, "found": None if (at := paths.path(n)) is None else str(at)}
+            for n, annex in enumerate(index.annexes)
+        ],
         "model": {
             "tensors": len(wholes),
             "numel": _numel_of_model(checkpoint),
-            "length_bytes": sum(tensor.stop_bytes - tensor.start_bytes for tensor in stored),
+            "length_bytes": sum(_length_bytes(checkpoint, name) for name in index.model.tensors),
             "dtypes": dict(Counter(dtype for dtype, _ in wholes.values())),
             "tied": index.model.tied,
             "values": sorted(index.model.values),
@@ -89,6 +97,15 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
         "optimizers": [_optimizer(checkpoint, number) for number in range(len(index.optimizers))],
         "extra": _extra(index.extra),
     }
+
+
+def _length_bytes(checkpoint: Checkpoint, name: str) -> int:
+    """Of a tensor of the model, as its file has it."""
+    if checkpoint.reaches(checkpoint.index.model.tensors[name].file):
+        stored = checkpoint.tensor(checkpoint.index.model.tensors[name].file, name)
+        return stored.stop_bytes - stored.start_bytes
+    dtype, shape = checkpoint.model_spec(name)
+    return shape.numel() * dtype.itemsize
 
 
 def _in_short(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -194,6 +211,9 @@ def _print_one(found: dict[str, Any]) -> None:
     say("")
     rows = [[files["kind"], str(files["files"]), format_bytes(files["length_bytes"])] for files in found["files"]]
     print_table(make_console(), ["FILES", "COUNT", "SIZE"], rows)
+    for annex in found["annexes"]:
+        at = "" if annex["found"] == annex["path"] else f", here {annex['found']}"
+        say(f"annex {annex['path']} of host {annex['host']}{', not reached here' if annex['found'] is None else at}")
     say("")
     model = found["model"]
     dtypes = ", ".join(f"{count} {dtype}" for dtype, count in model["dtypes"].items())
@@ -261,22 +281,27 @@ def _is_of_others(path: Path) -> bool:
 
 
 @app.command("verify")
-def verify(directory: Directory, as_json: AsJson = False) -> None:
+def verify(directory: Directory, annex: Annexes = None, as_json: AsJson = False) -> None:
     """Compare every file with its checksum.
 
-    Reads all of the checkpoint. Goes on after a file that is damaged or missing, and names each. The exit code is 1
-    then.
+    Reads all of the checkpoint, its annexes too. Goes on after a file that is damaged or missing, and names each. The
+    exit code is 1 then.
 
     \b
     Example:
         swapper checkpoint verify runs/step-1000
     """
     damaged: list[dict[str, str]] = []
-    with Checkpoint(directory, check_files=False) as checkpoint:
+    with Checkpoint(directory, check_files=False, annexes=annex or ()) as checkpoint:
         files = checkpoint.index.files
         length_bytes = sum(file.length_bytes for file in files.values())
+        for number, saved in enumerate(checkpoint.index.annexes):
+            try:
+                checkpoint.annexes.refuse([number])
+            except SwapError as error:  # Once, and not for each of its files.
+                damaged.append({"file": saved.path, "error": str(error)})
         with progress_bar("verifying", length_bytes) as done:
-            for name in files:
+            for name in filter(checkpoint.reaches, files):
                 try:
                     checkpoint.check_file(name)
                     checkpoint.verify(name, done)
@@ -286,7 +311,9 @@ def verify(directory: Directory, as_json: AsJson = False) -> None:
                     damaged.append({"file": name, "error": str(error)})
         # The index has a checksum of its own, which was compared when it was opened.
         length_bytes += (checkpoint.directory / INDEX).stat().st_size
-        path, unknown = checkpoint.directory, sorted(set(os.listdir(checkpoint.directory)) - files.keys() - {INDEX})
+        path = checkpoint.directory
+        beside = {name for name, file in files.items() if file.annex is None}
+        unknown = sorted(set(os.listdir(path)) - beside - {INDEX})
     counts = {"files": len(files) + 1, "length_bytes": length_bytes}
     if as_json:
         print_json({"path": str(path), **counts, "damaged": damaged, "unknown": unknown})
@@ -322,6 +349,7 @@ def export(
     drop_masters: Annotated[
         bool, typer.Option("--drop-masters", help="Without master weights, which plain classes do not use.")
     ] = False,
+    annex: Annexes = None,
     force: Force = False,
     as_json: AsJson = False,
 ) -> None:
@@ -338,7 +366,9 @@ def export(
     suffixes = {"torch": ".pt", "safetensors": "-safetensors", "dcp": "-dcp", "lightning": "-lightning.ckpt"}
     name = Path(os.path.abspath(directory))
     out = out or name.with_name(name.name + suffixes[to.value])
-    made = export_checkpoint(directory, to.value, out, model_only=model_only, drop_masters=drop_masters, force=force)
+    made = export_checkpoint(
+        directory, to.value, out, model_only=model_only, drop_masters=drop_masters, force=force, annexes=annex or ()
+    )
     _print_made(made, format_bytes(made.length_bytes), as_json)
 
 
