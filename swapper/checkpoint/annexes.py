@@ -37,7 +37,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import BaseModel
 
-from swapper.checkpoint.index import SavedAnnex, glance
+from swapper.checkpoint.index import SavedAnnex, glance, look_at
 from swapper.errors import SwapError, SwapIOError, path_given, system_errors
 from swapper.progress import warn_once
 from swapper.storage.atomic import MARK, MarkedDirectory, all_at_once, locked_directory, remove_tree, sync_path
@@ -221,8 +221,12 @@ class NowhereNamed(NamedTuple):
 
 
 def annexes_of(directory: Path) -> list[NowhereNamed]:
-    """Those that go with a checkpoint. None of what is none."""
-    found = None if directory.is_symlink() else glance(directory)
+    """Those that go with a checkpoint. None of what is none.
+
+    Raises:
+        OSError: its index cannot be read, so nobody would know of them.
+    """
+    found = None if directory.is_symlink() else look_at(directory)
     if found is None:
         return []
     return [NowhereNamed(number, saved, found.files_in(number)) for number, saved in enumerate(found.annexes)]
@@ -254,8 +258,10 @@ def remove_annexes(
                     )
                 else:
                     remove_tree(path, lambda file: _RECORD.fullmatch(file.name) is not None and adopt(file), last=ANNEX)
-        except OSError:
+        except (FileNotFoundError, NotADirectoryError):
             left.append(each)
+        except OSError as error:
+            log.warning("%s is left, though its checkpoint is gone: %s", path, error)
     return left
 
 

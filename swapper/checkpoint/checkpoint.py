@@ -7,7 +7,6 @@ makes one after the other: the next waits for one that still goes on in the back
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import logging
 import os
@@ -22,16 +21,10 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint.annexes import annexes_of
 from swapper.checkpoint.boxed_state import BoxedState
-from swapper.checkpoint.directories import (
-    check_replaceable,
-    remove_checkpoint,
-    remove_leftovers,
-    remove_replaced,
-    set_aside,
-)
+from swapper.checkpoint.directories import check_replaceable, remove_checkpoint, remove_leftovers, remove_replaced
 from swapper.checkpoint.index import Index, glance, made_by
+from swapper.checkpoint.pruning import After, siblings
 from swapper.checkpoint.ranks import joined, new_checkpoint, publish, remove_unnamed, save_part
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.saved_model import (
@@ -183,7 +176,7 @@ def save(
         undo.callback(new.discard)
         index = _described(model, optimizers, extra, new)
         keep_last = _keep_last(optimizers) if prune else None
-        after = _After(new.directory, index.run, keep_last, _adopter(model, optimizers))
+        after = After(new.directory, index.run, keep_last, _adopter(model, optimizers))
         # In a handler of the program's end nobody waits for a thread any more.
         if new.has_copies_to_make and threading.main_thread().is_alive():
             return _finish_in_background(new, index, after, undo)
@@ -210,20 +203,20 @@ def _save_together(
                 training = _next_of(model, new.directory)
                 _say_what_is_not_saved(optimizers, names_of_parameters(model))
                 index = Index(**made_by() | joined(saved), run=training.run, sequence=training.sequence)
-                after = _After(new.directory, index.run, _keep_last(optimizers) if prune else None, adopt)
+                after = After(new.directory, index.run, _keep_last(optimizers) if prune else None, adopt)
                 if not index.model.sharded:  # Tools of others can read them: all tensors are whole.
                     write_for_others(model, new, {name: index.model.tensors[name] for name in index.model.wholes()})
                 new.seal(index, refuse_unloadable)
         replaced = publish(new, refuse_unloadable)
-        aside = [] if after is None else after.set_aside(replaced)
-        remove_unnamed([annex for path in aside for annex in annexes_of(path)], adopt)
+        aside, annexes = ([], []) if after is None else after.all_aside(replaced)
+        remove_unnamed(annexes, adopt)
         with agreed():  # All ranks find them gone.
             for path in aside:
                 remove_replaced(path, adopt, annexes_too=False)
     return SaveHandle(str(new.directory), None)
 
 
-def _finish_in_background(new: NewCheckpoint, index: Index, after: _After, undo: contextlib.ExitStack) -> SaveHandle:
+def _finish_in_background(new: NewCheckpoint, index: Index, after: After, undo: contextlib.ExitStack) -> SaveHandle:
     """Hand `new`, which `undo` discards, to a thread that writes the rest of it."""
     global _background
     over = threading.Event()
@@ -288,7 +281,7 @@ def _next_of(model: torch.nn.Module, directory: Path) -> _Training:
     """The training of `model`, with the number of its next checkpoint."""
     training = _trainings.setdefault(_known_by(model), _Training(secrets.token_hex(8), 0))
     # Those of a training that was taken back to an earlier checkpoint since were made before this one too.
-    training.sequence = max([training.sequence, *(n for n, _ in _siblings(directory, training.run))]) + 1
+    training.sequence = max([training.sequence, *(n for n, _ in siblings(directory, training.run))]) + 1
     return training
 
 
@@ -320,57 +313,6 @@ def _adopter(model: torch.nn.Module, optimizers: Sequence[Optimizer]) -> Callabl
     found = [getattr(swapper, "store", None) for swapper in swappers]
     stores: list[TensorStore] = list({id(store): store for store in found if store is not None}.values())
     return lambda path: any(store.adopt(path) for store in stores)
-
-
-def _siblings(directory: Path, run: str) -> list[tuple[int, Path]]:
-    """The checkpoints of a training beside `directory`, itself among them, in the order in which they were made."""
-    found = []
-    try:
-        beside = list(directory.parent.iterdir())
-    except OSError as error:
-        raise SwapIOError(error.errno or errno.EIO, "list", directory.parent) from error
-    for path in beside:
-        whose = None if path.name.startswith(".") else glance(path)
-        if whose is not None and whose.run == run:
-            found.append((whose.sequence, path))
-    return sorted(found)
-
-
-@dataclass
-class _After:
-    """Tidies up when a checkpoint is there."""
-
-    directory: Path
-    run: str
-    keep_last: int | None
-    adopt: Callable[[Path], bool]
-
-    def set_aside(self, replaced: Path | None) -> list[Path]:
-        """Give those that are too many temporary names. Never raises for what cannot be.
-
-        Returns:
-            What is to be removed, the checkpoint that was replaced too.
-        """
-        found = [] if replaced is None else [replaced]
-        try:
-            too_many = _siblings(self.directory, self.run)[: -self.keep_last] if self.keep_last else []
-        except SwapIOError as error:
-            log.warning("old checkpoints are left alone: %s", error)
-            return found
-        for _, path in too_many:
-            try:
-                check_replaceable(path)
-            except SwapError as error:
-                log.warning("an old checkpoint is left alone: %s", error)
-                continue
-            if (aside := set_aside(path)) is not None:
-                found.append(aside)
-        return found
-
-    def tidy(self, replaced: Path | None) -> None:
-        """Remove the checkpoint that was replaced, and those that are too many. Never raises for what cannot be."""
-        for path in self.set_aside(replaced):
-            remove_replaced(path, self.adopt)
 
 
 # --- Loading ---------------------------------------------------------------------------------------------------------

@@ -59,7 +59,10 @@ def remove_leftovers(parent: Path, annexes: list[NowhereNamed] | None = None) ->
     """
 
     def leaves(path: Path) -> bool:
-        found = annexes_of(path)
+        try:
+            found = annexes_of(path)
+        except OSError:
+            return True
         if annexes is not None:
             annexes.extend(found)
         return bool(found) and annexes is None
@@ -95,9 +98,9 @@ def remove_replaced(path: Path, adopt: Callable[[Path], bool] = lambda _: False,
     Args:
         annexes_too: those of its annexes that this process reaches. False if they are removed already.
     """
-    if annexes_too:  # First: if that ends in the middle, what names the others is there for the next save.
-        report_left(remove_annexes(annexes_of(path), adopt))
     try:
+        if annexes_too:  # First: if that ends in the middle, what names the others is there for the next save.
+            report_left(remove_annexes(annexes_of(path), adopt))
         if path.is_symlink() or not path.is_dir():
             path.unlink(missing_ok=True)
         else:

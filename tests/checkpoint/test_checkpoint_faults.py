@@ -8,6 +8,7 @@ import fcntl
 import gc
 import io
 import os
+import shutil
 import threading
 import time
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import SmallTraining, whole
+from checkpoints import SmallTraining, annexes_in, whole
 from interrupts import interrupted_at
 from sampling import ALL, places
 
@@ -96,24 +97,45 @@ def at_most(held: tuple[int, int], where: str) -> None:
     raise AssertionError(f"{files}; {now} descriptors and threads are left, and there were {held}: {where}")
 
 
+def places_of(where: str, here: Path, elsewhere: Path) -> tuple[Path, Path | None]:
+    """Where checkpoints go, and their annexes."""
+    if where == "linked":
+        return here / "saves", None
+    return elsewhere / "saves", {"annex": here / "drive", "copied annex": elsewhere / "drive"}.get(where)
+
+
+def nothing_but(checkpoint: Path, annex: Path | None, caplog: pytest.LogCaptureFixture, where: str) -> None:
+    """No annex is there but those of the checkpoint, and those that the log has named as left."""
+    if annex is not None:
+        for name in {*os.listdir(annex)} - annexes_in(checkpoint):
+            assert name in caplog.text, where
+            shutil.rmtree(annex / name)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("where", ["linked", "copied"])
-def test_any_call_fails(where: str, tmp_path: Path, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    parent = tmp_path / "saves" if where == "linked" else elsewhere / "saves"
+@pytest.mark.parametrize("where", ["linked", "copied", "annex", "copied annex"])
+def test_any_call_fails(
+    where: str,
+    tmp_path: Path,
+    elsewhere: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    parent, annex = places_of(where, tmp_path, elsewhere)
     training = SmallTraining(tmp_path).steps(2)
-    training.save(parent / "saved").wait()
-    training.save(parent / "saved").wait()
+    training.save(parent / "saved", annex).wait()
+    training.save(parent / "saved", annex).wait()
     gc.collect()
     fails = CallFails(monkeypatch)
     held = held_by_process()
     raised = 0
-    every = 1 if where == "linked" else 3
+    every = 1 if where in ("linked", "annex") else 3
     for n in places(every, sample=3 * every):
         before = (parent / "saved" / "index.json").read_bytes()
         error: BaseException | None = None
         with fails.at(n):
             try:
-                handle = training.save(parent / "saved")
+                handle = training.save(parent / "saved", annex)
                 fails.spared = threading.get_ident()
                 training.steps()
                 handle.wait()
@@ -127,8 +149,9 @@ def test_any_call_fails(where: str, tmp_path: Path, elsewhere: Path, monkeypatch
             assert (parent / "saved" / "index.json").read_bytes() == before, fails.failed
             assert whole(parent / "saved"), fails.failed
         del error
-        training.save(parent / "saved").wait()
+        training.save(parent / "saved", annex).wait()
         assert os.listdir(parent) == ["saved"], fails.failed
+        nothing_but(parent / "saved", annex, caplog, fails.failed)
         at_most(held, fails.failed)
     assert raised > (20 if ALL else 5)
     assert training.everything() == SmallTraining(None).steps(training.turn).everything()
@@ -144,23 +167,30 @@ EVERY = {
     "checkpoint/state_writer.py": 201,
     "storage/store.py": 151,
 }
+EVERY_OF_ANNEXES = {
+    "checkpoint/annexes.py": 43,
+    "checkpoint/writer.py": 97,
+    "checkpoint/directories.py": 97,
+    "storage/atomic.py": 97,
+}
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("where", ["linked", "copied"])
-def test_ctrl_c_at_any_place(where: str, tmp_path: Path, elsewhere: Path) -> None:
-    parent = tmp_path / "saves" if where == "linked" else elsewhere / "saves"
+@pytest.mark.parametrize("where", ["linked", "copied", "annex"])
+def test_ctrl_c_at_any_place(where: str, tmp_path: Path, elsewhere: Path, caplog: pytest.LogCaptureFixture) -> None:
+    parent, annex = places_of(where, tmp_path, elsewhere)
     training = SmallTraining(tmp_path).steps(2)
-    training.save(parent / "saved").wait()
+    training.save(parent / "saved", annex).wait()
     gc.collect()
     held = held_by_process()
-    for file_name, every in EVERY.items():
+    for file_name, every in EVERY.items() if annex is None else EVERY_OF_ANNEXES.items():
         for n in places(every, sample=3 * every):
-            if not interrupted_at(n, lambda: training.save(parent / "saved").wait(), file_name):
+            if not interrupted_at(n, lambda: training.save(parent / "saved", annex).wait(), file_name):
                 break
             assert whole(parent / "saved"), (file_name, n)
-            training.steps().save(parent / "saved").wait()
+            training.steps().save(parent / "saved", annex).wait()
             assert os.listdir(parent) == ["saved"], (file_name, n)
+            nothing_but(parent / "saved", annex, caplog, f"{file_name}, {n}")
             at_most(held, f"{file_name}, {n}")
         assert n, file_name
     assert training.everything() == SmallTraining(None).steps(training.turn).everything()

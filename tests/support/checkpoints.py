@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from twins import bits, small_records
 
 import swapper
+from swapper.checkpoint.index import glance
 from swapper.checkpoint.reader import Checkpoint
 
 
@@ -22,6 +23,13 @@ def whole(directory: Path) -> bool:
         for name in checkpoint.index.files:
             checkpoint.verify(name)
     return True
+
+
+def annexes_in(directory: Path) -> set[str]:
+    """The names of the annexes that a checkpoint has."""
+    found = glance(directory)
+    assert found is not None
+    return {Path(annex.path).name for annex in found.annexes}
 
 
 class SmallNet(nn.Module):
@@ -66,11 +74,12 @@ class SmallTraining:
             self.turn += 1
         return self
 
-    def save(self, directory: Path) -> swapper.SaveHandle:
-        return swapper.save_checkpoint(directory, self.model, self.optimizer, {"turn": self.turn, "t": torch.ones(3)})
+    def save(self, directory: Path, annex: Path | None = None) -> swapper.SaveHandle:
+        extra = {"turn": self.turn, "t": torch.ones(3)}
+        return swapper.save_checkpoint(directory, self.model, self.optimizer, extra, annex=annex)
 
-    def load(self, directory: Path) -> SmallTraining:
-        self.turn = swapper.load_checkpoint(directory, self.model, self.optimizer)["turn"]
+    def load(self, directory: Path, annex: Any = ()) -> SmallTraining:
+        self.turn = swapper.load_checkpoint(directory, self.model, self.optimizer, annex=annex)["turn"]
         return self
 
     def everything(self) -> Any:
