@@ -152,8 +152,11 @@ def publish(new: NewCheckpoint, check: Callable[[Path], object]) -> Path | None:
                 if new.is_apart:
                     check(new.path)
                 new.annex.complete()
-        except SwapError:  # Of any rank, which all know: rank 0 does not publish it.
-            new.annex.conclude(Outcome.WITHDRAWN)
+        except BaseException as error:
+            # What is raised of a rank all know, and rank 0 does not publish. Of another failure, as when a rank is
+            # gone, only rank 0 knows that.
+            if isinstance(error, SwapError) or rank_of_process() == 0:
+                new.annex.conclude(Outcome.WITHDRAWN)
             raise
     replaced, failure = None, None
     if rank_of_process() == 0:

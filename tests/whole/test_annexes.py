@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+import errno
+import io
+import logging
 import os
+import signal
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ranks
 import torch
-from sharded_nets import in_processes
+from sharded_nets import in_processes, within_group
+from small_drives import mounted
 from test_fsdp import Case, config_of, local, same, sharded, step
-from test_fsdp_checkpoint_faults import are_same, close, everything, made, trained
+from test_fsdp_checkpoint_faults import are_same, close, everything, full_drive, killed, made, trained
 from test_fsdp_checkpoints import everything as wholes
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 import swapper
 from swapper.checkpoint import annexes
+from swapper.checkpoint import checkpoint as checkpoints
+from swapper.checkpoint import ranks as ranks_module
+from swapper.checkpoint.index import glance
+from swapper.checkpoint.writer import NewCheckpoint
+from swapper.errors import SwapError, SwapIOError
+from swapper.storage import atomic
+from swapper.storage.store import TensorStore
 
 
 def annex_of(directory: str, rank: int) -> str:
@@ -145,3 +160,276 @@ def each_alone(rank: int, directory: str, nvme: str, kind: str, on_drive: str) -
 @pytest.mark.parametrize("on_drive", ["none", "state", "all"])
 def test_what_all_have_is_in_an_annex_on_each_host(kind: str, on_drive: str, nvme_path: Path, tmp_path: Path) -> None:
     in_processes(each_alone, str(tmp_path), str(nvme_path), kind, on_drive)
+
+
+# --- One rank fails --------------------------------------------------------------------------------------------------
+
+FAILING: list[tuple[Any, str, int | None]] = [
+    (annexes, "_check_outside", None),
+    (annexes, "_sweep", None),
+    (NewCheckpoint, "_write_tensors", None),
+    (TensorStore, "publish_all", None),
+    (NewCheckpoint, "complete", None),
+    (NewCheckpoint, "seal", 0),
+    (annexes, "all_at_once", None),
+    (annexes.NewAnnex, "complete", None),
+    (atomic, "put_in_place", 0),
+]
+"""Where a rank fails; None: any."""
+
+
+def named(path: str) -> list[Path]:
+    """The annexes of a checkpoint, in the order of ranks."""
+    found = glance(Path(path))
+    assert found is not None
+    return [Path(annex.path) for annex in found.annexes]
+
+
+def fail_to_save(rank: int, directory: str, nvme: str, on_drive: str) -> None:
+    """What fails on one rank is raised on all; nothing is left, and training and the old checkpoint are whole."""
+    net, optimizer = trained(nvme, on_drive)
+    twin, reference = trained(nvme, on_drive)
+    path, mine = f"{directory}/all/checkpoint", annex_of(directory, rank)
+    swapper.save_checkpoint(path, net, optimizer, annex=mine)
+    saved, kept = everything(net, optimizer), os.listdir(mine)
+    for each, its in ((net, optimizer), (twin, reference)):
+        step(each, its, 1)
+
+    def check(what: object) -> None:
+        torch.distributed.barrier()
+        assert os.listdir(f"{directory}/all") == ["checkpoint"], what
+        assert os.listdir(mine) == kept, what
+        torch.distributed.barrier()
+
+    for (where, name, only), failing in ((place, failing) for place in FAILING for failing in (0, 1)):
+        if only not in (None, failing):
+            continue
+        with pytest.MonkeyPatch.context() as patch:
+            if rank == failing:
+                patch.setattr(where, name, full_drive)
+            with pytest.raises(SwapIOError, match="a file") as caught:
+                swapper.save_checkpoint(path, net, optimizer, annex=mine)
+        assert caught.value.errno == errno.ENOSPC
+        assert (f"on rank {failing}" in str(caught.value)) == (rank != failing), (name, str(caught.value))
+        check(name)
+    if rank == 0:
+        Path(f"{directory}/file").touch()
+    torch.distributed.barrier()
+    wrong: list[tuple[object, str]] = [
+        (f"{directory}/file", "file"),
+        (f"{directory}/file/below", "file/below"),
+        ("/proc/annex", "/proc/annex"),
+        (f"{path}/annex", "annex: .* is in the checkpoint"),
+        (None, r"annex: ranks \[[01]\] give none"),
+        (3, "annex: a int is not a path"),
+    ]
+    for given, what in wrong:
+        for failing in (0, 1):
+            with pytest.raises(SwapError, match=what):
+                swapper.save_checkpoint(path, net, optimizer, annex=given if rank == failing else mine)  # type: ignore[arg-type]
+            check(what)
+    for each, its in ((net, optimizer), (twin, reference)):
+        step(each, its, 2)
+    assert are_same(everything(net, optimizer), everything(twin, reference))
+    swapper.load_checkpoint(path, net, optimizer)
+    assert are_same(everything(net, optimizer), saved)
+    swapper.save_checkpoint(path, net, optimizer, annex=mine)
+    assert os.listdir(mine) == [named(path)[rank].name] != kept
+    close(net, optimizer)
+    close(twin, reference)
+
+
+def fail_to_load(rank: int, directory: str, nvme: str, on_drive: str) -> None:
+    """An annex that one rank needs and cannot reach, or whose files are damaged, is named on all, and all go on."""
+    net, optimizer = trained(nvme, on_drive)
+    path, mine = f"{directory}/checkpoint", annex_of(directory, rank)
+    swapper.save_checkpoint(path, net, optimizer, annex=mine)
+    saved = everything(net, optimizer)
+    step(net, optimizer, 1)
+    now = everything(net, optimizer)
+    moved = f"{directory}/moved"
+    for failing in (0, 1):
+        torch.distributed.barrier()
+        if rank == failing:
+            os.rename(mine, moved)
+        torch.distributed.barrier()
+        annex = named(path)[failing]
+        with pytest.raises(SwapIOError, match="mount or copy") as caught:
+            swapper.load_checkpoint(path, net, optimizer)
+        assert str(annex) in str(caught.value) and f"of host {os.uname().nodename}" in str(caught.value)
+        assert (f"on rank {failing}" in str(caught.value)) == (rank != failing)
+        assert are_same(everything(net, optimizer), now)
+        swapper.load_checkpoint(path, net, optimizer, annex=moved if rank == failing else ())
+        assert are_same(everything(net, optimizer), saved)
+        step(net, optimizer, 1)
+        assert are_same(everything(net, optimizer), now)
+        torch.distributed.barrier()
+        if rank == failing:
+            os.rename(moved, mine)
+            file = next(annex.glob("*-00000.safetensors"))
+            os.truncate(file, file.stat().st_size - 1)
+        torch.distributed.barrier()
+        with pytest.raises(SwapError, match="cut off, or is from another one"):
+            swapper.load_checkpoint(path, net, optimizer)
+        assert are_same(everything(net, optimizer), now)
+        swapper.save_checkpoint(path, net, optimizer, annex=mine)
+        saved = everything(net, optimizer)
+        step(net, optimizer, 1)
+        now = everything(net, optimizer)
+    close(net, optimizer)
+
+
+def share_a_drive(rank: int, directory: str, nvme: str, on_drive: str) -> None:
+    """Ranks of one host may have one drive; old annexes go, and a plain model reads all that it reaches."""
+    net, optimizer = trained(nvme, on_drive)
+    for number in range(3):
+        path = f"{directory}/step-{number % 2}"
+        swapper.save_checkpoint(path, net, optimizer, annex=f"{directory}/drive")
+        step(net, optimizer, number)
+    assert {*os.listdir(f"{directory}/drive")} == {each.name for n in (0, 1) for each in named(f"{directory}/step-{n}")}
+    swapper.save_checkpoint(f"{directory}/step-0", net, optimizer)
+    assert {*os.listdir(f"{directory}/drive")} == {each.name for each in named(f"{directory}/step-1")}
+    close(net, optimizer)
+
+
+def fail(rank: int, directory: str, nvme: str, on_drive: str) -> None:
+    for work in (fail_to_save, fail_to_load, share_a_drive):
+        path = f"{directory}/{work.__name__}"
+        os.makedirs(path, exist_ok=True)
+        try:
+            work(rank, path, nvme, on_drive)
+        except Exception as error:
+            error.add_note(f"in rank {rank}: {work.__name__}")
+            raise
+        torch.distributed.barrier()
+
+
+@pytest.mark.long
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("on_drive", ["state", "all"])
+def test_what_fails_on_one_rank_fails_on_all(
+    on_drive: str, nvme_path: Path, tmp_path: Path, leaves_nothing: None
+) -> None:
+    in_processes(fail, str(tmp_path), str(nvme_path), on_drive)
+
+
+def fill_drive(rank: int, directory: str, nvme: str) -> None:
+    net, optimizer = trained(nvme, "state")
+    path = f"{directory}/all/checkpoint"
+    swapper.save_checkpoint(path, net, optimizer)
+    with pytest.raises(SwapIOError) as caught:
+        swapper.save_checkpoint(path, net, optimizer, annex=annex_of(directory, rank))
+    assert caught.value.errno == errno.ENOSPC
+    torch.distributed.barrier()
+    assert os.listdir(f"{directory}/all") == ["checkpoint"] and not os.listdir(annex_of(directory, rank))
+    swapper.load_checkpoint(path, net, optimizer)
+    close(net, optimizer)
+
+
+@pytest.mark.long
+@pytest.mark.root
+def test_a_full_drive_of_one_rank_is_an_error_on_all(nvme_path: Path, tmp_path: Path) -> None:
+    drive = Path(annex_of(str(tmp_path), 1))
+    drive.mkdir()
+    with mounted(drive, "-t", "tmpfs", "-o", "size=16k", "tmpfs"):
+        in_processes(fill_drive, str(tmp_path), str(nvme_path))
+
+
+# --- Killed ----------------------------------------------------------------------------------------------------------
+
+DEATHS: list[tuple[Any, str, str, int | None]] = [
+    (annexes.NewAnnex, "__init__", "after", None),
+    (NewCheckpoint, "publish_records", "after", None),
+    (NewCheckpoint, "seal", "after", 0),
+    (annexes.NewAnnex, "complete", "before", None),
+    (annexes.NewAnnex, "complete", "after", None),
+    (NewCheckpoint, "publish", "before", 0),
+    (NewCheckpoint, "_publish", "after", 0),
+    (annexes.NewAnnex, "conclude", "before", None),
+    (annexes.NewAnnex, "conclude", "after", None),
+    (ranks_module, "remove_annexes", "before", None),
+    (ranks_module, "remove_annexes", "after", None),
+    (checkpoints, "remove_replaced", "before", 0),
+]
+"""Where a rank is killed, and which; None: any."""
+
+
+def dies(where: Any, name: str, when: str) -> None:
+    """Kill this process when it calls something."""
+    real = getattr(where, name)
+
+    def call(*args: Any, **options: Any) -> None:
+        if when == "after":
+            real(*args, **options)
+        killed()
+
+    setattr(where, name, call)
+
+
+def live(rank: int, directory: str, nvme: str, dying: int, death: int) -> None:
+    net, optimizer = trained(nvme, "all")
+    path, mine = f"{directory}/all/checkpoint", annex_of(directory, rank)
+    only_reach(pytest.MonkeyPatch(), mine)
+    swapper.save_checkpoint(path, net, optimizer, annex=mine)
+    before = wholes(net, optimizer)
+    step(net, optimizer, 1)
+    after = wholes(net, optimizer)
+    if rank == 0:
+        torch.save((before, after), f"{directory}/whole.pt")
+    torch.distributed.barrier()
+    if rank == dying:
+        dies(*DEATHS[death][:3])
+    try:
+        swapper.save_checkpoint(path, net, optimizer, annex=mine)
+        torch.distributed.barrier()  # Where nothing of it is left that the others would miss.
+    except Exception as error:
+        Path(f"{directory}/raised-{rank}").write_text(f"{type(error).__name__}: {error}")
+        # Nobody is helped by its end.
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline and not Path(f"{directory}/raised-{1 - dying}").exists():
+            time.sleep(0.05)
+        os._exit(0)
+
+
+def go_on(rank: int, directory: str, nvme: str) -> None:
+    """Another training finds one of the two, whole; the next save removes what no checkpoint names, or names it."""
+    net, optimizer = made(nvme, "all")
+    path, mine = f"{directory}/all/checkpoint", annex_of(directory, rank)
+    only_reach(pytest.MonkeyPatch(), mine)
+    swapper.load_checkpoint(path, net, optimizer)
+    found = wholes(net, optimizer)
+    known = torch.load(f"{directory}/whole.pt")
+    assert any(each.keys() == found.keys() and all(same(each[key], found[key]) for key in each) for each in known)
+    said = io.StringIO()
+    logging.getLogger("swapper").addHandler(logging.StreamHandler(said))
+    swapper.save_checkpoint(path, net, optimizer, annex=mine)
+    swapper.load_checkpoint(path, net, optimizer)
+    assert os.listdir(f"{directory}/all") == ["checkpoint"]
+    for name in {*os.listdir(mine)} - {named(path)[rank].name}:
+        assert name in said.getvalue(), (name, said.getvalue())
+        Path(f"{directory}/left-{rank}").touch()
+    close(net, optimizer)
+
+
+@pytest.mark.long
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize(
+    ("death", "dying"),
+    [
+        pytest.param(number, rank, id=f"{when}-{name}-{rank}")
+        for number, (_, name, when, only) in enumerate(DEATHS)
+        for rank in (0, 1)
+        if only in (None, rank)
+    ],
+)
+def test_a_rank_that_is_killed_leaves_a_checkpoint_whole(
+    death: int, dying: int, nvme_path: Path, tmp_path: Path
+) -> None:
+    with ranks.started(within_group, live, (str(tmp_path), str(nvme_path), dying, death), ranks=2) as context:
+        for process in context.processes:
+            process.join(ranks.TIMEOUT_S)
+        assert context.processes[dying].exitcode == -signal.SIGKILL
+    assert (tmp_path / f"raised-{1 - dying}").exists()
+    in_processes(go_on, str(tmp_path), str(nvme_path))
+    certain = {"__init__", "publish_records", "seal", "_publish"}
+    assert DEATHS[death][1] not in certain or not [*tmp_path.glob("left-*")]
