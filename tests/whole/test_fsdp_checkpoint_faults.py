@@ -33,7 +33,7 @@ from swapper.storage.store import TensorStore
 PLACES: list[tuple[Any, str]] = [
     (swapper.ParameterSwapper, "flush"),
     (NewCheckpoint, "encode"),
-    (NewCheckpoint, "write_tensors"),
+    (NewCheckpoint, "_write_tensors"),
     (TensorStore, "publish_all"),
     (NewCheckpoint, "write_values"),
     (NewCheckpoint, "complete"),
