@@ -51,7 +51,7 @@ DeviceMemory::~DeviceMemory() {
 void* DeviceMemory::allocate(size_t length, int number, int stream) {
     Device& device = this->device(number);
     const size_t counted = round_up(length, kAllocationUnit);
-    if (device.allocated + counted > device.limit) return nullptr;
+    if (device.allocated + counted > device.limit || ++allocations_ == refused_) return nullptr;
     reap();
     const size_t mapped = round_up(length, kPage);
     std::optional<Block> block = take_free(stream, mapped);
@@ -66,6 +66,11 @@ void* DeviceMemory::allocate(size_t length, int number, int stream) {
     device.allocated += counted;
     device.peak = std::max(device.peak, device.allocated);
     return address;
+}
+
+int64_t DeviceMemory::refuse_at(int64_t n) {
+    refused_ = n;
+    return std::exchange(allocations_, 0);
 }
 
 std::optional<DeviceMemory::Block> DeviceMemory::take_free(int stream, size_t mapped) {

@@ -48,8 +48,11 @@ class DeviceMemory {
     DeviceMemory& operator=(const DeviceMemory&) = delete;
     ~DeviceMemory();
 
-    // nullptr if that is more than the limit.
+    // nullptr if that is more than the limit, or is to be refused.
     void* allocate(size_t length, int device, int stream);
+    // The n-th allocation from now on is refused; 0: none is. Returns how many there were since the last
+    // call.
+    int64_t refuse_at(int64_t n);
     void free(void* address);
     // `stream` uses the memory too: it is not reused before all that the stream has to do when it is freed.
     void record(void* address, int stream);
@@ -110,7 +113,8 @@ class DeviceMemory {
     std::map<std::pair<int, size_t>, std::vector<Free>>
         free_;  // by stream and mapped length, the last one last
     std::map<std::pair<int, size_t>, std::vector<char*>>
-        unused_;  // by device and mapped length; of no stream
+        unused_;                             // by device and mapped length; of no stream
+    int64_t allocations_ = 0, refused_ = 0;  // see `refuse_at`
     size_t held_length_ = 0, free_length_ = 0;
     size_t release_at_ = kKept;  // `free_length_` from which on poisoned memory is taken from its streams
     std::vector<std::string> violations_;

@@ -337,6 +337,10 @@ void set_limit(int64_t device, int64_t length) {
     Entered()->memory.device(static_cast<int>(device)).limit = static_cast<size_t>(length);
 }
 
+int64_t refuse_at(int64_t n) {
+    return Entered()->memory.refuse_at(n);
+}
+
 void sleep(int64_t device, double us) {
     Entered()->scheduler.push(current_stream(static_cast<int>(device)), {{}, {}, {}, us, "sleep"});
 }
@@ -395,6 +399,7 @@ TORCH_LIBRARY(sim, m) {
     m.def("sleep(int device, float us) -> ()", sleep);
     m.def("drive(int device, float us) -> ()", drive);
     m.def("fail_at(int n) -> int", fail_at);
+    m.def("refuse_at(int n) -> int", refuse_at);
     m.def("host_register(int address, int length) -> ()", host_register);
     m.def("host_unregister(int address) -> ()", host_unregister);
     m.def("refuse_access(int storage, str message) -> ()", refuse_access);

@@ -26,6 +26,7 @@ __all__ = [
     "host_register",
     "host_unregister",
     "keep_time",
+    "refuse_at",
     "set_limit",
     "sleep",
     "times",
@@ -142,6 +143,14 @@ def fail_at(n: int) -> int:
     Whatever waits for the device next, or polls, raises it, once. Returns how many have run since the last call.
     """
     return int(torch.ops.sim.fail_at(n))
+
+
+def refuse_at(n: int) -> int:
+    """Let the n-th allocation of device memory from now on, counted from 1, raise `torch.OutOfMemoryError`. 0: none.
+
+    Returns how many there were since the last call.
+    """
+    return int(torch.ops.sim.refuse_at(n))
 
 
 def host_register(address: int, length_bytes: int) -> None:

@@ -311,6 +311,17 @@ def test_statistics_and_the_limit(sim: Any) -> None:
     sim.set_limit(device="sim:1")
 
 
+def test_the_nth_allocation_can_be_refused(sim: Any) -> None:
+    if not hasattr(torch.ops.sim, "refuse_at"):
+        pytest.skip("it was built before")
+    sim.refuse_at(2)
+    first = torch.empty(4, device="sim")
+    with pytest.raises(torch.OutOfMemoryError):
+        torch.empty(4, device="sim")
+    assert torch.empty(4, device="sim").data_ptr() != first.data_ptr()
+    assert sim.refuse_at(0) == 3
+
+
 # --- Devices, processes, random numbers -----------------------------------------------------------------------------
 
 
