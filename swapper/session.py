@@ -15,6 +15,7 @@ import torch
 
 from swapper.config import AioConfig, OffloadConfig
 from swapper.errors import SwapIOError, system_errors
+from swapper.io.devices import memory_advice
 from swapper.io.gds import GDSHandle, probe_cufile
 from swapper.io.handle import AsyncIOHandle
 from swapper.storage.agreement import rank_count
@@ -41,6 +42,10 @@ __all__ = [
 
 
 _MadeT = TypeVar("_MadeT")
+_STAGING_ADVICE = (
+    "records go between the drive and parameters through memory of the accelerator, of which aio.gds: off needs none; "
+    "set that, or lower offload_param.device_bytes"
+)
 
 
 class Shared:
@@ -168,7 +173,8 @@ class Shared:
             torch.OutOfMemoryError: the device has not so much memory.
         """
         try:
-            pool = self.device_pools(device)(pool_bytes)
+            with memory_advice(_STAGING_ADVICE):
+                pool = self.device_pools(device)(pool_bytes)
         except BaseException:
             release()
             raise
@@ -370,6 +376,7 @@ def close_all(opened: Sequence[_Closes]) -> None:
         raise failures[0]
 
 
+@memory_advice(_STAGING_ADVICE)
 def why_not_direct(config: OffloadConfig, device: torch.device | None) -> str:
     """Say why records cannot go between the drives of `config` and `device` without the pool; "" if they can.
 

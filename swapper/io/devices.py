@@ -44,6 +44,7 @@ __all__ = [
     "Copy",
     "DeviceCopies",
     "Event",
+    "advise_on_memory",
     "check_devices",
     "copies_of",
     "current_accelerator",
@@ -53,6 +54,7 @@ __all__ = [
     "has_accelerator",
     "is_accelerator",
     "keep_for_current_stream",
+    "memory_advice",
     "note_failure",
     "on_device",
     "on_streams",
@@ -229,6 +231,29 @@ def free_bytes(device: torch.device) -> int | None:
     except (AttributeError, RuntimeError):
         return None
     return free
+
+
+_ADVICE = "\nswapper: "
+
+
+def advise_on_memory(error: BaseException, advice: str) -> None:
+    """If `error` is that of torch for a device without memory, have it say what to do, unless it does so already.
+
+    It stays the same object. The advice is in its text: Python 3.10 does not show notes.
+    """
+    text = str(error)
+    if isinstance(error, torch.OutOfMemoryError) and _ADVICE not in text:
+        error.args = (f"{text}{_ADVICE}{advice}",)
+
+
+@contextlib.contextmanager
+def memory_advice(advice: str) -> Iterator[None]:
+    """`advise_on_memory` of what is raised within it."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        advise_on_memory(error, advice)
+        raise
 
 
 def synchronize(device: torch.device) -> None:

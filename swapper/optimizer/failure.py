@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.errors import SwapError, SwapIOError
+from swapper.io.devices import advise_on_memory
 from swapper.metrics import Metrics
 from swapper.optimizer.segments import Bucket
 from swapper.optimizer.stepper import Stepper
@@ -20,6 +21,10 @@ from swapper.tensors.sharded import local_of
 
 __all__ = ["Guard"]
 
+_ADVICE = (
+    "a step on the accelerator takes memory there for three buckets, and for what the optimizer computes for one; "
+    "lower bucket_bytes, or set offload_optimizer.step_device: cpu"
+)
 _Version = tuple["weakref.ref[torch.nn.Parameter]", int, int]
 
 
@@ -70,6 +75,8 @@ class Guard:
                 others all, so that no rank may go on. None where this process steps alone.
         """
         stepper = self._stepper
+        if error is not None and stepper.plan.on_device:
+            advise_on_memory(error, _ADVICE)
         is_here = stepper.stepping or bool(error and stepper.entered)
         if not is_here and shared is None:
             return

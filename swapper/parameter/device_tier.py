@@ -36,7 +36,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from swapper.errors import SwapIOError
-from swapper.io.devices import Copy, DeviceCopies
+from swapper.io.devices import Copy, DeviceCopies, memory_advice
 from swapper.parameter.cache import DEVICE_TYPES, ONE_CALL, Held, one_call_of
 from swapper.parameter.device_uses import DeviceUses
 from swapper.parameter.direct_records import DirectRecords
@@ -57,6 +57,10 @@ if TYPE_CHECKING:
 
 __all__ = ["DeviceTier"]
 
+_ADVICE = (
+    "parameters take up to offload_param.device_bytes of the accelerator's memory; lower that, as far as swapper.check "
+    "says that they need it, or offload_param.device_resident_bytes, which is a part of it"
+)
 _FEW = 3
 """Records that are looked at for one that the device has done with: about as many as fit by default."""
 
@@ -124,6 +128,7 @@ class DeviceTier:
 
     # --- Uses on the device ----------------------------------------------------------------------------------------
 
+    @memory_advice(_ADVICE)
     def bring(self, held: Held, phase: str) -> None:
         """Have the values of `held`, of which there is a hold, on the device for what the current stream does next.
 
@@ -462,6 +467,7 @@ class DeviceTier:
         if held.leaving:
             self._free(held)
 
+    @memory_advice(_ADVICE)
     def bring_down(self, held: Held) -> None:
         """Have the newest values of `held` in the pool or in its file. Waits for the device, not for the drive.
 
@@ -511,6 +517,7 @@ class DeviceTier:
             held.changed, held.summed, held.stepped = True, False, True
         self._move(None)
 
+    @memory_advice(_ADVICE)
     def release_on_host(self, held: Held, use: object) -> None:
         """End a use of the pool's buffer. What was changed is written, and goes up to values that are in use.
 

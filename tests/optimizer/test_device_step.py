@@ -6,6 +6,7 @@ See `accelerators` for the devices.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -413,7 +414,8 @@ def test_a_step_for_which_the_device_has_no_memory_fails_and_can_be_made_good(de
             sim_device.set_limit(torch.sim.memory_allocated() + room)  # type: ignore[attr-defined]
             try:
                 optimizer.step()
-            except torch.OutOfMemoryError:
+            except torch.OutOfMemoryError as error:
+                assert re.search(r"(?s)sim out of memory.*\nswapper: .*bucket_bytes.*step_device: cpu$", str(error))
                 failed += 1
                 sim_device.set_limit()
                 if room > 1 << 10:

@@ -652,7 +652,8 @@ def test_a_device_without_memory_is_an_error_and_the_next_pass_is_right(
         monkeypatch.setattr(torch, "empty", allocate)
         try:
             trained.run(trained.model)
-        except torch.OutOfMemoryError:
+        except torch.OutOfMemoryError as error:
+            assert re.search(r"^no memory\nswapper: .*offload_param\.device_bytes", str(error))
             failed += 1
         monkeypatch.setattr(torch, "empty", empty)
         trained.check()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerators import simulated
 from interrupts import interrupted_at, places_of
 from mock_cufile import COMPILER, WITHOUT_CUFILE, Mock, check_that_the_reason_is_logged_once
 from models import CASES
@@ -475,6 +476,20 @@ def test_ctrl_c_in_a_step(direct: Mock, nvme_path: Path, device: torch.device) -
         trained.check()
     assert struck >= (60 if ALL else 10)
     trained.close()
+
+
+@pytest.mark.parametrize("at", [1, 3], ids=["probe", "staging"])
+def test_too_little_memory_for_staging_is_an_error_that_says_what_to_do(
+    direct: Mock, nvme_path: Path, device: torch.device, at: int
+) -> None:
+    if not hasattr(torch.ops.sim, "refuse_at"):
+        pytest.skip("the simulated device was built before it could refuse memory")
+    model = layers(device)
+    simulated().refuse_at(at)
+    with pytest.raises(torch.OutOfMemoryError, match=r"\nswapper: .*aio\.gds: off"):
+        swapper.offload(model, config=config_for(nvme_path))
+    simulated().refuse_at(0)
+    swapper_of(swapper.offload(model, config=config_for(nvme_path))[0]).close()
 
 
 def test_device_memory_is_what_was_said(direct: Mock, nvme_path: Path, device: torch.device) -> None:
