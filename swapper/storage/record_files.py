@@ -132,8 +132,9 @@ class Part:
         stack.callback(self.pins.discard, token)
         self.pins.add(token)
         name = directory / f"pin-{token:06d}"
+        stack.callback(_unlink, name, os.getpid())  # Before it is made: Ctrl-C may strike anywhere.
         file = _reopen(handle, self.file, name)
-        stack.callback(_unpin, file, name, os.getpid())
+        stack.callback(_let_go, file)
         return PinnedPart(handle, file, length_bytes)
 
     def unreserved_bytes(self) -> int:
@@ -173,7 +174,7 @@ class PinnedPart(NamedTuple):
 
 
 def _reopen(handle: AsyncIOHandle, file: File, name: Path) -> File:
-    """Open a file once more, for reading, under a second name, which is its own until `remove`.
+    """Open a file once more, for reading, under a second name, which is its own.
 
     Where that cannot be, as the file has no name any more or the file system no second ones, it stays open instead.
     """
@@ -184,17 +185,27 @@ def _reopen(handle: AsyncIOHandle, file: File, name: Path) -> File:
             os.link(same_file, name, src_dir_fd=descriptor, follow_symlinks=True)
         except OSError:
             return handle.open(same_file, "r")
-        try:
-            return handle.open(name, "r", by_name=True)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                name.unlink()
-            raise
+        return handle.open(name, "r", by_name=True)
 
 
-def _unpin(file: File, name: Path, pid: int) -> None:
-    if file.path == str(name) and os.getpid() == pid:  # Else it has no name of its own, or it is the parent's.
-        remove(file)
+def _unlink(path: Path | str, pid: int) -> None:
+    if os.getpid() != pid:
+        return  # A forked child: it is the parent's.
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        pass
+    except OSError as error:
+        # As when the drive went read-only. Others are still to be removed; `close` of the store tries this one again.
+        log.warning("could not remove %s: %s", path, error)
+
+
+def _let_go(file: File) -> None:
+    """Close a file that is about to lose its name."""
+    if not file.closed:
+        # Reads that nobody wants any more may be in flight. Without descriptors for them they fail, and say so.
+        with contextlib.suppress(SwapIOError):
+            file.leave_name()
     file.close()
 
 
@@ -243,18 +254,8 @@ def used(record: Record) -> Iterator[tuple[Part, int]]:
 
 def remove(file: File) -> None:
     """Close a file of ours and take its name."""
-    if not file.closed:
-        # Reads that nobody wants any more may be in flight. Without descriptors for them they fail, and say so.
-        with contextlib.suppress(SwapIOError):
-            file.leave_name()
-    file.close()
-    try:
-        os.unlink(file.path)
-    except FileNotFoundError:
-        pass
-    except OSError as error:
-        # As when the drive went read-only. Others are still to be removed; `close` tries this one again.
-        log.warning("could not remove %s: %s", file.path, error)
+    _let_go(file)
+    _unlink(file.path, os.getpid())
 
 
 def link(file: File, path: Path) -> bool:
