@@ -44,7 +44,8 @@ def loading(optimizer: Optimizer, parameters: Sequence[torch.nn.Parameter], dire
     """While a checkpoint is loaded into it and into `parameters`. If that fails, no step can be made before a load."""
     swapper = swapper_of(optimizer)
     if swapper is not None:
-        with swapper.loading([p for p in parameters_of(optimizer) if any(p is other for other in parameters)]):
+        loaded = set(map(id, parameters))
+        with swapper.loading([p for p in parameters_of(optimizer) if id(p) in loaded]):
             yield
         return
     try:

@@ -228,6 +228,8 @@ class OpenBucket:
 
     def _encode(self, masters: Masters, ties: Mapping[Segment, torch.Tensor]) -> None:
         """Write `masters`, and the ties of the other segments, which may move within the tail of the record."""
+        if not masters and not self.bucket.is_split:
+            return
         cursor = self.bucket.layout.tail_offset_bytes
         for segment in self.bucket.segments:
             if segment in masters:
@@ -251,7 +253,7 @@ class OpenBucket:
         """Offset in the record of the ties of each segment that has any, in bytes."""
         found: dict[Segment, int] = {}
         cursor = self.bucket.layout.tail_offset_bytes
-        for segment in self.bucket.segments:
+        for segment in self.bucket.segments if self.bucket.is_split else ():
             if segment.tie_bits:
                 found[segment] = cursor
                 cursor += segment.tie_bytes

@@ -448,6 +448,7 @@ class Bucket:
         self.segments = tuple(segments)
         self.remote = remote
         self.scratch_bytes = sum(segment.scratch_bytes(remote) for segment in segments)
+        self.is_split = any(segment.is_split for segment in segments)
         self.layout, self.packing = self._lay_out()
 
     @property

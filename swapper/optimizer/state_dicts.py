@@ -67,10 +67,10 @@ class StateRecords:
             SwapIOError: the drive failed. The state is as it was.
         """
         states = {of: _Gathered(allocate) for of in map(self.plan.of, parameters) if of is not None and of.has_state}
-        reached = {bucket for of in states for bucket in of.buckets}
-        buckets = [bucket for bucket in self.plan.buckets if bucket in reached]
+        reached = {bucket.key.number: bucket for of in states for bucket in of.buckets}
+        buckets = [reached[number] for number in sorted(reached)]  # In the order of the plan.
         self.checksums_to_host(states)
-        show = self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
+        show = len(buckets) > 1 and self.plan.stored_bytes >= SHOW_PROGRESS_BYTES
         self.bucket_records.release_live()
         try:
             with modes_kept():
@@ -79,7 +79,8 @@ class StateRecords:
                 for i, bucket in enumerate(progress(buckets, "reading optimizer state", show)):
                     prefetcher.look(i)
                     opened = self.bucket_records.take(bucket)
-                    for segment in bucket.segments:
+                    # A bucket may have thousands of parameters, whose state is asked for one by one.
+                    for segment in next(iter(states)).segments if len(states) == len(buckets) == 1 else bucket.segments:
                         if segment.of in states:
                             states[segment.of].add(opened, segment)
                     self.bucket_records.release(opened)
@@ -206,7 +207,8 @@ class StateRecords:
         of = self.plan.of(parameter)
         assert of is not None
         for bucket in of.buckets:
-            mine = [segment for segment in bucket.segments if segment.of is of]
+            here = of.segments if len(of.buckets) == 1 else bucket.segments  # A bucket may have thousands.
+            mine = [segment for segment in here if segment.of is of]
             self.bucket_records.wait_written(bucket)
             if not entries and not any(segment.tie_bits for segment in mine):
                 for segment in mine:

@@ -248,7 +248,7 @@ class OptimizerSwapper:
         self._check_usable("state")
         if not self.swaps_state:
             return copy.deepcopy(self._optimizer().state.get(parameter, {}))
-        if not self._plan.is_planned(parameter) and not self._has_in_group(parameter):
+        if not self._plan.is_planned(parameter) and all(p is not parameter for p in parameters_of(self._optimizer())):
             raise KeyError("the optimizer does not have this parameter")
         self._plan.check_unchanged(parameter)
         return self._gathered([parameter]).get(id(parameter), {})
@@ -371,18 +371,16 @@ class OptimizerSwapper:
                 "optimizer.load_state_dict(...), or call optimizer.swapper.reset() to start from no state"
             )
 
-    def _prepare(self, operation: str) -> Optimizer:
+    def _prepare(self, operation: str, *, follow: bool = True) -> Optimizer:
         """Check that `operation` may be done now, and follow `param_groups`. Returns the optimizer."""
         self._check_usable(operation)
         optimizer = self._optimizer()
         self._check_state(optimizer)
-        self._follower.follow(optimizer)
+        if follow:
+            self._follower.follow(optimizer)
         if operation == "step":
             self._plan.check_not_moved()
         return optimizer
-
-    def _has_in_group(self, parameter: torch.nn.Parameter) -> bool:
-        return any(p is parameter for p in parameters_of(self._optimizer()))
 
     def _take_over(self, optimizer: Optimizer) -> None:
         """Have other optimizers leave the gradients of these parameters alone when they arrive.
@@ -506,9 +504,11 @@ class OptimizerSwapper:
             ConfigError, ValueError: the entries cannot be those of the parameter. Nothing was changed.
             SwapIOError: the drive failed.
         """
-        optimizer = self._prepare("assigning to optimizer.state")
+        # To follow groups is work for all parameters, and programs assign the state of all, one after another.
+        optimizer = self._prepare("assigning to optimizer.state", follow=not self._plan.is_planned(parameter))
+        self._plan.check_unchanged(parameter)
         if not self._plan.is_planned(parameter):
-            if not self._has_in_group(parameter):
+            if not any(p is parameter for p in parameters_of(optimizer)):
                 raise SwapError(
                     "state was assigned for a parameter that the optimizer does not have; add the parameter to "
                     "optimizer.param_groups first"

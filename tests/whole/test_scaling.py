@@ -9,7 +9,9 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -39,13 +41,17 @@ NUMEL = 5 * 1024
 
 def lines_of(work: Callable[[], object]) -> int:
     """How many lines of swapper's code `work` runs on this thread; a loop counts for each turn."""
-    count = 0
+    return sum(lines_by_file(work).values())
+
+
+def lines_by_file(work: Callable[[], object]) -> dict[str, int]:
+    """As `lines_of`, of each file of it: a walk in a file of few lines shows among all lines only if it is long."""
+    count: Counter[str] = Counter()
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal count
         if not frame.f_code.co_filename.startswith(PACKAGE):
             return None
-        count += 1
+        count[frame.f_code.co_filename] += 1
         return trace
 
     former = sys.gettrace()
@@ -54,7 +60,7 @@ def lines_of(work: Callable[[], object]) -> int:
         work()
     finally:
         sys.settrace(former)
-    return count
+    return dict(count)
 
 
 def check_growth(lines: Callable[[int], int]) -> None:
@@ -130,6 +136,52 @@ def test_state_comes_and_goes_with_the_same_work_for_each_parameter(nvme_path: P
         swapper.of(optimizer).close()
     for way in lines.values():
         check_growth(way.__getitem__)
+
+
+@pytest.mark.parametrize("numel", [64, 4096], ids=["in memory", "on the drive"])
+def test_the_state_of_one_parameter_is_read_and_assigned_with_the_same_work_among_many(
+    nvme_path: Path, numel: int
+) -> None:
+    lines: dict[str, dict[int, int]] = {"read": {}, "assigned": {}, "popped": {}, "number": {}}
+    for count in (FEW, MANY):
+        made = parameters(count, numel)
+        optimizer = swapped(made, nvme_path, "1MiB", 4 << 10)
+        optimizer.step()
+        entries = swapper.of(optimizer).state(made[3])
+        for what, work in {
+            "read": lambda o=optimizer, p=made[4]: swapper.of(o).state(p),
+            "assigned": lambda o=optimizer, p=made[4], e=entries: o.state.__setitem__(p, e),
+            "number": lambda o=optimizer, p=made[4]: o.state[p]["step"],
+            "popped": lambda o=optimizer, p=made[4]: o.state.pop(p),
+        }.items():
+            swapper.of(optimizer).flush()
+            lines[what][count] = lines_of(work)
+        swapper.of(optimizer).close()
+    for found in lines.values():
+        assert found[MANY] <= GROWTH * found[FEW]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("numel", [64, 4096], ids=["in memory", "on the drive"])
+def test_a_checkpoint_is_saved_and_loaded_with_the_same_work_for_each_parameter(nvme_path: Path, numel: int) -> None:
+    lines: dict[str, dict[int, dict[str, int]]] = {"saved": {}, "loaded": {}}
+    for count in (FEW, MANY):
+        made = parameters(count, numel)
+        model = torch.nn.Module()
+        model.all = torch.nn.ParameterList(made)
+        optimizer = swapped(made, nvme_path, "1MiB", 4 << 10)
+        optimizer.step()
+        path = nvme_path / f"{count}"
+        save, load = (
+            partial(each, path, model, optimizer) for each in (swapper.save_checkpoint, swapper.load_checkpoint)
+        )
+        lines["saved"][count] = lines_by_file(save)
+        lines["loaded"][count] = lines_by_file(load)
+        swapper.of(optimizer).close()
+    for found in lines.values():
+        assert len(found[MANY]) > 20
+        for file in found[MANY]:
+            check_growth(lambda count, found=found, file=file: found[count].get(file, 1))  # type: ignore[misc]
 
 
 @pytest.mark.long
