@@ -8,7 +8,7 @@ import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MethodType
 
 import torch
@@ -230,7 +230,7 @@ class BufferPool:
         self._gathered: tuple[GatheredPages, ...] = ()  # while there are any, no memory may be registered
         self.abandoned_bytes = 0
         self._abandoned: list[Lease] = []
-        self._reclaimers: list[Callable[[], Callable[[], bool] | None]] = []
+        self._reclaimers, self._reclaimers_max = list[Callable[[], Callable[[], bool] | None]](), 8
         self._closed = False
         self._devices: dict[str, Copies] = {}  # types of devices that the memory is to be locked for
         self._locks: dict[str, Copies] = {}  # those that it is locked for, and what unlocks it
@@ -328,10 +328,9 @@ class BufferPool:
         Args:
             callback: returns whether it gave anything back; asked again until it returns False.
         """
-        if isinstance(callback, MethodType):
-            self._reclaimers.append(weakref.WeakMethod(callback))
-        else:
-            self._reclaimers.append(weakref.ref(callback))
+        self._reclaimers.append((weakref.WeakMethod if isinstance(callback, MethodType) else weakref.ref)(callback))
+        if len(self._reclaimers) > self._reclaimers_max:  # Caches come and go, and a pool need never be short.
+            self._reclaimers_max = 2 * sum(1 for _ in self._living_reclaimers()) + 8
 
     def try_acquire(self, length_bytes: int, *, high: bool = False, above: int = 0, joins: bool = True) -> Lease | None:
         """Lease memory if some is free now, or was given back and its transfer is over. Asks no reclaimer.
@@ -553,14 +552,15 @@ class BufferPool:
 
     def reclaim(self) -> bool:
         """Ask the reclaimers for one buffer. False if none of them has any to give."""
+        return any(callback() for callback in self._living_reclaimers())
+
+    def _living_reclaimers(self) -> Iterator[Callable[[], bool]]:
         for reference in list(self._reclaimers):
-            callback = reference()
-            if callback is None:
-                with contextlib.suppress(ValueError):  # Another thread was faster.
-                    self._reclaimers.remove(reference)
-            elif callback():
-                return True
-        return False
+            if (callback := reference()) is not None:
+                yield callback
+                continue
+            with contextlib.suppress(ValueError):  # Another thread was faster.
+                self._reclaimers.remove(reference)
 
     def _wait_for_one(self) -> bool:
         """Wait for the transfer in what was given back first. False if there is none."""

@@ -302,6 +302,18 @@ def test_reclaimers_are_held_weakly(pool: BufferPool) -> None:
         pool.acquire(2 * MIB)
 
 
+def test_reclaimers_that_are_gone_are_forgotten_though_the_pool_is_never_short(pool: BufferPool) -> None:
+    kept = [ReadAhead(pool, 1) for _ in range(3)]
+    for each in kept:
+        pool.add_reclaimer(each.drop)
+    for _ in range(500):
+        gone = ReadAhead(pool, 0)
+        pool.add_reclaimer(gone.drop)
+    assert len(pool._reclaimers) < 30
+    pool.acquire(MIB).release()  # All of it: those that live are asked as ever.
+    assert not any(each.leases for each in kept)
+
+
 def test_reclaimer_may_use_the_pool(pool: BufferPool) -> None:
     lease = pool.acquire(MIB)
 
