@@ -113,6 +113,7 @@ class ParameterOwner(ParameterCache):
         self._release_pool = release
         self._reference = weakref.ref(self)
         self._threads = threading.local()
+        self._uses: dict[ParameterUse, None] = {}  # that have begun, and are not released
         self._ended: deque[ParameterUse] = deque()
         self._releasing = False
         self._awaiting: dict[torch.Tensor, ParameterUse] = {}  # attached until their gradient is accumulated
@@ -359,7 +360,7 @@ class ParameterOwner(ParameterCache):
             PoolExhausted: there is no room for all of them beside the records in use.
         """
         parts = tuple(parts)
-        together = [*{*(held for held, _ in parts), *(held for held in self._all if held.holds)}]
+        together = [*{held for held, _ in (*parts, *(part for use in list(self._uses) for part in use.parts))}]
         self._check_device_room(together)
         needed_bytes = sum(held.plan.length_bytes for held in together)
         if self._tier is None and needed_bytes > self._budget_bytes:
@@ -407,6 +408,7 @@ class ParameterOwner(ParameterCache):
                 assert self._tier is not None
                 self._tier.use_on_host([held for held, _ in use.parts], use, phase)
                 return
+            self._uses[use] = None
             for held, _ in use.parts:  # All of them before the first is brought, which could evict another.
                 held.holds.add(use)
             for held, _ in use.parts:
@@ -446,6 +448,7 @@ class ParameterOwner(ParameterCache):
                     use = self._ended[0]
                     try:
                         with contextlib.ExitStack() as all_of_them:
+                            all_of_them.callback(self._uses.pop, use, None)  # Comes last.
                             for held, slots in use.parts:
                                 all_of_them.callback(self._release_part, use, held, slots)
                     except Exception:
@@ -561,9 +564,7 @@ class ParameterOwner(ParameterCache):
 
     def _running_here(self) -> list[_Running]:
         """The forwards that this thread is in, the innermost last."""
-        if not hasattr(self._threads, "running"):
-            self._threads.running = []
-        running: list[_Running] = self._threads.running
+        running: list[_Running] = vars(self._threads).setdefault("running", [])
         return running
 
     def _unwind(self, running: list[_Running]) -> None:
@@ -595,6 +596,5 @@ def _copy(destination: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def _phase() -> str:
-    if torch._C._current_graph_task_id() != -1:
-        return "backward"
-    return "forward" if torch.is_grad_enabled() else "evaluation"
+    in_backward = torch._C._current_graph_task_id() != -1
+    return "backward" if in_backward else "forward" if torch.is_grad_enabled() else "evaluation"

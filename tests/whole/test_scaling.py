@@ -274,6 +274,31 @@ def test_modules_in_any_order_read_the_same_for_each_use(nvme_path: Path, monkey
 
 
 @pytest.mark.long
+def test_modules_are_gathered_with_the_same_work_for_each(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "GROUP_BYTES", 1 << 14)
+    lines: dict[int, dict[str, int]] = {}
+    for count in (FEW, MANY):
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64) for _ in range(count)))
+        config = swapper.OffloadConfig(
+            nvme_path=nvme_path,
+            pool_bytes="4MiB",
+            offload_optimizer={"device": "none"},
+            offload_param={"device": "nvme"},
+        )
+        swapper.offload(model, config=config)
+
+        def gather(model: torch.nn.Module = model) -> None:
+            for module in model.children():
+                with swapper.gathered(module), swapper.gathered(module):
+                    pass
+
+        lines[count] = lines_by_file(gather)
+        assert not model.swapper._uses  # type: ignore[operator, union-attr]
+        model.swapper.close()  # type: ignore[operator, union-attr]
+    check_growth(lambda count: lines[count][sys.modules["swapper.parameter.owner"].__file__ or ""])
+
+
+@pytest.mark.long
 def test_a_model_is_built_and_taken_over_with_the_same_work_for_each_parameter(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
