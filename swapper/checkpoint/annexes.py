@@ -47,7 +47,7 @@ __all__ = [
     "ANNEX",
     "AnnexPaths",
     "NewAnnex",
-    "NowhereNamed",
+    "OldAnnex",
     "Outcome",
     "annexes_of",
     "host",
@@ -206,7 +206,7 @@ def _check_outside(above: Path, checkpoint: Path) -> None:
 # --- Removal ---------------------------------------------------------------------------------------------------------
 
 
-class NowhereNamed(NamedTuple):
+class OldAnnex(NamedTuple):
     """An annex of a checkpoint that is gone, or going.
 
     Attributes:
@@ -220,7 +220,7 @@ class NowhereNamed(NamedTuple):
     files: frozenset[str]
 
 
-def annexes_of(directory: Path) -> list[NowhereNamed]:
+def annexes_of(directory: Path) -> list[OldAnnex]:
     """Those that go with a checkpoint. None of what is none.
 
     Raises:
@@ -229,12 +229,10 @@ def annexes_of(directory: Path) -> list[NowhereNamed]:
     found = None if directory.is_symlink() else look_at(directory)
     if found is None:
         return []
-    return [NowhereNamed(number, saved, found.files_in(number)) for number, saved in enumerate(found.annexes)]
+    return [OldAnnex(number, saved, found.files_in(number)) for number, saved in enumerate(found.annexes)]
 
 
-def remove_annexes(
-    annexes: Iterable[NowhereNamed], adopt: Callable[[Path], bool] = lambda _: False
-) -> list[NowhereNamed]:
+def remove_annexes(annexes: Iterable[OldAnnex], adopt: Callable[[Path], bool] = lambda _: False) -> list[OldAnnex]:
     """Remove those that this process can reach. Never raises for what cannot be removed.
 
     Args:
@@ -265,7 +263,7 @@ def remove_annexes(
     return left
 
 
-def report_left(annexes: Iterable[NowhereNamed]) -> None:
+def report_left(annexes: Iterable[OldAnnex]) -> None:
     """Log what could not be removed."""
     for each in annexes:
         log.warning(

@@ -22,10 +22,10 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.checkpoint.boxed_state import BoxedState
-from swapper.checkpoint.directories import check_replaceable, remove_checkpoint, remove_leftovers, remove_replaced
+from swapper.checkpoint.directories import check_replaceable, remove_checkpoint, remove_leftovers, set_aside
 from swapper.checkpoint.index import Index, glance, made_by
 from swapper.checkpoint.pruning import After, siblings
-from swapper.checkpoint.ranks import joined, new_checkpoint, publish, remove_unnamed, save_part
+from swapper.checkpoint.ranks import joined, new_checkpoint, publish, remove_together, save_part
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.saved_model import (
     check_model,
@@ -208,11 +208,7 @@ def _save_together(
                     write_for_others(model, new, {name: index.model.tensors[name] for name in index.model.wholes()})
                 new.seal(index, refuse_unloadable)
         replaced = publish(new, refuse_unloadable)
-        aside, annexes = ([], []) if after is None else after.all_aside(replaced)
-        remove_unnamed(annexes, adopt)
-        with agreed():  # All ranks find them gone.
-            for path in aside:
-                remove_replaced(path, adopt, annexes_too=False)
+        remove_together([] if after is None else after.set_aside(replaced), adopt)
     return SaveHandle(str(new.directory), None)
 
 
@@ -421,15 +417,24 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     return os.path.isdir(path) and glance(Path(path)) is not None
 
 
-def remove(directory: str | os.PathLike[str], model: torch.nn.Module, optimizer: Optimizers = None) -> None:
+def remove(
+    directory: str | os.PathLike[str], model: torch.nn.Module, optimizer: Optimizers = None, together: bool = False
+) -> None:
     """Remove a checkpoint. Its files are used again, where they are of use to `model` or `optimizer`.
+
+    Args:
+        together: all ranks do this, each for the annexes that it reaches.
 
     Raises:
         SwapError: it is something else than a checkpoint, or has something in it that is not ours.
     """
-    path = Path(os.path.abspath(directory))
-    check_replaceable(path)
-    remove_checkpoint(path, _adopter(plain_model(model), _listed(optimizer)))
+    path, adopt = Path(os.path.abspath(directory)), _adopter(plain_model(model), _listed(optimizer))
+    with agreed(together):
+        check_replaceable(path)
+    if together:
+        remove_together([] if rank_of_process() else [aside for aside in [set_aside(path)] if aside], adopt)
+    else:
+        remove_checkpoint(path, adopt)
 
 
 class Several(torch.nn.Module):

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from swapper.checkpoint.annexes import NowhereNamed, annexes_of, remove_annexes, report_left
+from swapper.checkpoint.annexes import OldAnnex, annexes_of, remove_annexes, report_left
 from swapper.checkpoint.index import INDEX, glance, look_at
 from swapper.errors import SwapError, system_errors
 from swapper.io.handle import keep_open
@@ -50,7 +50,7 @@ def check_replaceable(directory: Path, *, over_files: bool = False) -> None:
         )
 
 
-def remove_leftovers(parent: Path, annexes: list[NowhereNamed] | None = None) -> None:
+def remove_leftovers(parent: Path, annexes: list[OldAnnex] | None = None) -> None:
     """Remove what saves that were killed have left in `parent`. Never raises for what cannot be removed.
 
     Args:

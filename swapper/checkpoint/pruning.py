@@ -8,7 +8,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from swapper.checkpoint.annexes import NowhereNamed, annexes_of
 from swapper.checkpoint.directories import check_replaceable, remove_replaced, set_aside
 from swapper.checkpoint.index import glance
 from swapper.errors import SwapError, SwapIOError
@@ -62,19 +61,6 @@ class After:
             if (aside := set_aside(path)) is not None:
                 found.append(aside)
         return found
-
-    def all_aside(self, replaced: Path | None) -> tuple[list[Path], list[NowhereNamed]]:
-        """As `set_aside`, with the annexes that go first."""
-        found: list[Path] = []
-        annexes: list[NowhereNamed] = []
-        for path in self.set_aside(replaced):
-            try:
-                annexes += annexes_of(path)
-            except OSError as error:
-                log.warning("%s is left for the next save to remove: %s", path, error)
-            else:
-                found.append(path)
-        return found, annexes
 
     def tidy(self, replaced: Path | None) -> None:
         """Remove the checkpoint that was replaced, and those that are too many. Never raises for what cannot be."""

@@ -19,6 +19,7 @@ ranks find out whether all of them have succeeded: if one has not, all raise, an
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +30,8 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from swapper.checkpoint.annexes import NowhereNamed, Outcome, host, remove_annexes, report_left
+from swapper.checkpoint.annexes import OldAnnex, Outcome, annexes_of, host, remove_annexes, report_left
+from swapper.checkpoint.directories import remove_replaced
 from swapper.checkpoint.doubles import drop_doubles
 from swapper.checkpoint.index import (
     SavedAnnex,
@@ -55,7 +57,9 @@ from swapper.optimizer.plan import parameters_of
 from swapper.storage.agreement import agreed, exchanged, gathered_by_first, rank_count, rank_of_process
 from swapper.tensors.sharded import Box, box_of, part_name
 
-__all__ = ["Saved", "joined", "new_checkpoint", "publish", "remove_unnamed", "save_part"]
+__all__ = ["Saved", "joined", "new_checkpoint", "publish", "remove_together", "save_part"]
+
+log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -120,7 +124,7 @@ def new_checkpoint(
             without = [each for each, (there, _) in enumerate(given) if there is None]
             if 0 < len(without) < len(given):
                 raise ConfigError(f"annex: ranks {without} give none, and the others do; give one on each, or on none")
-        remove_unnamed([] if new is None else new.without_name)
+        remove_old_annexes([] if new is None else new.old_annexes)
         with agreed():
             if new is None:
                 assert given[0][1] is not None
@@ -173,7 +177,7 @@ def publish(new: NewCheckpoint, check: Callable[[Path], object]) -> Path | None:
     return replaced
 
 
-def remove_unnamed(annexes: Sequence[NowhereNamed], adopt: Callable[[Path], bool] = lambda _: False) -> None:
+def remove_old_annexes(annexes: Sequence[OldAnnex], adopt: Callable[[Path], bool] = lambda _: False) -> None:
     """Remove annexes whose checkpoint is gone, each by a rank that reaches it. Collective; what cannot be is logged.
 
     Args:
@@ -191,6 +195,28 @@ def remove_unnamed(annexes: Sequence[NowhereNamed], adopt: Callable[[Path], bool
     everywhere = exchanged(found)
     if rank == 0:
         report_left(each for each in found if all(each in some for some in everywhere))
+
+
+def remove_together(aside: Sequence[Path], adopt: Callable[[Path], bool]) -> None:
+    """Remove checkpoints, and their annexes, each by a rank that reaches it. Collective; what cannot be is logged.
+
+    Args:
+        aside: of rank 0: their temporary names; others give none.
+        adopt: takes the file of a record, if it is of use.
+    """
+    found: list[Path] = []
+    annexes: list[OldAnnex] = []
+    for path in aside:
+        try:
+            annexes += annexes_of(path)
+        except OSError as error:
+            log.warning("%s is left for the next save to remove: %s", path, error)
+        else:
+            found.append(path)
+    remove_old_annexes(annexes, adopt)  # First: if that ends in the middle, what names them is there for the next save.
+    with agreed():  # All ranks find them gone.
+        for path in found:
+            remove_replaced(path, adopt, annexes_too=False)
 
 
 def _are_one(directory: Path, first: Path) -> bool:

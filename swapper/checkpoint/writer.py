@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from swapper.checkpoint.annexes import NewAnnex, NowhereNamed, Outcome, remove_annexes, report_left
+from swapper.checkpoint.annexes import NewAnnex, OldAnnex, Outcome, remove_annexes, report_left
 from swapper.checkpoint.directories import check_replaceable, remove_leftovers
 from swapper.checkpoint.index import INDEX, VALUES, Index, SavedFile, crc32c_of, values_file
 from swapper.checkpoint.values import encode
@@ -75,7 +75,7 @@ class NewCheckpoint:
         annex: what is being written there, if there is one.
         is_apart: rank 0 is on another host; False unless the maker says so.
         outcome: what became of it, known after `publish`.
-        without_name: annexes of what killed saves have left beside the checkpoint, which was removed now; those that
+        old_annexes: annexes of what killed saves have left beside the checkpoint, which was removed now; those that
             other ranks are to remove.
 
     Raises:
@@ -110,7 +110,7 @@ class NewCheckpoint:
         self.is_apart = False
         self._new: NewDirectory | None = None
         self.annex: NewAnnex | None = None
-        self.without_name: list[NowhereNamed] = []
+        self.old_annexes: list[OldAnnex] = []
         if path is not None:
             self._path = path
             self.annex = None if annex is None else NewAnnex(annex, self.directory)
@@ -120,10 +120,10 @@ class NewCheckpoint:
         with system_errors("create", parent):
             parent.mkdir(parents=True, exist_ok=True)
         # Before the annexes are swept: what a leftover names needs no doubt.
-        remove_leftovers(parent, self.without_name)
-        self.without_name = remove_annexes(self.without_name)
+        remove_leftovers(parent, self.old_annexes)
+        self.old_annexes = remove_annexes(self.old_annexes)
         if rank is None:
-            report_left(self.without_name)
+            report_left(self.old_annexes)
         self.annex = None if annex is None else NewAnnex(annex, self.directory)
         try:
             self._new = NewDirectory(self.directory)

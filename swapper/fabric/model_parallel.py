@@ -97,6 +97,7 @@ class OnModelParallel(Sharding, ModelParallelStrategy):
         *,
         parallelize_fn: Callable[[Any, Any], Any] | None = None,
         checkpoint_format: Literal["directory", "full"] | None = None,
+        annex: str | os.PathLike[str] | None = None,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = "auto",
         save_distributed_checkpoint: bool = True,
@@ -106,7 +107,7 @@ class OnModelParallel(Sharding, ModelParallelStrategy):
     ) -> None:
         name = type(self).__name__
         settings = settings_of(name, config, deepspeed)
-        self._configure(settings, checkpoint_format)
+        self._configure(settings, checkpoint_format or "full", annex=annex)
         super().__init__(
             parallelize_fn=parallelize_fn or _is_sharded_already,
             data_parallel_size=data_parallel_size,

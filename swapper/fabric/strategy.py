@@ -50,8 +50,14 @@ class Swapping(SwappingStrategy, Strategy):
     _in_background: ClassVar[bool] = True
     """True if the program goes on while records that cannot be linked are copied."""
 
-    def _configure(self, config: OffloadConfig, checkpoint_format: str | None, together: bool = False) -> None:
-        super()._configure(config, checkpoint_format, together)
+    def _configure(
+        self,
+        config: OffloadConfig,
+        checkpoint_format: str | None,
+        together: bool = False,
+        annex: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super()._configure(config, checkpoint_format, together, annex)
         self._modules: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
         self._saving = PendingSave()
 
@@ -164,7 +170,9 @@ class Swapping(SwappingStrategy, Strategy):
             extra = replaced(extra, EvictedView, torch.clone) if together or self.is_global_zero else extra
         if not together and not self.is_global_zero:
             return
-        self._saving.keep(save(path, whole, list(optimizers.values()), extra, over_files=True, together=together))
+        self._saving.keep(
+            save(path, whole, [*optimizers.values()], extra, over_files=True, together=together, annex=self._annex)
+        )
         if not self._in_background:
             self._saving.wait()
 
@@ -193,7 +201,7 @@ class Swapping(SwappingStrategy, Strategy):
             return self._load_directory(opened, state, strict)
 
     def _opened(self, path: str | Path) -> OpenCheckpoint:
-        return OpenCheckpoint(path)
+        return OpenCheckpoint(path, () if self._annex is None else self._annex)
 
     def _load_directory(
         self, opened: OpenCheckpoint, state: torch.nn.Module | Optimizer | State | None, strict: bool
@@ -285,10 +293,11 @@ class OnDDP(Swapping, DDPStrategy):
         *,
         checkpoint_format: Literal["directory", "full"] | None = None,
         together: bool = False,
+        annex: str | os.PathLike[str] | None = None,
         **ddp: Any,
     ) -> None:
         given = {name: ddp.pop(name) for name in not_of_ddp(type(self), ddp)}
-        self._configure(settings_of(type(self).__name__, config, given), checkpoint_format, together)
+        self._configure(settings_of(type(self).__name__, config, given), checkpoint_format, together, annex)
         super().__init__(**ddp)
 
     def setup_module(self, module: torch.nn.Module) -> Any:

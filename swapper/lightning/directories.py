@@ -76,6 +76,7 @@ class Directories:
         *,
         prune: bool,
         together: bool,
+        annex: str | None,
     ) -> None:
         """Save Lightning's checkpoint, in the place of whatever checkpoint has the name.
 
@@ -86,6 +87,7 @@ class Directories:
             optimizers: in Lightning's order.
             prune: do as `checkpoint.keep_last` of the config says.
             together: all ranks do this, each for a part of what is the same on all.
+            annex: as of `swapper.save_checkpoint`.
 
         Raises:
             ConfigError: it cannot be a directory.
@@ -95,7 +97,9 @@ class Directories:
         reshard(model)
         with agreed(together or any(map(is_sharded, model.parameters()))):
             saved, extra = self._arguments(checkpoint, directory, optimizers)
-        self.saving.keep(save(directory, model, saved, extra, over_files=True, prune=prune, together=together))
+        self.saving.keep(
+            save(directory, model, saved, extra, over_files=True, prune=prune, together=together, annex=annex)
+        )
 
     def _arguments(
         self, checkpoint: Mapping[str, Any], directory: str | os.PathLike[str], optimizers: Sequence[Optimizer]
@@ -119,25 +123,37 @@ class Directories:
         return list(optimizers) if states is not None else None, extra
 
     def remove(
-        self, directory: str | os.PathLike[str], model: torch.nn.Module | None, optimizers: Sequence[Optimizer]
+        self,
+        directory: str | os.PathLike[str],
+        model: torch.nn.Module | None,
+        optimizers: Sequence[Optimizer],
+        together: bool = False,
     ) -> bool:
-        """Remove a checkpoint that is a directory of ours, unless it has files of others. Returns whether it is one."""
+        """Remove a checkpoint that is a directory of ours, unless it has files of others. Returns whether it is one.
+
+        Args:
+            together: all ranks do this, each for the annexes that it reaches.
+        """
         self.saving.wait()
         if not is_checkpoint(directory) or os.path.islink(directory):
             return False
         try:
-            remove(directory, model if model is not None else torch.nn.Module(), list(optimizers))
+            remove(directory, model if model is not None else torch.nn.Module(), list(optimizers), together)
         except SwapError as error:
             log.warning("a checkpoint is left alone: %s", error)
         return True
 
     # --- Loading ---------------------------------------------------------------------------------------------------
 
-    def load(self, directory: str | os.PathLike[str]) -> dict[str, Any]:
-        """Lightning's checkpoint, with tensors of the model that are read when they are used."""
+    def load(self, directory: str | os.PathLike[str], annex: str | None = None) -> dict[str, Any]:
+        """Lightning's checkpoint, with tensors of the model that are read when they are used.
+
+        Args:
+            annex: a directory that its annexes may be in now.
+        """
         self.saving.wait()
         self.close()
-        self._open = OpenCheckpoint(directory)
+        self._open = OpenCheckpoint(directory, () if annex is None else annex)
         return _lightnings(self._open)
 
     def load_model(self, checkpoint: Mapping[str, Any], model: torch.nn.Module) -> bool:

@@ -82,6 +82,7 @@ class OnModelParallel(Sharding, ModelParallelStrategy):
         config: ConfigLike | None = None,
         *,
         checkpoint_format: Literal["directory", "full"] | None = None,
+        annex: str | os.PathLike[str] | None = None,
         data_parallel_size: Literal["auto"] | int = "auto",
         tensor_parallel_size: Literal["auto"] | int = "auto",
         save_distributed_checkpoint: bool = True,
@@ -102,7 +103,7 @@ class OnModelParallel(Sharding, ModelParallelStrategy):
         given = given_among(locals())
         name = type(self).__name__
         settings = settings_of(name, config, given | deepspeed)
-        self._configure(settings, checkpoint_format)
+        self._configure(settings, checkpoint_format or "full", annex=annex)
         super().__init__(
             data_parallel_size=data_parallel_size,
             tensor_parallel_size=tensor_parallel_size,
@@ -149,11 +150,11 @@ class OnModelParallel(Sharding, ModelParallelStrategy):
         self._directories.remember(state)
         return state
 
-    def _saves_directory(self) -> bool:
+    def _saves_together(self) -> bool:
         module = self.lightning_module
         assert module is not None
         reshard(module)
-        return self.is_global_zero or any(map(is_sharded, module.parameters()))
+        return any(map(is_sharded, module.parameters()))
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of the stock strategy, of either kind, or a directory.
@@ -165,7 +166,7 @@ class OnModelParallel(Sharding, ModelParallelStrategy):
         if not self.broadcast(is_checkpoint(path)):
             return super(Swapping, self).load_checkpoint(path, weights_only)
         with agreed():  # Else those that can open it would wait for one that cannot.
-            return self._directories.load(path)
+            return self._directories.load(path, self._annex)
 
     @property
     def lightning_restore_optimizer(self) -> bool:

@@ -61,8 +61,14 @@ _DEATH_S = 5.0
 class Swapping(SwappingStrategy, Strategy):
     """Swaps the optimizers of the LightningModule, its gradients and its parameters, as the config says."""
 
-    def _configure(self, config: OffloadConfig, checkpoint_format: str | None, together: bool = False) -> None:
-        super()._configure(config, checkpoint_format, together)
+    def _configure(
+        self,
+        config: OffloadConfig,
+        checkpoint_format: str | None,
+        together: bool = False,
+        annex: str | os.PathLike[str] | None = None,
+    ) -> None:
+        super()._configure(config, checkpoint_format, together, annex)
         self._settings = config
         self._interrupted = False
         self._directories = Directories()
@@ -244,6 +250,7 @@ class Swapping(SwappingStrategy, Strategy):
                 self.optimizers,
                 prune=self._prunes,
                 together=self._together,
+                annex=self._annex,
             )
         if self.lightning_module is not None and self.lightning_module.trainer.state.status.value != "running":
             self._directories.saving.wait()  # The caller may look for it as soon as this returns.
@@ -251,13 +258,17 @@ class Swapping(SwappingStrategy, Strategy):
 
     def _saves_directory(self) -> bool:
         """True if this rank has a part in it."""
-        return self._together or self.is_global_zero
+        return self._saves_together() or self.is_global_zero
+
+    def _saves_together(self) -> bool:
+        """True if all ranks have."""
+        return self._together
 
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of either format."""
         self._directories.saving.wait()
         if is_checkpoint(checkpoint_path):
-            return self._directories.load(checkpoint_path)
+            return self._directories.load(checkpoint_path, self._annex)
         return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -274,7 +285,12 @@ class Swapping(SwappingStrategy, Strategy):
         self._directories.close()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:
-        """Remove a checkpoint of either format, on rank 0."""
+        """Remove a checkpoint of either format, on rank 0; with annexes that several ranks have written on all."""
+        if self._annex is not None and self._saves_together():
+            path = self.broadcast(filepath)
+            if self.broadcast(is_checkpoint(path)):
+                self._directories.remove(path, self.lightning_module, self.optimizers, together=True)
+                return
         if self.is_global_zero and not self._remove_directory(filepath):
             super().remove_checkpoint(filepath)
 
@@ -440,6 +456,7 @@ class OnDDP(Swapping, DDPStrategy):
         *,
         checkpoint_format: Literal["directory", "full"] | None = None,
         together: bool = False,
+        annex: str | os.PathLike[str] | None = None,
         offload_optimizer: bool | None = None,
         offload_optimizer_device: Literal["cpu", "nvme"] | None = None,
         offload_parameters: bool | None = None,
@@ -454,7 +471,7 @@ class OnDDP(Swapping, DDPStrategy):
     ) -> None:
         given = given_among(locals())
         others = {name: ddp.pop(name) for name in not_of_ddp(type(self), ddp)}
-        self._configure(settings_of(type(self).__name__, config, given | others), checkpoint_format, together)
+        self._configure(settings_of(type(self).__name__, config, given | others), checkpoint_format, together, annex)
         super().__init__(**ddp)
 
     def _configure_launcher(self) -> None:

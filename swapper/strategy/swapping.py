@@ -11,6 +11,7 @@ would train on the CPU whatever the accelerator. It sets `parallel_devices` of a
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -19,7 +20,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.config import OffloadConfig
-from swapper.errors import ConfigError, show
+from swapper.errors import ConfigError, path_given, show
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.swapper import OptimizerSwapper
 
@@ -46,6 +47,9 @@ class SwappingStrategy:
             default, all ranks save a directory together, and `SwapFSDPStrategy` has none.
         together: of `SwapDDPStrategy`: True if each process writes, or links, a part of a directory, which all of them
             must see, as `swapper.save_checkpoint(..., together=True)`; else rank 0 saves all of it.
+        annex: of `SwapDDPStrategy` and `SwapModelParallelStrategy`: a directory on this process's own drive for what is
+            large of a directory that is saved, as `swapper.save_checkpoint(..., annex=annex)`; and where annexes of
+            those that are loaded may be now.
         offload_optimizer, offload_optimizer_device: keep the optimizer's state on "cpu" (the default) or "nvme".
         offload_parameters, offload_params_device: the same for parameters. With both on "nvme" gradients go there too.
         nvme_path: a directory on the drive. Default: those in $SWAPPER_NVME_PATH, else `./.swapper`, which is made.
@@ -55,7 +59,8 @@ class SwappingStrategy:
         deepspeed: other arguments of `DeepSpeedStrategy` have no meaning here, and are named in one warning.
 
     Raises:
-        ConfigError: config and arguments are both given, or cannot work; `together`, and checkpoints are files.
+        ConfigError: config and arguments are both given, or cannot work; `together` or `annex` is, and checkpoints are
+            files.
 
     Attributes:
         files: class of the `CheckpointIO` that is used if the user gives none.
@@ -67,13 +72,20 @@ class SwappingStrategy:
     wrapping: ClassVar[type[Any] | tuple[()]] = ()
     _checkpoint_io: CheckpointIO | None
 
-    def _configure(self, config: OffloadConfig, checkpoint_format: str | None, together: bool = False) -> None:
+    def _configure(
+        self,
+        config: OffloadConfig,
+        checkpoint_format: str | None,
+        together: bool = False,
+        annex: str | os.PathLike[str] | None = None,
+    ) -> None:
         if checkpoint_format not in (None, "directory", "full"):
             raise ConfigError(f"checkpoint_format: {show(checkpoint_format)} is not one of directory, full")
         if not isinstance(together, bool):
             raise ConfigError(f"together: {show(together)} is not a switch; write True or False")
         self.offload_config = config
         self._together = together
+        self._annex = None if annex is None else path_given("annex", annex)
         self._wanted_format = checkpoint_format
         self._refuse_file_together(checkpoint_format)
         self._own_io: CheckpointIO = self.files()
@@ -101,7 +113,7 @@ class SwappingStrategy:
         """ "directory" or "full". The default is "full" with a `CheckpointIO` of the user's, which writes files.
 
         Raises:
-            ConfigError: it is "full", and ranks are to save together.
+            ConfigError: it is "full", and ranks are to save together, or to annexes.
         """
         found = self._wanted_format or ("directory" if self._checkpoint_io is None else "full")
         self._refuse_file_together(found)
@@ -112,6 +124,11 @@ class SwappingStrategy:
             raise ConfigError(
                 "together: ranks share the save of a directory, and a file, which is what checkpoint_format='full' and "
                 "a CheckpointIO write, is saved by rank 0; leave one of them out"
+            )
+        if self._annex is not None and checkpoint_format == "full":
+            raise ConfigError(
+                "annex: only a checkpoint that is a directory of ours has annexes; leave it out, or use "
+                "checkpoint_format='directory' without a CheckpointIO"
             )
 
 

@@ -45,6 +45,11 @@ def test_directories_of_weights_and_with_hooks(nvme_path: Path, tmp_path: Path, 
 
 
 @pytest.mark.long
+def test_annexes(nvme_path: Path, tmp_path: Path, leaves_nothing: None) -> None:
+    in_processes(lightning_sharded.with_annexes, nvme_path, tmp_path)
+
+
+@pytest.mark.long
 def test_by_name(nvme_path: Path, leaves_nothing: None) -> None:
     in_processes(lightning_sharded.named, nvme_path)
 
@@ -53,6 +58,8 @@ def test_by_name(nvme_path: Path, leaves_nothing: None) -> None:
     ("arguments", "message"),
     [
         ({"checkpoint_format": "file"}, "checkpoint_format: 'file' is not one of directory, full"),
+        ({"annex": "."}, "annex: only a checkpoint that is a directory of ours has annexes"),
+        ({"annex": 3, "checkpoint_format": "directory"}, "annex: a int is not a path"),
         ({"tensor_paralel_size": 2}, "tensor_paralel_size: .* no such argument"),
     ],
 )

@@ -27,10 +27,11 @@ from twins import bits
 
 import swapper.fabric
 import swapper.lightning
+from swapper.checkpoint import annexes
 from swapper.tensors.evicted import is_evicted
 from swapper.tensors.sharded import reshard
 
-__all__ = ["CASES", "convert", "fit_and_resume", "load_others", "named", "train_on", "with_fabric"]
+__all__ = ["CASES", "convert", "fit_and_resume", "load_others", "named", "train_on", "with_annexes", "with_fabric"]
 
 PLAN = {"first": ColwiseParallel(), "second": RowwiseParallel()}
 
@@ -265,6 +266,63 @@ def train_on(rank: int, count: int, source: str, nvme_path: Path, directory: Pat
             check_drive(each, directory / f"{name}-{source}{count}", "state parameters", "directory")
     assert found == expected, [key for key in expected if found[key] != expected[key]]
     del each, model
+    collect_garbage()
+
+
+def with_annexes(rank: int, nvme_path: Path, directory: Path) -> None:
+    """What is large is on a drive that only its rank sees; it resumes, and goes with its checkpoint on all ranks."""
+    config = config_of(nvme_path, "state parameters")
+    mine = directory / f"drive-{rank}"
+
+    def run(name: str, epochs: int, source: str | None = None, **options: Any) -> Any:
+        torch.manual_seed(5)
+        keep = ModelCheckpoint(directory / name, save_top_k=1, filename="{epoch}")  # The newest: others are removed.
+        strategy, more = strategy_of(config, options, "directory"), {"callbacks": [keep], "enable_checkpointing": True}
+        each = trainer_of(strategy, devices=2, use_distributed_sampler=True, max_epochs=epochs, **more)
+        model = Sharded()
+        given = {"ckpt_path": directory / source, "weights_only": False} if source else {}
+        each.fit(model, loader(12), **given)
+        return facts(each)
+
+    def fabric(name: str, **options: Any) -> Any:
+        sizes = {"data_parallel_size": 2, "tensor_parallel_size": 1, "checkpoint_format": "directory", **options}
+        given = swapper.fabric.SwapModelParallelStrategy(config, parallelize_fn=shard, **sizes)
+        fabric = Fabric(accelerator="cpu", devices=2, strategy=given)
+        fabric.launch()
+        torch.manual_seed(5)
+        model: Any = fabric.setup_module(nn.Sequential(nn.Linear(16, 97), nn.Tanh(), nn.Linear(97, 1)))
+        optimizer: Any = fabric.setup_optimizers(torch.optim.AdamW(model.parameters(), lr=1e-2))
+        found = []
+        for _ in range(2):
+            fabric.backward(model(torch.ones(2, 16)).square().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            if not found:
+                fabric.save(directory / name, {"model": model, "optimizer": optimizer})
+            found.append([bits(local(p)) for p in model.parameters()])
+        fabric.load(directory / name, {"model": model, "optimizer": optimizer}, weights_only=False)
+        assert [bits(local(p)) for p in model.parameters()] == found[0]
+        return found
+
+    find = annexes._manifest_of
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(annexes, "_manifest_of", lambda path: find(path) if path.is_relative_to(mine) else None)
+        expected = run("plain", 4)
+        assert run("kept", 4, annex=mine) == expected
+        assert os.listdir(directory / "kept") == ["epoch=3.ckpt"]
+        assert not list((directory / "kept" / "epoch=3.ckpt").glob("model-*"))
+        (annex,) = os.listdir(mine)
+        assert annex.startswith("epoch=3.ckpt.annex-")
+        longer = run("longer", 6, "plain/epoch=3.ckpt")
+        collect_garbage()
+        torch.distributed.barrier()
+        mine.rename(directory / f"moved-{rank}")
+        moved = directory / f"moved-{rank}"
+        patch.setattr(annexes, "_manifest_of", lambda path: find(path) if path.is_relative_to(moved) else None)
+        torch.distributed.barrier()
+        assert run("resumed", 6, "kept/epoch=3.ckpt", annex=moved) == longer
+        assert fabric("fabric", annex=moved) == fabric("plain-fabric")
+        assert not list((directory / "fabric").glob("model-*"))
     collect_garbage()
 
 

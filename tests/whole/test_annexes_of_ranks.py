@@ -24,7 +24,6 @@ from torch.distributed.fsdp import fully_shard
 
 import swapper
 from swapper.checkpoint import annexes
-from swapper.checkpoint import checkpoint as checkpoints
 from swapper.checkpoint import ranks as ranks_module
 from swapper.checkpoint.index import glance
 from swapper.checkpoint.writer import NewCheckpoint
@@ -349,7 +348,7 @@ DEATHS: list[tuple[Any, str, str, int | None]] = [
     (annexes.NewAnnex, "conclude", "after", None),
     (ranks_module, "remove_annexes", "before", None),
     (ranks_module, "remove_annexes", "after", None),
-    (checkpoints, "remove_replaced", "before", 0),
+    (ranks_module, "remove_replaced", "before", 0),
 ]
 """Where a rank is killed, and which; None: any."""
 
