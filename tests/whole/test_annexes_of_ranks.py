@@ -84,6 +84,82 @@ def test_each_rank_needs_only_its_own_annex(count: int, on_drive: str, nvme_path
     in_processes(load, str(tmp_path), str(nvme_path), on_drive, count=count % 3 + 1)
 
 
+# --- Other numbers of ranks ------------------------------------------------------------------------------------------
+
+
+def square(nvme: str, *, is_whole: bool, swaps: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model whose rows are spread evenly over 1, 2 and 4 ranks."""
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
+    if not is_whole:
+        fully_shard(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
+    if swaps:
+        swapper.offload(net, optimizer, config_of(nvme, offload_param={"device": "nvme"}))
+    return net, optimizer
+
+
+def save_square(rank: int, directory: str, nvme: str, is_whole: bool) -> None:
+    net, optimizer = square(nvme, is_whole=is_whole)
+    for seed in range(2):
+        learn(net, optimizer, seed)
+    swapper.save_checkpoint(f"{directory}/checkpoint", net, optimizer, annex=annex_of(directory, rank))
+    whole = wholes(net, optimizer)
+    if rank == 0:
+        torch.save(whole, f"{directory}/whole.pt")
+    close(net, optimizer)
+
+
+def load_square(rank: int, directory: str, nvme: str, saved_by: int) -> None:
+    """Each of two ranks needs, and reaches, half of the annexes; and one process whose model is whole all of them."""
+    half = saved_by // 2
+    mine = [annex_of(directory, each) for each in range(rank * half, (rank + 1) * half)]
+    path, expected = f"{directory}/checkpoint", torch.load(f"{directory}/whole.pt")
+    for swaps in (True, False):
+        net, optimizer = square(nvme, is_whole=False, swaps=swaps)
+        with pytest.MonkeyPatch.context() as patch:
+            only_reach(patch, *mine)
+            swapper.load_checkpoint(path, net, optimizer)
+            found = wholes(net, optimizer)
+        assert expected.keys() == found.keys() and all(same(value, found[key]) for key, value in expected.items())
+        close(net, optimizer)
+    net, optimizer = square(nvme, is_whole=True)
+    learn(net, optimizer, 5)
+    before = everything(net, optimizer)
+    with pytest.MonkeyPatch.context() as patch:
+        only_reach(patch, *mine)
+        with pytest.raises(SwapIOError, match="mount or copy") as caught:
+            swapper.load_checkpoint(path, net, optimizer)
+    for number, annex in enumerate(named(path)):
+        assert (str(annex) in str(caught.value)) == (annex_of(directory, number) not in mine)
+    assert are_same(everything(net, optimizer), before)
+    swapper.load_checkpoint(path, net, optimizer)
+    found = wholes(net, optimizer)
+    assert all(same(value, found[key]) for key, value in expected.items())
+    close(net, optimizer)
+
+
+def load_from_whole(rank: int, directory: str, nvme: str) -> None:
+    net, optimizer = square(nvme, is_whole=False)
+    swapper.load_checkpoint(f"{directory}/checkpoint", net, optimizer)
+    expected, found = torch.load(f"{directory}/whole.pt"), wholes(net, optimizer)
+    assert all(same(value, found[key]) for key, value in expected.items())
+    close(net, optimizer)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_rank_needs_the_annexes_that_have_a_part_of_its_shards(count: int, nvme_path: Path, tmp_path: Path) -> None:
+    in_processes(save_square, str(tmp_path), str(nvme_path), False, count=count)
+    in_processes(load_square, str(tmp_path), str(nvme_path), count)
+
+
+@pytest.mark.long
+def test_the_annex_of_one_process_is_loaded_by_several(nvme_path: Path, tmp_path: Path) -> None:
+    in_processes(save_square, str(tmp_path), str(nvme_path), True, count=1)
+    in_processes(load_from_whole, str(tmp_path), str(nvme_path))
+
+
 # --- Hosts that do not see each other's drives -----------------------------------------------------------------------
 
 
