@@ -246,7 +246,7 @@ def remove_annexes(annexes: Iterable[OldAnnex], adopt: Callable[[Path], bool] = 
         path = Path(each.saved.path)
         try:
             with locked_directory(path) as is_mine:
-                if not is_mine or _manifest_token(path) != each.saved.token:
+                if not is_mine or not _NAME.fullmatch(path.name) or _manifest_token(path) != each.saved.token:
                     left.append(each)
                 elif others := sorted({*os.listdir(path)} - each.files - {ANNEX, MARK, UNPUBLISHED}):
                     log.warning(

@@ -298,6 +298,7 @@ class OnDDP(Swapping, DDPStrategy):
     ) -> None:
         given = {name: ddp.pop(name) for name in not_of_ddp(type(self), ddp)}
         self._configure(settings_of(type(self).__name__, config, given), checkpoint_format, together, annex)
+        self._refuse_annex_of_one()
         super().__init__(**ddp)
 
     def setup_module(self, module: torch.nn.Module) -> Any:

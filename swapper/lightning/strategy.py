@@ -472,6 +472,7 @@ class OnDDP(Swapping, DDPStrategy):
         given = given_among(locals())
         others = {name: ddp.pop(name) for name in not_of_ddp(type(self), ddp)}
         self._configure(settings_of(type(self).__name__, config, given | others), checkpoint_format, together, annex)
+        self._refuse_annex_of_one()
         super().__init__(**ddp)
 
     def _configure_launcher(self) -> None:

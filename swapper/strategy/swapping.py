@@ -47,9 +47,9 @@ class SwappingStrategy:
             default, all ranks save a directory together, and `SwapFSDPStrategy` has none.
         together: of `SwapDDPStrategy`: True if each process writes, or links, a part of a directory, which all of them
             must see, as `swapper.save_checkpoint(..., together=True)`; else rank 0 saves all of it.
-        annex: of `SwapDDPStrategy` and `SwapModelParallelStrategy`: a directory on this process's own drive for what is
-            large of a directory that is saved, as `swapper.save_checkpoint(..., annex=annex)`; and where annexes of
-            those that are loaded may be now.
+        annex: of `SwapDDPStrategy` with `together`, and `SwapModelParallelStrategy`: a directory on this process's own
+            drive for what is large of a directory that is saved, as `swapper.save_checkpoint(..., annex=annex)`; and
+            where annexes of those that are loaded may be now.
         offload_optimizer, offload_optimizer_device: keep the optimizer's state on "cpu" (the default) or "nvme".
         offload_parameters, offload_params_device: the same for parameters. With both on "nvme" gradients go there too.
         nvme_path: a directory on the drive. Default: those in $SWAPPER_NVME_PATH, else `./.swapper`, which is made.
@@ -129,6 +129,14 @@ class SwappingStrategy:
             raise ConfigError(
                 "annex: only a checkpoint that is a directory of ours has annexes; leave it out, or use "
                 "checkpoint_format='directory' without a CheckpointIO"
+            )
+
+    def _refuse_annex_of_one(self) -> None:
+        """Refuse that rank 0 saves all of the replicas to its own drive, which the others may not see."""
+        if self._annex is not None and not self._together:
+            raise ConfigError(
+                "annex: without together=True rank 0 saves all, to a drive that other ranks may not see when they load "
+                "it; set together=True too, or leave annex out"
             )
 
 

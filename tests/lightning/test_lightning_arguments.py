@@ -262,11 +262,12 @@ def test_the_command_line_gives_all_defaults_and_the_accumulation_is_the_trainer
 
 
 def test_the_command_line_and_a_file_have_ranks_save_together(nvme_path: Path, tmp_path: Path) -> None:
-    given = {"config": config_of(nvme_path), "together": True}
+    given = {"config": config_of(nvme_path), "together": True, "annex": "drive"}
     config = {"class_path": "swapper.lightning.SwapDDPStrategy", "init_args": given}
     file = tmp_path / "run.yaml"
     file.write_text(yaml.safe_dump({"trainer": {"strategy": config}}))
-    assert run_cli(["--config", str(file)]).trainer.strategy._saves_directory()
+    made = run_cli(["--config", str(file)]).trainer.strategy
+    assert made._saves_directory() and made._annex == "drive"
     strategy = ["--trainer.strategy=swapper.lightning.SwapDDPStrategy", "--trainer.strategy.offload_optimizer=true"]
     for value in (False, True):
         cli = run_cli([*strategy, f"--trainer.strategy.together={value}"])
@@ -280,6 +281,12 @@ def test_ranks_do_not_save_a_file_together(nvme_path: Path) -> None:
             strategies.SwapDDPStrategy(config, together=True, checkpoint_format="full")
         with pytest.raises(ConfigError, match="together: 'yes' is not a switch"):
             strategies.SwapDDPStrategy(config, together="yes")  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="annex: only a checkpoint that is a directory of ours"):
+            strategies.SwapDDPStrategy(config, annex="drive", checkpoint_format="full")
+        with pytest.raises(ConfigError, match="annex: without together=True rank 0 saves all"):
+            strategies.SwapDDPStrategy(config, annex="drive")
+        with pytest.raises(ConfigError, match="annex: only a checkpoint that is a directory of ours"):
+            strategies.SwapModelParallelStrategy(config, annex="drive")
     with pytest.raises(ConfigError, match="together: SwapStrategy has no such argument"):
         SwapStrategy(together=True)
     options: dict[str, Any] = {"plugins": [TorchCheckpointIO()], "enable_checkpointing": True}

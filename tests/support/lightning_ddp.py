@@ -187,16 +187,29 @@ def save_copies(rank: int, directory: Path, nvme_path: Path) -> None:
 def save_together(rank: int, directory: Path, nvme_path: Path) -> None:
     """What each rank writes a part of is what rank 0 writes alone, and a rank that fails, or dies, ends the others."""
 
-    def strategy(together: bool) -> DDPStrategy:
-        timeout = timedelta(seconds=TIMEOUT_S)
-        made: DDPStrategy = swapper.lightning.SwapDDPStrategy(config_of(nvme_path), together=together, timeout=timeout)
+    def strategy(together: bool, annex: Path | None = None) -> DDPStrategy:
+        given = {"together": together, "annex": annex, "timeout": timedelta(seconds=TIMEOUT_S)}
+        made: DDPStrategy = swapper.lightning.SwapDDPStrategy(config_of(nvme_path), **given)
         return made
 
-    def resumed(together: bool) -> Any:
+    def resumed(together: bool, name: str = "") -> Any:
         torch.manual_seed(5 + rank)
         trainer = trainer_of(strategy(together), devices=2, use_distributed_sampler=True, max_epochs=3)
-        trainer.fit(Net(), loader(12), loader(8), ckpt_path=directory / f"{together}.ckpt")
+        trainer.fit(Net(), loader(12), loader(8), ckpt_path=directory / f"{name or together}.ckpt")
         return facts(trainer)
+
+    def save_to_annexes() -> None:
+        torch.manual_seed(5 + rank)
+        trainer = trainer_of(strategy(True, directory / f"drive-{rank}"), devices=2, use_distributed_sampler=True)
+        trainer.fit(Net(), loader(12), loader(8))
+        trainer.save_checkpoint(directory / "annexed.ckpt")
+        assert not list((directory / "annexed.ckpt").glob("model-*")) and list(
+            directory.glob("drive-*/annexed*/model-*")
+        )
+        assert resumed(True, "annexed") == resumed(True)
+        trainer.strategy.barrier()
+        trainer.strategy.remove_checkpoint(directory / "annexed.ckpt")
+        assert not os.listdir(directory / f"drive-{rank}")
 
     for together in (False, True):
         torch.manual_seed(5 + rank)
@@ -207,6 +220,7 @@ def save_together(rank: int, directory: Path, nvme_path: Path) -> None:
         writers = {name for name in os.listdir(directory / f"{together}.ckpt") if "-r1-" in name}
         assert bool(writers) == together
     assert resumed(True) == resumed(False)
+    save_to_annexes()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             patch.setattr(NewCheckpoint, "complete", _full_drive)

@@ -213,7 +213,7 @@ def each_alone(rank: int, directory: str, nvme: str, kind: str, on_drive: str) -
     path, mine = f"{directory}/checkpoint", annex_of(directory, rank)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(annexes, "host", lambda: f"host-{rank}")
-        patch.setattr("swapper.checkpoint.ranks.host", lambda: f"host-{rank}")
+        patch.setattr(ranks_module, "host", lambda: f"host-{rank}")
         only_reach(patch, mine)
         swapper.save_checkpoint(path, net, optimizer, {"rank": rank}, together=True, annex=mine)
     saved = everything(net, optimizer)
@@ -235,6 +235,36 @@ def each_alone(rank: int, directory: str, nvme: str, kind: str, on_drive: str) -
 @pytest.mark.parametrize("on_drive", ["none", "state", "all"])
 def test_what_all_have_is_in_an_annex_on_each_host(kind: str, on_drive: str, nvme_path: Path, tmp_path: Path) -> None:
     in_processes(each_alone, str(tmp_path), str(nvme_path), kind, on_drive)
+
+
+def spoil(rank: int, directory: str, nvme: str, hosts: int) -> None:
+    """A file of rank 1 that could not be loaded is found before the checkpoint has its name, by who sees it."""
+    net, optimizer = trained(nvme, "state")
+    path, mine = f"{directory}/all/checkpoint", annex_of(directory, rank)
+    complete = NewCheckpoint.complete
+
+    def cut(new: NewCheckpoint) -> None:
+        complete(new)
+        file = next(new.bulk_path.glob("optimizer-*-00000.safetensors"))
+        os.truncate(file, file.stat().st_size - 1)
+
+    with pytest.MonkeyPatch.context() as patch:
+        if hosts > 1:
+            patch.setattr(ranks_module, "host", lambda: f"host-{rank}")
+            only_reach(patch, mine)
+        if rank == 1:
+            patch.setattr(NewCheckpoint, "complete", cut)
+        with pytest.raises(SwapError, match="not saved, because it could not be loaded again"):
+            swapper.save_checkpoint(path, net, optimizer, annex=mine)
+    torch.distributed.barrier()
+    assert not os.listdir(mine) and not os.listdir(f"{directory}/all")
+    close(net, optimizer)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_what_could_not_be_loaded_is_not_saved(hosts: int, nvme_path: Path, tmp_path: Path) -> None:
+    in_processes(spoil, str(tmp_path), str(nvme_path), hosts)
 
 
 # --- One rank fails --------------------------------------------------------------------------------------------------
