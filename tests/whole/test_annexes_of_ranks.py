@@ -24,7 +24,9 @@ from torch.distributed.fsdp import fully_shard
 
 import swapper
 from swapper.checkpoint import annexes
+from swapper.checkpoint import checkpoint as checkpoints
 from swapper.checkpoint import ranks as ranks_module
+from swapper.checkpoint.export import export_checkpoint
 from swapper.checkpoint.index import glance
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import SwapError, SwapIOError
@@ -90,7 +92,7 @@ def test_each_rank_needs_only_its_own_annex(count: int, on_drive: str, nvme_path
 def square(nvme: str, *, is_whole: bool, swaps: bool = True) -> tuple[nn.Module, torch.optim.Optimizer]:
     """A model whose rows are spread evenly over 1, 2 and 4 ranks."""
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64, bias=False))
+    net = nn.Sequential(nn.Linear(256, 128), nn.Linear(128, 256, bias=False))
     if not is_whole:
         fully_shard(net)
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-2, foreach=False)
@@ -126,13 +128,21 @@ def load_square(rank: int, directory: str, nvme: str, saved_by: int) -> None:
     net, optimizer = square(nvme, is_whole=True)
     learn(net, optimizer, 5)
     before = everything(net, optimizer)
-    with pytest.MonkeyPatch.context() as patch:
-        only_reach(patch, *mine)
-        with pytest.raises(SwapIOError, match="mount or copy") as caught:
-            swapper.load_checkpoint(path, net, optimizer)
-    for number, annex in enumerate(named(path)):
-        assert (str(annex) in str(caught.value)) == (annex_of(directory, number) not in mine)
-    assert are_same(everything(net, optimizer), before)
+    exported = f"{directory}/exported-{rank}.pt"
+    for load in (
+        lambda: swapper.load_checkpoint(path, net, optimizer),
+        lambda: swapper.load_checkpoint(path, net),
+        lambda: checkpoints.OpenCheckpoint(path).load_optimizers(net, optimizer),
+        lambda: export_checkpoint(path, "torch", exported),
+    ):
+        with pytest.MonkeyPatch.context() as patch:
+            only_reach(patch, *mine)
+            with pytest.raises(SwapIOError, match="mount or copy") as caught:
+                load()
+        for number, annex in enumerate(named(path)):
+            assert (str(annex) in str(caught.value)) == (annex_of(directory, number) not in mine)
+        assert are_same(everything(net, optimizer), before)
+    export_checkpoint(path, "torch", exported)
     swapper.load_checkpoint(path, net, optimizer)
     found = wholes(net, optimizer)
     assert all(same(value, found[key]) for key, value in expected.items())
@@ -168,9 +178,9 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sharded = nn.Linear(40, 41)
-        self.norm = nn.BatchNorm1d(41)
-        self.plain = nn.Linear(41, 40)
+        self.sharded = nn.Linear(150, 151)
+        self.norm = nn.BatchNorm1d(151)
+        self.plain = nn.Linear(151, 150)
         self.register_buffer("own", torch.zeros(3))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
