@@ -127,6 +127,7 @@ class GradientSwapper(EvictedGradients):
         self._by_number: dict[int, Gradient] = {}
         self._hooks: MutableMapping[torch.Tensor, list[RemovableHandle]] = WeakIdKeyDictionary()
         self._numbers = itertools.count()  # of records and of gradients
+        self._left_numbers: list[int] = []  # of gradients that have left: others get them, so `_order` knows no more
         self._order = AccessOrder()  # of arrival
         self._arrived: set[int] = set()  # numbers of the gradients that came in the backward that is going on
         self._freed = FreedMemory()
@@ -486,7 +487,8 @@ class GradientSwapper(EvictedGradients):
         known = self._of(p)
         if known is None:
             local = local_of(p)
-            known = Gradient(next(self._numbers), weakref.ref(p), local.shape, local.stride(), p.dtype, local.device)
+            number = self._left_numbers.pop() if self._left_numbers else next(self._numbers)
+            known = Gradient(number, weakref.ref(p), local.shape, local.stride(), p.dtype, local.device)
             self._gradients[id(p)] = self._by_number[known.number] = known
         former = known.parts
         if known.state is GradientState.EVICTED:
@@ -512,6 +514,7 @@ class GradientSwapper(EvictedGradients):
         del self._gradients[number]
         del self._by_number[gradient.number]
         self._arrived.discard(gradient.number)
+        self._left_numbers.append(gradient.number)
 
 
 def _keep_alone(gradient: torch.Tensor | None) -> None:
