@@ -23,6 +23,7 @@ __all__ = [
     "VALUES",
     "Glance",
     "Index",
+    "Look",
     "SavedAnnex",
     "SavedBucket",
     "SavedFile",
@@ -50,7 +51,7 @@ VALUES = "values.safetensors"
 START = b'{"crc32c":"00000000",'
 _OF_RANK = re.compile("(r[0-9]+)/")
 _INDEX_BYTES_MAX = 1 << 30
-_GLANCES_MAX = 64
+_GLANCES_MAX = 10_000
 
 
 class _Entry(BaseModel):
@@ -337,8 +338,13 @@ class Glance(BaseModel):
     format: Literal["swapper checkpoint"]
     run: str
     sequence: int
-    files: dict[str, Any]
     annexes: list[SavedAnnex] = []
+
+
+class Look(Glance):
+    """That part, and the files by their names."""
+
+    files: dict[str, Any]
 
     def files_in(self, annex: int | None) -> frozenset[str]:
         """The names of the files that are in an annex; None: in the checkpoint itself."""
@@ -350,27 +356,35 @@ def _annex_of(file: Any) -> Any:
 
 
 _glances: dict[tuple[int, int, int, int], Glance] = {}
-"""By device, inode, time and length of the index, which is never changed."""
+"""By device, inode, time and length of the index, which is never changed. A save glances at all that are beside it."""
 
 
 def glance(directory: Path) -> Glance | None:
     """Whose checkpoint `directory` is; None if it is none, or cannot be read."""
     try:
-        return look_at(directory)
+        return _look_at(directory, _glances)
     except OSError:
         return None
 
 
-def look_at(directory: Path) -> Glance | None:
-    """As `glance`, but raises OSError if it cannot be read."""
+def look_at(directory: Path) -> Look | None:
+    """As `glance`, with the files, but raises OSError if it cannot be read."""
+    found = _look_at(directory, {})
+    assert found is None or isinstance(found, Look)
+    return found
+
+
+def _look_at(directory: Path, known: dict[tuple[int, int, int, int], Glance]) -> Glance | None:
     try:
         with open_index(directory / INDEX) as file:
             status = os.fstat(file.fileno())
             key = (status.st_dev, status.st_ino, status.st_mtime_ns, status.st_size)
-            if key not in _glances:
-                _glances[key] = Glance.model_validate_json(read_index(file))
-                while len(_glances) > _GLANCES_MAX:
-                    del _glances[next(iter(_glances))]
-            return _glances[key]
+            if key in known:
+                return known[key]
+            look = Look.model_validate_json(read_index(file))
+        _glances[key] = Glance.model_construct(**{name: getattr(look, name) for name in Glance.model_fields})
+        while len(_glances) > _GLANCES_MAX:
+            del _glances[next(iter(_glances))]
+        return look
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None

@@ -20,6 +20,8 @@ import pytest
 import torch
 
 import swapper
+from swapper.checkpoint import index
+from swapper.checkpoint.index import read_index
 from swapper.errors import SwapError
 from swapper.parameter import records
 from swapper.storage.buffers import BufferPool
@@ -182,6 +184,45 @@ def test_a_checkpoint_is_saved_and_loaded_with_the_same_work_for_each_parameter(
         assert len(found[MANY]) > 20
         for file in found[MANY]:
             check_growth(lambda count, found=found, file=file: found[count].get(file, 1))  # type: ignore[misc]
+
+
+def test_a_save_reads_no_index_of_the_checkpoints_beside_it_again(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many there are: a run that keeps all of its checkpoints has hundreds."""
+    model = torch.nn.Linear(2, 2)
+    read: list[object] = []
+
+    def reading(file: Any) -> bytes:
+        read.append(file)
+        return read_index(file)
+
+    monkeypatch.setattr(index, "read_index", reading)
+    for number in range(80):
+        read.clear()
+        swapper.save_checkpoint(nvme_path / f"{number}", model)
+        assert len(read) <= 2, number
+
+
+def test_gradients_that_come_and_go_leave_nothing(nvme_path: Path) -> None:
+    """As those of adapters that are added and removed."""
+    base = parameters(3)
+    optimizer = swapped(base, nvme_path, gradient="nvme")
+    order = swapper.of(optimizer).gradients._order  # type: ignore[union-attr]
+    known = 0
+    for turn in range(30):
+        adapter = parameters(2)
+        for p in (*base, *adapter):
+            p.grad = None
+        optimizer.add_param_group({"params": adapter})
+        for _ in range(2):  # In the first they are not known yet.
+            torch.stack([p.sum() for p in (*base, *adapter)]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        del optimizer.param_groups[-1]
+        known = len(order._by_number) if turn == 2 else known
+    assert 0 < len(order._by_number) == known
+    swapper.of(optimizer).close()
 
 
 @pytest.mark.long
