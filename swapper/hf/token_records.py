@@ -350,7 +350,8 @@ class TokenRecords:
                 return
 
     def _following(self, layer: int, position: int) -> Iterator[TokenRecord]:
-        yield from self.layers[layer][position + 1 :]
+        own = self.layers[layer]
+        yield from map(own.__getitem__, range(position + 1, len(own)))  # Without a copy, for each record of many.
         for step in range(1, len(self.layers) + 1):
             yield from self.layers[(layer + step) % len(self.layers)]
 
