@@ -11,13 +11,14 @@ from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from swapper.checkpoint.index import INDEX, SavedModel, SavedTensor, crc32c_of, dtype_name
 from swapper.checkpoint.reader import Checkpoint
 from swapper.checkpoint.streams import model_box, model_stream
 from swapper.checkpoint.values import decode
 from swapper.checkpoint.writer import NewCheckpoint, RecordFile
-from swapper.errors import SwapError
+from swapper.errors import SwapError, SwapIOError
 from swapper.files.tensor_files import FromFile, StoredTensor
 from swapper.io.checksums import checksum, join_checksums
 from swapper.parameter.cache import Held
@@ -417,12 +418,29 @@ def _load(model: torch.nn.Module, checkpoint: Checkpoint, others: Mapping[str, A
             state[name] = EvictedView(values)
     reader = checkpoint.reader
     reader.failure = None
+    noted = _NotedFailure()
     try:
-        model.load_state_dict(state, strict=not inside)
+        with noted:
+            model.load_state_dict(state, strict=not inside)
     except RuntimeError as error:
-        if reader.failure is not None:
-            raise reader.failure from None
+        if (failure := reader.failure or noted.failure) is not None:
+            raise failure from None
         raise SwapError(f"{checkpoint.directory} could not be loaded: {error}") from error
+
+
+class _NotedFailure(TorchFunctionMode):
+    """Notes the failure of a drive or of an accelerator, of which torch's `load_state_dict` keeps the text alone."""
+
+    failure: SwapIOError | torch.OutOfMemoryError | None = None
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except (SwapIOError, torch.OutOfMemoryError) as error:
+            self.failure = error
+            raise
 
 
 def _own_tensors(checkpoint: Checkpoint) -> dict[str, str]:

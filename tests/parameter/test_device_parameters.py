@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from accelerators import simulated
 from interrupts import interrupted_at, places_of
 from models import CASES, WIDTH, Checkpointed, Mlp, loss_of, vectors
 from safetensors.torch import save_file
@@ -658,6 +659,27 @@ def test_a_device_without_memory_is_an_error_and_the_next_pass_is_right(
         monkeypatch.setattr(torch, "empty", empty)
         trained.check()
     assert failed
+    trained.close()
+
+
+@pytest.mark.usefixtures("_short_records")
+def test_a_load_for_which_the_device_has_no_memory_says_so_and_may_be_repeated(
+    nvme_path: Path, tmp_path: Path, device: torch.device
+) -> None:
+    if device.type != "sim":
+        pytest.skip("the memory of a real device is not limited")
+    trained = Trained(nvme_path, device)
+    swapper.save_checkpoint(tmp_path / "checkpoint", trained.model).wait()
+    with torch.no_grad():
+        for p in trained.model.parameters():
+            p.zero_()
+    trained.swapper.rest()
+    simulated().refuse_at(1)
+    with pytest.raises(torch.OutOfMemoryError, match=r"\nswapper: .*offload_param\.device_bytes"):
+        swapper.load_checkpoint(tmp_path / "checkpoint", trained.model)
+    simulated().refuse_at(0)
+    swapper.load_checkpoint(tmp_path / "checkpoint", trained.model)
+    trained.check()
     trained.close()
 
 
