@@ -40,7 +40,7 @@ from swapper.io.handle import AsyncIOHandle, FaultPlan
 
 COUNT = int(os.environ.get("SWAPPER_FAULTS") or (60 if ALL else 15))
 SEED = int(os.environ.get("SWAPPER_FAULTS_SEED") or 0)
-BEFORE, WINDOWS, WIDE = 2, 4, 48
+BEFORE, WINDOWS, WIDE = 2, 4, 64
 """Windows before the checkpoint, and all of them; the width of the model."""
 
 pytestmark = pytest.mark.timeout(240)
@@ -61,6 +61,8 @@ class Case:
     gds: str
     encoding: str
     masters: bool
+    pool: str
+    """Of which the larger one has room for all, but for what it may keep."""
     passes: int
     in_backward: bool
     resident: bool
@@ -94,6 +96,7 @@ def draw(seed: int) -> Case:
         gds=rng.choice(("auto", "auto", "off")) if COMPILER else "off",
         encoding=rng.choice(("exact", "packed", "bf16", "int8")) if lossy else "exact",
         masters=rng.random() < 0.5 and state != "none",
+        pool=rng.choice(("384KiB", "2MiB")),
         passes=rng.choice((1, 2)),
         in_backward=rng.random() < 0.25,
         resident=rng.random() < 0.25,
@@ -101,7 +104,7 @@ def draw(seed: int) -> Case:
         threads=rng.random() < 0.3,
         kind=kind,
         stage=rng.choice(STAGES),
-        at=int(10 ** rng.uniform(0, 3.3 if kind == "interrupt" else 1.6)),
+        at=int(10 ** rng.uniform(0, 3.0 if kind == "interrupt" else 1.3)),
         file=rng.choice(FILES),
         by_cufile=rng.random() < 0.5,
         twice=rng.random() < 0.3,
@@ -160,7 +163,7 @@ class Run:
         resident_bytes = 20_000 if case.resident else 0
         config = swapper.OffloadConfig(
             nvme_path=path,
-            pool_bytes="2MiB",
+            pool_bytes=case.pool,
             bucket_bytes="32KiB",
             gradient_accumulation_steps=case.passes,
             aio={"gds": case.gds},
