@@ -333,6 +333,38 @@ void a_file_that_cannot_be_opened_fails_its_transfer(const TemporaryDirectory& d
     CHECK(transfer->wait(60000) && !transfer->failed());
 }
 
+void transfers_wait_for_descriptors(const TemporaryDirectory& directory, BackendKind kind) {
+    EngineOptions options;
+    options.backend = kind;
+    options.block_bytes = kBlock;
+    Engine engine(options);
+    std::vector<std::shared_ptr<File>> files;
+    for (int i = 0; i < 4; ++i) {
+        files.push_back(open_by_name(directory / ("waits" + std::to_string(i))));
+        files.back()->truncate(kLength);
+    }
+    close_all();
+    std::vector<UniqueFd> taken;
+    for (int fd; (fd = ::open("/dev/null", O_RDONLY | O_CLOEXEC)) >= 0;) taken.emplace_back(fd);
+    std::vector<char> data(4 * kLength);
+    std::vector<std::shared_ptr<Transfer>> transfers;
+    for (size_t i = 0; i < 4; ++i) {
+        transfers.push_back(engine.start(Operation::kRead, files[i], data.data() + i * kLength, kLength, 0));
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    for (const auto& transfer : transfers) CHECK(!transfer->done());
+    taken.resize(taken.size() - 1);  // One at a time, if the file is direct.
+    if (!files[0]->direct()) taken.resize(taken.size() - 1);
+    for (const auto& transfer : transfers) CHECK(transfer->wait(60000) && !transfer->failed());
+    close_all();
+    for (int fd; (fd = ::open("/dev/null", O_RDONLY | O_CLOEXEC)) >= 0;) taken.emplace_back(fd);
+    const auto refused = engine.start(Operation::kRead, files[0], data.data(), kLength, 0);
+    CHECK(refused->wait(60000) && refused->failed() && refused->error().code == EMFILE);
+    taken.clear();
+    const auto again = engine.start(Operation::kRead, files[0], data.data(), kLength, 0);
+    CHECK(again->wait(60000) && !again->failed());
+}
+
 // As for a read that nobody wants any more, of a record that is forgotten.
 void transfers_go_on_when_the_name_goes(const TemporaryDirectory& directory) {
     EngineOptions options;
@@ -395,10 +427,17 @@ void children_find_files_as_they_were(const TemporaryDirectory& directory) {
             }
         });
     }
-    for (int turn = 0; turn < 20; ++turn) {
+    // These hold the lock most of the time.
+    for (int thread = 0; thread < 2; ++thread) {
+        threads.emplace_back([&] {
+            while (!over) (void)files[0]->opened();
+        });
+    }
+    for (int turn = 0; turn < 50; ++turn) {
         const pid_t child = ::fork();
         CHECK(child >= 0);
         if (child == 0) {
+            ::alarm(60);  // It would wait for ever.
             bool right = true;
             for (uint64_t i = 0; i < 40; ++i) right = right && size_of(files[i]) == i;
             ::_exit(right ? 0 : 1);
@@ -432,6 +471,7 @@ int main() {
         threads_read_more_files_than_may_be_open(directory, kind, true);
         threads_read_more_files_than_may_be_open(directory, kind, false);
         a_file_that_cannot_be_opened_fails_its_transfer(directory, kind);
+        transfers_wait_for_descriptors(directory, kind);
     }
     transfers_go_on_when_the_name_goes(directory);
     what_goes_through_the_page_cache_is_noted(directory);
