@@ -134,7 +134,7 @@ class Part:
         name = directory / f"pin-{token:06d}"
         stack.callback(_unlink, name, os.getpid())  # Before it is made: Ctrl-C may strike anywhere.
         file = _reopen(handle, self.file, name)
-        stack.callback(_let_go, file)
+        stack.callback(_close_unnamed, file)
         return PinnedPart(handle, file, length_bytes)
 
     def unreserved_bytes(self) -> int:
@@ -200,7 +200,7 @@ def _unlink(path: Path | str, pid: int) -> None:
         log.warning("could not remove %s: %s", path, error)
 
 
-def _let_go(file: File) -> None:
+def _close_unnamed(file: File) -> None:
     """Close a file that is about to lose its name."""
     if not file.closed:
         # Reads that nobody wants any more may be in flight. Without descriptors for them they fail, and say so.
@@ -254,7 +254,7 @@ def used(record: Record) -> Iterator[tuple[Part, int]]:
 
 def remove(file: File) -> None:
     """Close a file of ours and take its name."""
-    _let_go(file)
+    _close_unnamed(file)
     _unlink(file.path, os.getpid())
 
 
