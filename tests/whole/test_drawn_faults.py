@@ -342,7 +342,7 @@ def go_on(run: Run, fault: Fault, stage: str, checkpoint: Path) -> str:
     case = run.case
     if case.tries_again:
         try:
-            if stage == "step":
+            if stage == "step" and case.state != "none":  # Torch's own step takes no notice of one that was cut off.
                 run.step(no_stage)
             elif stage in ("forward", "backward") and not case.in_backward:
                 run.zero_grad()
