@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -55,7 +56,7 @@ class Shared:
 
     def __init__(self, config: OffloadConfig, device: torch.device | None) -> None:
         run = _run_name()  # First: all ranks take part in it, whatever fails on one of them afterwards.
-        self._configs = [config]  # Kept, so that their ids stay their own.
+        self._configs = [config]  # Kept while they are in `_all`, so that their ids stay their own.
         self._holders = 0
         self.held_bytes = 0
         self._wanted_bytes = 0
@@ -100,13 +101,24 @@ class Shared:
         """
         if (existing := cls.existing(config)) is not None:
             return existing.store is store
-        for shared in list(cls._all.values()):
+        for shared in dict.fromkeys(cls._all.values()):
             steps = {"gradient_accumulation_steps": config.gradient_accumulation_steps}
             if shared.store is store and shared._configs[0].model_copy(update=steps) == config:
+                shared._drop_unused()
                 cls._all[id(config)] = shared
                 shared._configs.append(config)
                 return True
         return False
+
+    def _drop_unused(self) -> None:
+        """Forget configs that have joined and that nobody else has any more, as of fits that are over."""
+        kept = self._configs[:1]
+        for config in self._configs[1:]:
+            if sys.getrefcount(config) > 4:  # Those of both lists, of the loop, and the argument.
+                kept.append(config)
+            else:
+                self._all.pop(id(config), None)
+        self._configs = kept
 
     def hold(self, held_bytes: int, wanted_bytes: int) -> Callable[[], None]:
         """Count one more holder.

@@ -19,6 +19,7 @@ from torch import nn
 
 import swapper
 from swapper.parameter.cache import ParameterCache
+from swapper.session import Shared
 
 FITS = 20
 ALLOWED_BYTES = 20 << 20
@@ -307,6 +308,24 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < stop
         time.sleep(0.01)
+
+
+def test_configs_of_fits_that_are_over_are_not_kept(nvme_path: Path) -> None:
+    def config() -> swapper.OffloadConfig:
+        return swapper.OffloadConfig(**config_of(str(nvme_path), offload_param=NVME))
+
+    first = config()
+    model, _ = swapper.offload(net(), [], first)
+    store = model.swapper.store  # type: ignore[union-attr]
+    shared = Shared.existing(first)
+    assert shared is not None
+    kept = config()
+    for number in range(20):
+        assert Shared.join(kept if number == 3 else config(), store)  # type: ignore[arg-type]
+        assert len(shared._configs) <= 3
+    assert Shared.existing(kept) is Shared.existing(first) is shared
+    assert len(Shared._all) == len(shared._configs)
+    model.swapper.close()  # type: ignore[operator, union-attr]
 
 
 def test_a_pool_takes_what_its_plan_can_use(nvme_path: Path) -> None:
