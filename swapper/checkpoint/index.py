@@ -51,7 +51,7 @@ VALUES = "values.safetensors"
 START = b'{"crc32c":"00000000",'
 _OF_RANK = re.compile("(r[0-9]+)/")
 _INDEX_BYTES_MAX = 1 << 30
-_GLANCES_MAX = 10_000
+_GLANCES_MAX = 4
 
 
 class _Entry(BaseModel):
@@ -356,15 +356,22 @@ def _annex_of(file: Any) -> Any:
 
 
 _glances: dict[tuple[int, int, int, int], Glance] = {}
-"""By device, inode, time and length of the index, which is never changed. A save glances at all that are beside it."""
+"""By device, inode, time and length of the index, which is never changed."""
 
 
-def glance(directory: Path) -> Glance | None:
-    """Whose checkpoint `directory` is; None if it is none, or cannot be read."""
+def glance(directory: Path, among: int = 0) -> Glance | None:
+    """Whose checkpoint `directory` is; None if it is none, or cannot be read.
+
+    Args:
+        among: of so many that are looked at again and again, as those beside a checkpoint at each save.
+    """
     try:
-        return _look_at(directory, _glances)
+        found = _look_at(directory, _glances if among else {})
     except OSError:
         return None
+    while len(_glances) > _GLANCES_MAX + 2 * among > _GLANCES_MAX:
+        del _glances[next(iter(_glances))]
+    return found
 
 
 def look_at(directory: Path) -> Look | None:
@@ -382,9 +389,7 @@ def _look_at(directory: Path, known: dict[tuple[int, int, int, int], Glance]) ->
             if key in known:
                 return known[key]
             look = Look.model_validate_json(read_index(file))
-        _glances[key] = Glance.model_construct(**{name: getattr(look, name) for name in Glance.model_fields})
-        while len(_glances) > _GLANCES_MAX:
-            del _glances[next(iter(_glances))]
+        known[key] = Glance.model_construct(**{name: getattr(look, name) for name in Glance.model_fields})
         return look
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, ValueError):
         return None

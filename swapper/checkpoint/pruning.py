@@ -25,7 +25,7 @@ def siblings(directory: Path, run: str) -> list[tuple[int, Path]]:
     except OSError as error:
         raise SwapIOError(error.errno or errno.EIO, "list", directory.parent) from error
     for path in beside:
-        whose = None if path.name.startswith(".") else glance(path)
+        whose = None if path.name.startswith(".") else glance(path, len(beside))
         if whose is not None and whose.run == run:
             found.append((whose.sequence, path))
     return sorted(found)
