@@ -3,16 +3,48 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
+from isolation import alone
 from ranks import in_processes
 from torch import nn
 
 import swapper
+from swapper.process import finalizers
 
 kept: list[Any] = []
+
+
+def lines_of_finalizers(count: int) -> int:
+    """Lines of `finalizers.py` that run in a process of multiprocessing when so many are made, and all live."""
+    owners = [nn.Module() for _ in range(count)]
+    lines = 0
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal lines
+        if frame.f_code.co_filename != finalizers.__file__:
+            return None
+        lines += 1
+        return trace
+
+    sys.settrace(trace)
+    for owner in owners:
+        finalizers.finalizer(owner, len, ())
+    sys.settrace(None)
+    assert len(finalizers._pending) >= count
+    owners.clear()
+    for _ in range(5 * count):  # Those that are over do not stay.
+        finalizers.finalizer(nn.Module(), len, ())
+    assert len(finalizers._pending) < 3 * count
+    return lines
+
+
+def test_a_finalizer_takes_the_same_work_among_many() -> None:
+    assert alone(lines_of_finalizers, 2000) < 1.5 * 20 * alone(lines_of_finalizers, 100)
 
 
 def end_with_an_optimizer(rank: int, nvme_path: Path) -> None:
