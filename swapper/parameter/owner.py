@@ -181,7 +181,7 @@ class ParameterOwner(ParameterCache):
         Where somebody has views of the values, that is the memory that these are in now, as the parameters would else
         no longer be what the views show. The pool leaves it to them.
         """
-        evicted = [location for location in held.plan.locations if home_of(location.parameter) is not None]
+        evicted = [each for each in held.plan.locations if each.parameter in self._home and home_of(each.parameter)]
         if not evicted:
             return
         with self.present([held]):
@@ -423,8 +423,8 @@ class ParameterOwner(ParameterCache):
                         uses.add(use)
                         continue
                     location = held.plan.locations[slot]
-                    if home_of(location.parameter) is None:  # It is in memory for good, after a `close` that failed.
-                        continue
+                    if location.parameter not in self._home or not home_of(location.parameter):
+                        continue  # In memory for good, or another's: it was let go, or a `close` failed.
                     held.attached[slot] = {use}
                     for tensor in location.tensors:
                         restore(tensor, location.view(held.values[slot]))

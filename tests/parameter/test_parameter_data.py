@@ -16,6 +16,7 @@ from weight_files import state_to_save, write_weights
 
 import swapper
 from swapper.parameter.swapper import ParameterSwapper
+from swapper.tensors.evicted import is_evicted
 
 WIDTH = 48
 
@@ -225,6 +226,27 @@ def test_a_checkpoint_has_the_shape_that_a_parameter_was_given(nvme_path: Path) 
     swapper.load_checkpoint(nvme_path.parent / "saved", loaded)
     assert bits(list(loaded.parameters())) == want
     model.swapper.close()
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_parameter_of_another_shape_is_that_of_whom_it_is_offloaded_with_next(nvme_path: Path, whole: bool) -> None:
+    """The hooks and records of the first are still there, with the values that it had."""
+    first, x = offloaded(nvme_path), torch.ones(1, WIDTH)
+    first(x)
+    first[2].weight.data, first[2].bias.data = torch.randn(5, WIDTH), torch.randn(5)
+    want, want_out = bits(list(first.parameters())), bits(first(x))
+    config = swapper.OffloadConfig(nvme_path=nvme_path, pool_bytes="1MiB", offload_param={"device": "nvme"})
+    second: nn.Module = nn.Sequential(first) if whole else first[2]
+    swapper.offload(second, config=config)
+    assert is_evicted(first[2].weight)
+    assert bits(first(x)) == want_out
+    first(x).sum().backward()
+    assert first[2].weight.grad is not None and first[2].weight.grad.shape == (5, WIDTH)
+    assert bits(list(first.parameters())) == want
+    first.swapper.close(keep_values=True)
+    assert is_evicted(first[2].weight) and bits(list(first.parameters())) == want
+    second.swapper.close(keep_values=True)  # type: ignore[union-attr, operator]
+    assert bits(list(first.parameters())) == want
 
 
 def test_on_a_device_data_of_another_shape_stay_there(device: str, nvme_path: Path) -> None:
