@@ -72,7 +72,16 @@ class ViewOfParameter(Source):
         return () if home is None else (home,)
 
     def real(self) -> torch.Tensor:
-        """As ordinary state dicts have it."""
+        """As ordinary state dicts have it.
+
+        Raises:
+            SwapError: it was given data of another shape, and has left the drive, where the former values were.
+        """
+        if self.parameter.shape != self.shape and home_of(self.parameter) is None:
+            raise SwapError(
+                f"a state dict has a parameter of {tuple(self.shape)} that was given data of another shape since, "
+                f"{tuple(self.parameter.shape)}; call state_dict again, or keep clones of what it gave before"
+            )
         return self.parameter.detach()
 
     def mapped_copy(self) -> torch.Tensor:

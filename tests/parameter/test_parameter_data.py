@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -225,6 +226,21 @@ def test_a_checkpoint_has_the_shape_that_a_parameter_was_given(nvme_path: Path) 
     loaded = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 5))
     swapper.load_checkpoint(nvme_path.parent / "saved", loaded)
     assert bits(list(loaded.parameters())) == want
+    model.swapper.close()
+
+
+def test_a_state_dict_from_before_another_shape_is_refused_and_its_clones_are_not(nvme_path: Path) -> None:
+    """It shares the memory of the parameter, which plain leaves to it: here the drive had the values."""
+    model = offloaded(nvme_path)
+    before = model.state_dict()
+    kept = {key: value.clone() for key, value in before.items()}
+    model[2].weight.data = torch.ones(5, WIDTH)
+    for use in (torch.clone, torch.Tensor.zero_, lambda value: torch.save(value, io.BytesIO()), lambda v: v[0].clone()):
+        with pytest.raises(swapper.SwapError, match=r"\(48, 48\) that was given data of another shape since, \(5,"):
+            use(before["2.weight"])
+    assert bits(before["0.weight"].clone()) == bits(kept["0.weight"]) == bits(offloaded_values()[0])
+    assert bits(kept["2.weight"]) == bits(offloaded_values()[2])
+    assert bits(model.state_dict()["2.weight"].clone()) == bits(torch.ones(5, WIDTH))
     model.swapper.close()
 
 
