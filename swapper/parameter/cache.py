@@ -358,11 +358,12 @@ class ParameterCache:
                 "and close it with model.swapper.close(keep_values=True)"
             )
 
-    def saved(self, held: Held, index: int, version: int) -> torch.Tensor:
+    def saved(self, held: Held, index: int, version: int, given: int) -> torch.Tensor:
         """The values of a parameter that autograd saved, 1-D; there as long as a view of them is.
 
         Raises:
             RuntimeError: the parameter has another version now, as autograd raises it.
+            SwapError: it was given other data meanwhile. Autograd would use the former ones where it saved a view.
         """
         location = held.plan.locations[index]
         if location.parameter._version != version:
@@ -370,6 +371,11 @@ class ParameterCache:
                 f"one of the variables needed for gradient computation has been modified by an inplace operation: "
                 f"parameter {location.name} is at version {location.parameter._version}; expected version {version} "
                 "instead"
+            )
+        if location.given != given:
+            raise SwapError(
+                f"{location.name} was given other data (`p.data = ...`) between a forward and its backward, which "
+                "needs the former ones; do that after backward, or before forward"
             )
         self._check_open()
         hold = object()

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import weakref
+from functools import partial
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +28,7 @@ class ForwardHooks:
 
     Args:
         owner: of the parameters. It lives as long as a module that has these hooks. None for a copy of the module,
-            whose parameters are in memory: then the hooks do nothing.
+            whose parameters are in memory: the hooks remove themselves when it is called.
         parts: the records that the module uses, and the slots in each of the parameters that it uses.
     """
 
@@ -38,7 +40,9 @@ class ForwardHooks:
     @_disable_dynamo
     def before(self, module: torch.nn.Module, args: Any) -> None:
         """A forward pre-hook. torch.compile leaves it as it is, and compiles what is between the hooks."""
-        if self._owner is not None:
+        if self._owner is None:
+            _without_hooks(module)
+        else:
             self._owner.enter(module, [] if _leaves_parameters_alone(module) else self.parts)
 
     @_disable_dynamo
@@ -53,7 +57,9 @@ class ForwardHooks:
         return ForwardHooks(None, [])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_copy()
+        if self._owner is not None:
+            refuse_copy()
+        return ForwardHooks, (None, [])
 
 
 class Forward:
@@ -98,14 +104,12 @@ class Forward:
         else:
             vars(module).pop("forward", None)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Forward:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = memo.get(id(self._module()))
+        copy.deepcopy(self._hooks, memo)  # Or it is refused.
         if module is None:  # It is not copied with its module.
             refuse_copy()
-        forward = object.__new__(Forward)
-        forward._module, forward._hooks = weakref.ref(module), copy.deepcopy(self._hooks, memo)
-        forward._former = copy.deepcopy(self._former, memo)
-        return forward
+        return copy.deepcopy(self._former, memo) or MethodType(type(module).forward, module)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()
@@ -131,16 +135,28 @@ class ScriptRefused:
         if module is not None and vars(module).get("__prepare_scriptable__") is self:
             del vars(module)["__prepare_scriptable__"]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ScriptRefused:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = memo.get(id(self._module()))
         if module is None:
             refuse_copy()
-        refused = object.__new__(ScriptRefused)
-        refused._module = weakref.ref(module)
-        return refused
+        return partial(_without_hooks, module)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         refuse_copy()
+
+
+def _without_hooks(module: torch.nn.Module) -> torch.nn.Module:
+    """Take the hooks that do nothing from a copy, and from what is in it. Returns it."""
+    for each in module.modules():
+        for hooks in (each._forward_pre_hooks, each._forward_hooks):
+            for key, hook in [*hooks.items()]:
+                its = getattr(hook, "__self__", None)
+                if isinstance(its, ForwardHooks) and its._owner is None:
+                    hooks.pop(key, None)
+                    each._forward_hooks_always_called.pop(key, None)
+        if getattr(vars(each).get("__prepare_scriptable__"), "func", None) is _without_hooks:
+            del vars(each)["__prepare_scriptable__"]
+    return module
 
 
 def _leaves_parameters_alone(module: torch.nn.Module) -> bool:

@@ -500,8 +500,8 @@ class ParameterOwner(ParameterCache):
         viewed = is_shared(values, ours=1 + of_record + ours)
         given = f"{tuple(p.shape)} x {p.dtype} on {p.device} with strides {p.stride()}"
         if same and not viewed:
-            data = p.detach().clone() if of_record else p.detach()
-            location.view(values).copy_(data)
+            location.view(values).copy_(p.detach().clone() if of_record else p.detach())
+            location.given += 1
             return ""
         restore(p, location.view(values))
         if same:

@@ -92,6 +92,8 @@ class ParameterLocation:
     aliases: tuple[torch.Tensor, ...] = ()
     laid_out: torch.Size | None = None
     """The shape that it had when its record was laid out, if it has another now."""
+    given: int = 0
+    """How often its tensor was given other data, as by `p.data = ...`."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -33,6 +33,7 @@ class _Packed:
     stride: tuple[int, ...]
     storage_offset: int
     version: int
+    given: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,9 +213,9 @@ def _location_of(tensor: torch.Tensor) -> _Packed | None:
     cache_ref, held, index = found
     if (cache := cache_ref()) is None:
         return None
-    version = held.plan.locations[index].parameter._version
-    offset = int(tensor.storage_offset())
-    return _Packed(cache, held, index, tensor.dtype, tensor.size(), tensor.stride(), offset, version)
+    location, offset = held.plan.locations[index], int(tensor.storage_offset())
+    now = location.parameter._version, location.given
+    return _Packed(cache, held, index, tensor.dtype, tensor.size(), tensor.stride(), offset, *now)
 
 
 @_disable_dynamo
@@ -225,7 +226,7 @@ def _unpack(packed: torch.Tensor | _Packed | _PackedWrapper) -> torch.Tensor:
         inside = {key: _unpack(each) for key, each in packed.inside.items()}
         wrapper: torch.Tensor = packed.cls.__tensor_unflatten__(inside, packed.context, packed.size, packed.stride)
         return wrapper
-    values = packed.cache.saved(packed.held, packed.index, packed.version)
+    values = packed.cache.saved(packed.held, packed.index, packed.version, packed.given)
     view = values if packed.dtype == values.dtype else values.view(packed.dtype)
     return view.as_strided(packed.size, packed.stride, packed.storage_offset)
 

@@ -113,6 +113,7 @@ class ParameterSwapper(ParameterOwner):
         if not same or special or of_record:
             return False
         del self._home[p]
+        location.given += 1
         restore_for_good(p, p.detach())
         shapes = f"{tuple(p.shape)} in place of {tuple(location.shape)}"
         self.stays[location.name] = f"it was given data of another shape: {shapes}"

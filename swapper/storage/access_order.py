@@ -90,7 +90,7 @@ class AccessOrder:
         self._ahead = 0  # All records that are expected from `_next` to here are held.
         self._due: dict[int, int] = {}  # of each record that is held: the place of its next use
         self._movable: list[tuple[int, int]] = []  # those of them that may go: due and -number, sorted
-        self._stale = False  # `_due` and `_movable` are to be computed anew
+        self._stale = False  # `_due` and `_movable` are to be computed anew; also where Ctrl-C left a change half made
         self._run = 0  # uses that came as foretold since one that did not; see [Note: surprises]
         self._usual = _USUAL  # how many that usually are
         self._depth = 0
@@ -147,22 +147,26 @@ class AccessOrder:
             fixed: it will stay: `last_needed` is not to yield it.
         """
         self.drop(number)
+        stale, self._stale = self._stale, True
         if fixed:
             self._fixed.add(number)
         due = self._due[number] = self._due_of(number)
         if not fixed:
             insort(self._movable, (due, -number))
+        self._stale = stale
 
     def drop(self, number: int) -> None:
         """Record `number` is not in memory any more. Idempotent."""
         due = self._due.get(number)
         if due is None:
             return
+        stale, self._stale = self._stale, True
         if number in self._fixed:
             self._fixed.discard(number)
         else:
             self._remove(due, number)
         del self._due[number]
+        self._stale = stale
         self._ahead = min(self._ahead, self._due_of(number))
 
     def missing(self) -> int | None:
@@ -262,10 +266,12 @@ class AccessOrder:
         before, due = self._due[number], self._due_of(number)
         if before == due:
             return
+        stale, self._stale = self._stale, True
         if number not in self._fixed:
             self._remove(before, number)
             insort(self._movable, (due, -number))
         self._due[number] = due
+        self._stale = stale
 
     def _remove(self, due: int, number: int) -> None:
         i = bisect_left(self._movable, (due, -number))

@@ -312,3 +312,33 @@ def test_ctrl_c_anywhere_leaves_an_order_that_goes_on() -> None:
         if not struck:
             break
     assert n > 30
+
+
+def test_ctrl_c_anywhere_leaves_what_is_held_as_it_is() -> None:
+    """What a change of one record has half done is done anew, whatever comes next."""
+
+    def go_on(o: AccessOrder) -> None:
+        for at, use in enumerate([*FORWARD, *BACKWARD] * 2):
+            o.note(use)
+            o.hold((use.number + 1) % 4)
+            o.missing()
+            [*o.last_needed()]
+            o.drop((at + 2) % 4)
+
+    for n in itertools.count():
+        o = AccessOrder([*FORWARD, *BACKWARD] * 3, start=0)
+        for number in range(4):
+            o.hold(number)
+        [*o.last_needed()]
+        struck = interrupted_at(n, lambda o=o: go_on(o), "storage/access_order.py")  # type: ignore[misc]
+        for number in (0, 2):
+            o.drop(number)
+        held = {number for number in range(4) if number in o._due}
+        assert held <= {1, 3} and sorted(o.last_needed()) == sorted(held), n
+        for number in range(4):
+            o.hold(number)
+        assert sorted(o.last_needed()) == [0, 1, 2, 3], n
+        go_on(o)
+        if not struck:
+            break
+    assert n > 100

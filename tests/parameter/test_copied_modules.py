@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import io
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -89,6 +91,45 @@ def test_a_copied_parameter_is_one_for_all_that_had_it(nvme_path: Path) -> None:
     with torch.no_grad():
         twins[0].zero_()
     assert first.weight.abs().sum() > 0
+    swapper_of(model).close()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+@pytest.mark.parametrize("called", [False, True])
+@pytest.mark.parametrize("name", ["mlp", "torch encoder", "lstm"])
+def test_a_copy_is_an_ordinary_module_for_all_that_is_done_with_modules(
+    name: str, called: bool, nvme_path: Path
+) -> None:
+    case = CASES[name]
+    torch.manual_seed(0)
+    model = case.make().eval()
+    child = next(key for key, module in model.named_children() if [*module.parameters()])
+    inputs = torch.randn(3, 5, WIDTH)
+    with torch.no_grad():
+        want = bits(model.get_submodule(child)(inputs)) if name != "mlp" else bits(model.blocks[0](inputs))
+        with small_records():
+            swapper.offload(model, config=config_for(nvme_path))
+        twin = copy.deepcopy(model.get_submodule(child) if name != "mlp" else model.blocks[0])
+        if called:
+            assert bits(twin(inputs)) == want
+        file = io.BytesIO()
+        torch.save(twin, file)
+        file.seek(0)
+        made = {
+            "loaded": torch.load(file, weights_only=False),
+            "pickled": pickle.loads(pickle.dumps(twin)),
+            "copied": copy.deepcopy(copy.copy(twin)),
+            "scripted": torch.jit.script(copy.deepcopy(twin)) if name == "mlp" else twin,
+            "itself": twin,
+        }
+        for way, module in made.items():
+            assert bits(module(inputs)) == want, way
+            for each in module.modules() if way != "scripted" else ():
+                assert not each._forward_hooks and not each._forward_pre_hooks, way
+                assert not each._forward_hooks_always_called and "__prepare_scriptable__" not in vars(each), way
+        if name != "lstm":  # Which torch does not compile.
+            torch.compile(twin, backend="eager", fullgraph=True)(inputs)
+        assert bits(model.get_submodule(child)(inputs) if name != "mlp" else model.blocks[0](inputs)) == want
     swapper_of(model).close()
 
 

@@ -265,6 +265,39 @@ def test_a_parameter_of_another_shape_is_that_of_whom_it_is_offloaded_with_next(
     assert bits(list(first.parameters())) == want
 
 
+class Scaled(nn.Module):
+    """Autograd saves `scale` itself, and of `weight` a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.randn(20 * WIDTH))
+        self.weight = nn.Parameter(torch.randn(20 * WIDTH, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x * self.scale) @ self.weight
+
+
+@pytest.mark.parametrize("name", ["scale", "weight"])
+@pytest.mark.parametrize("shape", ["the same", "another"])
+def test_data_that_are_given_between_forward_and_backward_are_never_used_for_the_former(
+    nvme_path: Path, name: str, shape: str
+) -> None:
+    """Plain would use the new ones where autograd saved the parameter itself, and the former ones where a view."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 20 * WIDTH), Scaled())
+    swapper.offload(model, config={"nvme_path": nvme_path, "pool_bytes": "2MiB", "offload_param": {"device": "nvme"}})
+    out = model(torch.ones(2, 4))
+    p = model[1].get_parameter(name)
+    p.data = torch.ones(1, *p.shape[1:]) if shape == "another" else torch.ones(p.shape)
+    with pytest.raises(swapper.SwapError, match=f"1.{name} was given other data .* between a forward and its backward"):
+        out.sum().backward()
+    model.zero_grad()
+    if shape == "the same":
+        model(torch.ones(2, 4)).sum().backward()
+        assert all(q.grad is not None for q in model.parameters())
+    model.swapper.close()  # type: ignore[union-attr, operator]
+
+
 def test_on_a_device_data_of_another_shape_stay_there(device: str, nvme_path: Path) -> None:
     on = torch.device(device, 0)
     torch.manual_seed(0)
