@@ -25,6 +25,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from isolation import alone
 from launcher import Program
 from small_drives import mounted
 from snapshots import STEPS, Snapshot, Training, make_config
@@ -181,7 +182,7 @@ def test_a_pool_larger_than_the_memory(nvme_path: Path, leaves_nothing: None) ->
         )
 
 
-def test_too_many_open_files(nvme_path: Path, leaves_nothing: None) -> None:
+def with_few_descriptors(nvme_path: Path) -> None:
     with Training(nvme_path, 0):  # What a process opens once is open.
         pass
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -200,6 +201,10 @@ def test_too_many_open_files(nvme_path: Path, leaves_nothing: None) -> None:
     finally:
         for descriptor in taken:
             os.close(descriptor)
+
+
+def test_too_many_open_files(nvme_path: Path, leaves_nothing: None) -> None:
+    alone(with_few_descriptors, nvme_path)  # Where no other test's files could be closed for one.
 
 
 def test_lbfgs(nvme_path: Path, leaves_nothing: None) -> None:

@@ -6,6 +6,7 @@ each of them. Ten times as many of something may take ten times as many lines, a
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import sys
@@ -56,19 +57,23 @@ def lines_by_file(work: Callable[[], object]) -> dict[str, int]:
         count[frame.f_code.co_filename] += 1
         return trace
 
+    gc.collect()  # What other tests have left ends in code of ours, too.
+    gc.disable()
     former = sys.gettrace()
     sys.settrace(trace)
     try:
         work()
     finally:
         sys.settrace(former)
+        gc.enable()
     return dict(count)
 
 
-def check_growth(lines: Callable[[int], int]) -> None:
+def check_growth(lines: Callable[[int], int], what: str = "") -> None:
     """`lines` gives the lines that so many take."""
     few, many = lines(FEW), lines(MANY)
-    assert many <= GROWTH * few * MANY / FEW, f"{few / FEW:.0f} lines for each of {FEW}, {many / MANY:.0f} of {MANY}"
+    found = f"{few / FEW:.1f} lines for each of {FEW}, {many / MANY:.1f} of {MANY}"
+    assert many <= GROWTH * few * MANY / FEW, f"{what}: {found}"
 
 
 def parameters(count: int, numel: int = NUMEL, dtype: torch.dtype = torch.float32) -> list[torch.nn.Parameter]:
@@ -183,7 +188,7 @@ def test_a_checkpoint_is_saved_and_loaded_with_the_same_work_for_each_parameter(
     for found in lines.values():
         assert len(found[MANY]) > 20
         for file in found[MANY]:
-            check_growth(lambda count, found=found, file=file: found[count].get(file, 1))  # type: ignore[misc]
+            check_growth(lambda count, found=found, file=file: found[count].get(file, 1), file)  # type: ignore[misc]
 
 
 def test_a_save_reads_no_index_of_the_checkpoints_beside_it_again(
