@@ -332,7 +332,7 @@ def test_the_end_of_a_transfer_does_not_wait_for_a_full_queue_of_later_ones(subj
                     seen = plan.reads - before
                     if first.done():
                         break
-                    assert seen <= first_blocks + 4
+                    assert seen <= first_blocks + 4 or first.done()  # It may be over since it was asked.
                 plan.bytes_per_second = 0
                 wait_all([first, *others])
                 end = (first_blocks + 5 * len(others)) * BLOCK
