@@ -78,10 +78,8 @@ bool write_back(int fd) {
 int open_with_room(const std::string& path, int flags) {
     for (;;) {
         const int fd = ::open(path.c_str(), flags | O_CLOEXEC, 0600);
-        if (fd >= 0 || errno == EINTR) {
-            if (fd >= 0) return fd;
-            continue;
-        }
+        if (fd >= 0) return fd;
+        if (errno == EINTR) continue;
         const int error = errno;
         if ((error != EMFILE && error != ENFILE) || !OpenFiles::get().close_one()) {
             errno = error;

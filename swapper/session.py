@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import secrets
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -56,7 +55,8 @@ class Shared:
 
     def __init__(self, config: OffloadConfig, device: torch.device | None) -> None:
         run = _run_name()  # First: all ranks take part in it, whatever fails on one of them afterwards.
-        self._configs = [config]  # Kept while they are in `_all`, so that their ids stay their own.
+        self._config = config  # Kept, so that its id stays its own.
+        self._joined: dict[int, weakref.ref[OffloadConfig]] = {}  # by id, which another has once they are gone
         self._holders = 0
         self.held_bytes = 0
         self._wanted_bytes = 0
@@ -90,7 +90,8 @@ class Shared:
     def existing(cls, config: OffloadConfig) -> Shared | None:
         """Give the one of this very object, if there is one. What was dropped has given its part back."""
         wait_for_ends()
-        return cls._all.get(id(config))
+        shared = cls._all.get(id(config))
+        return shared if shared is not None and shared._is_of(config) else None
 
     @classmethod
     def join(cls, config: OffloadConfig, store: TensorStore) -> bool:
@@ -103,22 +104,24 @@ class Shared:
             return existing.store is store
         for shared in dict.fromkeys(cls._all.values()):
             steps = {"gradient_accumulation_steps": config.gradient_accumulation_steps}
-            if shared.store is store and shared._configs[0].model_copy(update=steps) == config:
-                shared._drop_unused()
+            if shared.store is store and shared._config.model_copy(update=steps) == config:
+                shared._forget_gone()
                 cls._all[id(config)] = shared
-                shared._configs.append(config)
+                shared._joined[id(config)] = weakref.ref(config)
                 return True
         return False
 
-    def _drop_unused(self) -> None:
-        """Forget configs that have joined and that nobody else has any more, as of fits that are over."""
-        kept = self._configs[:1]
-        for config in self._configs[1:]:
-            if sys.getrefcount(config) > 4:  # Those of both lists, of the loop, and the argument.
-                kept.append(config)
-            else:
-                self._all.pop(id(config), None)
-        self._configs = kept
+    def _is_of(self, config: OffloadConfig) -> bool:
+        """True if `config` made it or has joined, and is not another that has the id of one that is gone."""
+        joined = self._joined.get(id(config))
+        return config is self._config or (joined is not None and joined() is config)
+
+    def _forget_gone(self) -> None:
+        """Forget configs that have joined and that nobody has any more, as of fits that are over."""
+        for number in [number for number, config in self._joined.items() if config() is None]:
+            del self._joined[number]
+            if self._all.get(number) is self:
+                del self._all[number]
 
     def hold(self, held_bytes: int, wanted_bytes: int) -> Callable[[], None]:
         """Count one more holder.
@@ -163,7 +166,7 @@ class Shared:
             What makes a pool of so many bytes there; raises `torch.OutOfMemoryError` where there are not so many.
         """
         if self._direct is None:
-            self._direct = Engines(self._configs[0], GDSHandle)
+            self._direct = Engines(self._config, GDSHandle)
         handles = [handle for handle in self._direct.handles if isinstance(handle, GDSHandle)]
         self.store.use_for_devices(handles)
         return lambda pool_bytes: DevicePool(pool_bytes, *handles, device=device)
@@ -223,7 +226,7 @@ class Shared:
                 with system_errors("open", path):
                     devices.append(os.stat(path).st_dev)
                 by_device.setdefault(devices[-1], path)
-            engines = Engines(self._configs[0], paths=list(by_device.values()))
+            engines = Engines(self._config, paths=list(by_device.values()))
             undo.callback(engines.close)
             handles = dict(zip(by_device, engines.handles, strict=True))
             files: dict[Path, SourceFile] = {}
@@ -239,9 +242,9 @@ class Shared:
         self.pool.trim()
 
     def _close(self) -> None:
-        for config in self._configs:
-            if self._all.get(id(config)) is self:
-                del self._all[id(config)]
+        for number in (id(self._config), *self._joined):
+            if self._all.get(number) is self:
+                del self._all[number]
         try:
             self.store.close()
             self.pool.close()

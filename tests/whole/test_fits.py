@@ -322,9 +322,13 @@ def test_configs_of_fits_that_are_over_are_not_kept(nvme_path: Path) -> None:
     kept = config()
     for number in range(20):
         assert Shared.join(kept if number == 3 else config(), store)  # type: ignore[arg-type]
-        assert len(shared._configs) <= 3
+        assert len(shared._joined) <= 2
     assert Shared.existing(kept) is Shared.existing(first) is shared
-    assert sum(each is shared for each in Shared._all.values()) == len(shared._configs)
+    assert sum(each is shared for each in Shared._all.values()) == len(shared._joined) + 1
+    other = config()
+    Shared._all[id(other)] = shared  # As if one that is gone had had the id.
+    assert Shared.existing(other) is None
+    del Shared._all[id(other)]
     model.swapper.close()  # type: ignore[operator, union-attr]
 
 
