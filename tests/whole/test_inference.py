@@ -107,7 +107,7 @@ def test_memory_and_bytes_of_a_generation_are_sums(layers: int, nvme_path: Path,
     beyond_pool_bytes = result["stored"] - result["budget"]
     for counted in result["rounds"][1:]:
         assert counted <= beyond_pool_bytes + sum(result["largest"]) + 8192 * result["spans"]
-    assert abs(sum(result["rounds"]) - result["of_kernel"]["read_bytes"]) < result["largest"][-1], "no record is missing"
+    assert abs(sum(result["rounds"]) - result["of_kernel"]["read_bytes"]) < result["largest"][-1]
     assert result["rounds"][0] <= result["stored"] + sum(result["largest"])
     assert result["counted_written"] == 0
     assert result["of_kernel"]["write_bytes"] <= NOTED_BYTES < result["largest"][0]
