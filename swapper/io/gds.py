@@ -16,6 +16,7 @@ import functools
 import importlib.util
 import logging
 import os
+import resource
 import secrets
 import threading
 import weakref
@@ -159,6 +160,26 @@ class _Pin:
 
 _pinned: weakref.WeakValueDictionary[tuple[int, int], _Pin] = weakref.WeakValueDictionary()
 """By address and length."""
+_registered: dict[weakref.ref[File], None] = {}
+"""Files that cuFile knows, of all handles, the one used last at the end: it keeps their descriptors open."""
+
+
+def _most_registered() -> int:
+    """With two descriptors each, as many files as have a quarter of what the process may open, asked each time."""
+    return max(8, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 8)
+
+
+def _note_use(file: File) -> None:
+    """Have cuFile forget what was used least recently. What is in flight there goes on, and keeps its file."""
+    reference = weakref.ref(file)
+    _registered.pop(reference, None)
+    _registered[reference] = None
+    while len(_registered) > _most_registered():
+        oldest = next(iter(_registered))
+        del _registered[oldest]
+        forgotten = oldest()
+        if forgotten is not None:
+            forgotten.registration = None
 
 
 class GDSHandle(AsyncIOHandle):
@@ -346,6 +367,8 @@ class GDSHandle(AsyncIOHandle):
                 except SwapIOError as error:
                     registered = error.detail
                 file.registration = registered
+            if not isinstance(registered, str):
+                _note_use(file)
         return registered
 
 

@@ -64,6 +64,32 @@ def test_an_idle_handle_keeps_no_file(mock: Mock, handle: GDSHandle, tmp_path: P
     settled(mock)
 
 
+def test_cufile_knows_only_some_files_at_once(
+    mock: Mock, handle: GDSHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It keeps the descriptors of those, and they must not grow with the number of files. What is in flight goes on."""
+    most, count = 8, 60
+    monkeypatch.setattr(gds, "_most_registered", lambda: most)
+    rng = random.Random(0)
+    contents = [random_bytes(BLOCK, seed) for seed in range(count)]
+    files = [handle.open(tmp_path / str(number), "rw", by_name=True) for number in range(count)]
+    wait_all([handle.write(file, content) for file, content in zip(files, contents, strict=True)])
+    settled(mock, most)
+    for _ in range(4):
+        order = rng.choices(range(count), k=count)
+        targets = {number: torch.zeros(BLOCK, dtype=torch.uint8) for number in order}
+        wait_all([handle.read(files[number], target) for number, target in targets.items()])
+        assert all(torch.equal(target, contents[number]) for number, target in targets.items())
+        settled(mock, most)
+    registered = mock["registered"]
+    for number in order[-1:] * 3:
+        handle.read(files[number], targets[number]).wait()
+    assert mock["registered"] - registered <= 1, "one that is used again stays"
+    for file in files:
+        file.close()
+    settled(mock)
+
+
 # --- Data arrives ---------------------------------------------------------------------------------------------------
 
 
