@@ -13,7 +13,6 @@ from torch._compile import _disable_dynamo
 
 from swapper.errors import SwapError
 from swapper.parameter.cache import Held
-from swapper.parameter.home import is_copied
 from swapper.parameter.saved_tensors import watch_hooks_of_users
 from swapper.tensors.evicted import refuse_copy
 
@@ -52,8 +51,6 @@ class ForwardHooks:
             self._owner.leave(module)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ForwardHooks:
-        if self._owner is not None and is_copied(self._owner, memo):
-            refuse_copy()
         return ForwardHooks(None, [])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -106,7 +103,6 @@ class Forward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = memo.get(id(self._module()))
-        copy.deepcopy(self._hooks, memo)  # Or it is refused.
         if module is None:  # It is not copied with its module.
             refuse_copy()
         return copy.deepcopy(self._former, memo) or MethodType(type(module).forward, module)
@@ -156,6 +152,8 @@ def _without_hooks(module: torch.nn.Module) -> torch.nn.Module:
                     each._forward_hooks_always_called.pop(key, None)
         if getattr(vars(each).get("__prepare_scriptable__"), "func", None) is _without_hooks:
             del vars(each)["__prepare_scriptable__"]
+        if vars(each).get("swapper", each) is None:
+            object.__delattr__(each, "swapper")
     return module
 
 

@@ -11,7 +11,9 @@ import torch
 
 from swapper.errors import SwapError
 from swapper.parameter.cache import Held
+from swapper.parameter.mapped_copies import MappedCopies
 from swapper.parameter.records import ParameterLocation
+from swapper.sizes import SMALL_BYTES
 from swapper.tensors.evicted import EvictedParameter, refuse_copy
 from swapper.tensors.homes import Home, TemporaryHome, home_of
 
@@ -73,11 +75,15 @@ class ParameterHome:
         return self.of_owner().gathered(parts_of(homes))
 
     def deepcopy(self, parameter: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        """An ordinary parameter, in memory. Refused of the whole model, which would fill it, and of other classes."""
+        """An ordinary parameter: in memory, but of a whole model on the drive, which may not fit, in mapped files.
+
+        Refused of other classes.
+        """
         owner = self.of_owner()
-        if is_copied(owner, memo) or type(parameter) is not EvictedParameter:
+        if type(parameter) is not EvictedParameter:
             refuse_copy()
-        return copy_in_memory(owner.used(parts_of([self])), parameter, memo)
+        mapped = owner._copies if is_copied(owner, memo) and parameter.device.type == "cpu" else None
+        return copy_in_memory(owner.used(parts_of([self])), parameter, memo, mapped)
 
 
 def is_copied(owner: ParameterOwner, memo: dict[int, Any]) -> bool:
@@ -87,13 +93,20 @@ def is_copied(owner: ParameterOwner, memo: dict[int, Any]) -> bool:
 
 
 def copy_in_memory(
-    present: contextlib.AbstractContextManager[None], parameter: torch.Tensor, memo: dict[int, Any]
+    present: contextlib.AbstractContextManager[None],
+    parameter: torch.Tensor,
+    memo: dict[int, Any],
+    mapped: MappedCopies | None = None,
 ) -> torch.nn.Parameter:
-    """The copy that `copy.deepcopy` makes of a parameter that is in memory, as `parameter` is within `present`."""
+    """The copy that `copy.deepcopy` makes of a parameter that is in memory, as `parameter` is within `present`.
+
+    Of a large one it is in a file that `mapped` makes, if that is given.
+    """
     with present, torch._C.DisableTorchFunctionSubclass():
-        values = parameter.detach().clone(memory_format=torch.preserve_format)
-    memo[id(parameter)] = copy = torch.nn.Parameter(values, parameter.requires_grad)
-    return copy
+        values = parameter.detach()
+        make = torch.empty_like if mapped is None or values.nbytes < SMALL_BYTES else mapped.empty_like
+        memo[id(parameter)] = twin = torch.nn.Parameter(make(values).copy_(values), parameter.requires_grad)
+    return twin
 
 
 def parts_of(homes: Iterable[Home | None]) -> list[tuple[Held, tuple[int, ...]]]:

@@ -38,11 +38,22 @@ class MappedCopies:
         reference, filled = self._copies.get(location, (None, 0))
         copy = None if reference is None else reference()
         if copy is None:
-            with self._store.scratch_file(location.length_bytes) as file:
-                flat = torch.from_file(file.name, shared=True, size=location.numel, dtype=location.dtype)
-            copy = flat.as_strided(location.shape, location.stride)
+            copy = self._map(location.dtype, location.numel).as_strided(location.shape, location.stride)
         elif filled == checksum:
             return copy
         fill(copy)
         self._copies[location] = (weakref.ref(copy), checksum)
         return copy
+
+    def empty_like(self, values: torch.Tensor) -> torch.Tensor:
+        """As `torch.empty_like`, in a file of its own.
+
+        Raises:
+            NvmePathError: there is no space for it.
+        """
+        like = torch.empty_like(values, device="meta")
+        return self._map(values.dtype, values.numel()).as_strided(like.shape, like.stride())
+
+    def _map(self, dtype: torch.dtype, numel: int) -> torch.Tensor:
+        with self._store.scratch_file(numel * dtype.itemsize) as file:
+            return torch.from_file(file.name, shared=True, size=numel, dtype=dtype)

@@ -7,6 +7,7 @@ import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -15,6 +16,7 @@ from swapper.io.devices import check_devices
 from swapper.metrics import Moves, moves_of
 from swapper.parameter.cache import Held, finalize
 from swapper.parameter.held_on_device import HeldOnDevice
+from swapper.parameter.home import is_copied
 from swapper.parameter.owner import ParameterOwner
 from swapper.parameter.records import DeviceRoom, ParameterPlan
 from swapper.sizes import format_bytes
@@ -23,7 +25,7 @@ from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.record_store import RecordStore
 from swapper.storage.store import RecordKey, TensorStore
-from swapper.tensors.evicted import evict, restore_for_good
+from swapper.tensors.evicted import evict, refuse_copy, restore_for_good
 from swapper.tensors.homes import PARTS, home_of
 from swapper.tensors.inner import has_own_class
 from swapper.tensors.sharded import local_of
@@ -103,6 +105,11 @@ class ParameterSwapper(ParameterOwner):
             self._give_everything_back()
             raise
         self._let_formers_go()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """The copy of a model has None: its parameters are ordinary ones. Alone it is not copied."""
+        if not is_copied(self, memo):
+            refuse_copy()
 
     def _lets_go(self, held: Held, slot: int, p: torch.Tensor, of_record: bool) -> bool:
         # It was given another shape, as by `resize_token_embeddings`. Other dtypes and devices are refused: they are

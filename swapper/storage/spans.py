@@ -366,7 +366,7 @@ class SpanStore:
         """
         if not self._changes.directories:
             raise ConfigError(
-                "nvme_path: null is not enough for the address of a parameter that no module uses now, which is that "
-                "of a copy in a file; give a directory on the drive, or ask for it within swapper.gathered"
+                "nvme_path: null is not enough for the address of a parameter that no module uses now, or for a copy "
+                "of the model, which need files; give a directory on the drive, or do it within swapper.gathered"
             )
         return self._changes.scratch_file(length_bytes)

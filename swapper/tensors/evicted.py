@@ -210,11 +210,10 @@ answer_operators(_answer)
 
 
 def refuse_copy() -> NoReturn:
-    """Raise the error of copying or pickling a model."""
+    """Raise the error of pickling a model, or of copying what has no ordinary counterpart."""
     raise SwapError(
-        "a model whose parameters are swapped cannot be copied or pickled: the copy would need its own place on the "
-        "drive. Copy or save model.state_dict(), or copy the model before swapper.offload; copy.deepcopy of a module "
-        "in it gives one whose parameters are in memory"
+        "a model whose parameters are swapped cannot be pickled, and some of its parts cannot be copied or pickled "
+        "either. Save model.state_dict(), or pickle copy.deepcopy(model), whose parameters are ordinary ones"
     )
 
 

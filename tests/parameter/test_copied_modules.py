@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import errno
 import io
+import os
 import pickle
 import random
 from pathlib import Path
@@ -16,8 +19,10 @@ from sampling import EVERY
 from torch import nn
 from torch.optim import Optimizer
 from twins import adamw, bits, close, config_for, offloaded, small_records, swapper_of
+from weight_files import hollow, state_to_save, write_weights
 
 import swapper
+from swapper.storage.mounts import NvmePathError
 from swapper.tensors.evicted import is_evicted
 
 SPARE_BYTES = 1 << 20
@@ -133,17 +138,106 @@ def test_a_copy_is_an_ordinary_module_for_all_that_is_done_with_modules(
     swapper_of(model).close()
 
 
-def test_copies_of_the_whole_are_refused_from_within_and_from_around(nvme_path: Path) -> None:
-    model = Mlp()
-    with small_records():
-        swapper.offload(model, config=config_for(nvme_path))
-    around = nn.Sequential(model)
-    for what in (model, around, {"model": model}):
-        with pytest.raises(swapper.SwapError, match="of a module in it gives one whose parameters are in memory"):
-            copy.deepcopy(what)
-        with swapper.gathered(model.parameters()), pytest.raises(swapper.SwapError, match="cannot be copied"):
-            copy.deepcopy(what)
+def whole_copies(model: nn.Module, optimizer: Optimizer, case: Case, seed: int) -> list[Any]:
+    """Train a model, copies of it, and copies of those, in a drawn order."""
+    drawn, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    trained, seen = [(model, optimizer)], []
+    for _ in range(6):
+        one, its = drawn.choice(trained)
+        out = one(*case.inputs(generator)).to(torch.float64)
+        out.square().mean().backward()
+        its.step()
+        its.zero_grad()
+        seen.append(bits(out))
+        if drawn.random() < 0.5:
+            within = swapper.gathered(one.parameters()) if drawn.random() < 0.3 else contextlib.nullcontext()
+            with within:
+                twin = copy.deepcopy([one, nn.Sequential(one)][drawn.random() < 0.5])
+            twin = twin[0] if isinstance(twin, nn.Sequential) and not isinstance(one, nn.Sequential) else twin
+            assert not any(map(is_evicted, [*twin.parameters(), *twin.buffers()]))
+            trained.append((twin, adamw(twin)))
+    return [*seen, *(bits(dict(one.state_dict())) for one, _ in trained)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("seed", range(4 if EVERY else 1))
+@pytest.mark.parametrize("name", CASES)
+def test_copies_of_the_whole_model_train_as_in_plain_torch(name: str, seed: int, nvme_path: Path) -> None:
+    case = CASES[name]
+
+    def make() -> tuple[nn.Module, Optimizer]:
+        torch.manual_seed(0)
+        model = case.make()
+        return model, adamw(model)
+
+    try:
+        want = whole_copies(*make(), case, seed)
+    except RuntimeError as error:  # Of `weight_norm`, whose weights are no leaves.
+        assert "deepcopy" in str(error)
+        pytest.skip("torch does not copy it")
+    model, optimizer = offloaded(nvme_path, make, spare_bytes=case.spare_bytes + (8 << 20))
+    try:
+        assert whole_copies(model, optimizer, case, seed) == want
+    finally:
+        close(model, optimizer)
+
+
+def test_a_copy_of_the_whole_model_takes_the_drive_and_not_memory(nvme_path: Path) -> None:
+    """It has files of its own, without names, which outlive the model."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
+    want = bits(model.state_dict())
+    swapper.offload(model, config=config_for(nvme_path))
+    twin = copy.deepcopy(model)
+    swapper_of(model).close(keep_values=False)
+    del model
+    assert bits(twin.state_dict()) == want and vars(twin)["swapper"] is None
+    mapped = [
+        range(*(int(each, 16) for each in line.split()[0].split("-")))
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if str(nvme_path) in line and "(deleted)" in line
+    ]
+    for each in twin:
+        assert any(each.weight.data_ptr() in pages for pages in mapped)
+        assert not any(each.bias.data_ptr() in pages for pages in mapped), "small ones are in memory"
+    twin(torch.ones(1, 256)).sum().backward()
+    assert "swapper" not in vars(twin)
+    swapper.offload(twin, config=config_for(nvme_path))  # To a place of its own.
+    assert bits(twin.state_dict()) == want
+    swapper_of(twin).close()
+
+
+def test_a_copy_that_the_drive_has_no_room_for_is_an_error(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    want = bits(model.state_dict())
+    swapper.offload(model, config=config_for(nvme_path))
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patched, pytest.raises(NvmePathError, match="No space left"):
+        patched.setattr(os, "posix_fallocate", full)
+        copy.deepcopy(model)
+    assert bits(copy.deepcopy(model).state_dict()) == want == bits(model.state_dict())
     swapper_of(model).close()
+
+
+def test_a_copy_of_a_model_in_files_needs_a_place_for_it(nvme_path: Path, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+    want = bits(plain.state_dict())
+    path = write_weights(tmp_path / "weights.safetensors", state_to_save(plain))
+    model, _ = swapper.offload(hollow(plain), config=swapper.OffloadConfig(pool_bytes="2MiB"), weights=path)
+    with pytest.raises(swapper.ConfigError, match="a copy of the model"):
+        copy.deepcopy(model)
+    with swapper.gathered(model.parameters()):
+        assert bits(copy.deepcopy(model).state_dict()) == want
+    model.swapper.close(keep_values=False)
+    config = swapper.OffloadConfig(pool_bytes="2MiB", nvme_path=nvme_path)
+    model, _ = swapper.offload(hollow(plain), config=config, weights=path)
+    assert bits(copy.deepcopy(model).state_dict()) == want
+    model.swapper.close(keep_values=False)
 
 
 def test_a_copy_is_on_the_device_that_the_module_is_on(device: str, nvme_path: Path) -> None:

@@ -913,11 +913,7 @@ class Twin:
         return found
 
     def averaged_model(self, _: int) -> Any:
-        """torch's own moving average. It copies the model, which one with swapped parameters refuses."""
-        if self.placement.parameter != "none":
-            if self.swapped:
-                self._refuses(lambda: torch.optim.swa_utils.AveragedModel(self.model))
-            return None
+        """torch's own moving average, of a copy of the model."""
         if self.averaged is None or len(list(self.averaged.parameters())) != len(list(self.model.parameters())):
             if self.handles:
                 raise Skip  # Hooks would be copied, with the twin that they belong to.
@@ -926,12 +922,10 @@ class Twin:
         return bits(dict(self.averaged.named_parameters()))
 
     def copied(self, _: int) -> None:
-        """An optimizer that is swapped, and a model whose parameters are, cannot be copied."""
-        if self.swapped:
-            if self.placement.parameter != "none":
-                self._refuses(lambda: copy.deepcopy(self.model))
-            if self.placement.optimizer != "none" or self.placement.masters or self.placement.in_backward:
-                self._refuses(lambda: copy.deepcopy(self.optimizers[0]))
+        """An optimizer that is swapped cannot be copied."""
+        placement = self.placement
+        if self.swapped and (placement.optimizer != "none" or placement.masters or placement.in_backward):
+            self._refuses(lambda: copy.deepcopy(self.optimizers[0]))
 
     def _refuses(self, function: Callable[[], object]) -> None:
         try:
