@@ -38,6 +38,9 @@ _REFUSED = {
     "max_memory": "offload_param and pool_bytes say what may be in memory; leave it out",
 }
 
+_QUANTISED = ("torchao", "bitsandbytes")
+"""Names that transformers has for methods of quantisation: what they have quantised may stay in its files."""
+
 _SPREADS = ("balanced", "balanced_low_0", "sequential")
 """Values of `device_map` that share a model out to all devices."""
 
@@ -192,20 +195,22 @@ def _check_quantised(path: str, by: str, device: torch.device, kwargs: dict[str,
     """Refuse a model that is quantised in a way that is not known to stay in its files.
 
     Raises:
-        ConfigError: not by torchao; or it is to compute on an accelerator.
+        ConfigError: by another than `_QUANTISED`; or it is to compute on an accelerator.
         SwapError, SwapIOError: a file is broken. transformers reads what is said of the tensors there, by itself.
     """
-    if by != "torchao":
+    if by not in _QUANTISED:
         raise ConfigError(
-            f"{path} is a quantised model ({by}), and of those only torchao's stay in their files in this version of "
-            "swapper; load it in memory and call swapper.offload"
+            f"{path} is a quantised model ({by}), and of those only {' and '.join(_QUANTISED)}'s stay in their files "
+            "in this version of swapper; load it in memory and call swapper.offload"
         )
     if device.type != "cpu":
         raise ConfigError(
             f"{path} is a quantised model, which comes from files to the CPU only in this version of swapper, and is "
             f"to compute on {device}; load it there and call swapper.offload"
         )
-    if os.path.isdir(path):
+    if by == "bitsandbytes":
+        kwargs["device_map"] = {"": "cpu"}  # Else it goes to the accelerator, where there is one.
+    elif os.path.isdir(path):
         _check_parts(sorted(Path(path, kwargs.get("subfolder") or "").glob("*.safetensors")))
 
 

@@ -24,7 +24,7 @@ from swapper.errors import SwapError
 from swapper.files.tensor_files import StoredTensor, TensorReader
 from swapper.io.handle import AsyncIOHandle
 
-__all__ = ["Recipe", "Step", "Unread", "evaluate", "sources_of", "write_values"]
+__all__ = ["Recipe", "Step", "Unread", "evaluate", "read_now", "sources_of", "write_values"]
 
 _ATEN = torch.ops.aten
 _SAME = {_ATEN.detach.default, _ATEN.alias.default, _ATEN.lift_fresh.default}
@@ -199,6 +199,16 @@ class Unread(torch.Tensor):
             made.append(cls(step, like))
             made[-1].view_of = None if base is None else (base, step)
         return made[0] if several[0] is likes else type(likes)(made)
+
+
+def read_now(tensor: torch.Tensor) -> torch.Tensor:
+    """Read the values of `tensor`, if it is `Unread`.
+
+    Raises:
+        SwapIOError: a file could not be read.
+    """
+    values: torch.Tensor = _read_now(torch.clone, (tensor,), {})
+    return values
 
 
 def _is_recipe(item: object) -> bool:

@@ -21,10 +21,11 @@ import torch
 from swapper.errors import ConfigError
 from swapper.files.model_weights import ModelWeights
 from swapper.files.pieces import pieces_of
+from swapper.files.prequantised import Unfilled, prequantised, untouched
 from swapper.files.tensor_files import StoredTensor, read_header
-from swapper.files.unread import Step, Unread
+from swapper.files.unread import Recipe, Step, Unread
 from swapper.tensors.dtypes import NAMES
-from swapper.tensors.inner import is_wrapper
+from swapper.tensors.inner import inner_tensors, is_wrapper
 
 __all__ = ["FilesRead", "import_transformers", "make_hollow", "unread_files"]
 
@@ -51,10 +52,15 @@ def import_transformers() -> Any:
 
 
 class FilesRead:
-    """The safetensors files that were opened within `unread_files`, and their headers."""
+    """The safetensors files that were opened within `unread_files`, and their headers.
+
+    Attributes:
+        unfilled: what stands for tensors of them that bitsandbytes has quantised.
+    """
 
     def __init__(self) -> None:
         self._headers: dict[Path, list[StoredTensor]] = {}
+        self.unfilled = Unfilled()
 
     def header(self, path: Path) -> list[StoredTensor]:
         """Give the header of a file, which is read once.
@@ -130,6 +136,7 @@ def unread_files() -> Iterator[FilesRead]:
 
     Raises:
         ConfigError: this version of transformers does not load as it is known.
+        SwapError: a quantised weight is not complete, or does not fit the model.
     """
     module = importlib.import_module("transformers.modeling_utils")
     found = FilesRead()
@@ -149,7 +156,15 @@ def unread_files() -> Iterator[FilesRead]:
         vars(module)["safe_open"] = opened
         _here.files = found
         try:
-            yield found
+            with prequantised(found.unfilled, lambda: getattr(_here, "files", None) is found) as wrong:
+                try:
+                    yield found
+                except Exception:
+                    if wrong:
+                        raise wrong[0] from None
+                    raise
+                if wrong:
+                    raise wrong[0]
         finally:
             _here.files = None
             vars(module)["safe_open"] = plain
@@ -159,16 +174,22 @@ def make_hollow(model: torch.nn.Module, files: FilesRead) -> ModelWeights:
     """Replace the `Unread` tensors of `model` by ones on the meta device, with their attributes.
 
     Those inside of tensors that are made of others, as torchao's, are replaced by ones on the CPU whose memory nobody
-    has touched: it costs addresses only, and the tensor around them knows its device.
+    has touched: it costs addresses only, and the tensor around them knows its device. Those of bitsandbytes are such
+    tensors already.
 
     Returns:
         What these are in the files.
     """
     made: dict[torch.Tensor, torch.Tensor] = {}
+    recipes: dict[torch.Tensor, Recipe] = {}
     for module in model.modules():
         for name, tensor in [*module._parameters.items(), *module._buffers.items()]:
             if tensor is not None and is_wrapper(tensor):
                 _make_hollow_inside(tensor, made)
+            elif tensor is not None and not isinstance(tensor, Unread):
+                for inner in inner_tensors(name, tensor, module):
+                    if (recipe := files.unfilled.recipe_of(inner.tensor)) is not None:
+                        recipes[inner.tensor] = recipe
             if not isinstance(tensor, Unread):
                 continue
             if tensor not in made:
@@ -179,7 +200,8 @@ def make_hollow(model: torch.nn.Module, files: FilesRead) -> ModelWeights:
                 vars(new).update({key: value for key, value in vars(tensor).items() if key not in own})
                 made[tensor] = new
             setattr(module, name, made[tensor])
-    recipes = {new: tensor.recipe for tensor, new in made.items() if isinstance(tensor, Unread)}
+    files.unfilled.clear()
+    recipes.update((new, tensor.recipe) for tensor, new in made.items() if isinstance(tensor, Unread))
     stored = {new: pieces_of(recipe, new) for new, recipe in recipes.items()}
     steps = {new: recipe for new, recipe in recipes.items() if isinstance(recipe, Step) and stored[new] is None}
     return ModelWeights({new: pieces for new, pieces in stored.items() if pieces is not None}, steps, files.same)
@@ -192,8 +214,5 @@ def _make_hollow_inside(wrapper: Any, made: dict[torch.Tensor, torch.Tensor]) ->
             _make_hollow_inside(tensor, made)
         elif isinstance(tensor, Unread):
             if tensor not in made:
-                # Not by `torch.empty`, which fills it where deterministic algorithms are asked for.
-                storage = torch.UntypedStorage(tensor.like.untyped_storage().nbytes())  # type: ignore[no-untyped-call]
-                empty = torch.empty(0, dtype=tensor.dtype, device="cpu")
-                made[tensor] = empty.set_(storage, 0, tensor.shape, tensor.stride())
+                made[tensor] = untouched(tensor.like)
             setattr(wrapper, key, made[tensor])

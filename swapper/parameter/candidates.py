@@ -39,7 +39,8 @@ ALREADY = "it is swapped already"
 EMPTY = "it is empty"
 BUFFER_IN_NO_FILE = "it is a buffer that is in no file"
 _SHORT = "it is a short table of a quantised tensor"
-NOT_SAID = frozenset({ALREADY, EMPTY, BUFFER_IN_NO_FILE, _SHORT})
+_CAST = "its module, of bitsandbytes, casts it to the dtype of its input"
+NOT_SAID = frozenset({ALREADY, EMPTY, BUFFER_IN_NO_FILE, _SHORT, _CAST})
 """Reasons to stay in memory that nobody needs to be told."""
 
 SHORT_BYTES = 4096
@@ -112,11 +113,14 @@ def modules_with_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn
 
 def candidates_of(prefix: str, module: torch.nn.Module) -> Iterator[Candidate]:
     """Yield the tensors of `module` itself. Small buffers are not among them."""
+    weight = module._parameters.get("weight")
+    casts = weight is not None and has_own_class(weight)
     for name, parameter in module._parameters.items():
         if parameter is not None:
             for inner in inner_tensors(prefix + name, parameter, module):
                 short = inner.tensor is not parameter and inner.tensor.nbytes < SHORT_BYTES
                 reason = _SHORT if short and not is_wrapper(parameter) else ""
+                reason = _CAST if casts and name == "bias" else reason
                 yield Candidate(inner.name, prefix + name, local_of(inner.tensor), inner.aliases, True, reason)
     for name, buffer in module._buffers.items():
         if buffer is None or is_sharded(buffer) or torch.nn.parameter.is_lazy(buffer):

@@ -7,7 +7,6 @@ order: with one row in fp32 a matrix off a multiple of 16 bytes has other bits i
 
 from __future__ import annotations
 
-import bisect
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from swapper.errors import SwapError
+from swapper.io.checksums import checksum
 from swapper.io.devices import is_accelerator
 from swapper.parameter.cache import Held, finalize
 from swapper.parameter.candidates import ALREADY, BUFFER_IN_NO_FILE, Candidate, why_not
@@ -48,6 +48,7 @@ from swapper.parameter.records import (
     needs_of,
     plan_parameters,
 )
+from swapper.parameter.streamed import choose_streamed
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.parameter.what_stays import SMALL
 from swapper.process.interrupts import interrupts_deferred
@@ -61,6 +62,7 @@ from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.evicted import evict, is_ordinary, restore_for_good
 from swapper.tensors.homes import ADDRESS, HOME, PARTS, home_of
+from swapper.tensors.packed_codes import CodeForm, form_of
 
 __all__ = ["FileParameters", "FilePlan", "plan_from_files"]
 
@@ -152,13 +154,16 @@ def plan_from_files(
             p, offset = candidate.tensor, at
             if not p.is_contiguous():  # The file has the elements in another order.
                 offset, cursor = cursor, round_up(cursor + p.nbytes, ALIGNMENT_BYTES)
-            locations.append(ParameterLocation(p, candidate.name, p.shape, p.stride(), p.dtype, at, offset))
+            place = at, offset, candidate.aliases
+            locations.append(ParameterLocation(p, candidate.name, p.shape, p.stride(), p.dtype, *place))
+            locations[-1].form = None if isinstance(extents[p], Conversion) else form_of(p)
         entries = tuple(Entry(c.name, NAMES[c.tensor.dtype], tuple(c.tensor.shape)) for c in group)
         layout = RecordLayout(entries, tuple(places), 0, file_bytes, file_bytes)
         start = round_up(cursor, PAGE_BYTES)
         spans, length = plan_sources(converted, start)
         sources_bytes.append(length - start)
-        return ParameterRecord(number, tuple(locations), layout, file_bytes, length, plan.spans + spans)
+        spans = _with_forms(plan.spans, locations) + spans
+        return ParameterRecord(number, tuple(locations), layout, file_bytes, length, spans)
 
     found, unknown = find_fused(model, extents, _SMALL_BYTES, device) if by_parts else ({}, [])
     if unknown:
@@ -202,70 +207,25 @@ def plan_from_files(
     return FilePlan(plan.records, stays, *kept, needs, plan.summary, device_needs, experts)
 
 
-def choose_streamed(model: torch.nn.Module, plan: ParameterPlan, budget_bytes: int) -> set[int]:
-    """Choose the records that are read in each round, evenly spread. See [Note: streams] in `cache_policies`.
+def _with_forms(spans: tuple[Span, ...], locations: Sequence[ParameterLocation]) -> tuple[Span, ...]:
+    """`spans` of which the first brings codes that have arrived into the form that they have then."""
+    formed = [(each.form, each.offset_bytes, each.length_bytes) for each in locations if each.form is not None]
+    if not formed:
+        return spans
 
-    The longest stay first: room for what arrives is then two of the longest that are left.
+    def arrange(buffer: torch.Tensor) -> None:
+        for form, at, length in formed:
+            form.arrange(buffer[at : at + length])
 
-    Args:
-        model, plan: as for `FileParameters`.
-        budget_bytes: the most of the pool that records may hold.
-
-    Returns:
-        Their numbers; none if all have room.
-    """
-    passing = {record.number for record in plan.device_resident}  # To where they stay.
-    records = [record for record in plan.records if record.number not in passing]
-    for limit_bytes in sorted({record.length_bytes for record in records if record not in plan.resident}):
-        moving = [r for r in records if r.length_bytes <= limit_bytes and r not in plan.resident]
-        staying = set(records).difference(moving)
-        needs = needs_of(model, records, staying, False, on_host=plan.device_needs is None)
-        if needs.least_bytes <= budget_bytes:
-            break
-    else:
-        return set()  # As little room as that is shared best by what is needed soonest.
-    total_bytes = sum(record.length_bytes for record in moving)
-    # Where longer ones stay a record or two more are streamed, so that four have room: the drive goes on while one is
-    # used and another given up. What is read in a round is still within the sum that two of the longest make it.
-    longest_bytes = max(record.length_bytes for record in records)
-    more_bytes = max(0, min(2 * limit_bytes, 2 * longest_bytes - 3 * limit_bytes))
-    left_bytes = min(total_bytes, total_bytes - (budget_bytes - needs.least_bytes) + more_bytes)
-    if total_bytes + sum(record.length_bytes for record in staying) <= budget_bytes:
-        return set()
-    streamed: set[ParameterRecord] = set()
-    due_bytes = chosen_bytes = 0
-    for record in moving:  # Each is chosen when that brings the sum closer to its part of what is left.
-        due_bytes += record.length_bytes
-        if chosen_bytes * total_bytes < left_bytes * due_bytes - total_bytes * record.length_bytes // 2:
-            streamed.add(record)
-            chosen_bytes += record.length_bytes
-    shortest_first = sorted(moving, key=lambda record: record.length_bytes)
-    for record in shortest_first:
-        if chosen_bytes < left_bytes and record not in streamed:
-            streamed.add(record)
-            chosen_bytes += record.length_bytes
-    for record in reversed(shortest_first):
-        if record in streamed and chosen_bytes - record.length_bytes >= left_bytes:
-            streamed.remove(record)
-            chosen_bytes -= record.length_bytes
-    while swap := _closest_swap(streamed, shortest_first, chosen_bytes - left_bytes):
-        streamed.symmetric_difference_update(swap)
-        chosen_bytes -= swap[0].length_bytes - swap[1].length_bytes
-    return passing.union(record.number for record in streamed)
+    return (spans[0]._replace(arrange=arrange), *spans[1:])
 
 
-def _closest_swap(
-    streamed: set[ParameterRecord], shortest_first: Sequence[ParameterRecord], most_bytes: int
-) -> tuple[ParameterRecord, ParameterRecord] | None:
-    """Find one of `streamed`, and a shorter one of the others, that differ by as much of `most_bytes` as can be."""
-    others = [record for record in shortest_first if record not in streamed]
-    lengths_bytes = [record.length_bytes for record in others]
-    best, best_bytes = None, 0
-    for record in {record.length_bytes: record for record in shortest_first if record in streamed}.values():
-        i = bisect.bisect_left(lengths_bytes, record.length_bytes - most_bytes)
-        if i < len(others) and record.length_bytes - lengths_bytes[i] > best_bytes:
-            best, best_bytes = (record, others[i]), record.length_bytes - lengths_bytes[i]
-    return best
+def _turned(held: Held, slot: int, p: torch.Tensor) -> CodeForm | None:
+    """The form of a parameter that was given the codes that it has in the other one; None if it was not."""
+    form, values = held.plan.locations[slot].form, held.values[slot]
+    if form is None or p.data_ptr() == values.data_ptr() or checksum(values) != held.checksums[slot]:
+        return None
+    return form if form.is_other(values, p) else None
 
 
 class _Places:
@@ -550,10 +510,21 @@ class FileParameters(ParameterSwapper):
                     self._replaced.append((held, slot, parameter))
                 parameter = new
             else:
-                self._taken.append((parameter, parameter.data))
+                self._taken += [(tensor, tensor.data) for tensor in location.tensors]
             self._home[parameter] = held
-            evict(parameter, self.home_type(self._reference, held, slot))
+            for tensor in location.tensors:
+                evict(tensor, self.home_type(self._reference, held, slot))
             self._versions[parameter] = parameter._version
+
+    def _keep_data(self, held: Held, slot: int, p: torch.Tensor) -> str:
+        """As for all owners. Of a `fixed` parameter its codes in the other form are no change."""
+        turned = _turned(held, slot, p) if held.fixed else None
+        with interrupts_deferred():  # In between, what the record has would be a change.
+            refused = super()._keep_data(held, slot, p)
+            if turned is not None and not refused:
+                turned.packed = not turned.packed
+                held.checksums[slot] = checksum(held.opened[slot])
+        return refused
 
     def _release_part(self, use: ParameterUse, held: Held, slots: tuple[int, ...]) -> None:
         """As for all owners. Raises SwapError at once if a `fixed` parameter was changed by an operator of torch."""

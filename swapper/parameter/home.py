@@ -12,7 +12,6 @@ import torch
 from swapper.errors import SwapError
 from swapper.parameter.cache import Held
 from swapper.parameter.mapped_copies import MappedCopies
-from swapper.parameter.records import ParameterLocation
 from swapper.sizes import SMALL_BYTES
 from swapper.tensors.evicted import EvictedParameter, refuse_copy
 from swapper.tensors.homes import Home, TemporaryHome, home_of
@@ -118,10 +117,13 @@ def parts_of(homes: Iterable[Home | None]) -> list[tuple[Held, tuple[int, ...]]]
     return [(held, tuple(those)) for held, those in slots.items()]
 
 
-def follow_shape(location: ParameterLocation, parameter: torch.Tensor) -> None:
-    """Let `parameter` have another shape than before, with as many bytes, as where bitsandbytes packs its codes."""
-    known = parameter.dtype == location.dtype and parameter.numel() == location.numel and parameter.is_contiguous()
+def follow_shape(held: Held, slot: int, parameter: torch.Tensor) -> None:
+    """Let `parameter` have another shape or dtype, of as many bytes, as where bitsandbytes packs codes."""
+    location = held.plan.locations[slot]
+    known = parameter.nbytes == location.length_bytes and parameter.is_contiguous()
     if known and isinstance(home := home_of(parameter), ParameterHome):
         location.laid_out = location.laid_out or location.shape
-        location.shape, location.stride = parameter.shape, parameter.stride()
+        location.shape, location.stride, location.dtype = parameter.shape, parameter.stride(), parameter.dtype
         home.stride = location.stride
+        if held.opened and held.opened[slot].dtype != location.dtype:
+            held.opened[slot] = held.opened[slot].view(location.dtype)

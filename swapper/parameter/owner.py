@@ -486,9 +486,9 @@ class ParameterOwner(ParameterCache):
 
     def _keep_data(self, held: Held, slot: int, p: torch.Tensor) -> str:
         """Copy to the record other values that the user gave an attached tensor. Returns an error's text, or ""."""
-        location, values = held.plan.locations[slot], held.values[slot]
         if has_own_class(p):
-            follow_shape(location, p)
+            follow_shape(held, slot, p)
+        location, values = held.plan.locations[slot], held.values[slot]
         same = p.shape == location.shape and p.dtype == location.dtype and p.device == values.device
         same = same and same_order(p.shape, p.stride(), location.stride)  # In another order torch computes other bits.
         if same and p.stride() == location.stride and p.data_ptr() == values.data_ptr():

@@ -37,6 +37,7 @@ from swapper.storage.spans import Span
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.homes import home_of
 from swapper.tensors.other_tensors import PATIENCE_S, OtherTensors, Patience
+from swapper.tensors.packed_codes import CodeForm
 from swapper.tensors.sharded import part_name
 
 __all__ = [
@@ -94,6 +95,8 @@ class ParameterLocation:
     """The shape that it had when its record was laid out, if it has another now."""
     given: int = 0
     """How often its tensor was given other data, as by `p.data = ...`."""
+    form: CodeForm | None = None
+    """Of a weight in files of somebody else whose codes may be in two orders: see [Note: packed codes]."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:

@@ -339,7 +339,7 @@ def _other_layers(path: Path) -> None:
 
 
 def _quantised(path: Path) -> None:
-    edit(path / "config.json", "quantization_config", {"quant_method": "bitsandbytes", "load_in_4bit": True})
+    edit(path / "config.json", "quantization_config", {"quant_method": "gptq", "bits": 4})
 
 
 def edit(path: Path, *keys: Any) -> None:

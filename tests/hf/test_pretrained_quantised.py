@@ -11,8 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from twins import bits, config_for, small_records, swapper_of
 
 import swapper
@@ -25,7 +23,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     quantization = pytest.importorskip("torchao.quantization")
 
-from pretrained import generated, inputs_for, save_tiny  # noqa: E402
+from pretrained import change, generated, inputs_for, save_tiny  # noqa: E402
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -81,22 +79,6 @@ def test_only_what_is_small_is_read_before_it_is_used(nvme_path: Path, tmp_path:
     inside = [layer.mlp.up_proj.weight.qdata for layer in model.model.layers]
     assert all(map(is_evicted, inside)) and not {"qdata"}.intersection(swapper_of(model).stays)
     swapper_of(model).close()
-
-
-def change(path: Path, name: str, value: torch.Tensor | None) -> None:
-    """Let the file that has a tensor have another in its place, or none."""
-    for file in path.glob("*.safetensors"):
-        tensors = load_file(file)
-        if name in tensors:
-            with safe_open(file, "pt") as before:
-                metadata = before.metadata()
-            del tensors[name]
-            save_file(tensors if value is None else {**tensors, name: value}, file, metadata)
-            index = path / "model.safetensors.index.json"
-            table = json.loads(index.read_text())
-            if value is None:
-                del table["weight_map"][name]
-            index.write_text(json.dumps(table))
 
 
 SCALE = "model.layers.1.mlp.up_proj._weight_scale"

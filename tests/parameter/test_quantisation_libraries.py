@@ -66,6 +66,7 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "torchao nf4": torchao_nf4,
     "bitsandbytes nf4": partial(bitsandbytes, "Linear4bit", quant_type="nf4", compress_statistics=False),
     "bitsandbytes nf4 twice": partial(bitsandbytes, "Linear4bit", quant_type="nf4"),
+    "bitsandbytes nf4 as bf16": partial(bitsandbytes, "Linear4bit", quant_type="nf4", quant_storage=torch.bfloat16),
     "bitsandbytes fp4": partial(bitsandbytes, "Linear4bit", quant_type="fp4"),
     "bitsandbytes int8": partial(bitsandbytes, "Linear8bitLt", has_fp16_weights=False, threshold=6.0),
 }
@@ -155,6 +156,26 @@ def test_checkpoints(kind: str, nvme_path: Path, tmp_path: Path) -> None:
     assert bits(models[1](x)) == bits(models[0](x))
     for model in models:
         swapper_of(model).close()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [kind for kind in LAYERS if kind.startswith("bitsandbytes")])
+def test_a_bias_that_its_module_casts(kind: str, nvme_path: Path) -> None:
+    """As after a norm in another dtype: the forward of the module gives the bias the dtype of its input, for good."""
+
+    def made() -> nn.Module:
+        model = make(kind).requires_grad_(False)
+        for layer in model:
+            layer.base.bias.data = layer.base.bias.data.bfloat16()  # type: ignore[union-attr, operator]
+        return model
+
+    def cast(run: Run) -> None:
+        run.model.eval()
+        with torch.no_grad():
+            run.note("fp32", run.model(torch.randn(3, WIDTH, generator=run.generator)))
+        run.facts = facts_of(run.model)
+
+    run_twice(nvme_path, made, cast, lambda model: torch.optim.SGD(model.parameters()), watch=False)
 
 
 @pytest.mark.filterwarnings("ignore")

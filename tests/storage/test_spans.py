@@ -174,6 +174,42 @@ def test_what_was_read_and_dropped_moves_nothing_that_was_written_since(
     store.forget(KEY)
 
 
+def test_what_is_arranged_in_place_is_arranged_once(
+    tmp_path: Path, handle: AsyncIOHandle, pool: BufferPool, changes: TensorStore
+) -> None:
+    """However often it was asked for, and what else was to be done failed; and again after each read."""
+    path = tmp_path / "file"
+    content = a_file(path, 100_000)
+    plan = plan_spans([[Extent(path, 40, 90_040)]])
+    at, failures = plan.offsets_bytes[0], [MemoryError(), OSError(), None, None]
+
+    def arrange(buffer: torch.Tensor) -> None:
+        if isinstance(failure := failures.pop(0), MemoryError):  # Nothing was changed.
+            raise failure
+        failures.insert(0, failure)
+        buffer[at : at + 90_000] += 1
+
+    def convert(buffer: torch.Tensor) -> None:
+        if (failure := failures.pop(0)) is not None:
+            raise failure
+
+    spans = (plan.spans[0]._replace(arrange=arrange, convert=convert),)
+    store = SpanStore({KEY: spans}, {path: SourceFile(path, handle)}, changes)
+    with pool.acquire(plan.length_bytes) as lease:
+        store.read(KEY, lease).wait()
+        for kind in (MemoryError, OSError):
+            with pytest.raises(kind):
+                store.finish_read(KEY, lease)
+        for _ in range(2):
+            store.finish_read(KEY, lease)
+        assert torch.equal(lease.tensor[at : at + 90_000], content[40:90_040] + 1)
+        store.read(KEY, lease).wait()
+        store.read(KEY, lease).wait()
+        failures.append(None)
+        store.finish_read(KEY, lease)
+        assert torch.equal(lease.tensor[at : at + 90_000], content[40:90_040] + 1)
+
+
 def test_a_change_while_it_is_read_is_found_when_it_has_arrived(
     tmp_path: Path, pool: BufferPool, changes: TensorStore
 ) -> None:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import inspect
+import json
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 from torch import nn
 from twins import bits
 
-__all__ = ["GENERATES", "VOCABULARY", "aligned", "generated", "inputs_for", "save_any", "save_tiny"]
+__all__ = ["GENERATES", "VOCABULARY", "aligned", "change", "generated", "inputs_for", "save_any", "save_tiny"]
 
 VOCABULARY = 96
 
@@ -88,3 +91,19 @@ def generated(model: Any, inputs: dict[str, torch.Tensor], **kwargs: Any) -> Any
         **inputs, max_new_tokens=4, output_logits=True, return_dict_in_generate=True, pad_token_id=0, **kwargs
     )
     return bits(made.sequences), bits(list(made.logits))
+
+
+def change(path: Path, name: str, value: torch.Tensor | None) -> None:
+    """Let the file of a directory that has a tensor have another in its place, or none."""
+    for file in path.glob("*.safetensors"):
+        tensors = load_file(file)
+        if name in tensors:
+            with safe_open(file, "pt") as before:
+                metadata = before.metadata()
+            del tensors[name]
+            save_file(tensors if value is None else {**tensors, name: value}, file, metadata)
+            index = path / "model.safetensors.index.json"
+            table = json.loads(index.read_text())
+            if value is None:
+                del table["weight_map"][name]
+            index.write_text(json.dumps(table))

@@ -1,0 +1,293 @@
+"""A model that bitsandbytes has quantised, with its weights in its files, gives the bits of `from_pretrained`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from twins import bits, config_for, small_records, swapper_of
+
+import swapper
+from swapper.parameter import candidates, from_files
+from swapper.tensors.evicted import is_evicted
+
+transformers = pytest.importorskip("transformers")
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    pytest.importorskip("bitsandbytes")
+
+from bitsandbytes_models import KINDS, STRUCTURES, load_plain, save_quantised  # noqa: E402
+from pretrained import VOCABULARY, change, generated, inputs_for  # noqa: E402
+
+pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
+
+
+@pytest.fixture(autouse=True)
+def _all_move(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tables of small models are short."""
+    monkeypatch.setattr(from_files, "_SMALL_BYTES", 300)
+    monkeypatch.setattr(candidates, "SHORT_BYTES", 100)
+    with small_records():
+        yield
+
+
+def opened(nvme_path: Path, path: Path, **kwargs: Any) -> Any:
+    return swapper.from_pretrained(path, config_for(nvme_path, pool_bytes="192KiB"), **kwargs)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.long
+def test_generate_gives_the_logits_of_from_pretrained(
+    structure: str, kind: str, dtype: torch.dtype, nvme_path: Path, tmp_path: Path
+) -> None:
+    path = save_quantised(tmp_path, structure, kind, dtype)
+    plain = load_plain(path)
+    model = opened(nvme_path, path)
+    for batch in (1, 4):
+        inputs = inputs_for(plain, batch, torch.Generator().manual_seed(batch))
+        for way in ({"do_sample": False}, {"do_sample": True, "top_k": 20}):
+            way.update({"decoder_start_token_id": 1} if plain.config.is_encoder_decoder else {})
+            assert generated(model, inputs, **way) == generated(plain, inputs, **way)
+    metrics = swapper_of(model).metrics
+    assert metrics.bytes_read and not metrics.bytes_written
+    weights = [m.weight for m in model.modules() if type(m).__module__.startswith("bitsandbytes.")]
+    assert all(map(is_evicted, weights)) and len(weights) > 4
+    swapper_of(model).close(keep_values=True)
+    assert bits(dict(model.state_dict())) == bits(dict(plain.state_dict()))
+
+
+def test_no_weight_is_read_before_it_is_used(nvme_path: Path, tmp_path: Path) -> None:
+    path = save_quantised(tmp_path, "llama", "nf4", torch.bfloat16)
+    model = opened(nvme_path, path)
+    assert swapper_of(model).metrics.bytes_read == 0
+    layer = model.model.layers[1].mlp.up_proj
+    assert is_evicted(layer.weight) and is_evicted(layer.weight.quant_state.absmax)
+    assert type(layer.weight).__name__ == "Params4bit" and layer.quant_state is layer.weight.quant_state
+    swapper_of(model).close()
+
+
+@pytest.mark.parametrize("kind", ["nf4 twice", "int8"])
+@pytest.mark.long
+def test_a_token_reads_a_quarter_or_half_of_the_bytes_of_bf16(kind: str, nvme_path: Path, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+    path = save_quantised(tmp_path, "llama", kind, torch.bfloat16, 2_000_000, head_dim=64, **sizes)
+    read_bytes = []
+    for each in (path, tmp_path / "plain"):
+        model = swapper.from_pretrained(each, config_for(nvme_path, pool_bytes="2176KiB", bucket_bytes="256KiB"))
+        tokens = torch.arange(3)[None]
+        with torch.no_grad():
+            model(tokens)
+            before = swapper_of(model).metrics.bytes_read
+            for _ in range(3):
+                model(tokens)
+        read_bytes.append(swapper_of(model).metrics.bytes_read - before)
+        swapper_of(model).close()
+    assert 0 < read_bytes[0] < (0.55 if kind == "int8" else 0.3) * read_bytes[1]
+
+
+WEIGHT = "model.layers.1.mlp.up_proj.weight"
+STATE = f"{WEIGHT}.quant_state.bitsandbytes__nf4"
+
+
+def _bytes_of(**said: Any) -> torch.Tensor:
+    known = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [128, 64]}
+    nested = {"nested_blocksize": 256, "nested_dtype": "float32", "nested_offset": 0.1}
+    return torch.tensor(list(json.dumps({**known, **nested, **said}).encode()), dtype=torch.uint8)
+
+
+WRONG: list[tuple[str, str, torch.Tensor | None, str]] = [
+    *(
+        ("nf4 twice", f"{WEIGHT}{key}", None, rf"model-0000.*has some of {WEIGHT}.*but no file has {WEIGHT}{key}")
+        for key in ("", ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map")
+    ),
+    ("nf4 twice", STATE, None, f"no file has {STATE}"),
+    ("nf4 twice", STATE, torch.zeros(9, dtype=torch.uint8), "no quant_state as bitsandbytes writes it"),
+    ("nf4 twice", STATE, torch.zeros(0, dtype=torch.uint8), "no quant_state as bitsandbytes writes it"),
+    ("nf4 twice", STATE, _bytes_of(blocksize=0), "no quant_state as bitsandbytes writes it"),
+    ("nf4 twice", STATE, _bytes_of(dtype="load"), "no quant_state as bitsandbytes writes it"),
+    ("nf4 twice", STATE, _bytes_of(quant_type="fp4"), "no quant_state as bitsandbytes writes it"),
+    ("nf4 twice", STATE, _bytes_of(shape=[64]), "no quant_state as bitsandbytes writes it"),
+    ("nf4 twice", STATE, _bytes_of(shape=[64, 64]), r"is \(64, 64\) and in the model \(128, 64\)"),
+    ("nf4 twice", STATE, _bytes_of(blocksize=128), r"absmax of \(128,\).*in place of 64"),
+    ("nf4 twice", WEIGHT, torch.zeros(4095, 1, dtype=torch.uint8), "4095 bytes of codes in place of 4096"),
+    (
+        "nf4 twice",
+        f"{WEIGHT}.absmax",
+        torch.zeros(128),
+        r"absmax of \(128,\) x torch.float32 in place of 128 x torch.uint8",
+    ),
+    ("nf4", f"{WEIGHT}.absmax", torch.zeros(127), r"absmax of \(127,\).*in place of 128"),
+    ("nf4", f"{WEIGHT}.quant_map", torch.zeros(15), r"quant_map of \(15,\).*in place of 16"),
+    ("int8", WEIGHT.replace("weight", "SCB"), None, r"has some of .*no file has model\.layers\.1\.mlp\.up_proj\.SCB"),
+    ("int8", WEIGHT.replace("weight", "SCB"), torch.zeros(64), r"SCB of \(64,\).*in place of 128"),
+    ("int8", WEIGHT, torch.zeros(64, 128, dtype=torch.int8), r"is \(64, 128\) and in the model \(128, 64\)"),
+]
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "says"), WRONG, ids=[f"{k} {n[26:]} {i}" for i, (k, n, _, _) in enumerate(WRONG)]
+)
+def test_what_does_not_fit_is_an_error_with_file_and_name(
+    kind: str, name: str, value: torch.Tensor | None, says: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    path = save_quantised(tmp_path, "llama", kind, torch.bfloat16)
+    change(path, name, value)
+    with pytest.raises(swapper.SwapError, match=says) as raised:
+        opened(nvme_path, path)
+    assert ".safetensors" in str(raised.value) and "up_proj" in str(raised.value)
+    assert list(nvme_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_files_that_are_not_quantised_as_the_config_says(kind: str, nvme_path: Path, tmp_path: Path) -> None:
+    path = save_quantised(tmp_path, "llama", kind, torch.bfloat16)
+    (tmp_path / "plain" / "config.json").write_text((path / "config.json").read_text())
+    with pytest.raises(swapper.SwapError, match=r"plain/model-.*has some of .*down_proj\.weight, which is quantised"):
+        opened(nvme_path, tmp_path / "plain")
+
+
+def test_a_file_that_is_cut_off(nvme_path: Path, tmp_path: Path) -> None:
+    path = save_quantised(tmp_path, "llama", "nf4", torch.bfloat16)
+    file = max(path.glob("*.safetensors"))
+    os.truncate(file, file.stat().st_size - 8)
+    with pytest.raises(swapper.SwapError, match=file.name):
+        opened(nvme_path, path)
+
+
+@pytest.mark.parametrize("how", ["codes", "scales"])
+def test_what_is_changed_is_an_error_that_names_it(how: str, nvme_path: Path, tmp_path: Path) -> None:
+    """A weight whose codes are packed is not changed; one whose codes are others is."""
+    model = opened(nvme_path, save_quantised(tmp_path, "llama", "nf4", torch.bfloat16))
+    layer = model.model.layers[1].mlp.up_proj
+    with torch.no_grad():
+        model(torch.arange(5)[None])
+        tensor = layer.weight if how == "codes" else model.model.layers[1].mlp.up_proj.weight
+        with pytest.raises(swapper.SwapError, match=r"layers\.1\.mlp\.up_proj\.weight were changed"):
+            with swapper.gathered(layer):
+                tensor.data = tensor.data.flip(0) if how == "codes" else tensor.data + 1
+            swapper_of(model).flush()
+
+
+class Drawn:
+    """A model and what is done to it, of a seed; the same for the model in memory and the one in files."""
+
+    def __init__(self, seed: int, path: Path) -> None:
+        self.random = draw = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        structure, kind = draw.choice(list(STRUCTURES)), draw.choice(list(KINDS))
+        dtype = draw.choice([torch.float32, torch.bfloat16])
+        sizes: dict[str, Any] = {}
+        if structure != "gpt2":
+            sizes[{"t5": "d_ff"}.get(structure, "intermediate_size")] = 64 * draw.randint(1, 5)
+        storage = draw.choice([torch.uint8, torch.uint8, torch.bfloat16, torch.float32])
+        shard_bytes = draw.choice([20_000, 50_000, 10_000_000])
+        self.text = f"{seed}: {structure} {kind} {dtype} {storage} {shard_bytes} {sizes}"
+        self.path = save_quantised(path, structure, kind, dtype, shard_bytes, storage, **sizes)
+        self.settings = {"pool_bytes": f"{draw.choice([224, 300, 1000])}KiB"}
+        if draw.random() < 0.3:
+            self.settings["offload_param"] = {"device": "nvme", "copy_on_write": True}
+        self.is_seq2seq = structure == "t5"
+
+    def inputs(self) -> dict[str, torch.Tensor]:
+        tokens = torch.randint(3, VOCABULARY, (self.random.choice([1, 4]), 5), generator=self.generator)
+        return {"input_ids": tokens, **({"decoder_input_ids": tokens[:, :2]} if self.is_seq2seq else {})}
+
+    def action(self, name: str, inputs: dict[str, torch.Tensor], model: Any) -> Any:
+        """All bits that it gives."""
+        if name == "state dict":
+            return {key: bits(value) for key, value in model.state_dict().items()}
+        model.train(name == "train")
+        if name == "train":
+            torch.manual_seed(1)  # Of dropout.
+            (logits := model(**inputs).logits).float().square().mean().backward()
+            found = {key: bits(p.grad) for key, p in model.named_parameters() if p.grad is not None}
+            model.zero_grad()
+            return bits(logits.detach()), found
+        with torch.set_grad_enabled(name == "evaluate with gradients"):
+            return bits(model(**inputs).logits.detach())
+
+
+ACTIONS = ["evaluate", "evaluate", "evaluate with gradients", "train", "state dict"]
+PROGRAMS = int(os.environ.get("SWAPPER_QUANTISED_PROGRAMS", "4"))
+
+
+@pytest.mark.parametrize("seed", range(PROGRAMS))
+@pytest.mark.long
+def test_drawn_programs_have_the_bits_of_memory(seed: int, nvme_path: Path, tmp_path: Path) -> None:
+    """Codes are packed and put back in any order, where the processor has a kernel that wants them packed."""
+    drawn = Drawn(seed, tmp_path)
+    plain = load_plain(drawn.path)
+    model = swapper.from_pretrained(drawn.path, config_for(nvme_path, **drawn.settings))
+    done = []
+    for _ in range(7):
+        done.append(drawn.random.choice(ACTIONS))
+        inputs = drawn.inputs()
+        try:
+            want = drawn.action(done[-1], inputs, plain)
+        except RuntimeError as error:  # With packed codes bitsandbytes adds a bias in place, which autograd may refuse.
+            with pytest.raises(RuntimeError, match=re.escape(str(error))):
+                drawn.action(done[-1], inputs, model)
+            continue
+        assert drawn.action(done[-1], inputs, model) == want, f"{drawn.text}: {done}"
+    swapper_of(model).flush()
+    metrics = swapper_of(model).metrics
+    assert "offload_param" in drawn.settings or not metrics.bytes_written
+    swapper_of(model).close(keep_values=True)
+    assert drawn.action("state dict", {}, model) == drawn.action("state dict", {}, plain), drawn.text
+
+
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
+def test_adapters_over_it_are_trained_to_the_bit(
+    kind: str, checkpointing: bool, nvme_path: Path, tmp_path: Path
+) -> None:
+    """QLoRA: the base in its files, state and gradients of the adapters on the drive."""
+    peft = pytest.importorskip("peft")
+    path = save_quantised(tmp_path, "llama", kind, torch.bfloat16)
+    sections = {key: {"device": "nvme"} for key in ("offload_optimizer", "offload_gradient")}
+    config = swapper.OffloadConfig(nvme_path=nvme_path, bucket_bytes="64KiB", pool_bytes="1MiB", **sections)
+
+    def trained(base: Any) -> list[Any]:
+        torch.manual_seed(0)
+        adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(base, adapters).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+            model.enable_input_require_grads()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        if hasattr(base, "swapper"):
+            swapper.wrap_optimizer(optimizer, config)
+        generator, found = torch.Generator().manual_seed(3), []
+        for _ in range(3):
+            tokens = torch.randint(0, VOCABULARY, (2, 8), generator=generator)
+            model.train()
+            loss = model(input_ids=tokens, labels=tokens).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            model.eval()
+            with torch.no_grad():
+                found += [bits(loss.detach()), bits(model(input_ids=tokens).logits)]
+        found += [bits(p) for p in model.parameters() if p.requires_grad]
+        if hasattr(base, "swapper"):
+            swapper.unwrap_optimizer(optimizer)
+        return found
+
+    want = trained(load_plain(path))
+    base = swapper.from_pretrained(path, config)
+    assert trained(base) == want
+    metrics = swapper_of(base).metrics
+    assert metrics.bytes_read and not metrics.bytes_written
+    swapper_of(base).close()
