@@ -12,8 +12,9 @@ from swapper.check import CheckReport
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
 from swapper.files.model_weights import ModelWeights
+from swapper.files.rows import rows_of
 from swapper.files.tensor_files import StoredTensor
-from swapper.files.unread import Step, sources_of, write_values
+from swapper.files.unread import Recipe, sources_of, write_values
 from swapper.optimizer.plan import parameters_of
 from swapper.parameter.building import device_of
 from swapper.parameter.conversions import Conversion, Source
@@ -264,11 +265,21 @@ def _extent_of(stored: StoredTensor) -> Extent:
     return Extent(stored.path, stored.start_bytes, stored.stop_bytes)
 
 
-def _conversion_of(step: Step) -> Conversion:
-    stored = tuple(dict.fromkeys(sources_of(step)))
+def _conversion_of(recipe: Recipe) -> Conversion:
+    stored = tuple(dict.fromkeys(sources_of(recipe)))
     sources = tuple(Source(_extent_of(each), each.dtype, each.shape) for each in stored)
-    return Conversion(sources, functools.partial(_write, step, stored))
+    known = rows_of(recipe, 0, recipe.shape[0]) if recipe.shape else None
+    rows = None if known is None else functools.partial(_rows, recipe)
+    return Conversion(sources, functools.partial(_write, recipe, stored), rows)
 
 
-def _write(step: Step, stored: tuple[StoredTensor, ...], into: torch.Tensor, values: Sequence[torch.Tensor]) -> None:
-    write_values(step, into, dict(zip(stored, values, strict=True)).__getitem__)
+def _rows(recipe: Recipe, start: int, stop: int) -> Conversion:
+    rows = rows_of(recipe, start, stop)
+    assert rows is not None
+    return _conversion_of(rows)
+
+
+def _write(
+    recipe: Recipe, stored: tuple[StoredTensor, ...], into: torch.Tensor, values: Sequence[torch.Tensor]
+) -> None:
+    write_values(recipe, into, dict(zip(stored, values, strict=True)).__getitem__)

@@ -38,10 +38,12 @@ class Conversion(NamedTuple):
     Attributes:
         sources: what it is made of, each once.
         write: takes a contiguous tensor of its shape and dtype, and fills it; and the values of `sources`, in order.
+        rows: gives how those of its first dimension between two indices are made, of less; None if that is not known.
     """
 
     sources: tuple[Source, ...]
     write: Callable[[torch.Tensor, Sequence[torch.Tensor]], None]
+    rows: Callable[[int, int], Conversion] | None = None
 
 
 class _Target(NamedTuple):

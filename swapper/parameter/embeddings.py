@@ -17,6 +17,7 @@ import torch
 from swapper.parameter.candidates import why_not
 from swapper.parameter.conversions import Conversion
 from swapper.parameter.experts import Found
+from swapper.parameter.parts import has_parts
 from swapper.storage.spans import Extent
 from swapper.tensors.evicted import is_ordinary
 
@@ -36,7 +37,7 @@ def find_embeddings(
     """Find the weights of embeddings of `model`, which is on the CPU, whose rows can come in blocks.
 
     Args:
-        extents: of the parameters that are in files. One that is converted has no rows there.
+        extents: of the parameters that are in files.
     """
     owners = Counter(p for module in model.modules() for p in module._parameters.values() if p is not None)
     found: dict[torch.nn.Parameter, Found] = {}
@@ -44,8 +45,7 @@ def find_embeddings(
         weight = module._parameters.get("weight")
         if not isinstance(module, torch.nn.Embedding) or weight is None or module.max_norm is not None:
             continue
-        pieces = extents.get(weight)
-        if pieces is None or isinstance(pieces, Conversion) or owners[weight] > 1 or weight.nbytes < LEAST_BYTES:
+        if not has_parts(extents.get(weight)) or owners[weight] > 1 or weight.nbytes < LEAST_BYTES:
             continue
         if weight.dim() == 2 and weight.is_contiguous() and is_ordinary(weight) and not why_not(weight):
             rows = max(-(-weight.shape[0] // _BLOCKS), _BLOCK_BYTES * weight.shape[0] // weight.nbytes, 1)

@@ -34,6 +34,7 @@ from swapper.parameter.device_sums import DeviceSums
 from swapper.parameter.device_tier import DeviceTier
 from swapper.parameter.expert_order import ExpertOrder
 from swapper.parameter.held_on_device import HeldOnDevice
+from swapper.parameter.parts import has_parts, plan_part
 from swapper.parameter.records import (
     DeviceNeeds,
     DeviceRoom,
@@ -45,7 +46,7 @@ from swapper.parameter.records import (
     needs_of,
     sums_bytes_of,
 )
-from swapper.sizes import PAGE_BYTES, format_bytes, round_up
+from swapper.sizes import format_bytes
 from swapper.storage.access_order import Use
 from swapper.storage.budget import ParameterNeeds
 from swapper.storage.buffers import BufferPool
@@ -53,7 +54,7 @@ from swapper.storage.cache import RecordCache
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.layout import Entry, RecordLayout
 from swapper.storage.record_store import RecordStore
-from swapper.storage.spans import Extent, plan_spans
+from swapper.storage.spans import Extent
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import NAMES
 from swapper.tensors.evicted import is_ordinary, refuse_copy
@@ -123,7 +124,7 @@ def find_fused(
     """Find the parameters of `model` whose parts can come one by one.
 
     Args:
-        extents: of the parameters that are in files. One that is converted has no parts.
+        extents: of the parameters that are in files.
         least_bytes: a part is at least so long.
         device: that the model computes on.
 
@@ -145,8 +146,7 @@ def find_fused(
                 continue
             if parameter in found:
                 tied.add(parameter)
-            pieces = extents.get(parameter)
-            if pieces is None or isinstance(pieces, Conversion):
+            if not has_parts(extents.get(parameter)):
                 continue
             long_enough = parameter.nbytes // parameter.shape[0] >= least_bytes
             if long_enough and parameter.is_contiguous() and is_ordinary(parameter) and not why_not(parameter, device):
@@ -170,25 +170,19 @@ def plan_parts(
     planned: list[FusedParameter] = []
     number = 0
     for i, (p, (name, module, rows)) in enumerate(found.items()):
-        pieces = extents[p]
-        assert not isinstance(pieces, Conversion)
         row_bytes = p.nbytes // p.shape[0]
         length = (rows or 1) * row_bytes
         records = []
         for index, first in enumerate(range(0, p.shape[0], rows or 1)):
             count = min(rows, p.shape[0] - first)
-            part = _slice(pieces, first * row_bytes, (first + (count or 1)) * row_bytes)
             shape, stride = (torch.Size((count, *p.shape[1:])), p.stride()) if rows else (p.shape[1:], p.stride()[1:])
             # An odd length has other residues mod 64 in the middle of the parameter, and so here: kernels depend on it.
-            plan = plan_spans([part], [index * length % 64])
             title = f"{name}[{first}:{first + count}]" if rows else f"{name}[{index}]"
-            (at,) = plan.offsets_bytes
+            last = first + (count or 1)
+            at, file_bytes, length_bytes, spans = plan_part(p, extents[p], first, last, index * length % 64)
             location = ParameterLocation(p, title, shape, stride, p.dtype, at, at)
-            layout = RecordLayout(
-                (Entry(title, NAMES[p.dtype], tuple(shape)),), (at,), 0, plan.length_bytes, plan.length_bytes
-            )
-            size = round_up(plan.length_bytes, PAGE_BYTES)
-            records.append(ParameterRecord(number, (location,), layout, size, size, plan.spans))
+            layout = RecordLayout((Entry(title, NAMES[p.dtype], tuple(shape)),), (at,), 0, file_bytes, file_bytes)
+            records.append(ParameterRecord(number, (location,), layout, file_bytes, length_bytes, spans))
             number += 1
         planned.append(
             FusedParameter(
@@ -203,18 +197,6 @@ def plan_parts(
         # Pages at the ends make a few of difference. So all of a kind fit wherever one of them was.
         record.length_bytes = longest[record.locations[0].length_bytes]
     return planned
-
-
-def _slice(extents: Sequence[Extent], start: int, stop: int) -> list[Extent]:
-    """The extents of the bytes from `start` to `stop` of what `extents` are one after another."""
-    found, at = [], 0
-    for extent in extents:
-        length = extent.stop_bytes - extent.start_bytes
-        first, last = max(start - at, 0), min(stop - at, length)
-        if first < last:
-            found.append(Extent(extent.path, extent.start_bytes + first, extent.start_bytes + last))
-        at += length
-    return found
 
 
 @dataclass(eq=False)

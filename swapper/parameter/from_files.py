@@ -186,6 +186,7 @@ def plan_from_files(
     plan = plan_parameters(
         model, bucket_bytes, resident_bytes, device_resident_bytes, False, lay_out, why_stays, device
     )
+    converted_bytes = max(sources_bytes, default=0)
     names = {each.name for each in found.values()}.union(c.name for _, candidates in called for c in candidates)
     stays = {name: why for name, why in plan.stays.items() if name not in names}
     experts = ExpertPlan(plan_parts(found, extents, len(plan.records), lay_out))
@@ -193,7 +194,7 @@ def plan_from_files(
         model, called, len(plan.records) + len(experts.fused), min(GROUP_BYTES, bucket_bytes), lay_out
     )
     needs = plan.needs
-    if converted_bytes := max(sources_bytes, default=0):
+    if converted_bytes:
         why = f", with {format_bytes(converted_bytes)} of the files that are cast or converted in it"
         needs = replace(needs, why=needs.why.replace("the largest record", f"the largest record{why}"))
     needs = experts.added_to(needs)
