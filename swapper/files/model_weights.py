@@ -10,13 +10,13 @@ from pathlib import Path
 
 import torch
 
-from swapper.errors import SwapError
+from swapper.errors import ConfigError, SwapError
 from swapper.files.experts import ExpertTensors
 from swapper.files.tensor_files import StoredTensor, TensorReader
 from swapper.files.unread import Step, evaluate, sources_of
 from swapper.files.weights import find_weights
 from swapper.io.handle import AsyncIOHandle
-from swapper.tensors.inner import Inner, inner_tensors, is_wrapper
+from swapper.tensors.inner import Inner, has_own_class, inner_tensors, is_wrapper
 
 __all__ = ["ModelWeights", "match_weights"]
 
@@ -88,6 +88,7 @@ def match_weights(model: torch.nn.Module, path: str | os.PathLike[str]) -> Model
         path: as for `swapper.load_safetensors`.
 
     Raises:
+        ConfigError: the model has parameters of bitsandbytes.
         SwapError: they do not fit, or one of the files is broken; the message names file and tensor.
         SwapIOError: a file cannot be read, or is shorter than its header says.
     """
@@ -103,6 +104,12 @@ def _match(model: torch.nn.Module, path: str | os.PathLike[str]) -> dict[torch.T
             state.update((inner.name, inner.tensor) for inner in _inside(name, tensor))
         else:
             state[name] = tensor
+    for name, p in model.named_parameters():
+        if has_own_class(p):
+            raise ConfigError(
+                f"weights: {name} is a {type(p).__name__} of bitsandbytes, and files of such come by "
+                "swapper.from_pretrained only in this version of swapper; call that, or swapper.offload without weights"
+            )
     parameters = dict(inner[:2] for name, p in model.named_parameters() for inner in _inside(name, p))
     own = {id(tensor) for tensor in parameters.values()}
     own.update(id(inner.tensor) for name, buffer in model.named_buffers() for inner in _inside(name, buffer))

@@ -87,9 +87,9 @@ def prequantised(unfilled: Unfilled, is_here: Callable[[], bool]) -> Iterator[li
 
         return convert
 
-    for each, check in classes:
-        each.convert = converting(plain[each], check)
     try:
+        for each, check in classes:
+            each.convert = converting(plain[each], check)
         yield wrong
     finally:
         for each, _ in classes:

@@ -149,6 +149,27 @@ def test_what_does_not_fit_is_an_error_with_file_and_name(
     assert list(nvme_path.iterdir()) == []
 
 
+def test_others_load_as_they_did(nvme_path: Path, tmp_path: Path) -> None:
+    module = transformers.integrations.bitsandbytes
+    classes = module.Bnb4bitDeserialize, module.Bnb8bitDeserialize
+    before = [each.convert for each in classes]
+    path = save_quantised(tmp_path, "llama", "nf4", torch.bfloat16)
+    opened(nvme_path, path)
+    change(path, f"{WEIGHT}.absmax", None)
+    with pytest.raises(swapper.SwapError):
+        opened(nvme_path, path)
+    assert [each.convert for each in classes] == before
+
+
+@pytest.mark.parametrize("kind", ["nf4", "int8"])
+def test_a_quantised_model_in_memory_is_told_who_reads_its_files(kind: str, nvme_path: Path, tmp_path: Path) -> None:
+    path = save_quantised(tmp_path, "llama", kind, torch.bfloat16)
+    model = load_plain(path)
+    with pytest.raises(swapper.ConfigError, match=r"q_proj\.weight is a .*swapper\.from_pretrained only"):
+        swapper.offload(model, config=config_for(nvme_path), weights=path)
+    assert list(nvme_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_files_that_are_not_quantised_as_the_config_says(kind: str, nvme_path: Path, tmp_path: Path) -> None:
     path = save_quantised(tmp_path, "llama", kind, torch.bfloat16)
