@@ -9,6 +9,7 @@ again it is packed as it arrives.
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from swapper.tensors.inner import has_own_class
 __all__ = ["CodeForm", "form_of", "pack_codes"]
 
 _ROWS = 32
-_CHUNK_BYTES = 1 << 20
+_TILE_BYTES = 1 << 15
+"""Codes that are packed at once: so few that torch starts no threads, which wait for one another on a busy machine."""
 
 
 class CodeForm:
@@ -75,20 +77,26 @@ def pack_codes(codes: torch.Tensor, rows: int) -> None:
     """
     blocks = codes.view(rows // _ROWS, _ROWS, -1)
     row_bytes = blocks.shape[2]
-    together = min(max(1, _CHUNK_BYTES // (_ROWS * row_bytes)), blocks.shape[0])
-    # A byte of the result has codes of one column, of a row of the first half below and of one of the second above.
-    even, odd, other = (torch.empty(together, _ROWS // 2, row_bytes, dtype=torch.uint8, device="cpu") for _ in range(3))
+    together = min(max(1, _TILE_BYTES // (_ROWS * row_bytes)), blocks.shape[0])
+    tile = min(row_bytes, max(1, _TILE_BYTES // _ROWS))
+    packed = torch.empty(together, row_bytes, _ROWS // 2, 2, dtype=torch.uint8, device="cpu")
+    even, odd, other = (torch.empty(together, _ROWS // 2, tile, dtype=torch.uint8, device="cpu") for _ in range(3))
     for at in range(0, blocks.shape[0], together):
         block = blocks[at : at + together]
         count = block.shape[0]
-        below, above = block[:, : _ROWS // 2], block[:, _ROWS // 2 :]
-        torch.bitwise_right_shift(below, 4, out=even[:count])
-        torch.bitwise_and(above, 0xF0, out=other[:count])
-        even[:count].bitwise_or_(other[:count])
-        torch.bitwise_and(below, 0xF, out=odd[:count])
-        torch.bitwise_left_shift(above, 4, out=other[:count])
-        odd[:count].bitwise_or_(other[:count])
-        # For each column of bytes: the rows, and of each the even column and the odd one.
-        result = block.view(count, row_bytes, _ROWS // 2, 2)
-        result[..., 0].copy_(even[:count].transpose(1, 2))
-        result[..., 1].copy_(odd[:count].transpose(1, 2))
+        for first in range(0, row_bytes, tile):
+            columns = slice(first, min(first + tile, row_bytes))
+            kept = columns.stop - first
+            # A byte of the result has two codes of one column: below of a row of the first half, above of the second.
+            below, above = block[:, : _ROWS // 2, columns], block[:, _ROWS // 2 :, columns]
+            even_now, odd_now, other_now = (each[:count, :, :kept] for each in (even, odd, other))
+            torch.bitwise_right_shift(below, 4, out=even_now)
+            torch.bitwise_and(above, 0xF0, out=other_now)
+            even_now.bitwise_or_(other_now)
+            torch.bitwise_and(below, 0xF, out=odd_now)
+            torch.bitwise_left_shift(above, 4, out=other_now)
+            odd_now.bitwise_or_(other_now)
+            # For each column of bytes: the rows, and of each the even column and the odd one.
+            packed[:count, columns, :, 0].copy_(even_now.transpose(1, 2))
+            packed[:count, columns, :, 1].copy_(odd_now.transpose(1, 2))
+        ctypes.memmove(block.data_ptr(), packed.data_ptr(), block.nbytes)

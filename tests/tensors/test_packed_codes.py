@@ -29,7 +29,7 @@ def packed_by_bitsandbytes(codes: torch.Tensor, rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("seed", range(20))
 def test_codes_are_packed_in_place(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(seed)
-    monkeypatch.setattr(packed_codes, "_CHUNK_BYTES", draw.choice([1, 5000, 1 << 20]))
+    monkeypatch.setattr(packed_codes, "_TILE_BYTES", draw.choice([1, 5000, 1 << 15]))
     rows, row_bytes = 32 * draw.randint(1, 9), draw.randint(1, 200)
     codes = torch.randint(0, 256, (rows * row_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
     want = packed_by_bitsandbytes(codes, rows)
@@ -58,7 +58,7 @@ def test_packing_changes_all_or_nothing(monkeypatch: pytest.MonkeyPatch) -> None
             raise MemoryError
         return empty(*args, **kwargs)
 
-    monkeypatch.setattr(packed_codes, "_CHUNK_BYTES", 1)
+    monkeypatch.setattr(packed_codes, "_TILE_BYTES", 1)
     monkeypatch.setattr(torch, "empty", no_memory)
     with pytest.raises(MemoryError):
         pack_codes(codes, 256)
