@@ -304,7 +304,10 @@ void bind_engine(py::module_& module) {
             [](FaultPlan& plan, int error) { plan.fail_error = error; })
         .def_property(
             "bytes_per_second", [](const FaultPlan& plan) { return plan.bytes_per_second.load(); },
-            [](FaultPlan& plan, uint64_t rate) { plan.bytes_per_second = rate; })
+            [](FaultPlan& plan, uint64_t rate) {
+                plan.bytes_per_second = rate;
+                plan.busy_until_ns = 0;  // What was held at another rate takes no time of this one.
+            })
         .def_property_readonly("reads", [](const FaultPlan& plan) { return plan.reads.load(); })
         .def_property_readonly("writes", [](const FaultPlan& plan) { return plan.writes.load(); });
 

@@ -47,12 +47,13 @@ class FaultBackend final : public Backend {
     struct Passed {  // what `inner` sees in place of `outer`
         Request inner;
         Request* outer;
-        uint32_t reported;      // at most this many bytes are admitted to have moved
-        Clock::time_point due;  // not over before this
+        uint32_t reported;        // at most this many bytes are admitted to have moved
+        Clock::time_point moved;  // see Held
     };
     struct Held {
         Completion completion;
         Clock::time_point due;
+        Clock::time_point moved;  // by a drive of the plan's speed, as long as it has one
     };
 
     bool chance(double probability) {
@@ -83,7 +84,7 @@ class FaultBackend final : public Backend {
 
     bool submit_one(Request* request) {
         if (const int error = drawn_error(*request); error != 0) {
-            hold({request, -error}, Clock::now());
+            hold({request, -error}, when_moved(request->length));
             return true;
         }
         Passed& passed = passed_.emplace_back(Passed{*request, request, request->length, {}});
@@ -97,7 +98,7 @@ class FaultBackend final : public Backend {
             passed_.pop_back();
             return false;
         }
-        passed.due = when_moved(request->length);
+        passed.moved = when_moved(request->length);
         return true;
     }
 
@@ -130,17 +131,17 @@ class FaultBackend final : public Backend {
                 std::memset(outer.data + result, 0xAB, outer.length - static_cast<size_t>(result));
             }
         }
-        hold({at->outer, result}, at->due);
+        hold({at->outer, result}, at->moved);
         passed_.erase(at);
     }
 
-    void hold(const Completion& completion, Clock::time_point earliest) {
+    void hold(const Completion& completion, Clock::time_point moved) {
         auto due = Clock::now();
         if (plan_->delay_us > 0) {
             due += std::chrono::microseconds(
                 std::uniform_int_distribution<uint32_t>(0, plan_->delay_us)(random_));
         }
-        held_.push_back({completion, std::max(due, earliest)});
+        held_.push_back({completion, due, moved});
     }
 
     size_t emit(Completion* completions, size_t capacity) {
@@ -148,9 +149,10 @@ class FaultBackend final : public Backend {
         if (plan_->reorder && held_.size() < 2 && !passed_.empty()) return 0;
         if (plan_->reorder) std::shuffle(held_.begin(), held_.end(), random_);
         const auto now = Clock::now();
+        const bool capped = plan_->bytes_per_second != 0;
         size_t count = 0;
         for (auto at = held_.begin(); at != held_.end() && count < capacity;) {
-            if (at->due > now) {
+            if (at->due > now || (capped && at->moved > now)) {
                 ++at;
                 continue;
             }

@@ -25,8 +25,8 @@ struct FaultPlan {
 
     // At most so fast, as a drive that does one request after another: a completion is held until all that
     // was submitted before it, and itself, would have been moved at this rate, by the steady clock. Counted
-    // by what each request asks for, over all threads of the engine; refused requests cost nothing. 0: no
-    // limit.
+    // by what each request asks for, also one that fails, over all threads of the engine. 0: no limit, and
+    // what is held is over.
     std::atomic<uint64_t> bytes_per_second{0};
     std::atomic<int64_t> busy_until_ns{0};  // that drive, by the steady clock
 

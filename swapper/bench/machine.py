@@ -300,7 +300,7 @@ def accelerators() -> tuple[list[Accelerator], str]:
         warnings.simplefilter("always")
         try:
             devices = [module.get_device_properties(i) for i in range(module.device_count())]
-        except (RuntimeError, AssertionError) as error:
+        except (RuntimeError, AssertionError, AttributeError) as error:  # A backend may not tell of its devices.
             return [], str(error)
     if devices:
         return [Accelerator(kind, device.name, device.total_memory) for device in devices], ""

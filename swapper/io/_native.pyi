@@ -97,7 +97,8 @@ class FaultPlan:
     `einval` strikes direct requests only; `full` is the probability that a submission takes nothing.
 
     `bytes_per_second` caps the throughput of the handle, over all its threads, reads and writes together: a completion
-    is held until what was submitted so far would have been moved at that rate, by the steady clock. 0: no limit.
+    is held until what was submitted so far would have been moved at that rate, by the steady clock. 0: no limit, and
+    what is held is over: so a test lets a drive stand still, and go on.
     """
 
     fail_read_at: int

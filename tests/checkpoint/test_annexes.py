@@ -32,7 +32,7 @@ def run_at(directory: Path, drive: Path, n: int) -> tuple[int, str]:
     """Run it. Returns how it has ended, and what it has logged."""
     args = [sys.executable, str(PROGRAM), str(directory), str(drive), str(n)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    done = run_program(args, capture_output=True, text=True, timeout=120, env=environment)
+    done = run_program(args, capture_output=True, text=True, timeout=240, env=environment)
     return done.returncode, done.stderr
 
 

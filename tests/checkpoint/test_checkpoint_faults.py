@@ -25,8 +25,6 @@ from swapper.errors import SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, File
 from swapper.storage import atomic
 
-pytestmark = pytest.mark.timeout(40)
-
 
 class CallFails:
     """Lets the n-th call of what asks the system fail, from 0; in any thread."""
@@ -87,7 +85,8 @@ def held_by_process() -> tuple[int, int]:
 
 def at_most(held: tuple[int, int], where: str) -> None:
     """No more than before, once what is ending has ended."""
-    for _ in range(20):
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
         now = held_by_process()
         if now[0] <= held[0] and now[1] <= held[1]:
             return

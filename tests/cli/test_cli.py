@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import json
 import os
 import pty
@@ -275,10 +276,11 @@ sys.stdin.read()
 def test_ls_changes_nothing_and_holds_nothing(nvme_path: Path) -> None:
     directory = leftover(nvme_path)
     before = {path: path.lstat().st_mtime_ns for path in (nvme_path, directory, *directory.iterdir())}
+    gc.collect()  # What other tests have left would end meanwhile.
     descriptors = len(os.listdir("/proc/self/fd"))
     find_runs(nvme_path)
     assert {path: path.lstat().st_mtime_ns for path in (nvme_path, directory, *directory.iterdir())} == before
-    assert len(os.listdir("/proc/self/fd")) == descriptors
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
     with open(directory / "lock") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 

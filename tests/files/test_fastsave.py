@@ -32,6 +32,7 @@ from interrupts import interrupted_at, places_of
 from launcher import run_program
 from repository import BENCHMARKS
 from sampling import ALL
+from still_drive import still
 from torch import Tensor, nn
 
 import swapper
@@ -849,14 +850,16 @@ def test_a_file_without_checksums_is_loaded(tmp_path: Path) -> None:
 
 
 def test_background_save_returns_before_the_tensors_are_written(tmp_path: Path) -> None:
-    options = {"lr": 0.1}
-    with slow() as handle:
-        saving = swapper.save({"tensors": TENSORS, "options": options}, tmp_path / "x", background=True, handle=handle)
-        assert not saving.done() and not (tmp_path / "x").exists()
-        assert "in progress" in repr(saving)
-        with pytest.raises(TimeoutError):
-            saving.wait(timeout=0.01)
-        options["lr"] = 0.2  # Pickled already.
+    options, plan = {"lr": 0.1}, FaultPlan()
+    saved = {"tensors": TENSORS, "options": options}
+    with AsyncIOHandle(faults=plan) as handle:
+        with still(plan):
+            saving = swapper.save(saved, tmp_path / "x", background=True, handle=handle)
+            assert not saving.done() and not (tmp_path / "x").exists()
+            assert "in progress" in repr(saving)
+            with pytest.raises(TimeoutError):
+                saving.wait(timeout=0.01)
+            options["lr"] = 0.2  # Pickled already.
         saving.wait()
         assert saving.done() and "done" in repr(saving)
         saving.wait()
@@ -884,9 +887,12 @@ def test_tensors_may_be_dropped_and_are_let_go_of(tmp_path: Path) -> None:
 
 def test_a_tensor_that_is_resized_meanwhile_is_an_error(tmp_path: Path) -> None:
     first, second = torch.randn(2_000_000), torch.randn(1000)
-    with slow() as handle:
-        saving = swapper.save([first, second], tmp_path / "x", background=True, handle=handle, pool_bytes=SMALL_POOL)
-        second.resize_(2000)
+    plan = FaultPlan()
+    with AsyncIOHandle(faults=plan) as handle:
+        with still(plan):
+            both = [first, second]
+            saving = swapper.save(both, tmp_path / "x", background=True, handle=handle, pool_bytes=SMALL_POOL)
+            second.resize_(2000)
         with pytest.raises(SwapError, match="resized"):
             saving.wait()
     assert not list(tmp_path.iterdir())

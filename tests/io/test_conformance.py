@@ -102,7 +102,7 @@ def test_close_while_others_wait_lets_them_finish(subject: Subject, tmp_path: Pa
 
         def work(worker: int) -> None:
             try:
-                for _ in range(1000):
+                while True:
                     outcomes.append(handle.write(file, subject.place(data), worker * BLOCK).wait())
             except SwapError as error:
                 refused.append(str(error))

@@ -22,6 +22,7 @@ from conformance import Conformance, Subject
 from host_device import HostCopies
 from interrupts import interrupted_at
 from launcher import run_program
+from still_drive import still
 
 from swapper.errors import SwapError, SwapIOError
 from swapper.io import bounce, devices
@@ -259,15 +260,16 @@ def test_a_read_is_over_when_the_bytes_are_on_the_device(handle: AsyncIOHandle, 
 @pytest.mark.long
 def test_what_is_at_the_drive_is_not_waited_for_before_the_next_copy(tmp_path: Path) -> None:
     """Chunks of several transfers are under way at the same time, in both directions."""
-    plan = FaultPlan(delay_us=1_000_000)
+    plan = FaultPlan()
     data = random_bytes(4 * CHUNK)
-    with make_handle(faults=plan) as handle, handle.open(tmp_path / "file", "rw") as file:
+    with make_handle(faults=plan) as handle, handle.open(tmp_path / "file", "rw") as file, still(plan):
         transfers = [handle.write(file, data[i * CHUNK : (i + 1) * CHUNK], i * CHUNK) for i in range(4)]
         deadline = time.monotonic() + 240
         while HostCopies.copies < 4 and time.monotonic() < deadline:
             assert not transfers[0].done()
             time.sleep(0.0005)
         assert HostCopies.copies == 4
+        plan.bytes_per_second = 0
         wait_all(transfers)
 
 
@@ -477,22 +479,26 @@ def test_transfer_is_the_same_kind_of_object(handle: AsyncIOHandle, tmp_path: Pa
 
 
 def test_wait_times_out_and_the_transfer_goes_on(tmp_path: Path) -> None:
-    with make_handle(faults=FaultPlan(delay_us=300_000)) as handle, handle.open(tmp_path / "file", "rw") as file:
-        transfer = handle.write(file, random_bytes(4 * CHUNK))
-        for timeout in (0, 0.01, -1.0):
-            with pytest.raises(TimeoutError):
-                transfer.wait(timeout)
-        assert not transfer.done() and handle.in_flight == 1
+    plan = FaultPlan()
+    with make_handle(faults=plan) as handle, handle.open(tmp_path / "file", "rw") as file:
+        with still(plan):
+            transfer = handle.write(file, random_bytes(4 * CHUNK))
+            for timeout in (0, 0.01, -1.0):
+                with pytest.raises(TimeoutError):
+                    transfer.wait(timeout)
+            assert not transfer.done() and handle.in_flight == 1
         assert transfer.wait(240.0) == 4 * CHUNK
         assert handle.in_flight == 0
 
 
 def test_there_is_a_helper_thread_only_while_there_is_work(tmp_path: Path) -> None:
-    with make_handle(faults=FaultPlan(delay_us=50_000)) as handle, handle.open(tmp_path / "file", "rw") as file:
+    plan = FaultPlan()
+    with make_handle(faults=plan) as handle, handle.open(tmp_path / "file", "rw") as file:
         assert not helper_threads()
-        transfer = handle.write(file, random_bytes(CHUNK))
-        (thread,) = helper_threads()
-        assert not thread.daemon
+        with still(plan):
+            transfer = handle.write(file, random_bytes(CHUNK))
+            (thread,) = helper_threads()
+            assert not thread.daemon
         transfer.wait()
         thread.join(240)
         assert not helper_threads()
@@ -581,13 +587,16 @@ handle.write(handle.open({str(tmp_path / "file")!r}, "w"), torch.ones({40 << 20}
 
 @pytest.mark.long
 def test_ctrl_c_interrupts_the_wait_and_not_the_transfer(tmp_path: Path) -> None:
-    with make_handle(faults=FaultPlan(delay_us=300_000)) as handle, handle.open(tmp_path / "file", "rw") as file:
-        transfer = handle.write(file, random_bytes(16 * CHUNK))
-        timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            transfer.wait()
-        timer.join()
+    plan = FaultPlan()
+    with make_handle(faults=plan) as handle, handle.open(tmp_path / "file", "rw") as file:
+        with still(plan):
+            transfer = handle.write(file, random_bytes(16 * CHUNK))
+            timer = threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                timer.start()
+                transfer.wait()
+            assert not transfer.done()
+            timer.join()
         assert transfer.wait() == 16 * CHUNK
 
 

@@ -325,9 +325,16 @@ def test_an_exception_in_a_hook_is_the_users_and_leaves_nothing(
         caught = None  # type: ignore[assignment]
         collect_garbage()
         assert not list(nvme_path.iterdir()), "files are left"
-    assert set(threading.enumerate()) == threads
+    until_ended(threads)
     assert dict(os.environ) == environment
     assert {number: signal.getsignal(number) for number in handlers} == handlers
+
+
+def until_ended(threads: set[threading.Thread]) -> None:
+    """Wait until there are no threads but these, which are of earlier tests, and may have ended too."""
+    for thread in set(threading.enumerate()) - threads:
+        thread.join(60)
+    assert set(threading.enumerate()) <= threads
 
 
 def collect_garbage() -> None:
@@ -344,7 +351,7 @@ def test_files_stay_after_fit_and_go_with_the_trainer(nvme_path: Path, leaves_no
     del trainer
     collect_garbage()
     assert not list(nvme_path.iterdir())
-    assert set(threading.enumerate()) == threads
+    until_ended(threads)
 
 
 def test_a_write_that_failed_is_raised_at_the_end_but_never_instead_of_the_users_exception(

@@ -7,7 +7,6 @@ import gc
 import os
 import sys
 import threading
-import time
 from argparse import Namespace
 from collections.abc import Iterator
 from enum import Enum
@@ -506,16 +505,17 @@ def test_where_nothing_can_be_linked_the_rest_is_copied_while_training_goes_on(
 def test_a_checkpoint_that_is_still_being_copied_is_waited_for(
     nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy = NewCheckpoint._copy
+    copy, go_on = NewCheckpoint._copy, threading.Event()
 
     def late(self: NewCheckpoint, *arguments: Any) -> None:
-        time.sleep(0.1)
+        assert go_on.wait(240)
         copy(self, *arguments)
 
     class Loading(Callback):
         def on_train_epoch_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
             trainer.save_checkpoint(tmp_path / "it.ckpt")
             assert not (tmp_path / "it.ckpt").exists()
+            threading.Timer(0.1, go_on.set).start()
             self.step = trainer.strategy.load_checkpoint(tmp_path / "it.ckpt")["global_step"]
 
     monkeypatch.setattr(store, "link", lambda *_: False)

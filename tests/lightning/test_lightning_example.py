@@ -61,7 +61,7 @@ def test_a_run_that_was_interrupted_is_resumed_to_the_bits_of_a_plain_one(
                 assert run.poll() is None and time.monotonic() < deadline_s, "it has not come so far"
                 time.sleep(0.01)
             run.send_signal(signal.SIGINT)
-            assert run.wait(120) == 1
+            assert run.wait(240) == 1
         finally:
             run.kill()
     assert not list((ours / "drive").iterdir())

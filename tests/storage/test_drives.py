@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from isolation import in_forked_child
 from small_drives import keys, killed_run, mounted, random_bytes
 from snapshots import STEPS, Snapshot
+from still_drive import still_at_write
 from training import adamw, assert_same_state, backward, make_model, run, same_bits
 
 import swapper
@@ -850,19 +851,22 @@ def test_a_late_failure_on_the_second_drive_is_raised_by_close_and_everything_is
 ) -> None:
     speeds(1, 1)
     threads = threads_of_engines()
-    _, plan = plans({"delay_us": 20_000}, {"delay_us": 20_000})
+    _, plan = plans({}, {})
     model = make_model()
     optimizer = swapper.wrap_optimizer(adamw(model), config_of(paths))
     run(model, optimizer, range(1))
     swapper.of(optimizer).flush()
     backward(model, 1)
     plan.fail_write_at = plan.writes  # As many as the step before: the last.
-    optimizer.step()
+    store = swapper.of(optimizer).store
+    assert store is not None
+    with still_at_write(swapper.of(optimizer).stats().writes, store, plan):
+        optimizer.step()
     with pytest.raises(SwapIOError) as caught:
         swapper.of(optimizer).close()
     assert caught.value.path.startswith(str(paths[1]))
     assert not list(paths[0].iterdir()) + list(paths[1].iterdir())
-    assert threads_of_engines() == threads
+    until_engines_are(threads)
 
 
 def threads_of_engines() -> int:
@@ -874,6 +878,14 @@ def threads_of_engines() -> int:
     return sum("swapper-io" in name for name in names)
 
 
+def until_engines_are(threads: int) -> None:
+    """A thread that was joined may still be listed for a moment, also one of an earlier test in `threads`."""
+    deadline_s = time.monotonic() + 240
+    while (now := threads_of_engines()) > threads:
+        assert time.monotonic() < deadline_s, f"{now} threads, and there were {threads}"
+        time.sleep(0.01)
+
+
 @pytest.mark.long
 def test_check_shows_every_drive(
     paths: list[Path], plans: Callable[..., list[FaultPlan]], capsys: pytest.CaptureFixture[str]
@@ -882,7 +894,7 @@ def test_check_shows_every_drive(
     model = make_model()
     threads = threads_of_engines()
     report = swapper.check(model, adamw(model), config_of(paths, aio={}))
-    assert threads_of_engines() == threads
+    until_engines_are(threads)
     assert [drive.path for drive in report.drives] == paths
     first, second = report.drives
     assert 1.5 < first.bytes_per_second / second.bytes_per_second < 6

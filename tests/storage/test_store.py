@@ -111,13 +111,14 @@ def test_lock_does_not_pass_to_a_program_that_is_started(nvme_path: Path, handle
 
 
 def test_close_removes_everything_and_can_be_repeated(nvme_path: Path, handle: AsyncIOHandle) -> None:
+    gc.collect()  # What other tests have left would end meanwhile.
     before = len(os.listdir("/proc/self/fd"))
     store = TensorStore([nvme_path], "run", 0, [handle])
     store.plan(dict.fromkeys(keys(5), 4096))
     store.close()
     store.close()
     assert not list(nvme_path.iterdir())
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert len(os.listdir("/proc/self/fd")) <= before
 
 
 def test_a_store_that_is_collected_removes_its_directory(nvme_path: Path, handle: AsyncIOHandle) -> None:

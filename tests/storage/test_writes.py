@@ -369,7 +369,7 @@ def test_a_fork_waits_until_no_write_is_being_started(nvme_path: Path, monkeypat
         threading.Timer(0.05, go_on.set).start()
         child = os.fork()
         if child == 0:
-            signal.alarm(20)  # A deadlock ends it.
+            signal.alarm(240)  # A deadlock ends it.
             free = cache._writes.starting.acquire(blocking=False) and order == ["written"]
             os._exit(0 if free else 1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -427,7 +427,7 @@ def fork(go_on: Callable[[], bool] = lambda: True) -> None:
     """Fork, and end the child when it has called `go_on`."""
     child = os.fork()
     if child == 0:
-        signal.alarm(20)  # A deadlock ends it.
+        signal.alarm(240)  # A deadlock ends it.
         os._exit(0 if go_on() else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
@@ -544,7 +544,7 @@ def test_a_child_does_not_wait_for_a_thread_of_its_parent(nvme_path: Path) -> No
     with cache_of(nvme_path) as cache, cache._writes._keeping:
         child = os.fork()
         if child == 0:
-            signal.alarm(20)  # A deadlock ends it.
+            signal.alarm(240)  # A deadlock ends it.
             writes.wait_for_ends()
             os._exit(0)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -650,7 +650,6 @@ def test_twenty_runs_in_one_process_leak_nothing(nvme_path: Path, leaves_nothing
         return len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task")), threading.active_count()
 
     model = make_model()
-    counts = []
     for cycle in range(20):
         optimizer = swapper.wrap_optimizer(adamw(model), make_config(nvme_path))
         run(model, optimizer, range(1))
@@ -659,8 +658,12 @@ def test_twenty_runs_in_one_process_leak_nothing(nvme_path: Path, leaves_nothing
         elif cycle % 3 == 1:
             swapper.unwrap_optimizer(optimizer)
         del optimizer
-        counts.append(count())
-    assert counts[3:] == [counts[3]] * 17
+        if cycle == 3:
+            most = count()
+        deadline_s = time.monotonic() + 240  # A thread that was joined may still be listed for a moment.
+        while cycle > 3 and any(now > then for now, then in zip(count(), most, strict=True)):
+            assert time.monotonic() < deadline_s, (cycle, count(), most)
+            time.sleep(0.01)
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 

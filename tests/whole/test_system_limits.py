@@ -370,7 +370,7 @@ def with_few_threads(backend: str, directory: Path) -> None:
     deadline = time.monotonic() + 240  # A thread that was joined may still be listed.
     while len(os.listdir("/proc/self/task")) > running and time.monotonic() < deadline:
         time.sleep(0.01)
-    assert len(os.listdir("/proc/self/task")) == running
+    assert len(os.listdir("/proc/self/task")) <= running
     # Some threads are enough for a handle that asks for one.
     with AsyncIOHandle(backend=backend, threads=1) as handle:
         everything_works(handle, directory)

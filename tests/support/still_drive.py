@@ -1,0 +1,41 @@
+"""A drive that stands still until a test lets it go on: what is in flight meanwhile is certain, however late it is."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from swapper.io.handle import FaultPlan
+from swapper.storage.store import TensorStore
+
+
+@contextlib.contextmanager
+def still(*plans: FaultPlan) -> Iterator[None]:
+    """Within it no transfer ends that was started within it, also none that fails. The drive is free after it."""
+    try:
+        for plan in plans:
+            plan.bytes_per_second = 1
+        yield
+    finally:
+        for plan in plans:
+            plan.bytes_per_second = 0
+
+
+@contextlib.contextmanager
+def still_at_write(number: int, store: TensorStore, *plans: FaultPlan) -> Iterator[None]:
+    """As `still`, from the `number`-th write through `store` on, counted from 1."""
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        count, write = itertools.count(1), store.write
+
+        def counted(*arguments: Any) -> Any:
+            if next(count) == number:
+                stack.enter_context(still(*plans))
+            return write(*arguments)
+
+        patch.setattr(store, "write", counted)
+        yield
+        assert next(count) > number, "there were fewer writes"
