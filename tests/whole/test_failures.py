@@ -102,7 +102,7 @@ def test_a_failure_anywhere_never_gives_wrong_bits(
                 failures += 1
                 training.load(plain[STEPS])
                 training.equals(plain[STEPS])
-    assert failures >= 5  # How many reads there are depends on how soon writes are over.
+    assert failures >= 3  # Of those at 1, 5 and 9: how many reads there are depends on how soon writes are over.
 
 
 @pytest.mark.long
