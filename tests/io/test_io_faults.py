@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from conformance import BLOCK, SUBJECTS, Conformance, Subject, fails, in_slab, random_bytes, wait_all
+from still_drive import still
 
 from swapper.errors import SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan, Transfer
@@ -310,6 +311,23 @@ def test_failure_during_another_error_does_not_hide_it(subject: Subject, tmp_pat
     with pytest.raises(KeyError), subject.handle(faults=FaultPlan(eio=1.0)) as handle:
         handle.write(subject.open(handle, tmp_path / "file", "w"), subject.place(random_bytes(100)))
         raise KeyError
+
+
+def test_a_drive_that_stands_still_ends_nothing_until_it_goes_on(subject: Subject, tmp_path: Path) -> None:
+    """Also what fails is not told: what other tests have in flight does not depend on how late they are."""
+    plan = FaultPlan(fail_write_at=1)
+    with subject.handle(faults=plan) as handle, subject.open(handle, tmp_path / "file") as file:
+        with still(plan):
+            failing = handle.write(file, subject.place(random_bytes(100)))
+            while not plan.writes:
+                time.sleep(0)
+            other = handle.write(file, subject.place(random_bytes(100)), BLOCK)
+            time.sleep(0.02)
+            assert not failing.done() and not other.done()
+        fails(failing, errno.EIO)
+        assert other.wait() == 100
+        plan.bytes_per_second = 1 << 30
+        assert handle.write(file, subject.place(random_bytes(100))).wait() == 100, "what was held takes no time now"
 
 
 @once
