@@ -44,7 +44,7 @@ def span(lease: Lease) -> tuple[int, int]:
 # --- Leases ---------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(actions=st.lists(st.tuples(st.booleans(), st.integers(0, 10**6)), max_size=60))
 def test_leases_never_overlap_and_everything_comes_back(pool: BufferPool, actions: list[tuple[bool, int]]) -> None:
     held: list[Lease] = []

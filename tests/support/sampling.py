@@ -15,11 +15,21 @@ import os
 import random
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 
 EVERY = os.environ.get("SWAPPER_TESTS") == "every"
 ALL = EVERY or os.environ.get("SWAPPER_TESTS") == "all"
 SEED = int(os.environ.get("SWAPPER_SEED", "0"))
+
+# On a busy machine an example may take any time, and so may its making. The examples are the same in each run, too.
+hypothesis.settings.register_profile(
+    "swapper",
+    deadline=None,
+    derandomize=SEED == 0 and not EVERY,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("swapper")
 
 
 def places(every: int, sample: int) -> Iterator[int]:

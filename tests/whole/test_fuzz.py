@@ -449,6 +449,7 @@ def fuzz(case: Callable[[], None], seconds: float) -> int:
 plain = hypothesis.settings(
     max_examples=CASES_PER_SEED,
     deadline=None,
+    derandomize=False,
     database=None,
     report_multiple_bugs=False,
     suppress_health_check=list(hypothesis.HealthCheck),
