@@ -796,8 +796,9 @@ def test_training_ends_in_the_same_bits_on_any_number_of_drives(
     model = make_model()
     optimizer = swapper.wrap_optimizer(adamw(model), config_of(wanted, verify="crc32c" if count > 1 else "none"))
     run(model, optimizer, range(STEPS))
-    assert all(plan.writes > 20 and plan.reads > 20 for plan in made), "every drive is used"
     assert_same_state(plain[STEPS].optimizer, optimizer.state_dict())
+    # How many reads there are depends on how soon writes are over; the state dict reads everything.
+    assert all(plan.writes > 20 and plan.reads > 0 for plan in made), "every drive is used"
     assert all(same_bits(p, plain[STEPS].model[name]) for name, p in model.named_parameters())
     optimizer.load_state_dict(plain[1].optimizer)
     model.load_state_dict(plain[1].model)
