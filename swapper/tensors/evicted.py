@@ -261,7 +261,7 @@ class _Attached(torch.Tensor):
         first = args[0] if args else None
         if func in _KEPT_VIEWS and not kwargs and isinstance(first, cls) and (home := home_of(first)) is not None:
             with torch._C.DisableTorchFunctionSubclass():
-                return EvictedView(PartOfView(ViewOfParameter(first, home), func, args[1:]))
+                return EvictedView(PartOfView(ViewOfParameter(first, home), lambda whole: func(whole, *args[1:])))
         ordinary: Any = super().__torch_function__
         return ordinary(func, types, args, kwargs or {})
 

@@ -28,7 +28,7 @@ class PartwiseView(EvictedView):
     def __new__(cls, parameter: torch.nn.Parameter, home: Any) -> PartwiseView:
         """Make one. It has no memory."""
         whole = ViewOfParameter(parameter, home)
-        view = EvictedView.__new__(cls, PartOfView(whole, torch.Tensor.transpose, (-2, -1)))
+        view = EvictedView.__new__(cls, PartOfView(whole, lambda each: each.transpose(-2, -1)))
         assert isinstance(view, PartwiseView)
         view.parameter = parameter
         return view

@@ -92,13 +92,13 @@ class ViewOfParameter(Source):
 
 
 class PartOfView(Source):
-    """The result of `view`, or of an index by integers and slices, of a tensor of a state dict."""
+    """A view of a tensor of a state dict, as one of `_MAKES_VIEWS` gives it."""
 
-    def __init__(self, whole: Source, func: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> None:
-        like = func(torch.empty_strided(whole.shape, whole.stride, dtype=whole.dtype, device="meta"), *args)
+    def __init__(self, whole: Source, func: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        like = func(_like(whole))
         self.shape, self.stride, self.dtype = like.shape, like.stride(), like.dtype
         self.device = whole.device
-        self.whole, self._func, self._args = whole, func, args
+        self.whole, self.of = whole, func
 
     def homes(self) -> Sequence[Home]:
         """The homes of the whole."""
@@ -112,9 +112,9 @@ class PartOfView(Source):
         """A view of the copy of the whole: a part begins and ends in it as in the whole."""
         return self.of(self.whole.mapped_copy())
 
-    def of(self, whole: torch.Tensor) -> torch.Tensor:
-        """This part of any tensor of the shape and strides of the whole."""
-        return self._func(whole, *self._args)
+
+def _like(source: Source) -> torch.Tensor:
+    return torch.empty_strided(source.shape, source.stride, dtype=source.dtype, device="meta")
 
 
 class EvictedView(StandIn):
@@ -168,8 +168,10 @@ class EvictedView(StandIn):
             return call._replace(args=(first.source.mapped_copy(), *args[1:])).plainly()
         if name in METADATA or name in LAYOUT:
             return call.plainly()
-        if not call.kwargs and _makes_part(name, args[1:]):
-            return EvictedView(PartOfView(first.source, call.func, args[1:]))
+        if name == "__iter__":
+            return iter(first.unbind(0))
+        if name in _MAKES_VIEWS and (views := _views(call, first)) is not None:
+            return views
         return run(call.func, args, call.kwargs)
 
     @classmethod
@@ -210,15 +212,39 @@ _ADDRESSES = frozenset(
 """Functions that give away the address of the values, for use at any later time."""
 
 
-def _makes_part(name: str, args: tuple[Any, ...]) -> bool:
-    """True for a method of a tensor, called with `args`, that `PartOfView` is for. A list of indices copies."""
-    if name == "view":
-        sizes = args[0] if args and isinstance(args[0], (tuple, list)) else args
-        return all(type(size) is int for size in sizes)
-    if name == "t":
-        return not args
-    index = args[0] if name == "__getitem__" else None
-    return all(type(item) in (int, slice) for item in (index if isinstance(index, tuple) else (index,)))
+_MAKES_VIEWS = frozenset(
+    {
+        "__getitem__", "__get__ T", "__get__ mT", "chunk", "contiguous", "expand", "flatten", "moveaxis", "movedim",
+        "narrow", "permute", "reshape", "select", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t",
+        "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view",
+    }
+)  # fmt: skip
+"""Functions whose results are views, or may be. A program may keep any number of those, as transformers keeps each
+expert's part of all layers while it saves a model, so they have no memory of the pool."""
+
+
+def _views(call: Call, view: EvictedView) -> Any:
+    """The result of `call`, one of `_MAKES_VIEWS`, without the values; None if not all of it shares their memory."""
+    rest = (call.args[1:], dict(call.kwargs))
+    if not all(type(item) in (int, slice, type(None), type(...)) for item in tree_iter(rest)):
+        return None
+    like = _like(view.source)
+    result = call.func(like, *call.args[1:], **call.kwargs)
+    if result is like:
+        return view
+    several = isinstance(result, (list, tuple))
+    memory = like.untyped_storage()._cdata
+    if any(each.untyped_storage()._cdata != memory for each in (result if several else (result,))):
+        return None
+
+    def part(index: int | None) -> EvictedView:
+        def of(whole: torch.Tensor) -> torch.Tensor:
+            found: Any = call.func(whole, *call.args[1:], **call.kwargs)
+            return found if index is None else found[index]  # type: ignore[no-any-return]
+
+        return EvictedView(PartOfView(view.source, of))
+
+    return type(result)(part(i) for i in range(len(result))) if several else part(None)
 
 
 def viewed_by(tensor: object) -> torch.Tensor | None:

@@ -249,6 +249,30 @@ def test_parts_of_it_are_the_parameters(nvme_path: Path) -> None:
     run_twice(nvme_path, Mlp, program)
 
 
+def test_parts_of_all_of_it_are_kept_while_the_model_runs(nvme_path: Path) -> None:
+    """As transformers splits what it has fused, for every layer, before it writes the first file."""
+
+    def program(run: Run) -> None:
+        kept: list[torch.Tensor] = []
+        for tensor in run.model.state_dict().values():
+            kept += [*torch.chunk(tensor, 2, dim=0), *tensor.split(3), *tensor.split([1, len(tensor) - 1])]
+            kept += [*tensor.unbind(), *tensor]
+            kept += [tensor.T, tensor.mT, tensor.t()] if tensor.dim() == 2 else []
+            kept += [tensor.narrow(0, 1, 2), tensor.select(0, -1), tensor.unsqueeze(0).squeeze(0), tensor.contiguous()]
+            kept += [tensor.flatten(), tensor.reshape(1, -1), tensor.expand(2, *tensor.shape), tensor.transpose(0, -1)]
+        kept += [part.contiguous() for part in kept if part.is_contiguous()]
+        copies = [part.t().reshape(-1).clone() for part in kept if part.dim() == 2]
+        step(run)
+        run.note("kept", kept)
+        run.note("copies", copies)
+        kept[0].fill_(0.5)
+        run.note_model("written")
+        pointers = [part.data_ptr() - kept[0].data_ptr() for part in torch.chunk(kept[0], 2)]
+        run.note("pointers", pointers)
+
+    run_twice(nvme_path, partial(Mlp, DEPTH), program)
+
+
 def test_an_address_stays_valid_while_others_are_used(nvme_path: Path) -> None:
     model, optimizer = offloaded(nvme_path, lambda: ((m := Mlp(DEPTH)), adamw(m)))
     state = model.state_dict()
