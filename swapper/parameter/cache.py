@@ -228,10 +228,15 @@ class ParameterPolicy(CyclicPolicy):
                 f"{what} of the pool, where they have {format_bytes(cache.limit_bytes)}; {ONE_CALL}, or set "
                 f"pool_bytes to at least {cache.pool.capacity_bytes + together_bytes - cache.limit_bytes}"
             )
+        held_bytes = cache.records.length_bytes
+        missing_bytes = held_bytes + length_bytes - cache.limit_bytes
+        if missing_bytes <= 0:  # There is room, in pieces that are too short.
+            missing_bytes = length_bytes
         raise PoolExhausted(
-            f"no room for {format_bytes(length_bytes)} of parameters: {format_bytes(cache.records.length_bytes)} of "
+            f"no room for {format_bytes(length_bytes)} of parameters: {format_bytes(held_bytes)} of "
             f"{format_bytes(cache.limit_bytes)} are held by {len(cache.records)} records that are in use at once or of "
-            f"which user code keeps views; raise pool_bytes, or do not keep views of parameters{_about_ddp()}"
+            "which user code keeps views; do not keep views of parameters, or set pool_bytes to at least "
+            f"{cache.pool.capacity_bytes + missing_bytes}{_about_ddp()}"
         )
 
 
