@@ -104,7 +104,8 @@ class _Evicted(StandIn):
                 )
             if caller is MAKES_PARAMETERS:  # `torch.nn.Parameter(p)` shares memory, and must be of the same class.
                 with present([] if home is None else [home]), torch._C.DisableTorchFunctionSubclass():
-                    return call.first.detach().as_subclass(cls)
+                    # Not `as_subclass`: that makes a view, whose base would keep this memory of the pool for good.
+                    return torch.Tensor._make_subclass(cls, call.first.detach())
             if (caller is MAKES_STATE_DICTS or caller.co_name == MAKES_STATE_DICTS.co_name) and home is not None:
                 return EvictedView(ViewOfParameter(call.first, home))
         return run(func, args, call.kwargs)

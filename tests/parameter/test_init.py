@@ -213,6 +213,19 @@ CHANGES = [
 ]  # fmt: skip
 
 
+def test_parameters_made_of_parameters_hold_no_memory_of_the_pool(nvme_path: Path) -> None:
+    """As the norms of `torch.nn.utils.parametrizations` make their originals."""
+    with small_records(), swapper.init(config_for(nvme_path)):
+        layers = nn.ModuleList(nn.Linear(64, 64, bias=False) for _ in range(6))
+        before = [layer.weight.detach().clone() for layer in layers]
+        for layer in layers:
+            layer.weight = nn.Parameter(layer.weight)
+    assert away(layers) == [f"{i}.weight" for i in range(6)]
+    for layer, values in zip(layers, before, strict=True):
+        assert layer.weight._base is None
+        assert torch.equal(layer.weight, values)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_constructors_do_with_parameters(
     change: Callable[[Initialised], None], nvme_path: Path, leaves_nothing: None
