@@ -409,13 +409,13 @@ class BufferPool:
         if lease is None:
             lease = self._try_acquire(length_bytes, high, 0, joins=True)  # Another thread may have given back since.
         if lease is None:
-            with self._lock:
-                used = self._used_bytes()
-            free = self.capacity_bytes - used
-            why = f", in pieces: {self._cannot_gather}" if free >= length_bytes else ""
+            used = base = self.used_bytes
+            free, why = self.capacity_bytes - used, ""
+            if free >= length_bytes:
+                why, base = f", in pieces: {self._cannot_gather}", self.capacity_bytes
             raise PoolExhausted(
                 f"no room for {length_bytes} bytes in the buffer pool: of {self.capacity_bytes} bytes {used} are "
-                f"leased and {free} free{why}; raise `pool_bytes`"
+                f"leased and {free} free{why}; set pool_bytes to at least {base + length_bytes}"
             )
         return lease
 

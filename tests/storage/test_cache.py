@@ -581,7 +581,7 @@ def test_a_file_that_was_cut_short_is_an_error(nvme_path: Path) -> None:
 def test_a_pool_that_others_hold_is_said(nvme_path: Path) -> None:
     with world(nvme_path, buffers=2) as w, w.pool.acquire(2 * SIZE):
         cache = w.cache()
-        with pytest.raises(PoolExhausted, match="raise `pool_bytes`"):
+        with pytest.raises(PoolExhausted, match=f"set pool_bytes to at least {3 * SIZE}$"):
             cache.take(key(0), SIZE)
 
 

@@ -181,7 +181,7 @@ def test_the_same_programs_are_refused_leases_where_pieces_cannot_be_joined(
     assert refused > 15
     with BufferPool(MIB) as pool:
         held = in_pieces(pool)
-        with pytest.raises(PoolExhausted, match=f"{MIB // 2} free, in pieces: for this test; raise"):
+        with pytest.raises(PoolExhausted, match=f"{MIB // 2} free, in pieces: for this test; set pool_bytes"):
             pool.acquire(2 * PAGE)
         held.clear()
 
