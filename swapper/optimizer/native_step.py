@@ -131,7 +131,7 @@ class NativeSteps:
         self._set = best_instruction_set() if enabled else 0
         self._recordings: dict[tuple[Any, ...], _Recording] = {}  # of this step
         self._is_elementwise: bool | None = None  # the class, in this step; None: not asked yet
-        self._options: dict[int, Hashable] = {}  # of each group, in this step; None: not comparable
+        self._comparable: dict[int, bool] = {}  # of each group, in this step: its options
         self._room: Tensor | None = None  # float32, for roots; of this step
         self._contractions: dict[tuple[Any, ...], int | None] = {}
         self._reasons: set[str] = set()
@@ -140,7 +140,7 @@ class NativeSteps:
     def forget(self) -> None:
         """A step begins, or is over: what was recorded is not true of the next one."""
         self._recordings.clear()
-        self._options.clear()
+        self._comparable.clear()
         self._is_elementwise = None
         self._room = None
 
@@ -207,11 +207,11 @@ class NativeSteps:
         for operand in operands:
             number = operand.segment.of.group
             assert number is not None
-            if number not in self._options:
-                self._options[number] = self._frozen_options(optimizer, number)
-            found = self._choose_one(optimizer, self._options[number], operand, opened, address, scratch, edited)
-            if found is not None:
-                chosen.append(found)
+            if number not in self._comparable:
+                self._comparable[number] = self._frozen_options(optimizer, number) is not None
+            if self._comparable[number]:
+                found = self._choose_one(optimizer, operand, opened, address, scratch, edited)
+                chosen += [] if found is None else [found]
         return chosen
 
     def run(self, chosen: Sequence[NativeOperand]) -> None:
@@ -255,7 +255,6 @@ class NativeSteps:
     def _choose_one(
         self,
         optimizer: Optimizer,
-        options: Hashable,
         operand: Operand,
         opened: OpenBucket,
         address: int,
@@ -263,7 +262,7 @@ class NativeSteps:
         edited: Mapping[OptimizerParameter, object],
     ) -> NativeOperand | None:
         segment = operand.segment
-        if options is None or segment.numel < _NUMEL_MIN or operand.edited is not False:
+        if segment.numel < _NUMEL_MIN or operand.edited is not False:
             return None
         if segment.master and not isinstance(segment.checksum, int):
             return None
@@ -276,23 +275,24 @@ class NativeSteps:
         dims = segment.parameter.dim() if segment.whole else 1
         try:
             seen = frozen(attributes) if attributes else None
-            key = (segment.of.group, dims, options, frozen(parts.small), seen, parts.keys)
+            # Without the group's options, which are read once a step: they take long to hash.
+            key = (segment.of.group, dims, frozen(parts.small), seen, parts.keys)
         except Unfrozen as unfrozen:
             self._tell(optimizer, f"an attribute of a parameter, or of its state: {unfrozen}")
             return None
-        if key in self._recordings and self._recordings[key].program is None:
+        recording = self._recordings.get(key)
+        if recording is not None and recording.program is None:
             return None
         if segment.master and edited.get(segment.of) is not False and segment.checksum != checksum(parts.values):
             return None  # It was edited: the class's own way notes that.
-        if key not in self._recordings:
+        if recording is None:
             if len(self._recordings) >= _RECORDINGS_MAX:
                 self._tell(optimizer, f"more than {_RECORDINGS_MAX} different attributes and small states in a step")
                 return None
             number = segment.of.group
             assert number is not None
             case = _Case(optimizer, number, dims, list(parts.keys), parts.small, attributes)
-            self._recordings[key] = self._record(case, _token_of(segment, opened, parts))
-        recording = self._recordings[key]
+            recording = self._recordings[key] = self._record(case, _token_of(segment, opened, parts))
         if recording.program is None or (recording.writes_gradient and not segment.master):
             return None
         new_ties = scratch.take(ties_bytes_max(segment.numel), torch.uint8) if segment.is_split else None

@@ -271,12 +271,12 @@ class OpenBucket:
         """Write the header of the record as it is now to its buffer."""
         assert self.lease is not None
         header = self.bucket.layout.header(self.bucket.tie_bytes)
-        room = self.lease.tensor[: len(header)]
-        assert room.nbytes == len(header)
-        if room.is_cpu:  # Many times as fast as a copy of torch's.
-            ctypes.memmove(room.data_ptr(), header, room.nbytes)
+        record = self.lease.tensor
+        assert record.nbytes >= len(header)
+        if record.is_cpu:  # Many times as fast as a copy of torch's.
+            ctypes.memmove(record.data_ptr(), header, len(header))
         else:
-            room.copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+            record[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
 
 
 class BucketRecords:
