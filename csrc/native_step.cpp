@@ -167,14 +167,17 @@ class Run {
     // What the tile at `at` of a job will read.
     static void prefetch_tile(const StepJob& job, std::size_t at, bool joined) {
         if (at + kTileNumel > job.numel) return;
+        const StepProgram& program = *job.program;
         if (joined) {
             prefetch(job.bits, at, 2);
             prefetch(job.low, at, 2);
         } else if (job.param != nullptr) {
             prefetch(job.param, at, sizeof(float));
         }
-        prefetch(job.gradient, at, job.is_half ? 2 : sizeof(float));
-        for (const float* array : job.arrays) prefetch(array, at, sizeof(float));
+        if (program.uses(1)) prefetch(job.gradient, at, job.is_half ? 2 : sizeof(float));
+        for (std::size_t i = 0; i < job.arrays.size(); ++i) {
+            if (program.uses(2 + i)) prefetch(job.arrays[i], at, sizeof(float));
+        }
     }
 
     void step(const Piece& piece) {
@@ -199,9 +202,9 @@ class Run {
             } else if (job.param != nullptr) {
                 registers[0] = job.param + at;
             }
-            if (job.is_half) {
+            if (job.is_half && program.uses(1)) {
                 kernels_.widen(static_cast<const Byte*>(job.gradient) + 2 * at, tiles[1], numel);
-            } else {
+            } else if (!job.is_half) {
                 // Only read: see StepProgram.
                 registers[1] = const_cast<float*>(static_cast<const float*>(job.gradient)) + at;
             }
@@ -256,9 +259,12 @@ StepProgram::StepProgram(std::vector<Instruction> instructions, std::size_t arra
         if (static_cast<std::size_t>(each.code) >= kOpcodes) throw std::invalid_argument("unknown operation");
         for (const std::size_t used : {each.out, each.a, each.b, each.c}) {
             if (used >= registers) throw std::invalid_argument("a register is not there");
+            used_ |= std::uint32_t{1} << used;
         }
-        if (is_fused(each.code) && each.out != 0)
-            throw std::invalid_argument("a fused step writes the parameter");
+        if (is_fused(each.code)) {
+            if (each.out != 0) throw std::invalid_argument("a fused step writes the parameter");
+            used_ |= std::uint32_t{1} << 1;
+        }
         if (each.out == 1) throw std::invalid_argument("the gradient is only read");
         if (each.out == 0) writes_param_ = true;
         reads_param_ = reads_param_ || is_fused(each.code) || each.a == 0 || each.b == 0 || each.c == 0;

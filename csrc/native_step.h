@@ -24,11 +24,15 @@ class StepProgram {
     std::size_t registers() const { return registers_; }
     bool reads_param() const { return reads_param_; }
     bool writes_param() const { return writes_param_; }
+    // True if an instruction names the register, or is fused and reads it. One of several passes does not use
+    // all that its job has, and what it does not use is not brought from memory.
+    bool uses(std::size_t index) const { return (used_ >> index & 1) != 0; }
 
   private:
     std::vector<Instruction> instructions_;
     std::size_t arrays_;
     std::size_t registers_;
+    std::uint32_t used_ = 0;  // a bit for each register
     bool reads_param_ = false;
     bool writes_param_ = false;
 };
