@@ -21,6 +21,7 @@ import pytest
 import torch
 from conformance import AVAILABLE, BLOCK, CONFORMING, SLAB, raises_io, random_bytes
 from interrupts import interrupted_at
+from isolation import alone
 from launcher import run_program
 from resident import resident_bytes
 from still_drive import still
@@ -498,6 +499,10 @@ def test_small_slab_takes_no_more_than_its_pages() -> None:
 
 
 def test_descriptors_used_up_are_an_error_and_not_a_slow_file(tmp_path: Path) -> None:
+    alone(without_descriptors, tmp_path)  # Where nothing of other tests gives one back meanwhile.
+
+
+def without_descriptors(tmp_path: Path) -> None:
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     with AsyncIOHandle() as handle:
         handle.open(tmp_path / "file", "w").close()
