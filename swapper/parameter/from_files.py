@@ -459,7 +459,8 @@ class FileParameters(ParameterSwapper):
     def enter(self, module: torch.nn.Module, parts: Parts) -> None:
         """As for all owners. A forward with gradients of fused parameters has them whole."""
         if (whole := self._whole.get(module)) and torch.is_grad_enabled():
-            wanted = [held for held in whole if held.plan.locations[0].parameter.requires_grad]
+            uses = [(held, held.plan.locations[0].parameter) for held in whole]
+            wanted = [held for held, parameter in uses if parameter.requires_grad and PARTS in vars(parameter)]
             parts = [*parts, *((held, (0,)) for held in wanted)]
         super().enter(module, parts)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -112,25 +113,39 @@ class ParameterSwapper(ParameterOwner):
             refuse_copy()
 
     def _lets_go(self, held: Held, slot: int, p: torch.Tensor, of_record: bool) -> bool:
-        # It was given another shape, as by `resize_token_embeddings`. Other dtypes and devices are refused: they are
-        # those of whole models, which memory may have no room for. So are slices of itself, whose memory is the pool's.
+        # It was given another shape, as by `resize_token_embeddings`, or dtype, as a module's are by `to(dtype)`. Other
+        # devices are refused, and `to(dtype)` of the whole model, which memory may have no room for. So are slices of
+        # itself, whose memory is the pool's, and another order in memory.
         location = held.plan.locations[slot]
-        same = p.dtype == location.dtype and p.device == held.values[slot].device and p.shape != location.shape
-        special = location.aliases or held.plan.sharded or has_own_class(p) or PARTS in vars(p)
-        if not same or special or of_record:
+        before = f"{tuple(location.shape)} x {location.dtype}"
+        given = f"{tuple(p.shape)} x {p.dtype}"
+        parts = vars(p).get(PARTS)
+        special = location.aliases or held.plan.sharded or has_own_class(p) or (parts is not None and not parts.rows)
+        if given == before or p.device != held.values[slot].device or special or of_record or self._is_converted():
             return False
+        vars(p).pop(PARTS, None)
         del self._home[p]
         location.given += 1
         restore_for_good(p, p.detach())
-        shapes = f"{tuple(p.shape)} in place of {tuple(location.shape)}"
-        self.stays[location.name] = f"it was given data of another shape: {shapes}"
+        self.stays[location.name] = f"it was given other data: {given} in place of {before}"
         log.warning(
-            "%s was given data of another shape, %s: from now on it is in memory (%s). To have it on the drive, give "
-            "it that shape before swapper.offload",
+            "%s was given other data, %s in place of %s: from now on it is in memory (%s). To have it on the drive, "
+            "convert or resize it before swapper.offload",
             location.name,
-            shapes,
+            given,
+            before,
             format_bytes(p.nbytes),
         )
+        return True
+
+    def _is_converted(self) -> bool:
+        """Return True if a caller is `Module._apply` of the whole model, as it is of `model.to(dtype)`."""
+        frame, model = sys._getframe(1), self._model()
+        apply = torch.nn.Module._apply.__code__
+        while frame.f_code is not apply or frame.f_locals["self"] is not model:
+            if frame.f_back is None:
+                return False
+            frame = frame.f_back
         return True
 
     def _let_formers_go(self) -> None:

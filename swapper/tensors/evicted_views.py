@@ -75,12 +75,13 @@ class ViewOfParameter(Source):
         """As ordinary state dicts have it.
 
         Raises:
-            SwapError: it was given data of another shape, and has left the drive, where the former values were.
+            SwapError: it was given data of another shape or dtype, and has left the drive, which had the former values.
         """
-        if self.parameter.shape != self.shape and home_of(self.parameter) is None:
+        now = self.parameter
+        if (now.shape, now.dtype) != (self.shape, self.dtype) and home_of(now) is None:
             raise SwapError(
-                f"a state dict has a parameter of {tuple(self.shape)} that was given data of another shape since, "
-                f"{tuple(self.parameter.shape)}; call state_dict again, or keep clones of what it gave before"
+                f"a state dict has a parameter of {tuple(self.shape)} x {self.dtype} that was given other data since, "
+                f"{tuple(now.shape)} x {now.dtype}; call state_dict again, or keep clones of what it gave before"
             )
         return self.parameter.detach()
 

@@ -268,12 +268,10 @@ def test_drawn_programs_have_the_bits_of_memory(seed: int, nvme_path: Path, tmp_
     assert drawn.action("state dict", {}, model) == drawn.action("state dict", {}, plain), drawn.text
 
 
-@pytest.mark.parametrize("checkpointing", [False, True], ids=["", "checkpointing"])
+@pytest.mark.parametrize("way", ["", "checkpointing", "prepared"])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.long
-def test_adapters_over_it_are_trained_to_the_bit(
-    kind: str, checkpointing: bool, nvme_path: Path, tmp_path: Path
-) -> None:
+def test_adapters_over_it_are_trained_to_the_bit(kind: str, way: str, nvme_path: Path, tmp_path: Path) -> None:
     """QLoRA: the base in its files, state and gradients of the adapters on the drive."""
     peft = pytest.importorskip("peft")
     path = save_quantised(tmp_path, "llama", kind, torch.bfloat16)
@@ -283,8 +281,10 @@ def test_adapters_over_it_are_trained_to_the_bit(
     def trained(base: Any) -> list[Any]:
         torch.manual_seed(0)
         adapters = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj", "up_proj"], init_lora_weights=False)
+        if way == "prepared":  # What is not quantised is in fp32 then, in memory.
+            base = peft.prepare_model_for_kbit_training(base)
         model = peft.get_peft_model(base, adapters).train()
-        if checkpointing:
+        if way == "checkpointing":
             model.gradient_checkpointing_enable()
             model.enable_input_require_grads()
         optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)

@@ -97,14 +97,14 @@ def test_a_parameter_that_two_uses_have_stays_until_both_are_over(nvme_path: Pat
     close(model, optimizer)
 
 
-DOUBLES = torch.ones(32, 32, dtype=torch.float64)
+OTHER_ORDER = torch.ones(32, 32).t()
 
 
 def test_data_that_do_not_fit_are_refused_and_everything_is_released(nvme_path: Path) -> None:
     model, optimizer = offloaded(nvme_path, lambda: chain(4))
     swapper = swapper_of(model)
     expected = model(torch.ones(1, WIDTH))
-    hook = model[1].register_forward_hook(lambda module, args, output: setattr(module.weight, "data", DOUBLES))
+    hook = model[1].register_forward_hook(lambda module, args, output: setattr(module.weight, "data", OTHER_ORDER))
     with pytest.raises(parameter.SwapError, match=r"1\.weight was \(32, 32\)"):
         model(torch.ones(1, WIDTH))
     hook.remove()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import io
 import weakref
@@ -18,6 +19,7 @@ from weight_files import state_to_save, write_weights
 import swapper
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.tensors.evicted import is_evicted
+from swapper.tensors.homes import PARTS
 
 WIDTH = 48
 
@@ -120,7 +122,6 @@ def test_channels_last_after_offload_is_refused(nvme_path: Path, made: str) -> N
 
 
 CONVERSIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "dtype": lambda data: data.to(torch.bfloat16),
     "dtype and shape": lambda data: data.view(torch.bfloat16)[:, :16],
     "strides": lambda data: data.t(),
     "rows of its own": lambda data: data[:16],
@@ -128,7 +129,7 @@ CONVERSIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("conversion", CONVERSIONS)
-def test_data_of_another_dtype_or_order_or_of_its_own_memory_are_refused(nvme_path: Path, conversion: str) -> None:
+def test_data_of_another_order_or_of_its_own_memory_are_refused(nvme_path: Path, conversion: str) -> None:
     model = offloaded(nvme_path)
     before = bits(model[2].weight)
     with pytest.raises(swapper.SwapError, match=r"2.weight was \(48, 48\) x torch.float32 and was given data of .* x"):
@@ -144,6 +145,8 @@ RESHAPED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "fresh": lambda data: torch.full((3, data.shape[1]), 0.5),
     "of no element": lambda data: data.new_empty(0, data.shape[1]),
     "another dimension": lambda data: data.clone().view(2, -1, data.shape[1]),
+    "another dtype": lambda data: data.to(torch.bfloat16),
+    "another dtype in another order": lambda data: data.to(torch.float64).t(),
 }
 
 
@@ -164,6 +167,59 @@ def of_data(model: nn.Module, names: list[str], shape: str) -> list[Any]:
         seen += [bits(out), bits(list(model.parameters()))]
         del out  # It keeps what autograd knows of the shapes.
     return seen
+
+
+def in_files(path: Path, model: nn.Module) -> nn.Module:
+    """The model with its weights in a file, and the rows of its embedding in blocks."""
+    twin = copy.deepcopy(model)
+    weights = write_weights(path / "model.safetensors", state_to_save(model))
+    swapper.offload(twin, config=swapper.OffloadConfig(pool_bytes="32MiB"), weights=weights)
+    return twin
+
+
+@pytest.mark.parametrize("way", ["more rows", "data", "module"])
+def test_an_embedding_that_comes_by_rows_is_given_other_data(way: str, tmp_path: Path) -> None:
+    """As large ones of models from files are resized, and cast by `prepare_model_for_kbit_training` of PEFT."""
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Embedding(40_000, 64), nn.Linear(64, 64)).to(torch.bfloat16)
+    more = torch.randn(3, 64).to(torch.bfloat16)
+    model, tokens = in_files(tmp_path, plain), torch.tensor([[1, 39_999]])
+    with torch.no_grad():
+        assert bits(model(tokens)) == bits(plain(tokens))
+        assert PARTS in vars(model[0].weight), "else it does not come by rows"  # type: ignore[index]
+        for each in (plain, model):
+            embedding: Any = each[0]  # type: ignore[index]
+            if way == "more rows":
+                embedding.weight.data = torch.cat([embedding.weight.data, more])
+                embedding.num_embeddings += 3
+                tokens = torch.tensor([[1, 39_999, 40_002]])
+            elif way == "data":
+                embedding.weight.data = embedding.weight.data.float()
+            else:
+                embedding.float()
+        assert bits(model[0](tokens)) == bits(plain[0](tokens))  # type: ignore[index]
+        assert type(model[0].weight) is nn.Parameter and "0.weight" in model.swapper.stays  # type: ignore[index, union-attr, operator]
+        assert bits(model[1](more)) == bits(plain[1](more))  # type: ignore[index]
+    embedding.weight.requires_grad_(True)
+    model[0](tokens).sum().backward()  # type: ignore[index]
+    assert embedding.weight.grad.abs().sum() > 0
+    model.swapper.close()  # type: ignore[union-attr, operator]
+
+
+def test_conversions_of_a_module_are_followed_and_of_the_whole_refused(nvme_path: Path) -> None:
+    model, plain = offloaded(nvme_path), nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    plain.load_state_dict(dict(zip(plain.state_dict(), offloaded_values(), strict=True)))
+    for convert in (model.bfloat16, nn.Sequential(model).double):
+        with pytest.raises(swapper.SwapError, match=r"0\.weight was \(48, 48\) x torch.float32 and was given"):
+            convert()
+    assert bits(list(model.parameters())) == bits(list(plain.parameters()))
+    for each in (model, plain):
+        each[2].double()
+        each[0].register_forward_hook(lambda module, inputs, output: output.double())
+    for _ in range(2):
+        assert bits(model(torch.ones(2, WIDTH))) == bits(plain(torch.ones(2, WIDTH)))
+        assert bits(list(model.parameters())) == bits(list(plain.parameters()))
+    model.swapper.close()
 
 
 @pytest.mark.parametrize("made", ["offloaded", "from files", "built"])
@@ -193,7 +249,7 @@ def test_data_of_another_shape_are_in_memory_from_then_on(nvme_path: Path, shape
     assert of_data(model, names, shape) == want
     for name in names:
         assert type(model.get_parameter(name)) is nn.Parameter
-        assert model.swapper.stays[name].startswith("it was given data of another shape: ")
+        assert model.swapper.stays[name].startswith("it was given other data: ")
     model.swapper.close(keep_values=True)
     assert [bits(p) for p in model.parameters()] == want[-1]
 
@@ -236,7 +292,7 @@ def test_a_state_dict_from_before_another_shape_is_refused_and_its_clones_are_no
     kept = {key: value.clone() for key, value in before.items()}
     model[2].weight.data = torch.ones(5, WIDTH)
     for use in (torch.clone, torch.Tensor.zero_, lambda value: torch.save(value, io.BytesIO()), lambda v: v[0].clone()):
-        with pytest.raises(swapper.SwapError, match=r"\(48, 48\) that was given data of another shape since, \(5,"):
+        with pytest.raises(swapper.SwapError, match=r"\(48, 48\) x .* that was given other data since, \(5, 48\) x"):
             use(before["2.weight"])
     assert bits(before["0.weight"].clone()) == bits(kept["0.weight"]) == bits(offloaded_values()[0])
     assert bits(kept["2.weight"]) == bits(offloaded_values()[2])

@@ -438,7 +438,7 @@ CONVERSIONS: dict[str, Callable[[nn.Module], object]] = {
     "double": lambda model: model.double(),
     "bfloat16": lambda model: model.bfloat16(),
     "to dtype": lambda model: model.to(torch.float16),
-    "one parameter": lambda model: setattr(next(model.parameters()), "data", next(model.parameters()).data.double()),
+    "one parameter": lambda model: setattr(next(model.parameters()), "data", torch.zeros(WIDTH, WIDTH).t()),
 }
 
 
