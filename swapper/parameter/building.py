@@ -77,7 +77,7 @@ class _BuilderHome(ParameterHome):
 
     def deepcopy(self, parameter: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
         if self.reference() is None:
-            refuse_copy()
+            refuse_copy("a parameter whose builder is gone")
         return self._builder()[0].deepcopy(parameter, memo)
 
 

@@ -33,6 +33,7 @@ from swapper.parameter.conversions import Conversion
 from swapper.parameter.device_sums import DeviceSums
 from swapper.parameter.device_tier import DeviceTier
 from swapper.parameter.expert_order import ExpertOrder
+from swapper.parameter.forward_hooks import ForwardHooks
 from swapper.parameter.held_on_device import HeldOnDevice
 from swapper.parameter.parts import has_parts, plan_part
 from swapper.parameter.records import (
@@ -57,7 +58,7 @@ from swapper.storage.record_store import RecordStore
 from swapper.storage.spans import Extent
 from swapper.storage.store import RecordKey
 from swapper.tensors.dtypes import NAMES
-from swapper.tensors.evicted import is_ordinary, refuse_copy
+from swapper.tensors.evicted import is_ordinary, refuse_pickle
 from swapper.tensors.evicted_parts import multiplies_by_parts
 
 __all__ = [
@@ -500,7 +501,7 @@ class ExpertParts:
         cache.expect([self._first + index for index in indices])
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_copy()
+        refuse_pickle()
 
 
 class CallHook:
@@ -521,8 +522,11 @@ class CallHook:
         if (cache := self._cache()) is not None and cache.usable:
             cache.expect(self._numbers)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return ForwardHooks(None, []).before
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_copy()
+        refuse_pickle()
 
 
 class ExpertHook:
@@ -567,5 +571,8 @@ class ExpertHook:
             return False
         return item.device in (torch.device("cpu"), self._device)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return ForwardHooks(None, []).before
+
     def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_copy()
+        refuse_pickle()

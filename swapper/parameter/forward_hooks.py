@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
-from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
@@ -13,13 +13,14 @@ from torch._compile import _disable_dynamo
 
 from swapper.errors import SwapError
 from swapper.parameter.cache import Held
+from swapper.parameter.home import note_whole
 from swapper.parameter.saved_tensors import watch_hooks_of_users
-from swapper.tensors.evicted import refuse_copy
+from swapper.tensors.evicted import refuse_copy, refuse_pickle
 
 if TYPE_CHECKING:
     from swapper.parameter.owner import ParameterOwner
 
-__all__ = ["Forward", "ForwardHooks", "ScriptRefused"]
+__all__ = ["Copies", "Forward", "ForwardHooks"]
 
 
 class ForwardHooks:
@@ -37,7 +38,7 @@ class ForwardHooks:
         self.parts = parts
 
     @_disable_dynamo
-    def before(self, module: torch.nn.Module, args: Any) -> None:
+    def before(self, module: torch.nn.Module, args: Any, kwargs: Any = None) -> None:
         """A forward pre-hook. torch.compile leaves it as it is, and compiles what is between the hooks."""
         if self._owner is None:
             _without_hooks(module)
@@ -55,7 +56,7 @@ class ForwardHooks:
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self._owner is not None:
-            refuse_copy()
+            refuse_pickle()
         return ForwardHooks, (None, [])
 
 
@@ -103,22 +104,42 @@ class Forward:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = memo.get(id(self._module()))
-        if module is None:  # It is not copied with its module.
-            refuse_copy()
+        if module is None:
+            refuse_copy("the forward of a module, without the module,")
         return copy.deepcopy(self._former, memo) or MethodType(type(module).forward, module)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_copy()
+        refuse_pickle()
 
 
-class ScriptRefused:
-    """Lets `torch.jit.script` of a module, or of one above it, raise: it would try to compile the hooks."""
+class Copies:
+    """Lets `copy.deepcopy` of a module give an ordinary one, and `torch.jit.script` of it, or of one above it, raise.
 
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = weakref.ref(module)
-        vars(module)["__prepare_scriptable__"] = self
+    A module's attribute is asked for a copy before its class is. `torch.jit.script` would try to compile the hooks.
+    """
 
-    def __call__(self) -> Any:
+    def __init__(self, module: torch.nn.Module, owner: ParameterOwner) -> None:
+        self._module, self._owner = weakref.ref(module), weakref.ref(owner)
+        vars(module)["__deepcopy__"] = self._copy
+        vars(module)["__prepare_scriptable__"] = self._refuse
+
+    def _copy(self, memo: dict[int, Any]) -> torch.nn.Module:
+        # A shallow copy of the module has this too: what is copied knows only `copy.deepcopy`.
+        caller = sys._getframe(1)
+        module: Any = caller.f_locals["x"] if caller.f_code is copy.deepcopy.__code__ else self._module()
+        attributes, owner = vars(module), self._owner()
+        ours = [name for name in _ATTRIBUTES if getattr(attributes.get(name), "__self__", None) is self]
+        if owner is not None and attributes.get("swapper") is owner:
+            ours.append("swapper")
+            note_whole(owner, memo)
+        own = {name: attributes.pop(name) for name in ours}
+        try:
+            twin = copy.deepcopy(module, memo)
+        finally:
+            attributes.update(own)
+        return _without_hooks(twin)
+
+    def _refuse(self) -> Any:
         """What `torch.jit.script` calls first."""
         raise SwapError(
             "torch.jit.script of a model whose parameters are swapped would compile what brings them; script it before "
@@ -128,32 +149,23 @@ class ScriptRefused:
     def remove(self) -> None:
         """Undo. Idempotent."""
         module = self._module()
-        if module is not None and vars(module).get("__prepare_scriptable__") is self:
-            del vars(module)["__prepare_scriptable__"]
+        for name in _ATTRIBUTES if module is not None else ():
+            if getattr(vars(module).get(name), "__self__", None) is self:
+                del vars(module)[name]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = memo.get(id(self._module()))
-        if module is None:
-            refuse_copy()
-        return partial(_without_hooks, module)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_copy()
+_ATTRIBUTES = ("__deepcopy__", "__prepare_scriptable__")
 
 
 def _without_hooks(module: torch.nn.Module) -> torch.nn.Module:
-    """Take the hooks that do nothing from a copy, and from what is in it. Returns it."""
-    for each in module.modules():
-        for hooks in (each._forward_pre_hooks, each._forward_hooks):
-            for key, hook in [*hooks.items()]:
-                its = getattr(hook, "__self__", None)
-                if isinstance(its, ForwardHooks) and its._owner is None:
-                    hooks.pop(key, None)
-                    each._forward_hooks_always_called.pop(key, None)
-        if getattr(vars(each).get("__prepare_scriptable__"), "func", None) is _without_hooks:
-            del vars(each)["__prepare_scriptable__"]
-        if vars(each).get("swapper", each) is None:
-            object.__delattr__(each, "swapper")
+    """Take the hooks that do nothing from a copy. Returns it."""
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
+        for key, hook in [*hooks.items()]:
+            its = getattr(hook, "__self__", None)
+            if isinstance(its, ForwardHooks) and its._owner is None:
+                hooks.pop(key, None)
+                module._forward_pre_hooks_with_kwargs.pop(key, None)
+                module._forward_hooks_always_called.pop(key, None)
     return module
 
 

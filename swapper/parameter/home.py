@@ -13,13 +13,13 @@ from swapper.errors import SwapError
 from swapper.parameter.cache import Held
 from swapper.parameter.mapped_copies import MappedCopies
 from swapper.sizes import SMALL_BYTES
-from swapper.tensors.evicted import EvictedParameter, refuse_copy
+from swapper.tensors.evicted import EvictedParameter, EvictedTensor, refuse_copy
 from swapper.tensors.homes import Home, TemporaryHome, home_of
 
 if TYPE_CHECKING:
     from swapper.parameter.owner import ParameterOwner
 
-__all__ = ["ParameterHome", "copy_in_memory", "follow_shape", "is_copied", "parts_of"]
+__all__ = ["ParameterHome", "copy_in_memory", "follow_shape", "note_whole", "parts_of"]
 
 
 class ParameterHome:
@@ -74,21 +74,20 @@ class ParameterHome:
         return self.of_owner().gathered(parts_of(homes))
 
     def deepcopy(self, parameter: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        """An ordinary parameter: in memory, but of a whole model on the drive, which may not fit, in mapped files.
+        """An ordinary parameter, or buffer: in memory; of a whole model, which may not fit, in mapped files.
 
         Refused of other classes.
         """
         owner = self.of_owner()
-        if type(parameter) is not EvictedParameter:
-            refuse_copy()
-        mapped = owner._copies if is_copied(owner, memo) and parameter.device.type == "cpu" else None
+        if type(parameter) not in (EvictedParameter, EvictedTensor):
+            refuse_copy(f"{self.name}, a parameter of a class of its own")
+        mapped = owner._copies if id(owner) in memo and parameter.device.type == "cpu" else None
         return copy_in_memory(owner.used(parts_of([self])), parameter, memo, mapped)
 
 
-def is_copied(owner: ParameterOwner, memo: dict[int, Any]) -> bool:
-    """True if what is copied, as `memo` of `copy.deepcopy` says, is the whole model, or nobody knows."""
-    model = owner._model()
-    return model is None or id(model) in memo
+def note_whole(owner: ParameterOwner, memo: dict[int, Any]) -> None:
+    """Note in `memo` of `copy.deepcopy` that the whole model is copied. Its copy has None in place of `owner`."""
+    memo[id(owner)] = None
 
 
 def copy_in_memory(
@@ -96,15 +95,18 @@ def copy_in_memory(
     parameter: torch.Tensor,
     memo: dict[int, Any],
     mapped: MappedCopies | None = None,
-) -> torch.nn.Parameter:
-    """The copy that `copy.deepcopy` makes of a parameter that is in memory, as `parameter` is within `present`.
+) -> torch.Tensor:
+    """The copy that `copy.deepcopy` makes of a parameter or buffer that is in memory, as it is within `present`.
 
     Of a large one it is in a file that `mapped` makes, if that is given.
     """
     with present, torch._C.DisableTorchFunctionSubclass():
         values = parameter.detach()
         make = torch.empty_like if mapped is None or values.nbytes < SMALL_BYTES else mapped.empty_like
-        memo[id(parameter)] = twin = torch.nn.Parameter(make(values).copy_(values), parameter.requires_grad)
+        twin = make(values).copy_(values).data  # Of version 0.
+        if isinstance(parameter, torch.nn.Parameter):
+            twin = torch.nn.Parameter(twin, parameter.requires_grad)
+    memo[id(parameter)] = twin
     return twin
 
 

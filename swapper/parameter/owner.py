@@ -27,7 +27,7 @@ from swapper.io.checksums import checksum
 from swapper.parameter.cache import Held, ParameterCache, finalize
 from swapper.parameter.candidates import modules_with_tensors, used_by
 from swapper.parameter.device_tier import DeviceTier
-from swapper.parameter.forward_hooks import Forward, ForwardHooks, ScriptRefused
+from swapper.parameter.forward_hooks import Copies, Forward, ForwardHooks
 from swapper.parameter.fsdp import SwappedGroups
 from swapper.parameter.home import ParameterHome, follow_shape, parts_of
 from swapper.parameter.kept_owners import keep_while_used
@@ -119,7 +119,7 @@ class ParameterOwner(ParameterCache):
         self._awaiting: dict[torch.Tensor, ParameterUse] = {}  # attached until their gradient is accumulated
         self._model: Callable[[], torch.nn.Module | None] = lambda: None
         self._groups = SwappedGroups()
-        self._hooks: list[torch.utils.hooks.RemovableHandle | ScriptRefused] = []
+        self._hooks: list[torch.utils.hooks.RemovableHandle | Copies] = []
         # The modules have these, and these have the owner: it goes with the last of them.
         self._forwards: weakref.WeakSet[Forward] = weakref.WeakSet()
         self._forward_hooks: weakref.WeakSet[ForwardHooks] = weakref.WeakSet()
@@ -246,7 +246,7 @@ class ParameterOwner(ParameterCache):
         for module in wanted:
             if isinstance(module, torch.jit.ScriptModule):  # Its parameters stay, and it takes no hooks.
                 continue
-            self._hooks.append(ScriptRefused(module))
+            self._hooks.append(Copies(module, self))
             hooks = ForwardHooks(self, parts_of(map(home_of, self._uses_of(module))))
             self._forward_hooks.add(hooks)
             if module in without_hooks:

@@ -8,7 +8,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -17,7 +17,6 @@ from swapper.io.devices import check_devices
 from swapper.metrics import Moves, moves_of
 from swapper.parameter.cache import Held, finalize
 from swapper.parameter.held_on_device import HeldOnDevice
-from swapper.parameter.home import is_copied
 from swapper.parameter.owner import ParameterOwner
 from swapper.parameter.records import DeviceRoom, ParameterPlan
 from swapper.sizes import format_bytes
@@ -26,7 +25,7 @@ from swapper.storage.buffers import BufferPool
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.record_store import RecordStore
 from swapper.storage.store import RecordKey, TensorStore
-from swapper.tensors.evicted import evict, refuse_copy, restore_for_good
+from swapper.tensors.evicted import evict, refuse_pickle, restore_for_good
 from swapper.tensors.homes import PARTS, home_of
 from swapper.tensors.inner import has_own_class
 from swapper.tensors.sharded import local_of
@@ -107,10 +106,9 @@ class ParameterSwapper(ParameterOwner):
             raise
         self._let_formers_go()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """The copy of a model has None: its parameters are ordinary ones. Alone it is not copied."""
-        if not is_copied(self, memo):
-            refuse_copy()
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        """Refused: of a model that is copied with it `memo` of `copy.deepcopy` has None in place of this."""
+        refuse_pickle()
 
     def _lets_go(self, held: Held, slot: int, p: torch.Tensor, of_record: bool) -> bool:
         # It was given another shape, as by `resize_token_embeddings`, or dtype, as a module's are by `to(dtype)`. Other

@@ -59,6 +59,7 @@ __all__ = [
     "let_viewed_stay",
     "make_ordinary",
     "refuse_copy",
+    "refuse_pickle",
     "restore",
     "restore_for_good",
 ]
@@ -122,11 +123,11 @@ class _Evicted(StandIn):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         home = home_of(self)
         if home is None:
-            refuse_copy()
+            refuse_copy("a parameter that torch.nn.Parameter made of a swapped one")
         return home.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        refuse_copy()
+        refuse_pickle()
 
 
 class EvictedParameter(_Evicted, GradientEvictedParameter):
@@ -140,7 +141,10 @@ class EvictedTensor(_Evicted):
     """
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return self._as_view().__deepcopy__(memo)
+        home = home_of(self)
+        if home is None or home.temporary is not None:
+            return self._as_view().__deepcopy__(memo)
+        return home.deepcopy(self, memo)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         view: Any = self._as_view()
@@ -149,7 +153,7 @@ class EvictedTensor(_Evicted):
     def _as_view(self) -> EvictedView:
         home = home_of(self)
         if home is None:
-            refuse_copy()
+            refuse_copy("a tensor whose swapper is gone")
         return EvictedView(ViewOfParameter(self, home))
 
 
@@ -210,11 +214,18 @@ def _answer(operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 answer_operators(_answer)
 
 
-def refuse_copy() -> NoReturn:
-    """Raise the error of pickling a model, or of copying what has no ordinary counterpart."""
+def refuse_pickle() -> NoReturn:
+    """Raise the error of pickling a model."""
     raise SwapError(
-        "a model whose parameters are swapped cannot be pickled, and some of its parts cannot be copied or pickled "
-        "either. Save model.state_dict(), or pickle copy.deepcopy(model), whose parameters are ordinary ones"
+        "a model whose parameters are swapped cannot be pickled. Save model.state_dict(), or pickle "
+        "copy.deepcopy(model), whose parameters are ordinary ones"
+    )
+
+
+def refuse_copy(what: str) -> NoReturn:
+    """Raise the error of copying a part of a model that has no ordinary counterpart."""
+    raise SwapError(
+        f"{what} cannot be copied while it is swapped. Copy model.state_dict(), or the model before swapper.offload"
     )
 
 
