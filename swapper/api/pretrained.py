@@ -116,7 +116,7 @@ def _load(
     asked = kwargs.pop("ignore_mismatched_sizes", False)
     kwargs.update(ignore_mismatched_sizes=True, output_loading_info=True, use_safetensors=True)
     # On the CPU, whatever the default: no weight is read to be copied elsewhere.
-    with unread_files() as files, torch.device("cpu"):
+    with unread_files(quantised_by) as files, torch.device("cpu"):
         made = maker.from_pretrained(where, **kwargs)
     if not isinstance(made, tuple):  # A config, say.
         raise ConfigError(f"model_class: {getattr(maker, '__name__', maker)}.from_pretrained makes no model")

@@ -9,6 +9,7 @@ elsewhere in a later version, the parameters are found to be ordinary tensors, a
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 import torch
 
-from swapper.errors import ConfigError
+from swapper.errors import ConfigError, SwapError
 from swapper.files.model_weights import ModelWeights
 from swapper.files.pieces import pieces_of
 from swapper.files.prequantised import Unfilled, prequantised, untouched
@@ -129,10 +130,13 @@ class _UnreadFile:
 
 
 @contextmanager
-def unread_files() -> Iterator[FilesRead]:
+def unread_files(quantised_by: str = "") -> Iterator[FilesRead]:
     """Within it, in this thread, what transformers loads from safetensors files is `Unread`.
 
     Other threads that load a model meanwhile wait, or are not concerned.
+
+    Args:
+        quantised_by: what has quantised the model, as transformers names it; "" for none.
 
     Raises:
         ConfigError: this version of transformers does not load as it is known.
@@ -148,15 +152,21 @@ def unread_files() -> Iterator[FilesRead]:
                 "meta device and call swapper.offload with weights"
             )
 
+        def is_here() -> bool:
+            return getattr(_here, "files", None) is found
+
         def opened(path: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(_here, "files", None) is not found:
+            if not is_here():
                 return plain(path, *args, **kwargs)
             return _UnreadFile(found.header(Path(path)))
 
         vars(module)["safe_open"] = opened
         _here.files = found
         try:
-            with prequantised(found.unfilled, lambda: getattr(_here, "files", None) is found) as wrong:
+            with contextlib.ExitStack() as stack:
+                wrong: list[SwapError] = []
+                if quantised_by == "bitsandbytes":  # Whose import takes much memory.
+                    wrong = stack.enter_context(prequantised(found.unfilled, is_here))
                 try:
                     yield found
                 except Exception:

@@ -113,7 +113,7 @@ def modules_with_tensors(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn
 
 def candidates_of(prefix: str, module: torch.nn.Module) -> Iterator[Candidate]:
     """Yield the tensors of `module` itself. Small buffers are not among them."""
-    weight = module._parameters.get("weight")
+    weight = next((p for name, p in module._parameters.items() if name == "weight"), None)  # `get` is not scripted.
     casts = weight is not None and has_own_class(weight)
     for name, parameter in module._parameters.items():
         if parameter is not None:

@@ -918,7 +918,12 @@ class Twin:
             if self.handles:
                 raise Skip  # Hooks would be copied, with the twin that they belong to.
             self.averaged = torch.optim.swa_utils.AveragedModel(self.model)
-        self.averaged.update_parameters(self.model)
+        if self.placement.parameter == "none":
+            self.averaged.update_parameters(self.model)
+        else:  # All at once, as torch does it, need not have room.
+            with torch.no_grad():
+                for mine, p in zip(self.averaged.parameters(), self.model.parameters(), strict=True):
+                    mine.lerp_(p, 0.25)
         return bits(dict(self.averaged.named_parameters()))
 
     def copied(self, _: int) -> None:
