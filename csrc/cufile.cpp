@@ -49,6 +49,7 @@ constexpr int kNotSupportedOnDevice = 5009;
 constexpr int kCudaDriverError = 5011;
 constexpr int kInvalidPointer = 5012;
 constexpr int kDirectIoNotSet = 5020;
+constexpr int kFileRegisteredAlready = 5028;
 constexpr int kDisabledByConfiguration = 5034;
 constexpr int kPinningFailed = 5036;
 
@@ -106,7 +107,7 @@ const char* meaning(int error) {
             return "the driver is open already";
         case 5027:
             return "the file is not registered";
-        case 5028:
+        case kFileRegisteredAlready:
             return "the file is registered already";
         case 5029:
             return "no such GPU";
@@ -239,6 +240,7 @@ std::string cufile_error_text(int error) {
 }
 
 int cufile_errno(int error) {
+    if (error == kFileRegisteredAlready) return EALREADY;
     const bool cannot = (error >= kNotSupportedOnPlatform && error <= kNotSupportedOnDevice) ||
                         (error >= kInvalidPointer && error <= kDirectIoNotSet) ||
                         error == kDisabledByConfiguration || error == kPinningFailed;

@@ -20,7 +20,7 @@ constexpr int kCuFileErrors = 5000;
 // "cuFile error 5008: GPUDirect Storage is not supported on this file"
 std::string cufile_error_text(int error);
 // EOPNOTSUPP for an error that says that cuFile cannot do this here, with this file or this memory, so that
-// another way may; EIO for all others.
+// another way may; EALREADY for a file that is registered already; EIO for all others.
 int cufile_errno(int error);
 
 // The library. Loaded once for each file that holds one, and never unloaded; its driver session, once open,

@@ -626,6 +626,7 @@ bool Engine::Impl::holds_back() {
 void Engine::Impl::part_over(Part& part, std::optional<IoError> error) {
     Transfer& transfer = *part.transfer;
     std::shared_ptr<const File> file;
+    DeviceTarget device;  // goes before the file
     {
         const std::lock_guard<std::mutex> lock(mutex);
         bytes_in_flight -= part.part_length;
@@ -636,7 +637,9 @@ void Engine::Impl::part_over(Part& part, std::optional<IoError> error) {
         if (--transfer.parts_ > 0) return;  // drained before it is reported
         if (!transfer.error_ && transfer.cut_ < transfer.length_) return;
         file = std::move(transfer.file_);
+        device = std::move(transfer.device_);
     }
+    device.file.reset();  // Whoever knows that it is over may register the file again
     file.reset();  // It may be the last to have it open, and closing may take long: not under the mutex
     const std::lock_guard<std::mutex> lock(mutex);
     over(part.transfer);

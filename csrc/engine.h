@@ -64,7 +64,7 @@ class Transfer {
     const uint64_t offset_;
     const uint64_t key_;
     const std::shared_ptr<Checksums> checksums_;  // may be null
-    const DeviceTarget device_;                   // without a file: memory of the host
+    DeviceTarget device_;  // without a file: memory of the host. Until its last part is over, as `file_`
 
     // The engine's, under its mutex. Bytes before `cut_` have been given out as parts, `parts_` of which are
     // not over.

@@ -162,6 +162,8 @@ _pinned: weakref.WeakValueDictionary[tuple[int, int], _Pin] = weakref.WeakValueD
 """By address and length."""
 _registered: dict[weakref.ref[File], None] = {}
 """Files that cuFile knows, of all handles, the one used last at the end: it keeps their descriptors open."""
+_registrations: weakref.WeakValueDictionary[weakref.ref[File], _native.RegisteredFile] = weakref.WeakValueDictionary()
+"""All there are. Transfers in flight hold that of a forgotten file, and cuFile takes no other of it meanwhile."""
 
 
 def _most_registered() -> int:
@@ -170,7 +172,7 @@ def _most_registered() -> int:
 
 
 def _note_use(file: File) -> None:
-    """Have cuFile forget what was used least recently. What is in flight there goes on, and keeps its file."""
+    """Have cuFile forget what was used least recently. What is in flight there goes on, and keeps its registration."""
     reference = weakref.ref(file)
     _registered.pop(reference, None)
     _registered[reference] = None
@@ -362,9 +364,14 @@ class GDSHandle(AsyncIOHandle):
             if not file.direct:  # Also if it was, until the file system refused a transfer.
                 registered = f"the file is not open with O_DIRECT: {file.direct_reason}"
             elif registered is None:
+                reference = weakref.ref(file)
                 try:
-                    registered = self._library.register_file(file.native(), device)
+                    registered = _registrations.get(reference)
+                    if registered is None:
+                        registered = _registrations[reference] = self._library.register_file(file.native(), device)
                 except SwapIOError as error:
+                    if error.errno == errno.EALREADY:  # That passes; what else cuFile says of a file is for good.
+                        return error.detail
                     registered = error.detail
                 file.registration = registered
             if not isinstance(registered, str):

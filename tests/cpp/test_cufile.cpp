@@ -69,8 +69,10 @@ void callers_share_an_engine(const std::shared_ptr<const CuFile>& library, uint6
                 const DeviceTarget to{file, nullptr, -1};
                 const int written =
                     error_of(*engine.start_on_device(Operation::kWrite, from, source.data(), kLength, 4096));
-                const int read =
-                    error_of(*engine.start_on_device(Operation::kRead, to, target.data(), kLength, 4096));
+                const auto reading =
+                    engine.start_on_device(Operation::kRead, to, target.data(), kLength, 4096);
+                const int read = error_of(*reading);
+                CHECK(file.use_count() == 3);  // a transfer that is over does not hold it
                 for (const int error : {written, read}) CHECK(error == 0 || (error == EIO && seed > 0));
                 if (written == 0 && read == 0) CHECK(source == target);
                 if (written == 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import gc
 import itertools
@@ -88,6 +89,52 @@ def test_cufile_knows_only_some_files_at_once(
     for file in files:
         file.close()
     settled(mock)
+
+
+def test_a_file_that_is_used_again_while_a_transfer_holds_its_registration_takes_it_back(
+    mock: Mock, handle: GDSHandle, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was forgotten meanwhile, and cuFile refuses to register a descriptor that it knows."""
+    most = 8
+    monkeypatch.setattr(gds, "_most_registered", lambda: most)
+    content = random_bytes(BLOCK)
+    targets = [torch.zeros(BLOCK, dtype=torch.uint8) for _ in range(most + 3)]
+    with contextlib.ExitStack() as stack:
+        files = [stack.enter_context(handle.open(tmp_path / str(number), "rw")) for number in range(most + 1)]
+        wait_all([handle.write(file, content) for file in files])
+        settled(mock, most)
+        mock["hold"] = 1
+        try:
+            transfers = [handle.read(files[0], targets[0])]
+            while mock["at_once"] == 0:
+                time.sleep(0.001)
+            assert files[0].registration is not None
+            transfers += [handle.read(file, target) for file, target in zip(files[1:], targets[1:], strict=False)]
+            assert files[0].registration is None and files[1].registration is not None
+            before = mock["registered"]
+            transfers += [handle.read(files[number], targets[most + 1 + number]) for number in (0, 1)]
+            assert mock["registered"] == before and mock["open_handles"] == most + 1
+        finally:
+            mock["hold"] = 0
+        wait_all(transfers)
+        assert mock["reads"] == len(targets) and all(torch.equal(target, content) for target in targets)
+        assert not caplog.records
+        settled(mock, most)
+
+
+def test_a_file_that_is_registered_already_is_tried_again(
+    mock: Mock, handle: GDSHandle, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That passes, unlike what else cuFile says of a file."""
+    content = random_bytes(BLOCK)
+    with handle.open(tmp_path / "file", "rw") as file:
+        mock["register_error"] = 5028
+        handle.write(file, content).wait()
+        assert mock["writes"] == 0 and "cuFile error 5028" in caplog.text
+        mock["register_error"] = 0
+        target = torch.zeros_like(content)
+        handle.read(file, target).wait()
+        assert mock["reads"] == 1 and torch.equal(target, content)
 
 
 # --- Data arrives ---------------------------------------------------------------------------------------------------

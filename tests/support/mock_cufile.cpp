@@ -44,6 +44,11 @@ std::set<Handle*> handles;
 std::map<const char*, size_t> buffers;
 std::map<const void*, int> in_use;  // handles and bases of buffers
 
+bool held() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    return values["hold"] != 0;
+}
+
 Status fails_with(const char* name) {
     return {static_cast<int>(values[name]), values[name] == 5011 ? 999 : 0};
 }
@@ -87,6 +92,7 @@ ssize_t move(bool read, void* handle_, char* base, size_t length, off_t offset, 
         values["at_once_max"] = std::max(values["at_once_max"], ++values["at_once"]);
     }
     if (delay > 0) ::usleep(static_cast<useconds_t>(delay));
+    while (held()) ::usleep(500);
     ssize_t moved;
     if (result != 0 || error != 0) {
         errno = static_cast<int>(error);
