@@ -75,13 +75,18 @@ def test_cufile_knows_only_some_files_at_once(
     contents = [random_bytes(BLOCK, seed) for seed in range(count)]
     files = [handle.open(tmp_path / str(number), "rw", by_name=True) for number in range(count)]
     wait_all([handle.write(file, content) for file, content in zip(files, contents, strict=True)])
+    assert mock["writes"] == mock["registered"] == count
     settled(mock, most)
+    read = 0
     for _ in range(4):
         order = rng.choices(range(count), k=count)
         targets = {number: torch.zeros(BLOCK, dtype=torch.uint8) for number in order}
         wait_all([handle.read(files[number], target) for number, target in targets.items()])
         assert all(torch.equal(target, contents[number]) for number, target in targets.items())
+        read += len(targets)
+        assert mock["reads"] == read
         settled(mock, most)
+    assert mock["open_handles"] == mock.left_open + most
     registered = mock["registered"]
     for number in order[-1:] * 3:
         handle.read(files[number], targets[number]).wait()
