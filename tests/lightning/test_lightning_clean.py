@@ -64,13 +64,16 @@ def of_system() -> dict[str, Any]:
 def until_as_before(now: Callable[[], dict[str, Any]], before: dict[str, Any], where: object) -> None:
     """Nothing was added, once what is ending has ended: a thread is listed for a moment after it was joined.
 
-    Threads and files of earlier tests may end meanwhile.
+    It ends by itself: no garbage is collected meanwhile. Threads and files of earlier tests may end, too.
     """
     deadline_s = time.monotonic() + 60
-    while added := more(now(), before):
-        assert time.monotonic() < deadline_s, (where, added)
-        collect_garbage()
-        time.sleep(0.01)
+    gc.disable()
+    try:
+        while added := more(now(), before):
+            assert time.monotonic() < deadline_s, (where, added)
+            time.sleep(0.01)
+    finally:
+        gc.enable()
 
 
 def more(now: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
