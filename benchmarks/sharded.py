@@ -55,12 +55,13 @@ def main() -> None:
     parser.add_argument("--deepspeed", nargs="?", const=sys.executable, metavar="PYTHON", help="train with it too")
     parser.add_argument("--only", choices=sorted(CONTESTANTS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    # Else glibc keeps what a thread frees: as much again as the model's gradients, which is no contestant's own. It
+    # reads this when a process starts, so it holds for the ranks.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
     if arguments.only:
         print(json.dumps(run_ranks(train, arguments.ranks, arguments, arguments.only)))
         return
     arguments.nvme_path.mkdir(parents=True, exist_ok=True)
-    # Else glibc keeps what a thread frees: as much again as the model's gradients, which is no contestant's own.
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
     names = [*CONTESTANTS, *(["deepspeed"] if arguments.deepspeed else [])]
     found: dict[str, list[Any]] = {name: [] for name in names}
     for _ in range(arguments.rounds):
