@@ -14,6 +14,7 @@ from swapper.errors import SwapError
 from swapper.tensors.collectives import is_collective, run_collective
 from swapper.tensors.evicted_gradients import EvictedGradient
 from swapper.tensors.homes import LAYOUT, METADATA, UNFILLED, Call, Home, StandIn, home_of, present
+from swapper.tensors.packed_codes import is_packed
 
 __all__ = [
     "MAKES_ALIASES",
@@ -63,6 +64,8 @@ class ViewOfParameter(Source):
         self.shape, self.stride, self.dtype = parameter.shape, home.stride, parameter.dtype
         self.device = parameter.device
         self.parameter = parameter
+        self._was_packed = is_packed(parameter)
+        self._name = home.name
         self._keeper = home.keeper
         self._copy: torch.Tensor | None = None
 
@@ -75,18 +78,24 @@ class ViewOfParameter(Source):
         """As ordinary state dicts have it.
 
         Raises:
-            SwapError: it was given data of another shape or dtype, and has left the drive, which had the former values.
+            SwapError: its memory and the drive no longer have the values of then, as it was given data of another shape
+                or dtype, or its codes in another order: see [Note: packed codes].
         """
-        now = self.parameter
-        if (now.shape, now.dtype) != (self.shape, self.dtype) and home_of(now) is None:
-            raise SwapError(
-                f"a state dict has a parameter of {tuple(self.shape)} x {self.dtype} that was given other data since, "
-                f"{tuple(now.shape)} x {now.dtype}; call state_dict again, or keep clones of what it gave before"
-            )
+        self._check()
         return self.parameter.detach()
 
+    def _check(self) -> None:
+        now, packed = self.parameter, is_packed(self.parameter)
+        if (now.shape, now.dtype, packed) != (self.shape, self.dtype, self._was_packed):
+            how = "" if packed == self._was_packed else ", as bitsandbytes does when it packs codes or puts them back"
+            raise SwapError(
+                f"a state dict has {self._name} of {tuple(self.shape)} x {self.dtype} that was given other data since, "
+                f"{tuple(now.shape)} x {now.dtype}{how}; call state_dict again, or keep clones of what it gave before"
+            )
+
     def mapped_copy(self) -> torch.Tensor:
-        """A copy that is the same for all views of the parameter, and is kept."""
+        """A copy that is the same for all views of the parameter, and is kept. Raises SwapError as `real`."""
+        self._check()
         home = home_of(self.parameter)
         self._copy = self.real() if home is None else home.mapped_copy()
         return self._copy

@@ -16,7 +16,7 @@ import torch
 
 from swapper.tensors.inner import has_own_class
 
-__all__ = ["CodeForm", "form_of", "pack_codes"]
+__all__ = ["CodeForm", "form_of", "is_packed", "pack_codes"]
 
 _ROWS = 32
 _TILE_BYTES = 1 << 15
@@ -65,6 +65,11 @@ def form_of(tensor: torch.Tensor) -> CodeForm | None:
     if rows % _ROWS or columns % 2 or rows * columns != 2 * tensor.nbytes:
         return None  # bitsandbytes refuses to pack these.
     return CodeForm(rows, columns // 2)
+
+
+def is_packed(tensor: torch.Tensor) -> bool:
+    """True if bitsandbytes has packed the codes of `tensor`, and not put them back."""
+    return bool(getattr(vars(tensor).get("quant_state"), "packing_format_for_cpu", False))
 
 
 @torch.no_grad()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import importlib
+import io
 import json
 import os
 import random
@@ -198,6 +201,43 @@ def test_what_is_changed_is_an_error_that_names_it(how: str, nvme_path: Path, tm
             with swapper.gathered(layer):
                 tensor.data = tensor.data.flip(0) if how == "codes" else tensor.data + 1
             swapper_of(model).flush()
+
+
+def pack(layer: Any) -> None:
+    """Pack its codes as its forward does, also where the processor has no kernel for that."""
+    functional = importlib.import_module("bitsandbytes.functional")
+    with swapper.gathered(layer):
+        layer.weight.data, _ = functional._convert_weight_packed_for_cpu(layer.weight.data, layer.weight.quant_state)
+
+
+def brought(how: str, nvme_path: Path, path: Path) -> Any:
+    if how == "files":
+        return opened(nvme_path, path)
+    swapper.offload(model := load_plain(path), config=config_for(nvme_path, pool_bytes="192KiB"))
+    return model
+
+
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16], ids=["uint8", "bf16"])
+@pytest.mark.parametrize("how", ["files", "memory"])
+def test_a_state_dict_from_before_codes_were_packed_is_refused(
+    how: str, storage: torch.dtype, nvme_path: Path, tmp_path: Path
+) -> None:
+    """Its tables are those of then, and codes in another order would be other weights; until they are put back."""
+    model = brought(how, nvme_path, save_quantised(tmp_path, "llama", "nf4", torch.bfloat16, storage=storage))
+    layer = model.model.layers[1].mlp.up_proj
+    before = model.state_dict()
+    kept = bits({key: value.clone() for key, value in before.items()})
+    pack(layer)
+    for use in (torch.clone, copy.deepcopy, lambda v: torch.save(v, io.BytesIO()), lambda v: v.view(-1)[:9].clone()):
+        with pytest.raises(swapper.SwapError, match=f"state dict has {WEIGHT} of .* given other .*packs codes"):
+            use(before[WEIGHT])
+    with pytest.raises(swapper.SwapError, match=WEIGHT):
+        swapper.save(before, tmp_path / "saved")
+    del before[WEIGHT]
+    assert {**bits(dict(before)), WEIGHT: kept[WEIGHT]} == kept
+    again = model.state_dict()  # It puts them back.
+    assert bits(again[WEIGHT]) == kept[WEIGHT]
+    swapper_of(model).close()
 
 
 class Drawn:
