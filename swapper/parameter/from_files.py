@@ -523,7 +523,7 @@ class FileParameters(ParameterSwapper):
         turned = _turned(held, slot, p) if held.fixed else None
         with interrupts_deferred():  # In between, what the record has would be a change.
             refused = super()._keep_data(held, slot, p)
-            if turned is not None and not refused:
+            if turned is not None and not refused and home_of(p) is not None:
                 turned.packed = not turned.packed
                 held.checksums[slot] = checksum(held.opened[slot])
         return refused

@@ -494,10 +494,10 @@ class ParameterOwner(ParameterCache):
         if same and p.stride() == location.stride and p.data_ptr() == values.data_ptr():
             return ""
         of_record = p.untyped_storage()._cdata == values.untyped_storage()._cdata
-        if not (same and p.stride() == location.stride) and self._lets_go(held, slot, p, of_record):
-            return ""
         ours = sum(t is not p and slot in held.attached and not is_evicted(t) for t in location.tensors)
         viewed = is_shared(values, ours=1 + of_record + ours)
+        if not (same and p.stride() == location.stride and not viewed) and self._lets_go(held, slot, p, of_record):
+            return ""
         given = f"{tuple(p.shape)} x {p.dtype} on {p.device} with strides {p.stride()}"
         if same and not viewed:
             location.view(values).copy_(p.detach().clone() if of_record else p.detach())
@@ -515,7 +515,7 @@ class ParameterOwner(ParameterCache):
         )
 
     def _lets_go(self, held: Held, slot: int, p: torch.Tensor, of_record: bool) -> bool:
-        """Called when `p` was given data that do not fit its record. Returns True if it has no record any more."""
+        """Called when a record cannot take what `p` was given, or is viewed. Returns True if `p` leaves it."""
         return False
 
     # --- Forward ---------------------------------------------------------------------------------------------------

@@ -118,21 +118,26 @@ class ParameterSwapper(ParameterOwner):
         before = f"{tuple(location.shape)} x {location.dtype}"
         given = f"{tuple(p.shape)} x {p.dtype}"
         parts = vars(p).get(PARTS)
-        special = location.aliases or held.plan.sharded or has_own_class(p) or (parts is not None and not parts.rows)
-        if given == before or p.device != held.values[slot].device or special or of_record or self._is_converted():
+        special = location.aliases or held.plan.sharded or (parts is not None and not parts.rows)
+        if has_own_class(p):  # bitsandbytes has noted what it gives: too late to refuse it for a view.
+            special = special or given != before or p.stride() != location.stride
+            what = "other data while views of its former data were kept"
+        else:
+            special = special or given == before
+            what = f"other data, {given} in place of {before}"
+        if p.device != held.values[slot].device or special or of_record or self._is_converted():
             return False
         vars(p).pop(PARTS, None)
         del self._home[p]
         location.given += 1
         restore_for_good(p, p.detach())
-        self.stays[location.name] = f"it was given other data: {given} in place of {before}"
+        self.stays[location.name] = f"it was given {what.replace('data,', 'data:')}"
         log.warning(
-            "%s was given other data, %s in place of %s: from now on it is in memory (%s). To have it on the drive, "
-            "convert or resize it before swapper.offload",
+            "%s was given %s: from now on it is in memory (%s). To have it on the drive, %s",
             location.name,
-            given,
-            before,
+            what,
             format_bytes(p.nbytes),
+            "keep clones" if has_own_class(p) else "convert or resize it before swapper.offload",
         )
         return True
 

@@ -21,6 +21,7 @@ from twins import bits, config_for, small_records, swapper_of
 import swapper
 from swapper.parameter import candidates, from_files
 from swapper.tensors.evicted import is_evicted
+from swapper.tensors.packed_codes import is_packed
 
 transformers = pytest.importorskip("transformers")
 
@@ -206,7 +207,7 @@ def test_what_is_changed_is_an_error_that_names_it(how: str, nvme_path: Path, tm
 def pack(layer: Any) -> None:
     """Pack its codes as its forward does, also where the processor has no kernel for that."""
     functional = importlib.import_module("bitsandbytes.functional")
-    with swapper.gathered(layer):
+    with swapper.gathered(layer):  # Of one in memory, nothing.
         layer.weight.data, _ = functional._convert_weight_packed_for_cpu(layer.weight.data, layer.weight.quant_state)
 
 
@@ -238,6 +239,34 @@ def test_a_state_dict_from_before_codes_were_packed_is_refused(
     again = model.state_dict()  # It puts them back.
     assert bits(again[WEIGHT]) == kept[WEIGHT]
     swapper_of(model).close()
+
+
+@pytest.mark.parametrize("how", ["files", "memory"])
+def test_codes_are_packed_while_a_view_of_them_is_kept(how: str, nvme_path: Path, tmp_path: Path) -> None:
+    """As in memory, where the view keeps what it shows: bitsandbytes has noted that they are packed, and packs once."""
+    path = save_quantised(tmp_path, "llama", "nf4", torch.bfloat16)
+    plain, model = load_plain(path), brought(how, nvme_path, path)
+    tokens, found = torch.arange(5)[None], []
+    for each in (plain, model):
+        layer = each.model.layers[1].mlp.up_proj
+        view = layer.weight.data
+        before = bits(view)
+        with torch.no_grad():
+            logits = [bits(each(tokens).logits) for _ in range(2)]
+        if not is_packed(layer.weight):  # The processor has no kernel for it.
+            pack(layer)
+        assert bits(view) == before
+        packed = bits(layer.weight.clone())
+        del view
+        values = bits(dict(each.state_dict()))  # It puts them back.
+        with torch.no_grad():
+            found.append((before, logits, packed, values, bits(each(tokens).logits)))
+    assert found[0] == found[1]
+    assert not is_evicted(layer.weight) and is_evicted(model.model.layers[1].mlp.down_proj.weight)
+    assert swapper_of(model).stays[WEIGHT] == "it was given other data while views of its former data were kept"
+    swapper_of(model).flush()
+    swapper_of(model).close(keep_values=True)
+    assert bits(dict(model.state_dict())) == bits(dict(plain.state_dict()))
 
 
 class Drawn:
