@@ -210,15 +210,12 @@ def plan_from_files(
 
 def _with_forms(spans: tuple[Span, ...], locations: Sequence[ParameterLocation]) -> tuple[Span, ...]:
     """`spans` of which the first brings codes that have arrived into the form that they have then."""
-    formed = [(each.form, each.offset_bytes, each.length_bytes) for each in locations if each.form is not None]
-    if not formed:
-        return spans
 
-    def arrange(buffer: torch.Tensor) -> None:
-        for form, at, length in formed:
-            form.arrange(buffer[at : at + length])
+    def arranging(form: CodeForm, at: int, length: int) -> Callable[[torch.Tensor], None]:
+        return lambda buffer: form.arrange(buffer[at : at + length])
 
-    return (spans[0]._replace(arrange=arrange), *spans[1:])
+    found = [arranging(each.form, each.offset_bytes, each.length_bytes) for each in locations if each.form is not None]
+    return (spans[0]._replace(arrange=tuple(found)), *spans[1:]) if found else spans
 
 
 def _turned(held: Held, slot: int, p: torch.Tensor) -> CodeForm | None:

@@ -78,8 +78,8 @@ class Span(NamedTuple):
         offset_bytes, length_bytes: of the pages in the file; multiples of 4096. The file may end before.
         at_bytes: where they begin in the buffer.
         move: of a piece of a tensor, to its place. See [Note: assembled tensors].
-        arrange: called with the buffer when all spans of the record are in place, before `convert`: changes some of it
-            in place, all at once or, after an exception, not at all. At most one span of a record has it.
+        arrange: called with the buffer when all spans of the record are in place, before `convert`: each changes some
+            of it in place, all at once or, after an exception, not at all. Once each, however often others fail.
         convert: called with the buffer when all spans of the record are in place.
     """
 
@@ -88,7 +88,7 @@ class Span(NamedTuple):
     length_bytes: int
     at_bytes: int
     move: Move | None = None
-    arrange: Callable[[torch.Tensor], None] | None = None
+    arrange: tuple[Callable[[torch.Tensor], None], ...] = ()
     convert: Callable[[torch.Tensor], None] | None = None
 
 
@@ -262,7 +262,8 @@ class SpanStore:
         self._planned: set[RecordKey] = set()  # in `changes`
         self._changed: set[RecordKey] = set()  # those of them that were written
         self._unplaced: set[RecordKey] = set()  # that were read from the files, and perhaps have not arrived
-        self._unarranged: set[RecordKey] = set()  # that have arrived, and are still to be arranged
+        # Of records that have arrived: what is still to be called, the last first.
+        self._unarranged: dict[RecordKey, list[Callable[[torch.Tensor], None]]] = {}
         self._unconverted: set[RecordKey] = set()  # that have arrived, and what is made of them is still to be made
 
     def plan(self, sizes_bytes: dict[RecordKey, int]) -> None:
@@ -306,15 +307,13 @@ class SpanStore:
                         address = lease.tensor.data_ptr()
                         to, found = address + span.move.to_bytes, address + span.move.from_bytes
                         ctypes.memmove(to, found, span.move.length_bytes)
-                    if span.arrange is not None:
-                        self._unarranged.add(key)
+                    if span.arrange:
+                        self._unarranged.setdefault(key, []).extend(span.arrange)
                     if span.convert is not None:
                         self._unconverted.add(key)
-            if key in self._unarranged:
-                for span in self._spans[key]:
-                    if span.arrange is not None:
-                        span.arrange(lease.tensor)
-                self._unarranged.discard(key)
+            while left := self._unarranged.get(key):
+                left[-1](lease.tensor)
+                left.pop()  # After an exception those before are not called again.
         if key in self._unconverted:  # Begun again after an exception.
             for span in self._spans[key]:
                 if span.convert is not None:
@@ -323,7 +322,7 @@ class SpanStore:
 
     def _forget_read(self, key: RecordKey) -> None:
         self._unplaced.discard(key)
-        self._unarranged.discard(key)
+        self._unarranged.pop(key, None)
         self._unconverted.discard(key)
 
     def write(self, key: RecordKey, lease: Lease, length_bytes: int) -> RecordTransfer:

@@ -20,6 +20,7 @@ from twins import bits, config_for, small_records, swapper_of
 
 import swapper
 from swapper.parameter import candidates, from_files
+from swapper.tensors import packed_codes
 from swapper.tensors.evicted import is_evicted
 from swapper.tensors.packed_codes import is_packed
 
@@ -267,6 +268,37 @@ def test_codes_are_packed_while_a_view_of_them_is_kept(how: str, nvme_path: Path
     swapper_of(model).flush()
     swapper_of(model).close(keep_values=True)
     assert bits(dict(model.state_dict())) == bits(dict(plain.state_dict()))
+
+
+@pytest.mark.parametrize("failing", [2, 3, 4])
+def test_weights_of_one_record_are_packed_once_each_when_memory_ends_between_them(
+    failing: int, nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = opened(nvme_path, save_quantised(tmp_path, "llama", "nf4", torch.bfloat16, num_hidden_layers=6))
+    layers = [m for m in model.modules() if type(m).__name__ == "Linear4bit"]
+    for layer in layers:
+        pack(layer)
+    want, calls = [bits(layer.weight.clone()) for layer in layers], 0
+    arrange = packed_codes.pack_codes
+
+    def failing_once(codes: torch.Tensor, rows: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == failing:
+            raise MemoryError
+        arrange(codes, rows)
+
+    monkeypatch.setattr(packed_codes, "pack_codes", failing_once)
+    failures, found = 0, []
+    for layer in layers:
+        try:
+            found.append(bits(layer.weight.clone()))
+        except MemoryError:
+            failures += 1
+            found.append(bits(layer.weight.clone()))
+    assert found == want and failures == 1
+    swapper_of(model).flush()  # Nothing was changed.
+    swapper_of(model).close()
 
 
 class Drawn:

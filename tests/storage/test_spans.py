@@ -174,10 +174,11 @@ def test_what_was_read_and_dropped_moves_nothing_that_was_written_since(
     store.forget(KEY)
 
 
+@pytest.mark.parametrize("others_first", [False, True])
 def test_what_is_arranged_in_place_is_arranged_once(
-    tmp_path: Path, handle: AsyncIOHandle, pool: BufferPool, changes: TensorStore
+    others_first: bool, tmp_path: Path, handle: AsyncIOHandle, pool: BufferPool, changes: TensorStore
 ) -> None:
-    """However often it was asked for, and what else was to be done failed; and again after each read."""
+    """However often it was asked for, and what else was to be done failed, of the same kind or not; after each read."""
     path = tmp_path / "file"
     content = a_file(path, 100_000)
     plan = plan_spans([[Extent(path, 40, 90_040)]])
@@ -187,13 +188,17 @@ def test_what_is_arranged_in_place_is_arranged_once(
         if isinstance(failure := failures.pop(0), MemoryError):  # Nothing was changed.
             raise failure
         failures.insert(0, failure)
-        buffer[at : at + 90_000] += 1
+        buffer[at : at + 45_000] += 1
+
+    def arrange_others(buffer: torch.Tensor) -> None:
+        buffer[at + 45_000 : at + 90_000] += 1
 
     def convert(buffer: torch.Tensor) -> None:
         if (failure := failures.pop(0)) is not None:
             raise failure
 
-    spans = (plan.spans[0]._replace(arrange=arrange, convert=convert),)
+    both = (arrange_others, arrange) if others_first else (arrange, arrange_others)
+    spans = (plan.spans[0]._replace(arrange=both, convert=convert),)
     store = SpanStore({KEY: spans}, {path: SourceFile(path, handle)}, changes)
     with pool.acquire(plan.length_bytes) as lease:
         store.read(KEY, lease).wait()
