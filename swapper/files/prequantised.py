@@ -161,6 +161,11 @@ class _Weight:
         module: Any = self.module
         return module.out_features, module.in_features
 
+    def was_conv1d(self) -> bool:
+        """True if it takes the place of a `Conv1D` of transformers, which has its matrix transposed."""
+        own: type = vars(self.module).get("source_cls", object)
+        return any(each.__name__ == "Conv1D" for each in own.__mro__)
+
 
 def _check_4_bits(weight: _Weight) -> None:
     said = [key for key in weight.tensors if ".quant_state." in key]
@@ -182,7 +187,8 @@ def _check_4_bits(weight: _Weight) -> None:
         float(state["nested_offset"] if nested else 0)
     except (ValueError, KeyError, TypeError) as error:
         raise weight.refuse(f"has no quant_state as bitsandbytes writes it ({error!r})") from error
-    if (rows, columns) not in (weight.shape(), weight.shape()[::-1]):
+    transposed = weight.shape()[::-1] if weight.was_conv1d() else weight.shape()
+    if (rows, columns) not in (weight.shape(), transposed):
         raise weight.refuse(f"is {rows, columns} and in the model {weight.shape()}")
     code_bytes, blocks = -(-rows * columns // 2), -(-rows * columns // block)
     if codes.nbytes != code_bytes:

@@ -124,6 +124,7 @@ WRONG: list[tuple[str, str, torch.Tensor | None, str]] = [
     ("nf4 twice", STATE, _bytes_of(quant_type="fp4"), "no quant_state as bitsandbytes writes it"),
     ("nf4 twice", STATE, _bytes_of(shape=[64]), "no quant_state as bitsandbytes writes it"),
     ("nf4 twice", STATE, _bytes_of(shape=[64, 64]), r"is \(64, 64\) and in the model \(128, 64\)"),
+    ("nf4 twice", STATE, _bytes_of(shape=[64, 128]), r"is \(64, 128\) and in the model \(128, 64\)"),
     ("nf4 twice", STATE, _bytes_of(blocksize=128), r"absmax of \(128,\).*in place of 64"),
     ("nf4 twice", WEIGHT, torch.zeros(4095, 1, dtype=torch.uint8), "4095 bytes of codes in place of 4096"),
     (
@@ -152,6 +153,20 @@ def test_what_does_not_fit_is_an_error_with_file_and_name(
         opened(nvme_path, path)
     assert ".safetensors" in str(raised.value) and "up_proj" in str(raised.value)
     assert list(nvme_path.iterdir()) == []
+
+
+def test_a_conv1d_may_have_been_quantised_transposed(nvme_path: Path, tmp_path: Path) -> None:
+    """bitsandbytes multiplies with it, where codes are not packed."""
+    path = save_quantised(tmp_path, "gpt2", "nf4 twice", torch.bfloat16)
+    state = "transformer.h.1.attn.c_attn.weight.quant_state.bitsandbytes__nf4"
+    offset = json.loads(bytes(load_plain(path).state_dict()[state].tolist()))["nested_offset"]
+    change(path, state, _bytes_of(shape=[64, 192], nested_offset=offset))
+    found = []
+    for model in (load_plain(path), opened(nvme_path, path)):
+        torch.manual_seed(1)  # Of dropout.
+        found.append(bits(model.train()(torch.arange(5)[None]).logits.detach()))
+    assert found[0] == found[1]
+    swapper_of(model).close()
 
 
 def test_others_load_as_they_did(nvme_path: Path, tmp_path: Path) -> None:
@@ -191,17 +206,21 @@ def test_a_file_that_is_cut_off(nvme_path: Path, tmp_path: Path) -> None:
         opened(nvme_path, path)
 
 
-@pytest.mark.parametrize("how", ["codes", "scales"])
+@pytest.mark.parametrize("how", ["codes", "scales", "packed"])
 def test_what_is_changed_is_an_error_that_names_it(how: str, nvme_path: Path, tmp_path: Path) -> None:
-    """A weight whose codes are packed is not changed; one whose codes are others is."""
+    """A weight whose codes are packed is not changed; one whose codes are others is, packed or not."""
     model = opened(nvme_path, save_quantised(tmp_path, "llama", "nf4", torch.bfloat16))
     layer = model.model.layers[1].mlp.up_proj
+    tensor = layer.weight.quant_state.absmax if how == "scales" else layer.weight
+    name = f"{WEIGHT}.absmax" if how == "scales" else WEIGHT
     with torch.no_grad():
-        model(torch.arange(5)[None])
-        tensor = layer.weight if how == "codes" else model.model.layers[1].mlp.up_proj.weight
-        with pytest.raises(swapper.SwapError, match=r"layers\.1\.mlp\.up_proj\.weight were changed"):
+        if how == "packed":
+            pack(layer)
+        swapper_of(model).flush()
+        assert is_evicted(tensor)
+        with pytest.raises(swapper.SwapError, match=f"{re.escape(name)} were changed"):
             with swapper.gathered(layer):
-                tensor.data = tensor.data.flip(0) if how == "codes" else tensor.data + 1
+                tensor.data = tensor.data + 1
             swapper_of(model).flush()
 
 
