@@ -31,8 +31,8 @@ from swapper.tensors.evicted_views import (
     MAKES_PARAMETERS,
     MAKES_STATE_DICTS,
     EvictedView,
-    PartOfView,
     ViewOfParameter,
+    parts_of,
     run,
 )
 from swapper.tensors.grad_modes import outside_of_inference
@@ -273,7 +273,9 @@ class _Attached(torch.Tensor):
         first = args[0] if args else None
         if func in _KEPT_VIEWS and not kwargs and isinstance(first, cls) and (home := home_of(first)) is not None:
             with torch._C.DisableTorchFunctionSubclass():
-                return EvictedView(PartOfView(ViewOfParameter(first, home), lambda whole: func(whole, *args[1:])))
+                part = parts_of(ViewOfParameter(first, home), lambda like: func(like, *args[1:]))
+            if part is not None:
+                return EvictedView(part)
         ordinary: Any = super().__torch_function__
         return ordinary(func, types, args, kwargs or {})
 

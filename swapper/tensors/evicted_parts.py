@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from swapper.tensors.evicted_views import EvictedView, PartOfView, ViewOfParameter
+from swapper.tensors.evicted_views import EvictedView, ViewOfParameter, parts_of
 from swapper.tensors.homes import PARTS, Call, Parts, home_of
 
 __all__ = ["PARTWISE", "PartwiseView", "answer_by_parts", "multiplies_by_parts"]
@@ -27,8 +27,8 @@ class PartwiseView(EvictedView):
     @staticmethod
     def __new__(cls, parameter: torch.nn.Parameter, home: Any) -> PartwiseView:
         """Make one. It has no memory."""
-        whole = ViewOfParameter(parameter, home)
-        view = EvictedView.__new__(cls, PartOfView(whole, lambda each: each.transpose(-2, -1)))
+        source = parts_of(ViewOfParameter(parameter, home), lambda like: like.transpose(-2, -1))
+        view = EvictedView.__new__(cls, source)
         assert isinstance(view, PartwiseView)
         view.parameter = parameter
         return view

@@ -1,4 +1,9 @@
-"""Tensors of state dicts whose parameters are evicted; and `run`, which runs a function where values are missing."""
+"""Tensors of state dicts whose parameters are evicted; and `run`, which runs a function where values are missing.
+
+[Note: parts] A part of a tensor of a state dict is its shape, strides and offset in that tensor: of a function that
+makes views nothing is kept, neither its arguments, which their owner may change, nor who called it, whose variables
+would live as long as the part. It is called once, on a tensor without memory, however many views it makes.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +29,7 @@ __all__ = [
     "PartOfView",
     "Source",
     "ViewOfParameter",
+    "parts_of",
     "run",
     "viewed_by",
 ]
@@ -102,13 +108,14 @@ class ViewOfParameter(Source):
 
 
 class PartOfView(Source):
-    """A view of a tensor of a state dict, as one of `_MAKES_VIEWS` gives it."""
+    """A view of a tensor of a state dict, as one of `_MAKES_VIEWS` gives it. See [Note: parts]."""
 
-    def __init__(self, whole: Source, func: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        like = func(_like(whole))
+    def __init__(self, whole: Source, like: torch.Tensor) -> None:
+        """Make the part of `whole` that begins and ends in its memory as `like` does in that of `like_of(whole)`."""
+        self.whole: Source = whole.whole if isinstance(whole, PartOfView) else whole
         self.shape, self.stride, self.dtype = like.shape, like.stride(), like.dtype
-        self.device = whole.device
-        self.whole, self.of = whole, func
+        self.device = self.whole.device
+        self._offset = like.storage_offset()
 
     def homes(self) -> Sequence[Home]:
         """The homes of the whole."""
@@ -122,9 +129,50 @@ class PartOfView(Source):
         """A view of the copy of the whole: a part begins and ends in it as in the whole."""
         return self.of(self.whole.mapped_copy())
 
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        """A view of `values`, those of the whole.
 
-def _like(source: Source) -> torch.Tensor:
+        Raises:
+            SwapError: they have another shape, dtype or strides than the whole had.
+        """
+        whole = self.whole
+        strides = zip(values.shape, values.stride(), whole.stride, strict=False)
+        if (values.shape, values.dtype) != (whole.shape, whole.dtype) or (
+            values.numel() and any(now != then for size, now, then in strides if size > 1)
+        ):
+            raise SwapError(
+                f"a part of a state dict's tensor of {tuple(whole.shape)} x {whole.dtype} with strides {whole.stride} "
+                f"is used, and that was given other data since: {tuple(values.shape)} x {values.dtype} with strides "
+                f"{values.stride()}; call state_dict again, or keep clones of what it gave before"
+            )
+        return values.as_strided(self.shape, self.stride, values.storage_offset() + self._offset)
+
+
+def like_of(source: Source) -> torch.Tensor:
+    """A tensor without memory of the shape, strides and dtype of `source`; of a part, a view of one like its whole."""
+    if isinstance(source, PartOfView):
+        return source.of(like_of(source.whole))
     return torch.empty_strided(source.shape, source.stride, dtype=source.dtype, device="meta")
+
+
+def parts_of(source: Source, of: Callable[[torch.Tensor], Any]) -> Any:
+    """What the function `of` makes of the values of `source`: a view, or several. See [Note: parts].
+
+    Returns:
+        None if it makes anything else than views of the same dtype. `source` if it gives its argument back.
+    """
+    like = like_of(source)
+    result = of(like)
+    if result is like:
+        return source
+    several = isinstance(result, (list, tuple))
+    memory = like.untyped_storage()._cdata
+    for each in result if several else (result,):
+        if each.untyped_storage()._cdata != memory or each.dtype != like.dtype or each.is_conj() or each.is_neg():
+            return None
+    if several:
+        return type(result)(PartOfView(source, each) for each in result)
+    return PartOfView(source, result)
 
 
 class EvictedView(StandIn):
@@ -224,37 +272,50 @@ _ADDRESSES = frozenset(
 
 _MAKES_VIEWS = frozenset(
     {
-        "__getitem__", "__get__ T", "__get__ mT", "chunk", "contiguous", "expand", "flatten", "moveaxis", "movedim",
-        "narrow", "permute", "reshape", "select", "split", "split_with_sizes", "squeeze", "swapaxes", "swapdims", "t",
-        "tensor_split", "transpose", "unbind", "unflatten", "unsqueeze", "view",
+        "__getitem__", "__get__ H", "__get__ T", "__get__ mH", "__get__ mT", "adjoint", "as_strided", "broadcast_to",
+        "chunk", "contiguous", "diagonal", "dsplit", "expand", "expand_as", "flatten", "hsplit", "moveaxis", "movedim",
+        "narrow", "permute", "ravel", "reshape", "reshape_as", "select", "split", "split_with_sizes", "squeeze",
+        "swapaxes", "swapdims", "t", "tensor_split", "transpose", "unbind", "unflatten", "unfold", "unsqueeze", "view",
+        "view_as", "vsplit",
     }
 )  # fmt: skip
 """Functions whose results are views, or may be. A program may keep any number of those, as transformers keeps each
 expert's part of all layers while it saves a model, so they have no memory of the pool."""
 
+_BY_SHAPE = frozenset({"expand_as", "reshape_as", "view_as"})
+"""Those of them whose other argument is a tensor, of which they need the shape."""
+
 
 def _views(call: Call, view: EvictedView) -> Any:
     """The result of `call`, one of `_MAKES_VIEWS`, without the values; None if not all of it shares their memory."""
-    rest = (call.args[1:], dict(call.kwargs))
-    if not all(type(item) in (int, slice, type(None), type(...)) for item in tree_iter(rest)):
-        return None
-    like = _like(view.source)
-    result = call.func(like, *call.args[1:], **call.kwargs)
-    if result is like:
-        return view
-    several = isinstance(result, (list, tuple))
-    memory = like.untyped_storage()._cdata
-    if any(each.untyped_storage()._cdata != memory for each in (result if several else (result,))):
+    rest: Any = (call.args[1:], dict(call.kwargs))
+    if call.name in _BY_SHAPE:
+        rest = tree_map_only(torch.Tensor, lambda other: torch.empty(other.shape, device="meta"), rest)
+    elif not all(type(item) in (int, slice, type(None), type(...)) for item in tree_iter(rest)):
         return None
 
-    def part(index: int | None) -> EvictedView:
-        def of(whole: torch.Tensor) -> torch.Tensor:
-            found: Any = call.func(whole, *call.args[1:], **call.kwargs)
-            return found if index is None else found[index]  # type: ignore[no-any-return]
+    def of(like: torch.Tensor) -> Any:
+        result = call.func(like, *rest[0], **rest[1])
+        if call.name == "as_strided":
+            _check_bounds(result)
+        return result
 
-        return EvictedView(PartOfView(view.source, of))
+    found = parts_of(view.source, of)
+    if isinstance(found, (list, tuple)):
+        return type(found)(map(EvictedView, found))
+    return view if found is view.source else found and EvictedView(found)
 
-    return type(result)(part(i) for i in range(len(result))) if several else part(None)
+
+def _check_bounds(like: torch.Tensor) -> None:
+    """Raise the error that torch raises for a tensor with memory, if `like` does not begin and end in its memory."""
+    last = sum((size - 1) * stride for size, stride in zip(like.shape, like.stride(), strict=True))
+    needed_bytes = (like.storage_offset() + last + 1) * like.itemsize if like.numel() else 0
+    if needed_bytes > (length_bytes := like.untyped_storage().nbytes()):
+        raise RuntimeError(
+            f"setStorage: sizes {list(like.shape)}, strides {list(like.stride())}, storage offset "
+            f"{like.storage_offset()}, and itemsize {like.itemsize} requiring a storage size of {needed_bytes} are out "
+            f"of bounds for storage of size {length_bytes}"
+        )
 
 
 def viewed_by(tensor: object) -> torch.Tensor | None:

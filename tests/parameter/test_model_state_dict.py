@@ -8,9 +8,12 @@ import io
 import pickle
 import subprocess
 import sys
+import weakref
 from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import safetensors.torch
@@ -19,6 +22,8 @@ from launcher import run_program
 from models import CASES, WIDTH, Gpt2, Llama, Mlp, loss_of, tokens, vectors
 from repository import BENCHMARK
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from twins import Run, adamw, bits, close, config_for, facts_of, offloaded, run_twice, small_records, swapper_of
 
 import swapper
@@ -260,6 +265,11 @@ def test_parts_of_all_of_it_are_kept_while_the_model_runs(nvme_path: Path) -> No
             kept += [tensor.T, tensor.mT, tensor.t()] if tensor.dim() == 2 else []
             kept += [tensor.narrow(0, 1, 2), tensor.select(0, -1), tensor.unsqueeze(0).squeeze(0), tensor.contiguous()]
             kept += [tensor.flatten(), tensor.reshape(1, -1), tensor.expand(2, *tensor.shape), tensor.transpose(0, -1)]
+            kept += [tensor.ravel(), tensor.unfold(0, 2, 1), tensor.as_strided((2, 2), (1, 3), 1)]
+            other = torch.empty(1, *tensor.shape)
+            kept += [tensor.view_as(other), tensor.reshape_as(other), tensor[0].expand_as(other)]
+            kept += [tensor.diagonal(), tensor.H, tensor.adjoint(), *tensor.vsplit(2)] if tensor.dim() == 2 else []
+            kept += [torch.broadcast_to(tensor, (3, *tensor.shape))]
         kept += [part.contiguous() for part in kept if part.is_contiguous()]
         copies = [part.t().reshape(-1).clone() for part in kept if part.dim() == 2]
         step(run)
@@ -271,6 +281,110 @@ def test_parts_of_all_of_it_are_kept_while_the_model_runs(nvme_path: Path) -> No
         run.note("pointers", pointers)
 
     run_twice(nvme_path, partial(Mlp, DEPTH), program)
+
+
+def test_a_part_is_what_it_was_though_its_arguments_are_changed(nvme_path: Path) -> None:
+    def program(run: Run) -> None:
+        tensor = next(t for t in run.model.state_dict().values() if t.dim() == 2)
+        rows, columns = tensor.shape
+        dims, sizes, lengths, end = [1, 0], [rows * 2, columns // 2], [1, rows - 1], [0, 1]
+        parts = [tensor.permute(dims), tensor.view(sizes), *tensor.split(lengths), tensor.as_strided([2, 3], end)]
+        for of in (dims, sizes, lengths, end):
+            of.reverse()
+        run.note("shapes", [part.shape for part in parts])
+        run.note("parts", [part.clone() for part in parts])
+        run.note("parts of parts", [part[1:].t().clone() for part in parts if part.dim() == 2])
+
+    run_twice(nvme_path, Mlp, program, changes=False)
+
+
+def test_a_part_keeps_nothing_of_the_function_that_made_it(nvme_path: Path) -> None:
+    class Local:
+        pass
+
+    def made(make: Callable[[torch.Tensor], object], tensor: torch.Tensor) -> tuple[object, weakref.ref[Local]]:
+        local = Local()
+        return make(tensor), weakref.ref(local)
+
+    model, optimizer = offloaded(nvme_path, lambda: ((m := Mlp(DEPTH)), adamw(m)))
+    tensor = next(t for t in model.state_dict().values() if t.dim() == 2)
+    ways: list[Callable[[torch.Tensor], object]] = [
+        *(lambda t: t[0], lambda t: t.T, lambda t: t.split(3), lambda t: [*t], lambda t: torch.chunk(t, 2)),
+        *(lambda t: t.ravel(), lambda t: t[1].view(-1)[:2], lambda t: t[0].expand_as(t)),
+    ]
+    gc.collect()
+    gc.disable()
+    try:
+        kept = [made(make, tensor) for make in ways]
+        assert [local() for _, local in kept] == [None] * len(ways)
+    finally:
+        gc.enable()
+    close(model, optimizer)
+
+
+@pytest.mark.parametrize(
+    "take",
+    [list, torch.unbind, lambda t: t.split(1), lambda t: t.chunk(len(t))],
+    ids=["list", "unbind", "split", "chunk"],
+)
+def test_the_work_for_all_rows_grows_as_their_number(
+    take: Callable[[torch.Tensor], Sequence[torch.Tensor]], nvme_path: Path
+) -> None:
+    """Counted are the tensors that operations give: `unbind` of N rows gives N."""
+
+    class Counted(TorchDispatchMode):
+        made = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            self.made += len(tree_leaves(result))
+            return result
+
+    model, optimizer = offloaded(nvme_path, lambda: ((m := nn.Sequential(nn.Linear(WIDTH, 200))), adamw(m)))
+    weight = model.state_dict()["0.weight"]
+
+    def made_for(count: int) -> int:
+        rows = weight[:count]
+        with Counted() as counted:
+            copies = [row.clone() for row in take(rows)]
+        assert torch.equal(torch.stack(copies).reshape(count, -1), rows)
+        return counted.made
+
+    assert made_for(200) <= 2 * made_for(100)
+    close(model, optimizer)
+
+
+def test_a_part_of_what_was_given_data_of_other_strides_says_so(nvme_path: Path) -> None:
+    model, optimizer = offloaded(nvme_path, lambda: ((m := nn.Sequential(nn.Linear(WIDTH, WIDTH))), adamw(m)))
+    row = model.state_dict()["0.weight"][1]
+    close(model, optimizer)
+    weight = dict(model.named_parameters())["0.weight"]
+    weight.data = torch.arange(float(WIDTH * WIDTH)).view(WIDTH, WIDTH)
+    assert torch.equal(row.clone(), torch.arange(WIDTH, 2.0 * WIDTH))
+    weight.data = weight.data.t()
+    with pytest.raises(swapper.SwapError, match=r"with strides .* call state_dict again"):
+        row.clone()
+
+
+def test_as_strided_stays_within_the_tensor(nvme_path: Path) -> None:
+    def program(run: Run) -> None:
+        for tensor in run.model.state_dict().values():
+            last = tensor.numel() - 1
+            run.note(
+                "offset", [tensor[1:].as_strided((2,), (1,)).clone(), tensor[1:].as_strided((2,), (1,), 0).clone()]
+            )
+            run.note("end", tensor.as_strided((1, 2), (1, 0), last).clone())
+            for size, stride, offset in (
+                ((2,), (1,), last),
+                ((last, 3), (1, 1), 0),
+                ((2,), (-1,), 1),
+                ((1,), (1,), -1),
+            ):
+                with pytest.raises(RuntimeError) as error:
+                    tensor.as_strided(size, stride, offset)
+                run.note("error", str(error.value))
+
+    run_twice(nvme_path, Mlp, program, changes=False)
 
 
 def test_an_address_stays_valid_while_others_are_used(nvme_path: Path) -> None:
