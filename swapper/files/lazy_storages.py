@@ -36,14 +36,14 @@ class EvictedStorage:
         """Yield the bytes, a 1-D tensor. They stay in memory until the end of the `with` block.
 
         Raises:
-            SwapError: the parameter was given values of another shape or dtype.
+            SwapError: the parameter was given data of another shape, dtype or order in memory.
             SwapIOError: they could not be read.
         """
         view = self._view
         with gathered([view.parameter]), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             values = view.real()
-            if (values.shape, values.stride(), values.dtype) != (view.shape, view.stride, view.dtype):
-                raise SwapError("a parameter was given values of another shape or dtype while it was saved")
+            if values.stride() != view.stride:
+                raise SwapError("a parameter was given data of another order in memory while it was saved")
             flat = values.as_strided((self._length_bytes // values.itemsize,), (1,), values.storage_offset())
             yield flat.view(torch.uint8)
 

@@ -162,7 +162,10 @@ def test_a_parameter_that_was_given_another_shape_is_refused(nvme_path: Path, tm
         p = next(model.parameters())
         before = p.data
         p.data = torch.zeros(WIDTH, 2)
-        with pytest.raises(swapper.SwapError, match="another shape"):
+        with pytest.raises(swapper.SwapError, match=r"0\.weight of .* was given other data since, \(48, 2\)"):
+            swapper.save(state, tmp_path / "x")
+        p.data = torch.zeros(WIDTH, WIDTH).t()
+        with pytest.raises(swapper.SwapError, match="another order in memory"):
             swapper.save(state, tmp_path / "x")
         p.data = before
     assert not list(tmp_path.glob("x")) and not list(tmp_path.glob(".swapper*"))
