@@ -236,7 +236,8 @@ class ParameterPolicy(CyclicPolicy):
             f"no room for {format_bytes(length_bytes)} of parameters: {format_bytes(held_bytes)} of "
             f"{format_bytes(cache.limit_bytes)} are held by {len(cache.records)} records that are in use at once or of "
             "which user code keeps views; do not keep views of parameters, or set pool_bytes to at least "
-            f"{cache.pool.capacity_bytes + missing_bytes}{_about_ddp()}"
+            f"{cache.pool.capacity_bytes + missing_bytes}, plus the length of each further record of which views are "
+            f"kept{_about_ddp()}"
         )
 
 

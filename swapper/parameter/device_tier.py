@@ -388,7 +388,8 @@ class DeviceTier:
             f"no room on {self.device} for {format_bytes(length_bytes)} of parameters: {format_bytes(self.used_bytes)} "
             f"of {format_bytes(self.limit_bytes)} are held by {len(holders)} records that are in use at once or of "
             "which user code keeps views; do not keep views of parameters, or set offload_param.device_bytes to at "
-            f"least {self.used_bytes + length_bytes + self._beside_bytes}"
+            f"least {self.used_bytes + length_bytes + self._beside_bytes}, plus the length of each further record of "
+            "which views are kept"
         )
 
     def _evict(self, held: HeldOnDevice) -> None:
