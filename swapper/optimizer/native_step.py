@@ -211,7 +211,8 @@ class NativeSteps:
                 self._comparable[number] = self._frozen_options(optimizer, number) is not None
             if self._comparable[number]:
                 found = self._choose_one(optimizer, operand, opened, address, scratch, edited)
-                chosen += [] if found is None else [found]
+                if found is not None:
+                    chosen.append(found)
         return chosen
 
     def run(self, chosen: Sequence[NativeOperand]) -> None:

@@ -28,7 +28,7 @@ class ForwardHooks:
 
     Args:
         owner: of the parameters. It lives as long as a module that has these hooks. None for a copy of the module,
-            whose parameters are in memory: the hooks remove themselves when it is called.
+            whose parameters are ordinary ones: the hooks do nothing, and are removed when it is complete.
         parts: the records that the module uses, and the slots in each of the parameters that it uses.
     """
 
@@ -40,9 +40,7 @@ class ForwardHooks:
     @_disable_dynamo
     def before(self, module: torch.nn.Module, args: Any, kwargs: Any = None) -> None:
         """A forward pre-hook. torch.compile leaves it as it is, and compiles what is between the hooks."""
-        if self._owner is None:
-            _without_hooks(module)
-        else:
+        if self._owner is not None:
             self._owner.enter(module, [] if _leaves_parameters_alone(module) else self.parts)
 
     @_disable_dynamo
@@ -128,12 +126,16 @@ class Copies:
         caller = sys._getframe(1)
         module: Any = caller.f_locals["x"] if caller.f_code is copy.deepcopy.__code__ else self._module()
         attributes, owner = vars(module), self._owner()
-        ours = [name for name in _ATTRIBUTES if getattr(attributes.get(name), "__self__", None) is self]
+        own: dict[str, Any] = {}
+        for name in _ATTRIBUTES:
+            if getattr(attributes.get(name), "__self__", None) is self:
+                own[name] = attributes[name]
         if owner is not None and attributes.get("swapper") is owner:
-            ours.append("swapper")
+            own["swapper"] = owner
             note_whole(owner, memo)
-        own = {name: attributes.pop(name) for name in ours}
         try:
+            for name in own:  # Not before: Ctrl-C may strike between two of them.
+                del attributes[name]
             twin = copy.deepcopy(module, memo)
         finally:
             attributes.update(own)

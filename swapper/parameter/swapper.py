@@ -131,7 +131,7 @@ class ParameterSwapper(ParameterOwner):
         del self._home[p]
         location.given += 1
         restore_for_good(p, p.detach())
-        self.stays[location.name] = f"it was given {what.replace('data,', 'data:')}"
+        self.stays[location.name] = f"it was given {what}"
         log.warning(
             "%s was given %s: from now on it is in memory (%s). To have it on the drive, %s",
             location.name,

@@ -103,7 +103,7 @@ class ViewOfParameter(Source):
         """A copy that is the same for all views of the parameter, and is kept. Raises SwapError as `real`."""
         self._check()
         home = home_of(self.parameter)
-        self._copy = self.real() if home is None else home.mapped_copy()
+        self._copy = self.parameter.detach() if home is None else home.mapped_copy()
         return self._copy
 
 
@@ -303,7 +303,9 @@ def _views(call: Call, view: EvictedView) -> Any:
     found = parts_of(view.source, of)
     if isinstance(found, (list, tuple)):
         return type(found)(map(EvictedView, found))
-    return view if found is view.source else found and EvictedView(found)
+    if found is None:
+        return None
+    return view if found is view.source else EvictedView(found)
 
 
 def _check_bounds(like: torch.Tensor) -> None:

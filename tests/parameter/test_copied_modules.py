@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from interrupts import interrupted_at, places_of
 from models import CASES, WIDTH, Case, Mlp
 from sampling import EVERY
 from torch import nn
@@ -194,14 +195,17 @@ def is_in_file(tensor: torch.Tensor, directory: Path) -> bool:
 class Renaming(nn.Module):
     """It has an attribute of the name that swapper uses, and buffers of some length."""
 
+    table: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
-        self.swapper = None
+        self.swapper: Any = None
         self.linear = nn.Linear(WIDTH, WIDTH)
         self.register_buffer("table", torch.randint(0, 9, (WIDTH, 4096)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.linear(x) + self.table[:, 0] if self.swapper is None else self.swapper(x)  # type: ignore[index, operator]
+        found: torch.Tensor = self.linear(x) + self.table[:, 0] if self.swapper is None else self.swapper(x)
+        return found
 
 
 class CopiesItself(nn.Sequential):
@@ -281,6 +285,21 @@ def test_a_copy_that_the_drive_has_no_room_for_is_an_error(nvme_path: Path, monk
         patched.setattr(os, "posix_fallocate", full)
         copy.deepcopy(model)
     assert bits(copy.deepcopy(model).state_dict()) == want == bits(model.state_dict())
+    swapper_of(model).close()
+
+
+def test_a_copy_that_ctrl_c_cuts_off_takes_nothing_from_the_model(nvme_path: Path) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+    want = bits(model.state_dict())
+    with small_records():
+        swapper.offload(model, config=config_for(nvme_path))
+    parameters, before = swapper_of(model), [set(vars(each)) for each in model.modules()]
+    struck = 0
+    for place in places_of(lambda: copy.deepcopy(model), "parameter/forward_hooks.py"):
+        struck += interrupted_at(place, lambda: copy.deepcopy(model), "parameter/forward_hooks.py")
+        assert [set(vars(each)) for each in model.modules()] == before and swapper_of(model) is parameters
+    assert struck > 5 and bits(copy.deepcopy(model).state_dict()) == want
     swapper_of(model).close()
 
 

@@ -249,7 +249,7 @@ def test_data_of_another_shape_are_in_memory_from_then_on(nvme_path: Path, shape
     assert of_data(model, names, shape) == want
     for name in names:
         assert type(model.get_parameter(name)) is nn.Parameter
-        assert model.swapper.stays[name].startswith("it was given other data: ")
+        assert model.swapper.stays[name].startswith("it was given other data, ")
     model.swapper.close(keep_values=True)
     assert [bits(p) for p in model.parameters()] == want[-1]
 
