@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 from isolation import alone
+from sampling import ALL
 from torch import nn
 
 import swapper
@@ -31,7 +32,7 @@ EVERYTHING = {"offload_optimizer": NVME, "offload_gradient": NVME, "offload_para
 PACKAGE = str(Path(swapper.__file__).parent)
 WIDTH = 64
 
-FEW, MANY = 160, 480
+FEW, MANY = (160, 480) if ALL else (100, 300)
 GROWTH = 1.8
 
 LINES = 20
