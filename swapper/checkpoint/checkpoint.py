@@ -319,6 +319,7 @@ def load_checkpoint(
     model: torch.nn.Module,
     optimizer: Optimizers = None,
     *,
+    together: bool = False,
     annex: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
 ) -> Any:
     """Bring model and optimizer to where they were when `directory` was saved, to the bit.
@@ -330,6 +331,9 @@ def load_checkpoint(
         model: of the same structure, shapes and dtypes. It has memory, or is offloaded.
         optimizer: as was saved; of the same classes, with the same parameters in the same groups. Its options, as the
             learning rate, become the saved ones. None loads the model alone.
+        together: True if all processes of `torch.distributed` call this, as replicas of DDP: then what one of them
+            raises is raised on all, and none trains on while others cannot. The same on all processes, of which the
+            others would wait else. Always done where anything is a DTensor.
         annex: a directory, or several, that annexes of the checkpoint are in now, if they are not where they were
             saved. May be another on each rank.
 
@@ -343,13 +347,17 @@ def load_checkpoint(
             it may be loaded already, so load another checkpoint before training goes on.
         SwapIOError: a file is missing or cannot be read; or is in an annex that this process does not reach, which is
             named. Of the latter nothing was changed.
+
+        Where several processes load together, what one of them raises is raised on all, with its rank.
     """
+    together = _is_sharded(model, optimizer) or together
     with contextlib.ExitStack() as stack:
-        with agreed(_is_sharded(model, optimizer)):
+        with agreed(together):
             model = _checked_model(model)
             optimizers = None if optimizer is None else _listed(optimizer)
             _refuse_flattened("load_checkpoint", model, optimizers or ())
-            opened = stack.enter_context(contextlib.closing(OpenCheckpoint(directory, annex)))
+            opened = OpenCheckpoint(directory, annex, together=together)
+            stack.enter_context(contextlib.closing(opened))
         opened.load(model, optimizers)
         return opened.extra
 
@@ -457,6 +465,7 @@ class OpenCheckpoint:
 
     Args:
         annex: as of `load_checkpoint`.
+        together: all ranks load it, each of its methods: what one of them raises is raised on all.
 
     Attributes:
         optimizers: how many it has.
@@ -469,7 +478,10 @@ class OpenCheckpoint:
         self,
         directory: str | os.PathLike[str],
         annex: str | os.PathLike[str] | Sequence[str | os.PathLike[str]] = (),
+        *,
+        together: bool = False,
     ) -> None:
+        self.together = together
         self.directory = Path(os.path.abspath(path_given("directory", directory)))
         several = [annex] if isinstance(annex, (str, bytes, os.PathLike)) else annex
         annexes = [Path(os.path.abspath(path_given("annex", each))) for each in several]
@@ -515,7 +527,7 @@ class OpenCheckpoint:
             optimizers: None leaves them alone.
             model_too: False leaves the model alone.
         """
-        checkpoint, together = self._checkpoint, _is_sharded(model, optimizers or ())
+        checkpoint, together = self._checkpoint, self.together or _is_sharded(model, optimizers or ())
         with agreed(together):
             found = differences(model, checkpoint) if model_too else []
             if optimizers is not None:

@@ -16,11 +16,10 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
-from swapper.checkpoint.checkpoint import OpenCheckpoint, is_checkpoint
+from swapper.checkpoint.checkpoint import is_checkpoint
 from swapper.checkpoint.saved_model import plain_model
 from swapper.errors import ConfigError, SwapError
 from swapper.fabric.strategy import State, Swapping
-from swapper.storage.agreement import agreed
 from swapper.strategy.arguments import ConfigLike, not_of_ddp, settings_of
 from swapper.strategy.sharding import (
     check_format,
@@ -91,6 +90,8 @@ class Sharding(Swapping):
 class OnModelParallel(Sharding, ModelParallelStrategy):
     """Trains what `parallelize_fn` has sharded, in several processes, as `ModelParallelStrategy`."""
 
+    _loads_together = True
+
     def __init__(
         self,
         config: ConfigLike | None = None,
@@ -138,11 +139,7 @@ class OnModelParallel(Sharding, ModelParallelStrategy):
         path = self.broadcast(path)
         if not self.broadcast(is_checkpoint(path)):
             return super(Swapping, self).load_checkpoint(path, state, strict, weights_only)
-        return super().load_checkpoint(path, state, strict, weights_only)
-
-    def _opened(self, path: str | Path) -> OpenCheckpoint:
-        with agreed():  # Else those that can open it would wait for one that cannot.
-            return super()._opened(path)
+        return self._load_directory(path, state, strict)
 
     def load_module_state_dict(self, module: torch.nn.Module, state_dict: dict[str, Any], strict: bool = True) -> None:
         """Load whole tensors into the module, one at a time."""

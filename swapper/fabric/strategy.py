@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -197,40 +197,29 @@ class Swapping(SwappingStrategy, Strategy):
         self._saving.wait()
         if not is_checkpoint(path):
             return super().load_checkpoint(path, state, strict, weights_only)
-        with closing(self._opened(path)) as opened:
-            return self._load_directory(opened, state, strict)
-
-    def _opened(self, path: str | Path) -> OpenCheckpoint:
-        return OpenCheckpoint(path, () if self._annex is None else self._annex)
+        return self._load_directory(path, state, strict)
 
     def _load_directory(
+        self, path: str | Path, state: torch.nn.Module | Optimizer | State | None, strict: bool
+    ) -> dict[str, Any]:
+        self._saving.wait()
+        with ExitStack() as stack:
+            with agreed(self._loads_together):  # Else those that can open it would wait for one that cannot.
+                annex = () if self._annex is None else self._annex
+                opened = OpenCheckpoint(path, annex, together=self._loads_together)
+                stack.enter_context(closing(opened))
+            return self._load_opened(opened, state, strict)
+
+    def _load_opened(
         self, opened: OpenCheckpoint, state: torch.nn.Module | Optimizer | State | None, strict: bool
     ) -> dict[str, Any]:
         if isinstance(state, torch.nn.Module):
             self._load_module(opened, state, dict(opened.state_dict), strict)
             return {}
-        extra = opened.extra
-        if not isinstance(extra, dict) or not {_MODULES, _OPTIMIZERS} <= extra.keys():
-            raise ConfigError(f"{opened.directory} was not saved by Fabric; load it with swapper.load_checkpoint")
-        named, order = extra.pop(_MODULES), extra.pop(_OPTIMIZERS)
-        if not isinstance(state, dict) or not state:
-            raise ConfigError(
-                f"{opened.directory} is a directory: give fabric.load the modules, and all else, in `state`"
-            )
-        modules, optimizers = _parts(state)
-        if optimizers and (optimizers.keys() != set(order) or modules.keys() != set(named)):
-            raise ConfigError(
-                f"{opened.directory} has the modules {named} and the optimizers {order}, and `state` has "
-                f"{list(modules)} and {list(optimizers)}; without optimizers it may have some of the modules"
-            )
+        with agreed(opened.together):
+            modules, optimizers, named, order, extra = _matched(opened, state, strict)
+        assert isinstance(state, dict)
         saved = {*named, *order, *extra}
-        if strict and (missing := [name for name in state if name not in saved]):
-            raise KeyError(f"the checkpoint has no {missing[0]!r}, which `state` has; strict=False ignores that")
-        if wrong := [name for name in order if name in state and name not in optimizers]:
-            raise ConfigError(
-                f"{opened.directory} has an optimizer {wrong[0]!r}, and in `state` that is none: give it, or leave the "
-                "name out"
-            )
         left = {**{name: _of_module(opened.state_dict, name, named) for name in named}, **extra}
         whole = modules.keys() == set(named)
         if whole:
@@ -286,6 +275,7 @@ class OnDDP(Swapping, DDPStrategy):
     """Trains in several processes, as `DDPStrategy`."""
 
     _in_background = False  # The other processes may load it as soon as all have saved it.
+    _loads_together = True
 
     def __init__(
         self,
@@ -301,6 +291,19 @@ class OnDDP(Swapping, DDPStrategy):
         self._refuse_annex_of_one()
         super().__init__(**ddp)
 
+    def load_checkpoint(
+        self,
+        path: str | Path,
+        state: torch.nn.Module | Optimizer | State | None = None,
+        strict: bool = True,
+        weights_only: bool | None = None,
+    ) -> dict[str, Any]:
+        """As of `SwapStrategy`. All processes call this, and what one of them raises is raised on all."""
+        with agreed():
+            if not is_checkpoint(path):
+                return super().load_checkpoint(path, state, strict, weights_only)
+        return self._load_directory(path, state, strict)
+
     def setup_module(self, module: torch.nn.Module) -> Any:
         """As in the stock strategy, but a model on the drive is synchronized one parameter at a time."""
         with temporary_attribute(self, "_ddp_kwargs", ddp_arguments(module, self._ddp_kwargs)):
@@ -312,6 +315,37 @@ def _parts(state: State) -> tuple[dict[str, torch.nn.Module], dict[str, Optimize
     modules = {name: plain_model(value) for name, value in state.items() if isinstance(value, torch.nn.Module)}
     optimizers = {name: value for name, value in state.items() if isinstance(value, Optimizer)}
     return modules, optimizers
+
+
+def _matched(
+    opened: OpenCheckpoint, state: object, strict: bool
+) -> tuple[dict[str, torch.nn.Module], dict[str, Optimizer], list[str], list[str], dict[str, Any]]:
+    """The modules and optimizers of `state`, and of what was saved the names of both and all else.
+
+    Raises:
+        ConfigError, KeyError: as of `load_checkpoint`.
+    """
+    extra = opened.extra
+    if not isinstance(extra, dict) or not {_MODULES, _OPTIMIZERS} <= extra.keys():
+        raise ConfigError(f"{opened.directory} was not saved by Fabric; load it with swapper.load_checkpoint")
+    named, order = extra.pop(_MODULES), extra.pop(_OPTIMIZERS)
+    if not isinstance(state, dict) or not state:
+        raise ConfigError(f"{opened.directory} is a directory: give fabric.load the modules, and all else, in `state`")
+    modules, optimizers = _parts(state)
+    if optimizers and (optimizers.keys() != set(order) or modules.keys() != set(named)):
+        raise ConfigError(
+            f"{opened.directory} has the modules {named} and the optimizers {order}, and `state` has "
+            f"{list(modules)} and {list(optimizers)}; without optimizers it may have some of the modules"
+        )
+    saved = {*named, *order, *extra}
+    if strict and (missing := [name for name in state if name not in saved]):
+        raise KeyError(f"the checkpoint has no {missing[0]!r}, which `state` has; strict=False ignores that")
+    if wrong := [name for name in order if name in state and name not in optimizers]:
+        raise ConfigError(
+            f"{opened.directory} has an optimizer {wrong[0]!r}, and in `state` that is none: give it, or leave the "
+            "name out"
+        )
+    return modules, optimizers, named, order, extra
 
 
 def _whole(modules: Mapping[str, torch.nn.Module]) -> torch.nn.Module:

@@ -145,15 +145,18 @@ class Directories:
 
     # --- Loading ---------------------------------------------------------------------------------------------------
 
-    def load(self, directory: str | os.PathLike[str], annex: str | None = None) -> dict[str, Any]:
+    def load(
+        self, directory: str | os.PathLike[str], annex: str | None = None, *, together: bool = False
+    ) -> dict[str, Any]:
         """Lightning's checkpoint, with tensors of the model that are read when they are used.
 
         Args:
             annex: a directory that its annexes may be in now.
+            together: all ranks load what is loaded from it.
         """
         self.saving.wait()
         self.close()
-        self._open = OpenCheckpoint(directory, () if annex is None else annex)
+        self._open = OpenCheckpoint(directory, () if annex is None else annex, together=together)
         return _lightnings(self._open)
 
     def load_model(self, checkpoint: Mapping[str, Any], model: torch.nn.Module) -> bool:

@@ -31,6 +31,7 @@ from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.parameter.candidates import swapped_tensors
 from swapper.parameter.swapper import ParameterSwapper
 from swapper.session import Shared
+from swapper.storage.agreement import agreed
 from swapper.strategy.arguments import ConfigLike, given_among, not_of_ddp, settings_of
 from swapper.strategy.ddp_sync import ddp_arguments, has_evicted_parameters, synchronize
 from swapper.strategy.swapping import OneDevice, SwappingStrategy, swapper_of, temporary_attribute
@@ -267,9 +268,10 @@ class Swapping(SwappingStrategy, Strategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of either format."""
         self._directories.saving.wait()
-        if is_checkpoint(checkpoint_path):
-            return self._directories.load(checkpoint_path, self._annex)
-        return super().load_checkpoint(checkpoint_path, weights_only)
+        with agreed(self._loads_together):
+            if is_checkpoint(checkpoint_path):
+                return self._directories.load(checkpoint_path, self._annex, together=self._loads_together)
+            return super().load_checkpoint(checkpoint_path, weights_only)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load the model."""
@@ -449,6 +451,7 @@ class OnDDP(Swapping, DDPStrategy):
     """Trains in several processes, as `DDPStrategy`."""
 
     strategy_name = "swapper_ddp"
+    _loads_together = True
 
     def __init__(
         self,

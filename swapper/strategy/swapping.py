@@ -70,6 +70,8 @@ class SwappingStrategy:
     offload_config: OffloadConfig
     files: ClassVar[type[Any]]
     wrapping: ClassVar[type[Any] | tuple[()]] = ()
+    _loads_together: ClassVar[bool] = False
+    """True if all processes load what one does, so that what one of them raises is raised on all."""
     _checkpoint_io: CheckpointIO | None
 
     def _configure(

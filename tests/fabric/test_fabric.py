@@ -30,7 +30,7 @@ from twins import bits
 import swapper
 from swapper.checkpoint.checkpoint import is_checkpoint
 from swapper.checkpoint.writer import NewCheckpoint
-from swapper.errors import ConfigError, SwapIOError
+from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.fabric import SwapDDPStrategy, SwapStrategy
 from swapper.storage import store
 from swapper.tensors.evicted import EvictedParameter
@@ -436,6 +436,20 @@ def test_both_packages_are_served_and_files_go_at_exit(package: str, nvme_path: 
 # --- Two processes ----------------------------------------------------------------------------------------------------
 
 
+def refused_on_all(program: Program, path: Path, rank: int) -> None:
+    """What only rank 0 can load is an error on both; of a directory nothing is loaded."""
+    before = program.facts()
+    other = path.with_name("missing.ckpt") if rank else path
+    states = [(other, program.state())]
+    if is_checkpoint(path):
+        states.append((path, {**program.state(), **({"more": 0} if rank else {})}))
+    for place, state in states:
+        with pytest.raises((FileNotFoundError, KeyError) if rank else SwapError) as caught:
+            program.fabric.load(place, state)
+        assert rank or "on rank 1: " in str(caught.value)
+        assert program.facts() == before or not is_checkpoint(path)
+
+
 def two_ranks(rank: int, nvme_path: Path, directory: Path) -> None:
     def resumed(make: Callable[[], Any], path: Path) -> Any:
         program = Program(make(), devices=2, rank=rank)
@@ -455,6 +469,7 @@ def two_ranks(rank: int, nvme_path: Path, directory: Path) -> None:
             ours = resumed(lambda: SwapDDPStrategy(config, **saving), path)  # noqa: B023
             assert ours == stock, (what, saving, rank)
             assert is_checkpoint(path) == (saving.get("checkpoint_format") != "full")
+            refused_on_all(Program(SwapDDPStrategy(config, **saving), devices=2, rank=rank), path, rank)
     os.environ["SWAPPER_NVME_PATH"] = str(nvme_path)
     assert type(Fabric(accelerator="cpu", devices=2, strategy="swapper_ddp_nvme").strategy) is SwapDDPStrategy
 

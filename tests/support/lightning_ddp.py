@@ -27,7 +27,7 @@ from twins import bits
 import swapper.lightning
 from swapper.checkpoint.checkpoint import is_checkpoint
 from swapper.checkpoint.writer import NewCheckpoint
-from swapper.errors import SwapIOError
+from swapper.errors import SwapError, SwapIOError
 from swapper.storage import store
 
 __all__ = ["CASES", "Large", "evaluate_and_resume", "save_copies", "save_together", "train"]
@@ -219,6 +219,9 @@ def save_together(rank: int, directory: Path, nvme_path: Path) -> None:
         writers = {name for name in os.listdir(directory / f"{together}.ckpt") if "-r1-" in name}
         assert bool(writers) == together
     assert resumed(True) == resumed(False)
+    kind = FileNotFoundError if rank else SwapError
+    with pytest.raises(kind, match="missing.ckpt" if rank else "on rank 1: FileNotFoundError.*missing.ckpt"):
+        resumed(True, "missing" if rank else "False")  # Which only rank 0 has.
     save_to_annexes()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:

@@ -1,4 +1,4 @@
-"""`save_checkpoint(..., together=True)` of replicas, as under DDP: each rank writes a part, and loads are as ever."""
+"""`save_checkpoint(..., together=True)` of replicas, as under DDP: each rank writes a part; and loads of it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import swapper
+from swapper.checkpoint import annexes
 from swapper.checkpoint import checkpoint as checkpoints
 from swapper.checkpoint.writer import NewCheckpoint
 from swapper.errors import SwapError, SwapIOError
@@ -263,6 +264,51 @@ def test_what_fails_on_one_replica_is_raised_on_all(nvme_path: Path, tmp_path: P
     directory = tmp_path / "checkpoints"
     directory.mkdir()
     in_processes(fail, str(directory), str(nvme_path))
+
+
+def fail_to_load(rank: int, directory: str, nvme: str) -> None:
+    """What one replica cannot load none has loaded, or all know of it."""
+    net, optimizers = made(nvme, "state")
+    step(net, optimizers, rank, 0)
+    path, drive = f"{directory}/checkpoint", f"{directory}/drive-{rank}"
+    swapper.save_checkpoint(path, net, optimizers, together=True, annex=drive)
+    saved = everything(net, optimizers)
+    step(net, optimizers, rank, 1)
+    now = everything(net, optimizers)
+
+    def is_refused(failing: int, message: str, *given: Any) -> None:
+        with pytest.raises(SwapError, match=f"(?s)^(?!.*on rank).*{message}" if rank == failing else message) as caught:
+            swapper.load_checkpoint(*given, together=True)
+        assert (f"on rank {failing}" in str(caught.value)) == (rank != failing)
+        torch.distributed.barrier()
+
+    for failing in (0, 1):
+        fails = rank == failing
+        is_refused(failing, "no checkpoint|No such file", f"{path}-not" if fails else path, net, optimizers)
+        is_refused(failing, "optimizer", path, net, optimizers[:1] if fails else optimizers)
+        is_refused(failing, "no torch.nn.Module", path, None if fails else net, optimizers)
+        assert are_same(everything(net, optimizers), now)
+        with pytest.MonkeyPatch.context() as patch:
+            if fails:  # As on a host whose drive does not have it.
+                patch.setattr(annexes, "_manifest_of", lambda _: None)
+            is_refused(failing, "mount or copy", path, net, optimizers)
+        assert are_same(everything(net, optimizers), now)
+        with pytest.MonkeyPatch.context() as patch:
+            if fails:  # In the middle of what is loaded.
+                patch.setattr("swapper.checkpoint.state_loader._StateLoader.load", full_drive)
+            is_refused(failing, "No space left", path, net, optimizers)
+        for optimizer in optimizers:
+            with pytest.raises(SwapError, match="load"):
+                optimizer.step()
+        swapper.load_checkpoint(path, net, optimizers, together=True)
+        assert are_same(everything(net, optimizers), saved)
+        step(net, optimizers, rank, 1)
+        assert are_same(everything(net, optimizers), now)
+    close(net, optimizers)
+
+
+def test_what_one_replica_cannot_load_is_raised_on_all(nvme_path: Path, tmp_path: Path, leaves_nothing: None) -> None:
+    in_processes(fail_to_load, str(tmp_path), str(nvme_path))
 
 
 def killed(*args: object, **options: object) -> None:
