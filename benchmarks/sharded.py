@@ -11,7 +11,7 @@ step     swapper's, with every write waited for, against DeepSpeed's with its op
 memory   the peak of the largest rank: against DeepSpeed's, and against the sum that a rank has to fit in: plain FSDP2
          without optimizer state + pool_bytes + 2 x bucket_bytes + 100 MB.
 
-`everything` has parameters and gradients on the drive, too.
+`gradients` has gradients on the drive, too, as the peer has; `everything` has parameters and gradients.
 """
 
 from __future__ import annotations
@@ -50,14 +50,16 @@ def main() -> None:
     parser.add_argument("--size", choices=sorted(SIZES), default="small")
     parser.add_argument("--vocab-size", type=int, default=50257)
     parser.add_argument("--context", type=int, default=128)
-    parser.add_argument("--pool-bytes", default="128MiB", help="of each rank")
-    parser.add_argument("--bucket-bytes", default="16MiB")
+    parser.add_argument("--pool-bytes", default="96MiB", help="of each rank")
+    parser.add_argument("--bucket-bytes", default="8MiB")
     parser.add_argument("--deepspeed", nargs="?", const=sys.executable, metavar="PYTHON", help="train with it too")
     parser.add_argument("--only", choices=sorted(CONTESTANTS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    # Else glibc keeps what a thread frees: as much again as the model's gradients, which is no contestant's own. It
-    # reads this when a process starts, so it holds for the ranks.
+    # Else glibc keeps what a thread frees: as much again as the model's gradients, which is no contestant's own. What
+    # is mapped anew for each tensor is in huge pages then, or the kernel would clear it in small ones for a third of a
+    # step. It reads both when a process starts, so they hold for the ranks.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = str(1 << 20)
+    os.environ["GLIBC_TUNABLES"] = "glibc.malloc.hugetlb=1"
     if arguments.only:
         print(json.dumps(run_ranks(train, arguments.ranks, arguments, arguments.only)))
         return
@@ -94,6 +96,14 @@ def swapped(
     return step_and_flush(optimizer)
 
 
+def gradients(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace
+) -> Callable[[], object]:
+    """Gradients on the drive, too, as DeepSpeed has them where its optimizer is there."""
+    swapper.offload(model, optimizer, config_of(arguments, "gradient"))
+    return step_and_flush(optimizer)
+
+
 def everything(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, arguments: argparse.Namespace
 ) -> Callable[[], object]:
@@ -127,7 +137,16 @@ def stateless(
     return lambda: None
 
 
-CONTESTANTS = {"swapper": swapped, "everything": everything, "plain": plain, "stateless": stateless}
+CONTESTANTS = {
+    "swapper": swapped,
+    "gradients": gradients,
+    "everything": everything,
+    "plain": plain,
+    "stateless": stateless,
+}
+
+
+SWAPPED = ("swapper", "gradients", "everything")
 
 
 def train(rank: int, arguments: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -161,7 +180,7 @@ def train(rank: int, arguments: argparse.Namespace, name: str) -> dict[str, Any]
             stop_s = time.perf_counter()
             optimizer.zero_grad()
             rows.append({"step_s": stop_s - start_s, "optimizer_s": stop_s - middle_s})
-        if name in ("swapper", "everything"):
+        if name in SWAPPED:
             swapper.of(optimizer).close()
         if name == "everything":
             model.swapper.close()  # type: ignore[operator, union-attr]
@@ -207,7 +226,7 @@ def show(result: dict[str, Any], config: swapper.OffloadConfig) -> None:
     fits = "within" if mine["peak_bytes"] <= bound_bytes else "OVER"
     print(f"memory of a rank: {fits} {bound_bytes / 1e6:.0f} MB = without state + pool + 2 x bucket + 100 MB")
     if peer := found.get("deepspeed"):
-        for name in ("swapper", "everything"):
+        for name in SWAPPED:
             mine = found[name]
             print(
                 f"{name} / DeepSpeed: step {mine['step_s'] / peer['step_s']:.2f} (bar: 0.5), "
