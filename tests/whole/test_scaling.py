@@ -149,23 +149,27 @@ def test_state_comes_and_goes_with_the_same_work_for_each_parameter(nvme_path: P
 def test_the_state_of_one_parameter_is_read_and_assigned_with_the_same_work_among_many(
     nvme_path: Path, numel: int
 ) -> None:
-    lines: dict[str, dict[int, int]] = {"read": {}, "assigned": {}, "popped": {}, "number": {}}
+    works: dict[str, Callable[[torch.optim.Optimizer, torch.nn.Parameter, dict[str, Any]], object]] = {
+        "read": lambda o, p, _: swapper.of(o).state(p),
+        "assigned": lambda o, p, entries: o.state.__setitem__(p, entries),
+        "number": lambda o, p, _: o.state[p]["step"],
+        "popped": lambda o, p, _: o.state.pop(p),
+    }
+    lines: dict[str, dict[int, int]] = {what: {} for what in works}
     for count in (FEW, MANY):
         made = parameters(count, numel)
         optimizer = swapped(made, nvme_path, "1MiB", 4 << 10)
         optimizer.step()
         entries = swapper.of(optimizer).state(made[3])
-        for what, work in {
-            "read": lambda o=optimizer, p=made[4]: swapper.of(o).state(p),
-            "assigned": lambda o=optimizer, p=made[4], e=entries: o.state.__setitem__(p, e),
-            "number": lambda o=optimizer, p=made[4]: o.state[p]["step"],
-            "popped": lambda o=optimizer, p=made[4]: o.state.pop(p),
-        }.items():
-            swapper.of(optimizer).flush()
-            lines[what][count] = lines_of(work)
+        for what, work in works.items():
+            counts = []
+            for p in made[4:9]:  # The least: what a call finds in flight depends on the drive.
+                swapper.of(optimizer).flush()
+                counts.append(lines_of(partial(work, optimizer, p, entries)))
+            lines[what][count] = min(counts)
         swapper.of(optimizer).close()
-    for found in lines.values():
-        assert found[MANY] <= GROWTH * found[FEW]
+    for what, found in lines.items():
+        assert found[MANY] <= GROWTH * found[FEW], what
 
 
 @pytest.mark.long
