@@ -13,6 +13,7 @@ import os
 import pickle
 import struct
 import sys
+import types
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, overload
@@ -35,6 +36,7 @@ __all__ = ["Prepared", "load", "save"]
 
 _ARCHIVE = "archive"
 _DEFERRED_BYTES_MIN = 1 << 20
+_NO_STORAGES = frozenset([str, int, float, bool, bytes, tuple, list, dict, set, type, type(None), types.FunctionType])
 
 AnyStorage = torch.UntypedStorage | EvictedStorage
 
@@ -184,7 +186,8 @@ def _pickled(
 
     class Pickler(pickle_module.Pickler):  # type: ignore[misc]
         def persistent_id(self, part: object) -> tuple[object, ...] | None:
-            return table.persistent_id(part)
+            # Called for each object, of which most are strings, numbers and tuples.
+            return None if type(part) in _NO_STORAGES else table.persistent_id(part)
 
         def reducer_override(self, part: object) -> Any:
             found = evicted.reduce(part, protocol) if stage_later else None
@@ -252,6 +255,7 @@ class Prepared:
             SwapError: a tensor was resized meanwhile.
         """
         done: list[Record] = []
+        between = b""  # What is behind a payload goes with the header of the next: a call less for each tensor.
         for record, header, content in self._records:
             if record is self._records[-1][0]:
                 # torch makes its `serialization_id` of names and checksums too, and only shows it: 40 digits that
@@ -260,14 +264,14 @@ class Prepared:
                 content = f"{len(done):020d}{zlib.crc32(crcs):020d}".encode()
             if _length_bytes(content) != record.length_bytes:
                 raise SwapError(f"a tensor of {record.length_bytes} bytes was resized while it was saved")
-            output.append(header)
+            output.append(between + header)
             crc = 0
             for piece in self.pieces(content):
                 crc = output.append(piece, crc)
                 del piece  # It shares a buffer of the pool, which can only be evicted when nobody else has it.
             done.append(dataclasses.replace(record, crc32=crc))
-            output.append(archive.descriptor(done[-1]))
-        output.append(archive.directory(done, self._directory_offset_bytes))
+            between = archive.descriptor(done[-1])
+        output.append(between + archive.directory(done, self._directory_offset_bytes))
 
     def pieces(self, content: bytes | AnyStorage) -> Iterator[bytes | torch.UntypedStorage | torch.Tensor]:
         """Yield the bytes of a record in pieces, each until the next is asked for."""

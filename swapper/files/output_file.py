@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 
@@ -20,6 +22,9 @@ from swapper.storage.atomic import NewFile
 from swapper.storage.buffers import Lease
 
 __all__ = ["OutputFile"]
+
+_SMALL_BYTES_MAX = 4 << 10
+"""Up to so many bytes the calls cost more than the copy: there are three parts for each tensor."""
 
 
 class OutputFile:
@@ -104,6 +109,15 @@ class OutputFile:
             SwapError: it is over, or this is a forked child.
         """
         assert not (crc and self._summed)
+        if isinstance(data, torch.UntypedStorage) and data.device.type == "cpu" and data.nbytes() <= _SMALL_BYTES_MAX:
+            data = ctypes.string_at(data.data_ptr(), data.nbytes()) if data.nbytes() else b""
+        if isinstance(data, bytes) and len(data) <= _SMALL_BYTES_MAX and not self._summed and self._fits(len(data)):
+            self._check()
+            assert self._current is not None
+            ctypes.memmove(self._current.tensor.data_ptr() + self._used_bytes, data, len(data))
+            self._used_bytes += len(data)
+            self._position += len(data)
+            return zlib.crc32(data, crc)
         source = _bytes_of(data)
 
         def fill(room: torch.Tensor, done: int, crc: int) -> int:
@@ -209,6 +223,10 @@ class OutputFile:
             raise SwapError("this file was opened before a fork: it can be written in the parent only")
         if self._over:
             raise SwapError(f"the file is closed: {self.path}")
+
+    def _fits(self, length_bytes: int) -> bool:
+        """True if so many bytes lie within the current buffer."""
+        return self._current is not None and self._used_bytes + length_bytes <= self._buffers.buffer_bytes
 
     def _room(self) -> torch.Tensor:
         """The free part of the current buffer, at least one byte."""
