@@ -30,7 +30,7 @@ from swapper.bench.witness import Operation
 from swapper.bench.workspace import check_memory, workspace
 from swapper.config import format_size, parse_size
 from swapper.errors import SwapError
-from swapper.io.host_memory import prefault
+from swapper.io.fresh_memory import FreshMemory
 
 DRIVE, OVERWRITE = "drive", "drive, overwrite"
 
@@ -60,14 +60,14 @@ def measure(arguments: argparse.Namespace) -> dict[str, object]:
 
 
 def fresh_memory(size: int, rounds: int) -> Row:
-    """The speed at which the system gives fresh memory to all threads: loaded tensors need it, whatever loads them."""
+    """The speed at which the system gives fresh memory: loaded tensors need it, whatever loads them."""
     rates_bps = []
     for _ in range(rounds):
         memory = torch.empty(size, dtype=torch.uint8)
-        rates_bps.append(size / timed(functools.partial(prefault, memory)))
+        rates_bps.append(size / timed(functools.partial(FreshMemory(memory).bring, size)))
         del memory
     low, middle, high = (f(rates_bps) / 1e9 for f in (min, statistics.median, max))
-    return Row("fresh memory, all threads", f"{middle:.2f} ({low:.2f} - {high:.2f}) GB/s")
+    return Row("fresh memory", f"{middle:.2f} ({low:.2f} - {high:.2f}) GB/s")
 
 
 def field(room: Path, size: int, tensor_bytes: int, stack: contextlib.ExitStack) -> list[Contestant]:

@@ -520,6 +520,10 @@ void bind_codec(py::module_& module) {
             prefault(target(address), length_bytes, threads);
         },
         "address"_a, "length_bytes"_a, "threads"_a, NoGil());
+    module.def(
+        "prefault_huge",
+        [](uintptr_t address, size_t length_bytes) { prefault_huge(target(address), length_bytes); },
+        "address"_a, "length_bytes"_a, NoGil());
 }
 
 // native steps

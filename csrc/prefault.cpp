@@ -4,40 +4,56 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
-#include <future>
-#include <vector>
+
+#include "crew.h"
 
 namespace swapper {
 namespace {
 
 constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE; older headers lack it
 
-// Starting a thread takes about as long as this many bytes.
-constexpr std::size_t kLengthPerThreadMin = std::size_t{1} << 20;
+// What a thread takes at once. To wake one takes about as long as the kernel needs for half of that.
+constexpr std::size_t kPart = std::size_t{256} << 10;
+
+std::size_t page_length() {
+    static const auto length = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+    return length;
+}
+
+// Whole pages only: those at the edges belong to others too.
+struct Pages {
+    Pages(void* data, std::size_t length) {
+        const std::size_t page = page_length();
+        const std::size_t skipped = (page - reinterpret_cast<std::uintptr_t>(data) % page) % page;
+        start = static_cast<char*>(data) + skipped;
+        bytes = length < skipped ? 0 : (length - skipped) / page * page;
+    }
+    char* start;
+    std::size_t bytes;
+};
 
 }  // namespace
 
 void prefault(void* data, std::size_t length, unsigned threads) {
-    const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-    // Whole pages only: those at the edges belong to others too.
-    const std::size_t skipped = (page - reinterpret_cast<std::uintptr_t>(data) % page) % page;
-    if (length < skipped + page) return;
-    char* const start = static_cast<char*>(data) + skipped;
-    const std::size_t pages = (length - skipped) / page;
-    const std::size_t parts =
-        std::max<std::size_t>(std::min<std::size_t>(threads, length / kLengthPerThreadMin), 1);
-    const std::size_t part = pages / parts;
-    std::vector<std::future<void>> others;
-    others.reserve(parts - 1);
-    for (std::size_t i = 1; i < parts; ++i) {
-        char* const from = start + i * part * page;
-        const std::size_t count = i + 1 < parts ? part : pages - i * part;
-        others.push_back(std::async(std::launch::async | std::launch::deferred,
-                                    [=] { (void)::madvise(from, count * page, kPopulateWrite); }));
-    }
-    (void)::madvise(start, (parts > 1 ? part : pages) * page, kPopulateWrite);
-    for (auto& other : others) other.get();
+    const Pages pages(data, length);
+    std::atomic<std::size_t> next{0};
+    run_on_crew(std::min<std::size_t>(threads, (pages.bytes + kPart - 1) / kPart), [&] {
+        for (std::size_t at = 0; (at = next.fetch_add(kPart)) < pages.bytes;) {
+            (void)::madvise(pages.start + at, std::min(kPart, pages.bytes - at), kPopulateWrite);
+        }
+    });
+}
+
+void prefault_huge(void* data, std::size_t length) {
+    // The pages at the edges too: were they left out, each tensor would cut the process's mapping in three,
+    // and the kernel allows only so many. Nothing is brought of them, and their content stays.
+    const std::size_t before = reinterpret_cast<std::uintptr_t>(data) % page_length();
+    const std::size_t whole = (before + length + page_length() - 1) / page_length() * page_length();
+    (void)::madvise(static_cast<char*>(data) - before, whole, MADV_HUGEPAGE);
+    const Pages pages(data, length);
+    if (pages.bytes != 0) (void)::madvise(pages.start, pages.bytes, kPopulateWrite);
 }
 
 }  // namespace swapper

@@ -1,4 +1,4 @@
-// Memory that is about to be filled, made present by several threads.
+// Memory that is about to be filled, made present before that.
 
 #pragma once
 
@@ -7,8 +7,11 @@
 namespace swapper {
 
 // Lets the kernel make the pages of `length` bytes at `data` present and writable, as if each had been
-// written to; their content stays. Up to `threads` threads share the work. Only a hint: where the kernel
-// cannot do it (before Linux 5.14, or out of memory), the pages come when they are touched.
+// written to; their content stays. Only a hint: where the kernel cannot do it (before Linux 5.14, or out of
+// memory), the pages come when they are touched. Up to `threads` threads share the work.
 void prefault(void* data, std::size_t length, unsigned threads);
+
+// The same on this thread, with huge pages where one fits between `data` and what was brought so before it.
+void prefault_huge(void* data, std::size_t length);
 
 }  // namespace swapper

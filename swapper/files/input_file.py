@@ -26,8 +26,8 @@ from swapper.errors import SwapIOError, path_given, system_errors
 from swapper.files.archive import LOCAL_HEADER_BYTES, BadArchive, Record, header_bytes, read_directory
 from swapper.files.file_buffers import POOL_BYTES, FileBuffers, close_unattended, memory_of, on_host
 from swapper.io.checksums import copy_crc32, crc32
+from swapper.io.fresh_memory import FreshMemory
 from swapper.io.handle import AsyncIOHandle, File, Transfer
-from swapper.io.host_memory import prefault
 from swapper.process.finalizers import finalizer
 from swapper.process.interrupts import interrupts_deferred
 from swapper.sizes import PAGE_BYTES, round_up
@@ -304,15 +304,16 @@ class InputFile(io.RawIOBase):
     def _copy(self, memory: memoryview | torch.Tensor, start: int, stop: int) -> int:
         """Fill `memory` from the pieces that hold the bytes from `start` to `stop`; return their CRC-32."""
         crc, at = 0, start
+        # Memory that torch has just allocated: to touch it page after page would take longer than the drive does.
+        fresh = FreshMemory(memory) if on_host(memory) and stop - start >= _FRESH_BYTES_MIN else None
         while at < stop:
             piece = self._piece_at(at, stop)
             end = min(stop, piece.stop)
             target = memory[at - start : end - start]
-            if on_host(memory) and stop - start >= _FRESH_BYTES_MIN:
-                # While the drive reads. Memory that torch has just allocated: to touch it page after page would take
-                # longer than the drive does. Huge pages take longer still where a host has to bring them (measured in a
-                # virtual machine: 5 times).
-                prefault(target)
+            if fresh is not None:
+                fresh.bring(end - start)
+                while not piece.transfer.done() and fresh.bring_more():
+                    pass
             piece.wait()
             source = piece.lease.tensor[at - piece.start : end - piece.start]
             if on_host(target):

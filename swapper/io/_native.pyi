@@ -300,6 +300,9 @@ def copy_crc32(destination: int, source: int, length_bytes: int, seed: int = 0) 
 def prefault(address: int, length_bytes: int, threads: int) -> None:
     """See csrc/prefault.h."""
 
+def prefault_huge(address: int, length_bytes: int) -> None:
+    """See csrc/prefault.h."""
+
 # end of codec
 
 # native steps

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from swapper.io import _native
 
-__all__ = ["address_of", "prefault", "require_on_host"]
+__all__ = ["address_of", "require_on_host"]
 
 
 def require_on_host(name: str, tensor: Tensor) -> None:
@@ -29,16 +29,3 @@ def address_of(name: str, memory: Tensor | memoryview, *, writable: bool) -> tup
         require_on_host(name, memory)
         return memory.data_ptr(), memory.nbytes
     return _native.address_of(memory, writable)
-
-
-def prefault(memory: Tensor | memoryview) -> None:
-    """Let the kernel bring the pages of memory that is about to be filled, with all threads. Its content stays.
-
-    A hint. Uses `torch.get_num_threads()` threads and releases the GIL.
-
-    Raises:
-        ValueError: `memory` is a tensor that is not on the CPU or not contiguous.
-        BufferError: `memory` is a memoryview that is not contiguous, or read-only.
-    """
-    address, length_bytes = address_of("memory", memory, writable=True)
-    _native.prefault(address, length_bytes, torch.get_num_threads())

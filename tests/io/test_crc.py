@@ -1,8 +1,7 @@
-"""CRC-32C, against a table built here; CRC-32, against zlib; pages that are brought ahead."""
+"""CRC-32C, against a table built here; CRC-32, against zlib."""
 
 from __future__ import annotations
 
-import ctypes
 import random
 import zlib
 
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from swapper.io import _native, checksums, host_memory
+from swapper.io import _native, checksums
 
 THREADS = [1, 2, 3, 7]
 
@@ -147,17 +146,3 @@ def test_copy_with_crc32_refuses_what_would_go_beyond() -> None:
         checksums.copy_crc32(memoryview(b"1234"), torch.zeros(1))
     with pytest.raises(BufferError):
         checksums.copy_crc32(torch.zeros(1), memoryview(b"12345678")[::2])
-
-
-@pytest.mark.parametrize("length", [0, 1, 4096, 10_000, 3_000_001, 9 << 20])
-def test_prefault_keeps_the_content_and_what_is_beside(length: int, threads: int) -> None:
-    torch.set_num_threads(threads)
-    memory = bytearray(random.Random(length).randbytes(length + 200))
-    before = bytes(memory)
-    host_memory.prefault(memoryview(memory)[100 : 100 + length])
-    assert memory == before
-    fresh = torch.UntypedStorage(length + 1)
-    host_memory.prefault(torch.zeros(length + 1, dtype=torch.uint8))
-    host_memory.prefault(memoryview((ctypes.c_char * (length + 1)).from_address(fresh.data_ptr())))
-    with pytest.raises(BufferError):
-        host_memory.prefault(memoryview(before))
