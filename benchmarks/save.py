@@ -2,27 +2,30 @@
 
     python benchmarks/save.py --nvme-path DIR
 
-A state dict of CPU tensors, in a new file each time, synced; loaded from a file that was dropped from the page cache.
-The drive is what the engine does with one tensor of that size: the first write of a new file with its space reserved
-and the sync, and a read; an overwrite is shown beside. All contestants run alternately in one process; figures are
-medians, each with a proof that the drive was measured (swapper/bench/witness.py). Ends with 0 whatever the figures are.
+State dicts of CPU tensors, one for each `--tensor-size`, in a new file each time, synced; loaded from a file that was
+dropped from the page cache. The drive is what the engine does with one tensor of that size: the first write of a new
+file with its space reserved and the sync, and a read; an overwrite is shown beside, and a read into memory that is
+allocated for it, as the tensors of a load are. All contestants run alternately in one process; figures are medians,
+each with a proof that the drive was measured (swapper/bench/witness.py). The last rows are of 10,000 tensors of 64
+bytes, where only calls count. Ends with 0 whatever the figures are.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import functools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
-from benchmark import keep_result, make_parser, timed
+from benchmark import keep_result, make_parser, medians, timed
 from ratios import Row, as_result, compare, find, print_rows, system_line
 
 import swapper
-from swapper.bench.contestants import Load, NewFile, Save, Transfers, torch_load, torch_save
+from swapper.bench.contestants import Load, NewFile, NewMemory, Save, Transfers, torch_load, torch_save
 from swapper.bench.drive import look_at_directory
 from swapper.bench.measure import Contestant, Figure, alternate
 from swapper.bench.site import EngineSettings, Site
@@ -32,13 +35,19 @@ from swapper.config import format_size, parse_size
 from swapper.errors import SwapError
 from swapper.io.fresh_memory import FreshMemory
 
-DRIVE, OVERWRITE = "drive", "drive, overwrite"
+DRIVE, OVERWRITE, NEW_MEMORY = "drive", "drive, overwrite", "drive, new memory"
 
 
 def main() -> None:
     parser = make_parser(__doc__, rounds=7)
     parser.add_argument("--size", type=parse_size, default=2 * 10**9)
-    parser.add_argument("--tensor-size", type=parse_size, default=16 << 20, help="of each tensor but the last")
+    parser.add_argument(
+        "--tensor-size",
+        type=parse_size,
+        nargs="+",
+        default=[256 << 20, 16 << 20, 100_000],
+        help="of each tensor but the last; a table for each",
+    )
     arguments = parser.parse_args()
     try:
         keep_result(arguments, "save", measure(arguments))
@@ -49,14 +58,41 @@ def main() -> None:
 def measure(arguments: argparse.Namespace) -> dict[str, object]:
     size = -(-arguments.size // 4096) * 4096
     looked_at = look_at_directory(arguments.nvme_path)
-    with workspace([arguments.nvme_path], needed_bytes=4 * size) as (room,), contextlib.ExitStack() as stack:
-        check_memory(3 * size)
-        figures = alternate(field(room, size, arguments.tensor_size, stack), arguments.rounds)
-    rows = [*table(figures), fresh_memory(size, arguments.rounds)]
     print(system_line(looked_at, f"torch {torch.__version__}"))
-    print(f"{format_size(size)} in tensors of {format_size(arguments.tensor_size)}, {arguments.rounds} rounds")
-    print_rows(rows, figures)
-    return {**as_result(arguments, looked_at, rows, figures), "torch": torch.__version__}
+    every_row: list[Row] = []
+    every_figure: list[Figure] = []
+    check_memory(4 * size)
+    for tensor_bytes in arguments.tensor_size:
+        with workspace([arguments.nvme_path], needed_bytes=4 * size) as (room,), contextlib.ExitStack() as stack:
+            figures = alternate(field(room, size, tensor_bytes, stack), arguments.rounds)
+        name = f"{format_size(size)} in tensors of {format_size(tensor_bytes)}"
+        rows = list(table(figures))
+        print(f"{name}, {arguments.rounds} rounds")
+        print_rows(rows, figures)
+        every_row += [dataclasses.replace(row, what=f"{name}: {row.what}") for row in rows]
+        every_figure += figures
+    with workspace([arguments.nvme_path], needed_bytes=64 << 20) as (room,):
+        rows = [*small_tensors(room, arguments.rounds), fresh_memory(size, arguments.rounds)]
+    print_rows(rows, [])
+    every_row += rows
+    return {**as_result(arguments, looked_at, every_row, every_figure), "torch": torch.__version__}
+
+
+def small_tensors(room: Path, rounds: int) -> Iterator[Row]:
+    """What each tensor costs, beside torch's own: seconds for 10,000 of 64 bytes, the file in the page cache."""
+    state = {f"layer.{i}.weight": torch.randn(16) for i in range(10_000)}
+    path = room / "small.pt"
+    actions: dict[str, Callable[[], object]] = {
+        "torch.save + fsync": lambda: torch_save(state, path),
+        "swapper.save": lambda: swapper.save(state, path),
+        "torch.load": lambda: torch_load(path),
+        "swapper.load": lambda: swapper.load(path),
+    }
+    seconds = medians([{name: timed(action) for name, action in actions.items()} for _ in range(rounds)])
+    for one, other in (("swapper.save", "torch.save + fsync"), ("swapper.load", "torch.load")):
+        ratio = seconds[one] / seconds[other]
+        figures = f"{one} {seconds[one]:.3f} s, {other} {seconds[other]:.3f} s"
+        yield Row(f"10,000 tensors of 64 bytes, time of {one}, of {other}", figures, ratio, "<= 1.5", ratio <= 1.5)
 
 
 def fresh_memory(size: int, rounds: int) -> Row:
@@ -88,6 +124,7 @@ def field(room: Path, size: int, tensor_bytes: int, stack: contextlib.ExitStack)
         Save("swapper.save", room, state, swapper.save, new=True),
         Save("torch.save + fsync", room, state, torch_save, new=True),
         Transfers(DRIVE, "read", [lane]),
+        NewMemory(NEW_MEMORY, lane),
         Load("swapper.load", room, state, swapper.load),
         Load("torch.load", room, state, torch_load),
     ]
@@ -96,10 +133,11 @@ def field(room: Path, size: int, tensor_bytes: int, stack: contextlib.ExitStack)
 def table(figures: Sequence[Figure]) -> Iterator[Row]:
     """The rows of the table: a contestant, another, and the bar for their ratio."""
     bars: list[tuple[Operation, str, str, float | None]] = [
-        ("write", "swapper.save", DRIVE, 0.85),
+        ("write", "swapper.save", DRIVE, 0.9),
         ("write", "swapper.save", OVERWRITE, None),
         ("write", "swapper.save", "torch.save + fsync", 3),
         ("read", "swapper.load", DRIVE, 0.85),
+        ("read", "swapper.load", NEW_MEMORY, None),
         ("read", "swapper.load", "torch.load", 2),
     ]
     for operation, one, other, least in bars:

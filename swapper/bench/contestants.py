@@ -16,8 +16,9 @@ from swapper.bench.site import Lane
 from swapper.bench.witness import Operation
 from swapper.io.devices import synchronize
 from swapper.io.handle import AsyncIOHandle, File
+from swapper.sizes import PAGE_BYTES
 
-__all__ = ["Load", "NewFile", "Save", "Transfers", "ordinary_memory", "torch_load", "torch_save"]
+__all__ = ["Load", "NewFile", "NewMemory", "Save", "Transfers", "ordinary_memory", "torch_load", "torch_save"]
 
 
 def ordinary_memory(length_bytes: int) -> torch.Tensor:
@@ -61,6 +62,32 @@ class Transfers(Contestant):
             for file in cached:
                 file.sync()
         return bool(cached)
+
+
+class NewMemory(Contestant):
+    """A read into memory that was allocated just now, whose pages the kernel has to bring; that is in the time.
+
+    Args:
+        name: as for `Contestant`.
+        lane: of the directory. Its file and length are taken, its tensor is not.
+    """
+
+    def __init__(self, name: str, lane: Lane) -> None:
+        super().__init__(name, "read", [Path(lane.file.path)], lane.tensor.numel())
+        self._lane = lane
+        self._tensor: torch.Tensor | None = None
+
+    def move(self) -> bool:
+        """Allocate and read."""
+        whole = torch.empty(self.length_bytes + PAGE_BYTES, dtype=torch.uint8, device="cpu")
+        start = -whole.data_ptr() % PAGE_BYTES
+        self._tensor = whole[start : start + self.length_bytes]
+        self._lane.start("read", self._tensor, 0).wait()
+        return False
+
+    def finish(self) -> None:
+        """Free it."""
+        self._tensor = None
 
 
 class NewFile(Contestant):
@@ -179,6 +206,7 @@ class Load(Contestant):
         super().__init__(name, "read", [directory / "tensor.pt"], _total_bytes(data))
         self._data = data
         self._load = load
+        self._loaded: Any = None
 
     def prepare(self) -> None:
         """Save it if nobody has."""
@@ -188,11 +216,15 @@ class Load(Contestant):
 
     def move(self) -> bool:
         """Load it."""
-        loaded = self._load(self.files[0])
+        loaded = self._loaded = self._load(self.files[0])
         if isinstance(loaded, torch.Tensor):
             synchronize(loaded.device)
         assert _total_bytes(loaded) == self.length_bytes
         return False
+
+    def finish(self) -> None:
+        """Free what was loaded: to give memory back is no part of a load."""
+        self._loaded = None
 
 
 def _total_bytes(data: torch.Tensor | dict[str, torch.Tensor]) -> int:
