@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from swapper.optimizer.operands import Operand
 from swapper.optimizer.records import OpenBucket
 from swapper.optimizer.segments import Segment
-from swapper.optimizer.step_function import class_step
+from swapper.optimizer.step_function import class_step, refuse_overrides
 from swapper.tensors.sharded import Sharding, is_sharded, local_of
 
 __all__ = ["ClassStep"]
@@ -46,6 +46,7 @@ class ClassStep:
 
     def __call__(self, optimizer: Optimizer, operands: Sequence[Operand], opened: OpenBucket) -> list[dict[str, Any]]:
         """Step `operands`, whose state is in `opened`. Returns the state of each that the class left behind."""
+        refuse_overrides(optimizer)  # They may have come after the optimizer was wrapped.
         groups: _Groups = {}
         states: dict[torch.Tensor, dict[str, Any]] = {}
         for operand in operands:

@@ -18,7 +18,7 @@ from swapper.errors import ConfigError, show
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.cuts import segment_cuts
 from swapper.optimizer.int8_codec import blocks_of
-from swapper.optimizer.step_function import unhooked_step
+from swapper.optimizer.step_function import refuse_overrides, unhooked_step
 from swapper.optimizer.twin import Twin, equal, own_numbers, package_of, same_bits, seeded
 from swapper.storage.backward_agreement import have_all_ranks
 from swapper.tensors.reduced import check_reduction
@@ -350,6 +350,7 @@ def refuse_unsupported(optimizer: Optimizer) -> None:
         raise ConfigError(
             f"{name} has state that belongs to no parameter of it ({stray[0]!r}), which cannot be swapped"
         )
+    refuse_overrides(optimizer)
     is_known = _is_one_of(optimizer, _elementwise | _whole)
     if is_known and package_of(optimizer) == "torch":
         return
