@@ -12,7 +12,7 @@ import functools
 import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch.optim import Optimizer
@@ -49,9 +49,27 @@ class Conversion:
         self._former_step: Any = None
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
-    def is_in_place(self, optimizer: Optimizer) -> bool:
-        """True unless the user has replaced `optimizer.state`."""
-        return not self._replaces_step or optimizer.state is self._state
+    def replaced_by(self, optimizer: Optimizer) -> list[tuple[torch.nn.Parameter, Any]] | None:
+        """All the state that `optimizer.state` was replaced by, by the user or by the class's own `load_state_dict`.
+
+        Returns:
+            The entries of each parameter that has some; None if nothing was replaced.
+
+        Raises:
+            SwapError: it has something else, or entries that stand for state on disk.
+        """
+        if not self._replaces_step or optimizer.state is self._state:
+            return None
+        known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for key, entries in optimizer.state.items():
+            if not isinstance(entries, Mapping) or not (id(key) in known or key in self._state):
+                raise SwapError(
+                    f"optimizer.state was replaced by one with a {type(entries).__name__} for a {type(key).__name__}, "
+                    "but it has to have a dictionary of values for each parameter of the optimizer that has state, and "
+                    "nothing else; assign another one, or call optimizer.load_state_dict(...), or "
+                    "optimizer.swapper.reset() to start from no state"
+                )
+        return [(cast("torch.nn.Parameter", key), entries) for key, entries in optimizer.state.items() if entries]
 
     def check_given(self) -> None:
         """See `GuardedState.check_given`."""

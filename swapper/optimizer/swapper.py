@@ -254,10 +254,7 @@ class OptimizerSwapper:
         return self._gathered([parameter]).get(id(parameter), {})
 
     def reset(self) -> None:
-        """Forget all state, as if no step had been made; also the way out after `optimizer.state` was replaced.
-
-        The next step makes the state anew, as the class does it.
-        """
+        """Forget all state, as if no step had been made: the next one makes it anew, as the class does it."""
         self._guard.check_open()
         optimizer = self._optimizer()
         if not self.swaps_state:
@@ -271,9 +268,8 @@ class OptimizerSwapper:
 
     def unwrap(self) -> None:
         """Bring all state back to `optimizer.state` and undo what wrapping did. See `swapper.unwrap_optimizer`."""
-        self._check_usable("unwrap")
-        optimizer = self._optimizer()
-        self._check_state(optimizer)
+        optimizer = self._check_usable("unwrap")
+        self._conversion.check_given()
         parameters = self._plan.with_state()
         gathered = self._gathered(parameters)
         state: dict[torch.Tensor, Any] = {}
@@ -356,26 +352,29 @@ class OptimizerSwapper:
             raise SwapError("the optimizer that this swapper belonged to is gone")
         return optimizer
 
-    def _check_usable(self, operation: str) -> None:
+    def _check_usable(self, operation: str) -> Optimizer:
         self._guard.check_open()
-        self._guard.check_usable(self._optimizer(), operation)
+        self._guard.check_usable(optimizer := self._optimizer(), operation)
         if self.backward_steps is not None and self.backward_steps.under_way and operation != "step":
             raise SwapError(f"{operation} is refused: parameters were stepped in backward; call step() first")
+        self._take_replaced(optimizer)
+        return optimizer
 
-    def _check_state(self, optimizer: Optimizer) -> None:
-        self._conversion.check_given()
-        if not self._conversion.is_in_place(optimizer):
-            raise SwapError(
-                "optimizer.state was replaced since the last step, but the state of a swapped optimizer is on disk. "
-                "Assign what single parameters are to have (optimizer.state[parameter] = {...}) or load all of it with "
-                "optimizer.load_state_dict(...), or call optimizer.swapper.reset() to start from no state"
-            )
+    def _take_replaced(self, optimizer: Optimizer) -> None:
+        """Take what `optimizer.state` was replaced by as all the state, with the dtypes that it has."""
+        if (state := self._conversion.replaced_by(optimizer)) is None:
+            self._loading = None  # Still there if torch has refused what was to be loaded.
+            return
+        if self._loading is not None:  # What torch has put there is empty, for `_on_loaded`, which did not end.
+            raise SwapError("load_state_dict was cut off; call it again, or optimizer.swapper.reset() for no state")
+        self._follower.load(optimizer, state, as_it_is=True)
+        self._conversion.give_state_back(optimizer)
+        self._made_anew()
 
     def _prepare(self, operation: str, *, follow: bool = True) -> Optimizer:
         """Check that `operation` may be done now, and follow `param_groups`. Returns the optimizer."""
-        self._check_usable(operation)
-        optimizer = self._optimizer()
-        self._check_state(optimizer)
+        optimizer = self._check_usable(operation)
+        self._conversion.check_given()
         if follow:
             self._follower.follow(optimizer)
         if operation == "step":
@@ -401,7 +400,6 @@ class OptimizerSwapper:
 
     def _step(self, optimizer: Optimizer, closure: Callable[[], _T] | None) -> _T | None:
         together = is_stepped_by_all(optimizer)
-        self._loading = None  # Still there if torch has refused what was to be loaded.
         loss = None
         if closure is not None:
             with agreed(together):
@@ -412,7 +410,7 @@ class OptimizerSwapper:
         with agreed(together):
             self._check_usable("step")
             self._arrivals.check_step(optimizer)
-            self._check_state(optimizer)
+            self._conversion.check_given()
             if self.gradients is not None:
                 self.gradients.check()
             bring_back_gradients(parameters_of(optimizer), (self.gradients, self.backward_steps))
@@ -539,7 +537,7 @@ class OptimizerSwapper:
         return {**state_dict, "state": {}}
 
     def _on_loaded(self, optimizer: Optimizer) -> None:
-        state, self._loading = self._loading, None
+        state = self._loading
         assert state is not None
         try:
             with agreed(is_shared(optimizer)):
@@ -548,9 +546,11 @@ class OptimizerSwapper:
             self._follower.load(optimizer, given, as_it_is=False, together=is_shared(optimizer))
         except Exception:
             self._conversion.give_state_back(optimizer)
+            self._loading = None
             raise
         # Only now: until then `optimizer.state`, which torch has replaced, says that the state does not belong to it.
         self._conversion.give_state_back(optimizer)
+        self._loading = None
         self._made_anew()
 
     # --- The end ---------------------------------------------------------------------------------------------------

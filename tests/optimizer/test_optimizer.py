@@ -7,6 +7,7 @@ import gc
 import io
 import os
 import pickle
+import signal
 import threading
 import weakref
 from collections import defaultdict
@@ -509,25 +510,94 @@ def test_copying_is_refused(nvme_path: Path, duplicate: Callable[[object], objec
         duplicate(optimizer)
 
 
-def test_state_that_is_replaced_is_an_error_that_names_reset(nvme_path: Path) -> None:
+def test_single_values_of_the_state_cannot_be_changed(nvme_path: Path) -> None:
     model = make_model()
     optimizer = adamw(model)
-    with wrapped(optimizer, nvme_path) as swapped:
+    with wrapped(optimizer, nvme_path):
         run(model, optimizer, range(1))
         with pytest.raises(swapper.SwapError, match=r"swapper\.state"):
             assert optimizer.state[model[0].weight] == {}  # Who looks here would believe that there is no state.
         with pytest.raises(swapper.SwapError, match="assign the whole state"):
             optimizer.state[model[0].weight]["exp_avg"] = torch.zeros(3)
-        run(model, optimizer, range(1, 3))
-        optimizer.state = defaultdict(dict)
-        with pytest.raises(swapper.SwapError, match="reset"):
-            optimizer.step()
-        with pytest.raises(swapper.SwapError, match="reset"):
-            swapper.unwrap_optimizer(optimizer)
+
+
+class LoadsItself(torch.optim.AdamW):
+    """Has a `load_state_dict` of its own, without torch's hooks, as the optimizers of bitsandbytes have."""
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        state = defaultdict(dict, {parameters[i]: copy.deepcopy(state) for i, state in state_dict["state"].items()})
+        groups = zip(self.param_groups, state_dict["param_groups"], strict=True)
+        self.__setstate__({"state": state, "param_groups": [{**new, "params": own["params"]} for own, new in groups]})
+
+
+def forget_all(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.state = defaultdict(dict)
+
+
+def go_back(model: nn.Module, optimizer: Optimizer) -> None:
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    run(model, optimizer, range(10, 12))
+    saved = copy.deepcopy(optimizer.state_dict())
+    run(model, optimizer, range(12, 14))
+    optimizer.load_state_dict(saved)
+
+
+def keep_one(model: nn.Module, optimizer: Optimizer) -> None:
+    state = optimizer.swapper.state if hasattr(optimizer, "swapper") else optimizer.state.__getitem__
+    kept = {"step": torch.tensor(7.0), **{key: 2 * state(model[0].weight)[key] for key in ("exp_avg", "exp_avg_sq")}}
+    optimizer.state = defaultdict(dict, {model[0].weight: kept, model[0].bias: {}})
+
+
+@pytest.mark.parametrize("replace", [forget_all, go_back, keep_one])
+def test_what_optimizer_state_is_replaced_by_is_all_the_state(nvme_path: Path, replace: Scenario) -> None:
+    models = make_model(), make_model()
+    optimizers = [LoadsItself(model.parameters(), lr=1e-2) for model in models]
+    with wrapped(optimizers[1], nvme_path) as swapped:
+        for model, optimizer in zip(models, optimizers, strict=True):
+            run(model, optimizer, range(3))
+            replace(model, optimizer)
+        plain = optimizers[0].state.get(models[0][0].weight, {})
+        state = swapped.state(models[1][0].weight)  # Not the former one.
+        assert state.keys() == plain.keys() and all(same_bits(state[key], plain[key]) for key in plain)
+        for model, optimizer in zip(models, optimizers, strict=True):
+            run(model, optimizer, range(3, 6))
+        assert_same(*models)
+        assert_same_state(optimizers[0].state_dict(), optimizers[1].state_dict())
+
+
+def test_what_cannot_be_all_the_state_is_refused_until_there_is_some(nvme_path: Path) -> None:
+    model = make_model()
+    optimizer = adamw(model)
+    with wrapped(optimizer, nvme_path) as swapped:
+        run(model, optimizer, range(1))
+        for wrong in ({nn.Parameter(torch.ones(2)): {}}, {model[0].weight: 3}, optimizer.state.copy()):
+            optimizer.state = wrong
+            for _ in range(2):
+                with pytest.raises(swapper.SwapError, match=r"was replaced by one with .*swapper.reset"):
+                    optimizer.step()
         swapped.reset()
         assert swapped.state(model[0].weight) == {}
         run(model, optimizer, range(3, 4))
         assert swapped.state(model[0].weight)["step"] == 1
+
+
+def test_state_that_a_load_did_not_fill_is_not_taken(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model()
+    optimizer = adamw(model)
+    with wrapped(optimizer, nvme_path) as swapped:
+        run(model, optimizer, range(2))
+        saved = optimizer.state_dict()
+        with monkeypatch.context() as patch:
+            patch.setattr(swapped._follower, "load", lambda *args, **named: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.load_state_dict(saved)
+        for _ in range(2):
+            with pytest.raises(swapper.SwapError, match="load_state_dict was cut off"):
+                optimizer.step()
+        optimizer.load_state_dict(saved)
+        run(model, optimizer, range(2, 3))
+        assert swapped.state(model[0].weight)["step"] == 3
 
 
 def test_reset_starts_over(nvme_path: Path) -> None:
