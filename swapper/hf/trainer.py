@@ -53,7 +53,7 @@ class SwapCallback(TrainerCallback):
 
     def __init__(self, config: ConfigLike) -> None:
         self.config = as_config(config)
-        self._settings: weakref.WeakKeyDictionary[Trainer, OffloadConfig] = weakref.WeakKeyDictionary()
+        self._followed: list[tuple[weakref.ref[Trainer], OffloadConfig]] = []  # No dictionary: TRL's may have no hash.
 
     def on_init_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Find the Trainer; its optimizer will be swapped as soon as there is one."""
@@ -77,9 +77,10 @@ class SwapCallback(TrainerCallback):
 
     def _follow(self, trainer: Trainer) -> None:
         """Have the Trainer's own methods swap what they make, and load without a copy of the file in memory."""
-        if trainer in self._settings:
+        self._followed = [followed for followed in self._followed if followed[0]() is not None]
+        if any(reference() is trainer for reference, _ in self._followed):
             return
-        self._settings[trainer] = self._settings_for(trainer)
+        self._followed.append((weakref.ref(trainer), self._settings_for(trainer)))
         create, load = trainer.create_optimizer, trainer._load_optimizer_and_scheduler
 
         @wraps(create)
@@ -124,7 +125,8 @@ class SwapCallback(TrainerCallback):
 
     def _swap(self, trainer: Trainer) -> None:
         if trainer.optimizer is not None and trainer.model is not None:
-            swap(trainer.model, [trainer.optimizer], self._settings[trainer])
+            settings = next(settings for reference, settings in self._followed if reference() is trainer)
+            swap(trainer.model, [trainer.optimizer], settings)
             swap_clipping(trainer.accelerator, [trainer.optimizer])
 
 

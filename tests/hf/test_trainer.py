@@ -223,6 +223,21 @@ def test_subclasses_mixins_and_callbacks_that_come_later(tmp_path: Path) -> None
         assert_same(swapped, plain)
 
 
+class WithoutHash(Trainer):
+    """As those of TRL are that are dataclasses by their decorator (`KTOTrainer` of TRL 1.16)."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def test_a_trainer_that_has_no_hash(tmp_path: Path) -> None:
+    plain = trainer(tmp_path / "plain", kind=WithoutHash)
+    plain.train()
+    swapped = trainer(tmp_path / "swapped", kind=WithoutHash, callbacks=[SwapCallback(config(tmp_path, EVERYTHING))])
+    swapped.train()
+    assert is_swapped(swapped, EVERYTHING)
+    assert_same(swapped, plain)
+
+
 def test_an_optimizer_of_the_users_with_a_schedule(tmp_path: Path) -> None:
     def with_optimizer(directory: Path, **options: Any) -> Trainer:
         made = trainer(directory, **options)
