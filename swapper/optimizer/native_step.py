@@ -221,7 +221,7 @@ class NativeSteps:
         Raises:
             SwapError: a stored master is damaged. Nothing was written of it, nor of its parameter's elements.
         """
-        numel = max((each.segment.numel for each in chosen if each.program.needs_scratch), default=0)
+        numel = max([each.segment.numel for each in chosen if each.program.needs_scratch], default=0)
         if numel > (0 if self._room is None else self._room.numel()):
             self._room = torch.empty(numel, dtype=torch.float32, device="cpu")  # The class would make as much.
         threads = torch.get_num_threads()
@@ -248,7 +248,7 @@ class NativeSteps:
         return {
             each.operand.segment: (*each.result, each.segment.new_ties, each.operand.bits)
             for each in chosen
-            if each.segment.new_ties is not None and each.operand.bits is not None
+            if each.segment.new_ties and each.operand.bits is not None
         }
 
     # --- One operand -----------------------------------------------------------------------------------------------
@@ -296,7 +296,7 @@ class NativeSteps:
             recording = self._recordings[key] = self._record(case, _token_of(segment, opened, parts))
         if recording.program is None or (recording.writes_gradient and not segment.master):
             return None
-        new_ties = scratch.take(ties_bytes_max(segment.numel), torch.uint8) if segment.is_split else None
+        new_ties = scratch.take_bytes(ties_bytes_max(segment.numel)) if segment.is_split else 0
         native = _native_segment(segment, opened, parts, address, new_ties)
         copies = operand.is_copied or native.gradient is not parts.gradient
         return NativeOperand(operand, recording.program, native, recording.small, copies)
@@ -426,7 +426,7 @@ class NativeSteps:
         values, gradient, *large = (each.clone() for each in recorded.before)
         numel = values.numel()
         state = [each.data_ptr() for each in large]
-        segment = NativeSegment(numel, values.data_ptr(), 0, 0, 0, 0, None, gradient, state, large.__getitem__)
+        segment = NativeSegment(numel, values.data_ptr(), 0, 0, 0, 0, 0, gradient, state, large.__getitem__)
         room = torch.empty(numel, dtype=torch.float32, device="cpu") if program.needs_scratch else None
         program.run([segment], room, 1, self._set)
         return all(_same(mine, other.reshape(-1)) for mine, other in zip([values, *large], recorded.after, strict=True))
@@ -546,9 +546,7 @@ def _parts_in_memory(segment: Segment, state: Mapping[str, Any], values: Tensor,
     return _Parts(values, gradient, tuple(large), addresses, tensors.__getitem__, small)
 
 
-def _native_segment(
-    segment: Segment, opened: OpenBucket, parts: _Parts, address: int, new_ties: Tensor | None
-) -> NativeSegment:
+def _native_segment(segment: Segment, opened: OpenBucket, parts: _Parts, address: int, new_ties: int) -> NativeSegment:
     values, gradient = parts.values, parts.gradient
     if gradient.dtype not in (torch.float32, torch.bfloat16):
         gradient = gradient.to(torch.float32)

@@ -17,7 +17,7 @@ from swapper.storage.buffers import Lease
 from swapper.tensors.sharded import local_gradient, sharded_like
 from swapper.tensors.strides import is_dense
 
-__all__ = ["Operand", "Scratch", "fetch", "make_tensors", "write_back"]
+__all__ = ["Operand", "Scratch", "Slices", "fetch", "make_tensors", "write_back"]
 
 
 class Scratch:
@@ -39,6 +39,14 @@ class Scratch:
         view = self._lease.view(self._cursor, numel, dtype)
         self._cursor += round_up(length, ALIGNMENT_BYTES)
         return view
+
+    def take_bytes(self, length_bytes: int) -> int:
+        """As `take`, of bytes. Returns their address."""
+        assert self._lease is not None, "scratch was not planned for"
+        assert self._cursor + length_bytes <= self._lease.length_bytes, "scratch was not planned for"
+        address = self._lease.tensor.data_ptr() + self._cursor
+        self._cursor += round_up(length_bytes, ALIGNMENT_BYTES)
+        return address
 
     def note(self, copy: Copy | None) -> None:
         """`copy`, which is the last that was started, is from or to a piece."""
@@ -64,6 +72,9 @@ class Scratch:
         """Take everything back. Copies to it that follow come after those from it; before the host writes: `wait`."""
         self._cursor = 0
 
+
+Slices = dict[Segment, tuple[torch.Tensor, torch.Tensor]]
+"""Of segments that are not fetched yet: the elements of the parameter and of its gradient, 1-D, in their memory."""
 
 _OF_DTENSOR = ("_local_tensor", "_spec")
 
@@ -101,6 +112,7 @@ def fetch(
     on_host: Mapping[torch.nn.Parameter, torch.Tensor],
     scratch: Scratch,
     copies: DeviceCopies,
+    slices: Slices | None,
 ) -> list[Operand]:
     """Get at parameters and gradients; with `remote`, start copying them from the accelerator.
 
@@ -108,9 +120,14 @@ def fetch(
         active: segments of one bucket that have a gradient, and whose parameters are in memory.
         gradients: slices on the host, 1-D and in memory order, of gradients that are not at their parameters.
         on_host: values of parameters on an accelerator that are stepped where they are, on the host.
+        slices: gets those of a parameter's other segments, for the next calls; None if what is fetched may be somewhere
+            else then.
     """
     operands = []
     for segment in active:
+        if slices is not None and (found := slices.pop(segment, None) or _cut(segment, slices)) is not None:
+            operands.append(Operand(segment, *found))
+            continue
         p, local = segment.parameter, segment.local
         operand = Operand(segment, on_host=on_host.get(p))
         brought = gradients.get(segment)  # The gradient is swapped: this is its slice.
@@ -137,6 +154,22 @@ def fetch(
             operand.is_copied = not (local.is_contiguous() and (gradient is None or gradient.is_contiguous()))
         operands.append(operand)
     return operands
+
+
+def _cut(segment: Segment, slices: Slices) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Cut the parameter of `segment`, and its gradient. None if that takes a copy, or the class is given it itself."""
+    p, of = segment.parameter, segment.of
+    gradient = p.grad
+    if type(p) is not torch.nn.Parameter or type(gradient) is not torch.Tensor:
+        return None  # A DTensor, or of another swapper.
+    if not (segment.master or not segment.whole) or gradient.layout is not torch.strided:
+        return None
+    if not (p.is_contiguous() and gradient.is_contiguous()):
+        return None
+    lengths = [each.numel for each in of.segments]
+    values, gradients = (t.detach().view(-1).split_with_sizes(lengths) for t in (p, gradient))
+    slices.update(zip(of.segments, zip(values, gradients, strict=True), strict=True))
+    return slices.pop(segment)
 
 
 def make_tensors(operands: Sequence[Operand], opened: OpenBucket, scratch: Scratch) -> None:

@@ -33,9 +33,9 @@ log = logging.getLogger(__name__)
 Masters = dict[Segment, tuple[torch.Tensor, torch.Tensor]]
 """Of each segment its new master (fp32, 1-D), and the tensor that gets the rounded bits (1-D)."""
 
-Encoded = dict[Segment, tuple[int, int, torch.Tensor, torch.Tensor]]
-"""Of each segment whose split master is encoded already: its count of ties, the checksum of its bits, its ties (uint8,
-1-D), and the bits."""
+Encoded = dict[Segment, tuple[int, int, int, torch.Tensor]]
+"""Of each segment whose split master is encoded already: its count of ties, the checksum of its bits, the address of
+its ties, and the bits."""
 
 Work = tuple[Bucket, list[Segment]]
 """A bucket, and those of its segments that have a gradient."""
@@ -215,16 +215,19 @@ class OpenBucket:
             return
         ties = self._copy_ties(encoded)
         address, cursor = self.address(), self.bucket.layout.tail_offset_bytes
+        self._ties_at = {}
         for segment in self.bucket.segments:
             if segment in encoded:
-                segment.tie_bits, segment.checksum, ties[segment], bits = encoded[segment]
-                torch.autograd.graph.increment_version(bits)
+                segment.tie_bits, segment.checksum, source, _ = encoded[segment]
+            else:
+                source = ties[segment].data_ptr() if segment in ties else 0
             length_bytes = segment.tie_bytes
-            if length_bytes and segment in ties:
+            if length_bytes and source:
                 assert cursor + length_bytes <= self.bucket.length_bytes
-                ctypes.memmove(address + cursor, ties[segment].data_ptr(), length_bytes)
+                ctypes.memmove(address + cursor, source, length_bytes)
+                self._ties_at[segment] = cursor
             cursor += length_bytes
-        self._ties_at = self._find_ties()
+        torch.autograd.graph.increment_version([bits for *_, bits in encoded.values()])
 
     def _encode(self, masters: Masters, ties: Mapping[Segment, torch.Tensor]) -> None:
         """Write `masters`, and the ties of the other segments, which may move within the tail of the record."""
@@ -267,16 +270,18 @@ class OpenBucket:
         assert self.memory is not None
         return self.memory.view(offset_bytes, length_bytes, torch.uint8)
 
-    def write_header(self) -> None:
-        """Write the header of the record as it is now to its buffer."""
+    def write_header(self) -> int:
+        """Write the header of the record as it is now to its buffer. Returns the bytes of all its ties."""
         assert self.lease is not None
-        header = self.bucket.layout.header(self.bucket.tie_bytes)
+        tie_bytes = self.bucket.tie_bytes
+        header = self.bucket.layout.header(tie_bytes)
         record = self.lease.tensor
         assert record.nbytes >= len(header)
         if record.is_cpu:  # Many times as fast as a copy of torch's.
             ctypes.memmove(record.data_ptr(), header, len(header))
         else:
             record[: len(header)].copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
+        return tie_bytes
 
 
 class BucketRecords:
@@ -307,7 +312,8 @@ class BucketRecords:
     @property
     def drops(self) -> int:
         """Count of records that were prefetched and dropped."""
-        return sum(cache.drops for cache in self.caches)
+        direct = None if self.direct is None else self.direct.cache
+        return self.cache.drops + (0 if direct is None else direct.drops)
 
     def keep(self, buckets: Iterable[Bucket]) -> None:
         """From now on the records of `buckets` stay in the pool once they are there, and no others."""
@@ -385,8 +391,8 @@ class BucketRecords:
         if (packing := opened.bucket.packing) is not None:
             length_bytes = packing.pack(opened.lease.tensor, opened.bucket.tie_bytes)
         else:
-            opened.write_header()
-            length_bytes = opened.bucket.used_bytes()
+            tie_bytes = opened.write_header()
+            length_bytes = opened.bucket.layout.used_bytes(tie_bytes)
         self.put_whole(opened, length_bytes)
 
     def wait_written(self, bucket: Bucket) -> None:

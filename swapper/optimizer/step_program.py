@@ -29,7 +29,7 @@ class NativeSegment(NamedTuple):
         param: address of its float32 values; 0 if the master is split.
         bits, low, ties: addresses of the split master's parts, as for `join_master`; else 0.
         tie_bits: ties of the split master.
-        new_ties: uint8, `ties_bytes_max(numel)`: gets the new ties; None if the master is not split.
+        new_ties: address of `ties_bytes_max(numel)` bytes that get the new ties; 0 if the master is not split.
         gradient: float32 or bfloat16, 1-D; only read.
         state: addresses of its state: float32, each `numel` elements, dense.
         state_at: the tensor that is at one of them, 1-D, by its index.
@@ -41,14 +41,14 @@ class NativeSegment(NamedTuple):
     low: int
     ties: int
     tie_bits: int
-    new_ties: Tensor | None
+    new_ties: int
     gradient: Tensor
     state: Sequence[int]
     state_at: Callable[[int], Tensor]
 
     def job(self, scratch: Tensor | None) -> tuple[int, int, int, int, int, int, int, int, bool, list[int]]:
         """The fields of the job that follow its program."""
-        new_ties, gradient = self.new_ties, self.gradient
+        gradient = self.gradient
         return (
             self.numel,
             self.param,
@@ -56,7 +56,7 @@ class NativeSegment(NamedTuple):
             self.low,
             self.ties,
             self.tie_bits,
-            0 if new_ties is None else new_ties.data_ptr(),
+            self.new_ties,
             gradient.data_ptr(),
             gradient.dtype is torch.bfloat16,
             [*self.state] if scratch is None else [*self.state, scratch.data_ptr()],

@@ -24,7 +24,7 @@ from swapper.optimizer.class_step import ClassStep
 from swapper.optimizer.device_records import DeviceBucket, edited_on_device
 from swapper.optimizer.device_slots import DeviceSlots, Slot
 from swapper.optimizer.native_step import NativeOperand, NativeSteps
-from swapper.optimizer.operands import Operand, Scratch, fetch, make_tensors, write_back
+from swapper.optimizer.operands import Operand, Scratch, Slices, fetch, make_tensors, write_back
 from swapper.optimizer.plan import OptimizerPlan
 from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher, Work
 from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, grouped, is_edited
@@ -178,6 +178,8 @@ class Stepper:
         self._looks_ahead = plan.on_accelerator  # brings a bucket while the one before is stepped
         self._scratches: list[Scratch] = []
         self._gradient_slices: dict[Segment, torch.Tensor] = {}
+        self._in_memory = False  # Parameters and gradients are, and nobody changes them until the step is over.
+        self._slices: Slices = {}  # in a step, of those that are not fetched yet
         self._on_host: Mapping[torch.nn.Parameter, torch.Tensor] = {}  # of a bucket: see `SwappedParameters.stepping`
         self._present = ExitStack()
         self._following = ExitStack()  # with an accelerator: of the bucket that is being copied
@@ -228,9 +230,10 @@ class Stepper:
                 self._present.close()
                 self._present, self._following = self._following, ExitStack()
             else:
-                with self._staying(work, i):
-                    self._present.close()
-                    self._present = self._bring(work, i + 1)
+                if not self._in_memory:
+                    with self._staying(work, i):
+                        self._present.close()
+                        self._present = self._bring(work, i + 1)
                 pending = self._fetch(work, i + 1)
         self.finish(optimizer)
 
@@ -253,6 +256,9 @@ class Stepper:
 
     def _begin(self, work: Sequence[Work]) -> _Fetched | None:
         self._native.forget()
+        self._slices.clear()
+        moves = self.plan.on_accelerator or self.plan.step_in_backward
+        self._in_memory = not moves and self.parameters is None and self.gradients is None
         self.hold_scratch()
         if self._slots is not None:
             if self._direct is not None:
@@ -279,7 +285,7 @@ class Stepper:
         self._records.steps += 1
         if edited := [flag for flag in self._edited.values() if isinstance(flag, torch.Tensor)]:
             self._records.count_resets_later(torch.stack(edited).sum())
-        self._forget_edited()
+        self._forget_parameters()
         self.entered, self.done, self.stepping = [], 0, False
 
     def abandon(self) -> None:
@@ -292,7 +298,7 @@ class Stepper:
             steps.callback(self.recover)
             steps.callback(self._class_step.abandon)
             steps.callback(self._native.forget)
-            steps.callback(self._forget_edited)
+            steps.callback(self._forget_parameters)
             steps.callback(self._following.close)
             steps.callback(self._late.close)
             steps.callback(self._present.close)
@@ -349,11 +355,8 @@ class Stepper:
     # --- What a bucket needs ---------------------------------------------------------------------------------------
 
     def _active(self, bucket: Bucket) -> list[Segment]:
-        active = [
-            segment
-            for segment in bucket.segments
-            if segment.of.group is not None and self.has_gradient(segment.parameter)
-        ]
+        in_group = (segment for segment in bucket.segments if segment.of.group is not None)
+        active = [segment for segment in in_group if self.has_gradient(segment.parameter)]
         for segment in active:  # Now: a step must not find out in the middle.
             gradient = raw_gradient(segment.parameter) if segment.of.sharded and not _takes_any(segment) else None
             if gradient is not None:
@@ -427,9 +430,10 @@ class Stepper:
         scratch = self._scratches[i % len(self._scratches)] if self._scratches else Scratch(None)
         scratch.reset()
         for segment in active:
-            self._check_gradient(segment)
-        remote, slices = self.plan.remote, self._gradient_slices
-        operands = fetch(active, remote, slices, self._on_host, scratch, self._copies)
+            if segment not in self._slices:
+                self._check_gradient(segment)
+        cut, slices = self._gradient_slices, self._slices if self._in_memory else None
+        operands = fetch(active, self.plan.remote, cut, self._on_host, scratch, self._copies, slices)
         if self._slots is None:
             return operands, scratch, None
         slot, note = self._slot, self._records.note_unplanned
@@ -443,9 +447,7 @@ class Stepper:
 
     def _check_gradient(self, segment: Segment) -> None:
         p, gradient = segment.parameter, raw_gradient(segment.parameter)
-        if gradient is None:  # On disk, in the layout of its parameter.
-            return
-        if _takes_any(segment):
+        if gradient is None or _takes_any(segment):  # On disk it is in the layout of its parameter.
             return
         gradient, local = local_gradient(p, gradient), segment.local
         if gradient.layout is torch.strided and (segment.whole or (gradient.is_contiguous() and local.is_contiguous())):
@@ -491,11 +493,10 @@ class Stepper:
             # In backward the user's code runs between the buckets of a step.
             edited = {} if self.plan.step_in_backward else self._edited
             native = self._native.choose(optimizer, operands, opened, scratch, edited)
+        all_operands = operands
         if native:
             chosen = {each.operand.segment for each in native}
-            operands, all_operands = [each for each in operands if each.segment not in chosen], operands
-        else:
-            all_operands = operands
+            operands = [each for each in operands if each.segment not in chosen]
         make_tensors(operands, opened, scratch)
         for operand in operands:
             if operand.edited is True:
@@ -530,8 +531,6 @@ class Stepper:
 
     def _step_natively(self, native: Sequence[NativeOperand], opened: OpenBucket) -> Masters:
         """Step `native`. Returns the masters of them that are not encoded yet."""
-        if not native:
-            return {}
         self._native.run(native)
         masters: Masters = {}
         for each in native:
@@ -579,9 +578,10 @@ class Stepper:
                 self._note_edited(segment)
         return self._edited[of]
 
-    def _forget_edited(self) -> None:
+    def _forget_parameters(self) -> None:
         self._edited.clear()
         self._noted.clear()
+        self._slices.clear()
 
     def _note_edited(self, segment: Segment) -> None:
         if segment.of not in self._noted:

@@ -570,7 +570,7 @@ class RecordCache:
         """
         check_devices()
         self._dropped.collect()
-        if self._policy.rewrites:  # No write holds up a buffer, so each is seen by who waits for it.
+        if self.records.are_settled or self._policy.rewrites:  # Then each write is seen by who waits for it.
             return
         failure: SwapIOError | None = None
         for record in list(itertools.islice(self.records.writes(), _LOOKS)):

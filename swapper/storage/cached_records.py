@@ -112,6 +112,11 @@ class CachedRecords:
         """Bytes of the buffers of `state`."""
         return self._shelves[state].length_bytes
 
+    @property
+    def are_settled(self) -> bool:
+        """True if no write is in flight, or over and not yet seen, and none has failed."""
+        return not self._writing and not self._shelves[RecordState.FAILED].records
+
     def writes(self) -> Iterator[CachedRecord]:
         """Iterate over those with a write in flight, or over and not yet seen. No record may be changed meanwhile."""
         return iter(self._writing.values())

@@ -72,21 +72,14 @@ class RecordLayout:
         With it, the first `exact_bytes(tail_bytes)` bytes of the record are a valid safetensors file. One that is not
         `padded` says that it is PyTorch's, without which Hugging Face's loaders refuse it.
         """
-        fixed, pads, cursor = self._fixed_table
-        parts = [fixed] if fixed else []
-        if tail_bytes:
-            cursor = self.tail_offset_bytes + tail_bytes
-            parts.append(self._bytes_entry("ties", self.tail_offset_bytes, cursor))
-        if (stop := self.exact_bytes(tail_bytes)) > cursor:
-            parts.append(self._bytes_entry(f"__pad__{pads}", cursor, stop))
-        text = b"{" + b",".join(parts) + b"}"
-        room = self.payload_bytes - 8
-        assert len(text) <= room, "the header outgrew the room planned for it"
-        return room.to_bytes(8, "little") + text.ljust(room)
+        start = self.payload_bytes
+        return _header_of(
+            *self._fixed_table, start, self.tail_offset_bytes - start, tail_bytes, self.exact_bytes(tail_bytes) - start
+        )
 
     @functools.cached_property
     def _fixed_table(self) -> tuple[bytes, int, int]:
-        """The part that all headers share, as JSON without braces; the number of its pads; its end in bytes."""
+        """The part that all headers share, as JSON without braces; the number of its pads; its end in the payload."""
         metadata = {} if self.padded else {"format": "pt"}
         metadata |= {entry.name: entry.encoding for entry in self.entries if entry.encoding}
         table: dict[str, object] = {"__metadata__": metadata} if metadata else {}
@@ -97,12 +90,7 @@ class RecordLayout:
             cursor = offset + entry.length_bytes
             self._put(table, entry.name, entry.dtype, entry.shape, offset, cursor)
         pads += self._pad(table, pads, cursor, self.tail_offset_bytes)
-        return _json_of(table), pads, max(cursor, self.tail_offset_bytes)
-
-    def _bytes_entry(self, name: str, start: int, stop: int) -> bytes:
-        """As `_put` with "U8", as JSON. Each put of a record writes two, for which `json` is slow."""
-        offsets = f"{start - self.payload_bytes},{stop - self.payload_bytes}"
-        return f'"{name}":{{"dtype":"U8","shape":[{stop - start}],"data_offsets":[{offsets}]}}'.encode()
+        return _json_of(table), pads, max(cursor, self.tail_offset_bytes) - self.payload_bytes
 
     def _put(
         self, table: dict[str, object], name: str, dtype: str, shape: tuple[int, ...], start: int, stop: int
@@ -115,6 +103,28 @@ class RecordLayout:
         if stop > start:
             self._put(table, f"__pad__{number}", "U8", (stop - start,), start, stop)
         return stop > start
+
+
+@functools.lru_cache(maxsize=64)  # Most records of a step are as long as their neighbours.
+def _header_of(
+    fixed: bytes, pads: int, cursor: int, payload_bytes: int, tail_offset: int, tail_bytes: int, stop: int
+) -> bytes:
+    """See `RecordLayout.header`. Offsets are from the start of the payload."""
+    parts = [fixed] if fixed else []
+    if tail_bytes:
+        cursor = tail_offset + tail_bytes
+        parts.append(_bytes_entry("ties", tail_offset, cursor))
+    if stop > cursor:
+        parts.append(_bytes_entry(f"__pad__{pads}", cursor, stop))
+    text = b"{" + b",".join(parts) + b"}"
+    room = payload_bytes - 8
+    assert len(text) <= room, "the header outgrew the room planned for it"
+    return room.to_bytes(8, "little") + text.ljust(room)
+
+
+def _bytes_entry(name: str, start: int, stop: int) -> bytes:
+    """As `RecordLayout._put` with "U8", as JSON. Each put of a record writes two, for which `json` is slow."""
+    return f'"{name}":{{"dtype":"U8","shape":[{stop - start}],"data_offsets":[{start},{stop}]}}'.encode()
 
 
 def _json_of(table: dict[str, object]) -> bytes:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -420,3 +422,42 @@ def test_a_user_sees_that_a_parameter_has_changed() -> None:
             version = p._version
             optimizer.step()
             assert p._version > version
+
+
+class Memory(bytearray):
+    """Can be referred to weakly."""
+
+
+def test_a_step_that_fails_keeps_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter and its gradient are cut at once: what was not stepped of them is given up with the step."""
+    numel = 1 << 17
+    p = nn.Parameter(torch.randn(numel).bfloat16())
+    config = swapper.OffloadConfig(
+        pool_bytes="16MiB",
+        bucket_bytes="512KiB",
+        offload_optimizer={"device": "cpu", "master_weights": True, "native_step": "auto"},
+    )
+    optimizer = swapper.wrap_optimizer(torch.optim.SGD([p], lr=0.1, momentum=0.9), config)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    memory = Memory(2 * numel)
+    alive = weakref.ref(memory)
+    p.grad = torch.frombuffer(memory, dtype=torch.bfloat16)
+    run, calls = native_step.NativeSteps.run, []
+
+    def failing(steps: native_step.NativeSteps, chosen: Sequence[native_step.NativeOperand]) -> None:
+        calls.extend(each.operand.segment.stop for each in chosen)
+        if len(calls) == 2:
+            raise OSError("on purpose")
+        run(steps, chosen)
+
+    monkeypatch.setattr(native_step.NativeSteps, "run", failing)
+    with pytest.raises(OSError, match="on purpose"):
+        optimizer.step()
+    assert calls[-1] < numel  # There is more of it.
+    calls.clear()
+    p.grad = None
+    del memory
+    gc.collect()
+    assert alive() is None
+    swapper.of(optimizer).close()
