@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from swapper.api import init, offload
-from swapper.checkpoint.checkpoint import OpenCheckpoint, Several, is_checkpoint, save
+from swapper.checkpoint.checkpoint import OpenCheckpoint, Several, save
 from swapper.checkpoint.saved_model import plain_model
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError
@@ -195,9 +195,10 @@ class Swapping(SwappingStrategy, Strategy):
             SwapError, SwapIOError: as from `swapper.load_checkpoint`.
         """
         self._saving.wait()
-        if not is_checkpoint(path):
+        if self._is_directory(path):
+            return self._load_directory(path, state, strict)
+        with agreed(self._loads_together):
             return super().load_checkpoint(path, state, strict, weights_only)
-        return self._load_directory(path, state, strict)
 
     def _load_directory(
         self, path: str | Path, state: torch.nn.Module | Optimizer | State | None, strict: bool
@@ -290,19 +291,6 @@ class OnDDP(Swapping, DDPStrategy):
         self._configure(settings_of(type(self).__name__, config, given), checkpoint_format, together, annex)
         self._refuse_annex_of_one()
         super().__init__(**ddp)
-
-    def load_checkpoint(
-        self,
-        path: str | Path,
-        state: torch.nn.Module | Optimizer | State | None = None,
-        strict: bool = True,
-        weights_only: bool | None = None,
-    ) -> dict[str, Any]:
-        """As of `SwapStrategy`. All processes call this, and what one of them raises is raised on all."""
-        with agreed():
-            if not is_checkpoint(path):
-                return super().load_checkpoint(path, state, strict, weights_only)
-        return self._load_directory(path, state, strict)
 
     def setup_module(self, module: torch.nn.Module) -> Any:
         """As in the stock strategy, but a model on the drive is synchronized one parameter at a time."""

@@ -268,8 +268,9 @@ class Swapping(SwappingStrategy, Strategy):
     def load_checkpoint(self, checkpoint_path: str | Path, weights_only: bool | None = None) -> dict[str, Any]:
         """Load a checkpoint of either format."""
         self._directories.saving.wait()
+        is_directory = self._is_directory(checkpoint_path)
         with agreed(self._loads_together):
-            if is_checkpoint(checkpoint_path):
+            if is_directory:
                 return self._directories.load(checkpoint_path, self._annex, together=self._loads_together)
             return super().load_checkpoint(checkpoint_path, weights_only)
 

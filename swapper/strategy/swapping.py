@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch.optim import Optimizer
 
+from swapper.checkpoint.checkpoint import is_checkpoint
 from swapper.config import OffloadConfig
-from swapper.errors import ConfigError, path_given, show
+from swapper.errors import ConfigError, SwapError, path_given, show
 from swapper.io.devices import is_accelerator
 from swapper.optimizer.swapper import OptimizerSwapper
+from swapper.storage.agreement import exchanged
 
 if TYPE_CHECKING:
     from lightning.fabric.plugins import CheckpointIO
@@ -120,6 +122,21 @@ class SwappingStrategy:
         found = self._wanted_format or ("directory" if self._checkpoint_io is None else "full")
         self._refuse_file_together(found)
         return found
+
+    def _is_directory(self, path: str | os.PathLike[str]) -> bool:
+        """True if `path` is a checkpoint that is a directory.
+
+        Raises:
+            SwapError: where all processes load it, it is one on some of them only: those would wait for the others.
+        """
+        found = exchanged(is_checkpoint(path)) if self._loads_together else [is_checkpoint(path)]
+        if any(found) and not all(found):
+            others = [rank for rank, is_there in enumerate(found) if not is_there]
+            raise SwapError(
+                f"{os.fspath(path)} is no checkpoint on ranks {others}, and a directory on the others: all processes "
+                "load it, so all must see it at this path"
+            )
+        return found[0]
 
     def _refuse_file_together(self, checkpoint_format: str | None) -> None:
         if self._together and checkpoint_format == "full":

@@ -219,9 +219,11 @@ def save_together(rank: int, directory: Path, nvme_path: Path) -> None:
         writers = {name for name in os.listdir(directory / f"{together}.ckpt") if "-r1-" in name}
         assert bool(writers) == together
     assert resumed(True) == resumed(False)
-    kind = FileNotFoundError if rank else SwapError
-    with pytest.raises(kind, match="missing.ckpt" if rank else "on rank 1: FileNotFoundError.*missing.ckpt"):
-        resumed(True, "missing" if rank else "False")  # Which only rank 0 has.
+    for name in ("missing", "file"):  # Only rank 0 has the directory.
+        (directory / "file.ckpt").write_bytes(b"")
+        with pytest.raises(SwapError, match=r"is no checkpoint on ranks \[1\], and a directory on the others"):
+            resumed(True, name if rank else "False")
+    (directory / "file.ckpt").unlink(missing_ok=True)
     save_to_annexes()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
