@@ -442,6 +442,15 @@ class Arrivals:
         if self.backward_steps is not None:
             self.backward_steps.check_window(optimizer)
 
+    def refuse_new_state(self) -> None:
+        """Raise `SwapError` if buckets were stepped in backward: with another state they had other bits."""
+        if self.backward_steps is not None and self.backward_steps.under_way:
+            raise SwapError(
+                "optimizer.state was replaced between backward() and step(), but with step_in_backward the parameters "
+                "were stepped in backward; replace it after step() or before backward(), or start from no state by "
+                "optimizer.swapper.reset()"
+            )
+
     def left(self) -> list[Bucket]:
         """The buckets that `step()` has to see to."""
         return self._plan.buckets if self.backward_steps is None else self.backward_steps.left()

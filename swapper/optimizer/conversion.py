@@ -61,14 +61,17 @@ class Conversion:
         if not self._replaces_step or optimizer.state is self._state:
             return None
         known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for key, entries in optimizer.state.items():
+        state: object = optimizer.state
+        wrong = "" if isinstance(state, Mapping) else f"a {type(state).__name__}"
+        for key, entries in state.items() if isinstance(state, Mapping) else ():
             if not isinstance(entries, Mapping) or not (id(key) in known or key in self._state):
-                raise SwapError(
-                    f"optimizer.state was replaced by one with a {type(entries).__name__} for a {type(key).__name__}, "
-                    "but it has to have a dictionary of values for each parameter of the optimizer that has state, and "
-                    "nothing else; assign another one, or call optimizer.load_state_dict(...), or "
-                    "optimizer.swapper.reset() to start from no state"
-                )
+                wrong = f"one with a {type(entries).__name__} for a {type(key).__name__}"
+        if wrong:
+            raise SwapError(
+                f"optimizer.state was replaced by {wrong}, but it has to have a dictionary of values for each "
+                "parameter of the optimizer that has state, and nothing else; assign another one, or call "
+                "optimizer.load_state_dict(...), or optimizer.swapper.reset() to start from no state"
+            )
         return [(cast("torch.nn.Parameter", key), entries) for key, entries in optimizer.state.items() if entries]
 
     def check_given(self) -> None:

@@ -111,7 +111,7 @@ class OptimizerSwapper:
         self._guard = Guard(self._stepper, self.metrics)
         self.check_open = self._guard.check_open  # Raises SwapError if the state is gone, or the parent's.
         self._conversion = Conversion(optimizer, GuardedState(self))
-        self._loading: dict[int, dict[str, Any]] | None = None
+        self._loading: tuple[dict[int, dict[str, Any]], object] | None = None  # and the groups before
         self._advised = False
         self._finalizer: weakref.finalize[..., Any] | None = None
         if plan.step_in_backward:
@@ -354,22 +354,24 @@ class OptimizerSwapper:
 
     def _check_usable(self, operation: str) -> Optimizer:
         self._guard.check_open()
-        self._guard.check_usable(optimizer := self._optimizer(), operation)
+        self._guard.note_cut_off(optimizer := self._optimizer())
         if self.backward_steps is not None and self.backward_steps.under_way and operation != "step":
             raise SwapError(f"{operation} is refused: parameters were stepped in backward; call step() first")
         self._take_replaced(optimizer)
+        self._guard.check_usable(optimizer, operation)  # Only now: what was taken may be what this waits for.
         return optimizer
 
     def _take_replaced(self, optimizer: Optimizer) -> None:
         """Take what `optimizer.state` was replaced by as all the state, with the dtypes that it has."""
-        if (state := self._conversion.replaced_by(optimizer)) is None:
-            self._loading = None  # Still there if torch has refused what was to be loaded.
-            return
-        if self._loading is not None:  # What torch has put there is empty, for `_on_loaded`, which did not end.
-            raise SwapError("load_state_dict was cut off; call it again, or optimizer.swapper.reset() for no state")
-        self._follower.load(optimizer, state, as_it_is=True)
-        self._conversion.give_state_back(optimizer)
-        self._made_anew()
+        if (state := self._conversion.replaced_by(optimizer)) is not None:
+            # What torch has put there is empty, for `_on_loaded`, which did not end.
+            if self._loading is not None and self._loading[1] is not optimizer.param_groups:
+                raise SwapError("load_state_dict was cut off; call it again, or optimizer.swapper.reset() for no state")
+            self._arrivals.refuse_new_state()
+            self._follower.load(optimizer, state, as_it_is=True)
+            self._conversion.give_state_back(optimizer)
+            self._made_anew()
+        self._loading = None  # Still there if torch has refused what was to be loaded, and then left all as it was.
 
     def _prepare(self, operation: str, *, follow: bool = True) -> Optimizer:
         """Check that `operation` may be done now, and follow `param_groups`. Returns the optimizer."""
@@ -461,6 +463,7 @@ class OptimizerSwapper:
 
     def _made_anew(self) -> None:
         """All state was replaced."""
+        self._loading = None
         if self.backward_steps is not None:
             self.backward_steps.forget()
         if self._guard.failure is not None:
@@ -532,13 +535,13 @@ class OptimizerSwapper:
         with agreed(is_shared(optimizer)):
             self._guard.check_open()
             self._guard.note_cut_off(optimizer)
-            self._loading = state_by_position(optimizer, state_dict)
+            self._loading = state_by_position(optimizer, state_dict), optimizer.param_groups
             self._records.note_steps(state_dict)
         return {**state_dict, "state": {}}
 
     def _on_loaded(self, optimizer: Optimizer) -> None:
-        state = self._loading
-        assert state is not None
+        assert self._loading is not None
+        state, _ = self._loading
         try:
             with agreed(is_shared(optimizer)):
                 self._follower.follow(optimizer)
@@ -548,9 +551,7 @@ class OptimizerSwapper:
             self._conversion.give_state_back(optimizer)
             self._loading = None
             raise
-        # Only now: until then `optimizer.state`, which torch has replaced, says that the state does not belong to it.
         self._conversion.give_state_back(optimizer)
-        self._loading = None
         self._made_anew()
 
     # --- The end ---------------------------------------------------------------------------------------------------

@@ -571,10 +571,10 @@ def test_what_cannot_be_all_the_state_is_refused_until_there_is_some(nvme_path: 
     optimizer = adamw(model)
     with wrapped(optimizer, nvme_path) as swapped:
         run(model, optimizer, range(1))
-        for wrong in ({nn.Parameter(torch.ones(2)): {}}, {model[0].weight: 3}, optimizer.state.copy()):
+        for wrong in ({nn.Parameter(torch.ones(2)): {}}, {model[0].weight: 3}, optimizer.state.copy(), None):
             optimizer.state = wrong
             for _ in range(2):
-                with pytest.raises(swapper.SwapError, match=r"was replaced by one with .*swapper.reset"):
+                with pytest.raises(swapper.SwapError, match=r"was replaced by .*swapper.reset"):
                     optimizer.step()
         swapped.reset()
         assert swapped.state(model[0].weight) == {}
@@ -598,6 +598,43 @@ def test_state_that_a_load_did_not_fill_is_not_taken(nvme_path: Path, monkeypatc
         optimizer.load_state_dict(saved)
         run(model, optimizer, range(2, 3))
         assert swapped.state(model[0].weight)["step"] == 3
+
+
+def test_state_is_replaced_after_a_load_that_torch_has_refused(nvme_path: Path) -> None:
+    models = make_model(), make_model()
+    optimizers = [adamw(model) for model in models]
+    with wrapped(optimizers[1], nvme_path):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            run(model, optimizer, range(2))
+            with pytest.raises(ValueError, match="different number of parameter groups"):
+                optimizer.load_state_dict({"state": {}, "param_groups": []})
+            forget_all(model, optimizer)
+            run(model, optimizer, range(2, 4))
+        assert_same(*models)
+        assert_same_state(optimizers[0].state_dict(), optimizers[1].state_dict())
+
+
+def test_a_failed_step_is_made_good_by_a_class_that_loads_itself(
+    nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = make_model()
+    optimizer = LoadsItself(model.parameters(), lr=1e-2)
+    with wrapped(optimizer, nvme_path) as swapped:
+        run(model, optimizer, range(2))
+        saved, values = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+        with monkeypatch.context() as patch:
+            patch.setattr(swapped._stepper, "finish", lambda optimizer: signal.raise_signal(signal.SIGINT))
+            with pytest.raises(KeyboardInterrupt):
+                run(model, optimizer, range(2, 3))
+        optimizer.zero_grad()
+        optimizer.load_state_dict(saved)
+        with pytest.raises(swapper.SwapError, match=r"the parameters were not: load them"):
+            optimizer.step()
+        model.load_state_dict(values)
+        run(model, optimizer, range(2, 4))
+        plain = make_model()
+        run(plain, adamw(plain), range(4))
+        assert_same(plain, model)
 
 
 def test_reset_starts_over(nvme_path: Path) -> None:

@@ -6,6 +6,7 @@ import functools
 import itertools
 import re
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -364,6 +365,24 @@ def test_state_is_refused_in_the_middle_of_a_window(training: Training) -> None:
         training.optimizer.state_dict()
     training.optimizer.step()
     assert training.optimizer.state_dict()["state"]
+
+
+def test_state_that_is_replaced_in_the_middle_of_a_window_is_refused(training: Training) -> None:
+    training.step()
+    training.optimizer.zero_grad()
+    training.optimizer.state = defaultdict(dict)  # Before backward: all of it is stepped without state.
+    training.backward()
+    training.optimizer.step()
+    assert training.swapper.state(training.model.tokens.weight)["step"] == 1
+    training.optimizer.zero_grad()
+    training.backward()
+    training.optimizer.state = defaultdict(dict)
+    for _ in range(2):
+        with pytest.raises(SwapError, match=r"state was replaced between backward\(\) and step\(\)"):
+            training.optimizer.step()
+    training.swapper.reset()
+    training.step()
+    assert training.swapper.state(training.model.tokens.weight)["step"] == 1
 
 
 def test_a_failed_write_in_backward_is_a_failed_step(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
