@@ -235,7 +235,7 @@ class Swapping(SwappingStrategy, Strategy):
             if name in modules:
                 # Of some of the modules; or the state dict of one was saved instead of it.
                 if not whole:
-                    self.load_module_state_dict(modules[name], found, strict)
+                    self._load_tensors(modules[name], found, strict)
             elif hasattr(value, "load_state_dict"):
                 value.load_state_dict(found)
             else:
@@ -248,7 +248,10 @@ class Swapping(SwappingStrategy, Strategy):
         if strict and not opened.converts(module):
             opened.load_model(module)
         else:
-            self.load_module_state_dict(module, tensors, strict)
+            self._load_tensors(module, tensors, strict)
+
+    def _load_tensors(self, module: torch.nn.Module, tensors: dict[str, Any], strict: bool) -> None:
+        self.load_module_state_dict(module, tensors, strict)
 
 
 class OnOneDevice(Swapping, OneDevice, SingleDeviceStrategy):
@@ -291,6 +294,10 @@ class OnDDP(Swapping, DDPStrategy):
         self._configure(settings_of(type(self).__name__, config, given), checkpoint_format, together, annex)
         self._refuse_annex_of_one()
         super().__init__(**ddp)
+
+    def _load_tensors(self, module: torch.nn.Module, tensors: dict[str, Any], strict: bool) -> None:
+        with agreed():  # They are read, and may fail, only here.
+            super()._load_tensors(module, tensors, strict)
 
     def setup_module(self, module: torch.nn.Module) -> Any:
         """As in the stock strategy, but a model on the drive is synchronized one parameter at a time."""

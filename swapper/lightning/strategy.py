@@ -278,13 +278,15 @@ class Swapping(SwappingStrategy, Strategy):
         """Load the model."""
         assert self.lightning_module is not None
         if not strict or not self._directories.load_model(checkpoint, self.lightning_module):
-            super().load_model_state_dict(checkpoint, strict=strict)
+            with agreed(self._loads_together):  # A directory's tensors are read, and may fail, only here.
+                super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Load the optimizers' state."""
         assert self.lightning_module is not None
         if not self._directories.load_optimizers(checkpoint, self.lightning_module, self.optimizers):
-            super().load_optimizer_state_dict(checkpoint)
+            with agreed(self._loads_together):
+                super().load_optimizer_state_dict(checkpoint)
         self._directories.close()
 
     def remove_checkpoint(self, filepath: str | Path) -> None:

@@ -224,6 +224,12 @@ def save_together(rank: int, directory: Path, nvme_path: Path) -> None:
         with pytest.raises(SwapError, match=r"is no checkpoint on ranks \[1\], and a directory on the others"):
             resumed(True, name if rank else "False")
     (directory / "file.ckpt").unlink(missing_ok=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Net, "strict_loading", False)  # Then each tensor is read when it is copied.
+        if rank == 1:
+            patch.setattr(Net, "load_state_dict", _full_drive)
+        with pytest.raises(SwapIOError, match="a file" if rank else "on rank 1"):
+            resumed(True)
     save_to_annexes()
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
@@ -241,7 +247,7 @@ def save_together(rank: int, directory: Path, nvme_path: Path) -> None:
     os._exit(0)
 
 
-def _full_drive(*_: object) -> None:
+def _full_drive(*_: object, **named: object) -> None:
     raise SwapIOError(errno.ENOSPC, "write", Path("a file"))
 
 
