@@ -505,6 +505,8 @@ def _parts_of(operand: Operand, opened: OpenBucket, address: int) -> _Parts | No
         return None
     if not (values.is_cpu and gradient.is_cpu and values.is_contiguous() and gradient.is_contiguous()):
         return None
+    if values.is_neg() or gradient.is_neg():
+        return None  # Its memory has the negative of what it is.
     placed = placement_of(segment)
     small = None if placed is None else placed.small_of(segment)
     if placed is not None and small is not None:

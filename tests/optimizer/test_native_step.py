@@ -424,6 +424,23 @@ def test_a_user_sees_that_a_parameter_has_changed() -> None:
             assert p._version > version
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gradient_whose_memory_has_its_negative_is_stepped_as_what_it_is(dtype: torch.dtype) -> None:
+    """As `z.conj().imag` is, of which the sign is a flag of the tensor."""
+    numel = 1 << 16
+    values, gradient = torch.randn(2, numel).to(dtype)
+    found = []
+    for sign in (1, -1):
+        p = nn.Parameter(values.clone())
+        optimizer = wrapped(torch.optim.SGD([p], lr=0.1, momentum=0.9), masters=dtype is torch.bfloat16)
+        for _ in range(3):
+            p.grad = gradient.clone() if sign == 1 else torch._neg_view(-gradient)
+            optimizer.step()
+        found.append(p.detach())
+        swapper.of(optimizer).close()
+    assert torch.equal(*found)
+
+
 class Memory(bytearray):
     """Can be referred to weakly."""
 
