@@ -357,10 +357,8 @@ class Stepper:
     def _active(self, bucket: Bucket) -> list[Segment]:
         in_group = (segment for segment in bucket.segments if segment.of.group is not None)
         active = [segment for segment in in_group if self.has_gradient(segment.parameter)]
-        for segment in active:  # Now: a step must not find out in the middle.
-            gradient = raw_gradient(segment.parameter) if segment.of.sharded and not _takes_any(segment) else None
-            if gradient is not None:
-                local_gradient(segment.parameter, gradient)
+        for segment in {segment.of: segment for segment in active}.values():
+            self._check_gradient(segment)  # Now: a step must not find out in the middle.
         return active
 
     def _staying(self, work: Sequence[Work], i: int) -> AbstractContextManager[None]:
@@ -429,9 +427,6 @@ class Stepper:
         bucket, active = work[i]
         scratch = self._scratches[i % len(self._scratches)] if self._scratches else Scratch(None)
         scratch.reset()
-        for segment in active:
-            if segment not in self._slices:
-                self._check_gradient(segment)
         cut, slices = self._gradient_slices, self._slices if self._in_memory else None
         operands = fetch(active, self.plan.remote, cut, self._on_host, scratch, self._copies, slices)
         if self._slots is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import io
@@ -635,6 +636,28 @@ def test_a_failed_step_is_made_good_by_a_class_that_loads_itself(
         plain = make_model()
         run(plain, adamw(plain), range(4))
         assert_same(plain, model)
+
+
+def test_a_gradient_that_cannot_be_cut_is_refused_before_anything_is_stepped(nvme_path: Path) -> None:
+    bits = []
+    for swaps in (False, True):
+        generator = torch.Generator().manual_seed(0)
+        weights = [nn.Parameter(torch.randn(900, 700, generator=generator).bfloat16()) for _ in range(2)]
+        optimizer = torch.optim.AdamW(weights, lr=1e-2)
+        with wrapped(optimizer, nvme_path, master_weights=False) if swaps else contextlib.nullcontext():
+            for _ in range(2):
+                for p in weights:
+                    p.grad = torch.randn(p.shape, generator=generator).bfloat16()
+                given = weights[-1].grad
+                assert given is not None
+                if swaps:
+                    weights[-1].grad = given.t().contiguous().t()
+                    with pytest.raises(swapper.SwapError, match=r"a gradient has strides \(1, 900\)"):
+                        optimizer.step()
+                    weights[-1].grad = given
+                optimizer.step()
+        bits.append(weights)
+    assert all(map(same_bits, *bits))
 
 
 def test_reset_starts_over(nvme_path: Path) -> None:
