@@ -17,6 +17,7 @@ from swapper.parameter.cache import BY_ADDRESS, DEVICE_TYPES, Held, ParameterCac
 from swapper.tensors.hollow import hollow_of
 from swapper.tensors.homes import home_of
 from swapper.tensors.inner import is_wrapper
+from swapper.tensors.sharded import is_sharded
 
 __all__ = ["in_transform", "refuse_in_transform", "saves_locations", "saving_locations", "watch_hooks_of_users"]
 
@@ -206,6 +207,8 @@ def _pack(tensor: torch.Tensor) -> torch.Tensor | _Packed | _PackedWrapper:
 def _location_of(tensor: torch.Tensor) -> _Packed | None:
     device = tensor.device
     if device.type not in DEVICE_TYPES or tensor.layout is not torch.strided or tensor._is_zerotensor():
+        return None
+    if is_sharded(tensor):  # It has no address. What is on the drive of it FSDP2 has gathered.
         return None
     found = BY_ADDRESS.get((device, tensor.untyped_storage().data_ptr()))
     if found is None:

@@ -26,16 +26,19 @@ from sharded_nets import (
     local,
     loss_of,
     memory_bytes,
+    mesh_of,
     most_pairs,
     poisoned,
     same,
     sharded,
+    whole,
 )
 from sharded_uses import USES, train_alike
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import swapper
 from swapper.parameter import fsdp
@@ -149,8 +152,23 @@ def are_refused(rank: int, directory: str) -> None:
     net.swapper.close()  # type: ignore[operator, union-attr]
 
 
+def train_beside_ignored(rank: int, directory: str) -> None:
+    """FSDP2 ignores the embedding, so the whole forward is within our hooks; they see what tensor parallelism saves."""
+    case = Case(mesh="tensor")
+    nets = [whole(case) for _ in range(2)]
+    mesh = mesh_of(case)
+    for net in nets:
+        for block in net.blocks:
+            parallelize_module(block, mesh["tensor"], {"up": ColwiseParallel(), "down": RowwiseParallel()})
+            fully_shard(block, mesh=mesh["data"])
+        fully_shard(net, mesh=mesh["data"], ignored_params=set(net.embed.parameters()))
+    swapper.offload(nets[1], config=config_of(directory))
+    train_alike(*nets)
+    nets[1].swapper.close()  # type: ignore[operator, union-attr]
+
+
 def use_all(rank: int, directory: str) -> None:
-    for work in (*USES, are_refused):
+    for work in (*USES, train_beside_ignored, are_refused):
         try:
             with poisoned():
                 work(rank, directory)
