@@ -5,10 +5,15 @@ writes the tensors later. It keeps the tensor objects, and plain tensors need no
 parameter goes back to the pool when the function returns: the thread would find no values, or those of others. So the
 collective is over before that. Two ranks that send to each other before they receive would then wait for each other
 without end: what is sent is a copy instead. And nothing is received after the function has returned.
+
+[Note: lists of lists] The dispatcher asks tensors, and lists of them, whether they have values, and not lists of lists,
+which some methods of process groups are given: a tensor there without memory would be read at no address, which ends
+the process. So those methods are replaced by functions that look at them.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -18,11 +23,13 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from swapper.errors import SwapError
 
-__all__ = ["is_collective", "run_collective"]
+__all__ = ["is_collective", "run_collective", "watch_lists"]
 
 _PACKAGE = "torch.distributed."
 _NAMESPACES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 """Of the operators that are collectives: the last part of the name of their module."""
+_TAKE_LISTS = ("allgather", "allgather_coalesced", "gather", "reduce_scatter", "scatter")
+"""The methods of `ProcessGroup` that are given lists of lists of tensors."""
 
 
 def is_collective(func: Callable[..., Any]) -> bool:
@@ -58,3 +65,28 @@ def run_collective(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapp
         elif isinstance(item, torch.Tensor):  # Of functional collectives; for others there is nothing to wait for.
             torch.ops._c10d_functional.wait_tensor(item)
     return result
+
+
+def watch_lists(is_swapped: Callable[[Any], bool], run: Callable[..., Any]) -> None:
+    """From now on process groups run what is given lists of lists by `run` if a tensor in them `is_swapped`.
+
+    Called once: see [Note: lists of lists].
+    """
+    if not torch.distributed.is_available():
+        return
+    group: Any = torch.distributed.ProcessGroup
+    for name in _TAKE_LISTS:
+        setattr(group, name, _looking_at_lists(getattr(group, name), is_swapped, run))
+
+
+def _looking_at_lists(method: Any, is_swapped: Callable[[Any], bool], run: Callable[..., Any]) -> Callable[..., Any]:
+    def run_at_once(*args: Any, **kwargs: Any) -> Any:
+        return run_collective(method, args, kwargs)
+
+    @functools.wraps(method)
+    def look(*args: Any, **kwargs: Any) -> Any:
+        if any(map(is_swapped, tree_iter((args, kwargs)))):
+            return run(run_at_once, args, kwargs)
+        return method(*args, **kwargs)
+
+    return look

@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from swapper.errors import SwapError
-from swapper.tensors.collectives import is_collective, run_collective
+from swapper.tensors.collectives import is_collective, run_collective, watch_lists
 from swapper.tensors.evicted_gradients import EvictedGradient
 from swapper.tensors.homes import LAYOUT, METADATA, UNFILLED, Call, Home, StandIn, home_of, present
 from swapper.tensors.packed_codes import is_packed
@@ -364,3 +364,10 @@ def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, An
         if type(result) in (list, tuple):
             return type(result)(view_of.get(id(item), item) for item in result)
         return view_of.get(id(result), result)
+
+
+def _lacks_values(item: object) -> bool:
+    return isinstance(item, (EvictedView, EvictedGradient)) or home_of(item) is not None
+
+
+watch_lists(_lacks_values, run)

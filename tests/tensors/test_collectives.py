@@ -88,6 +88,28 @@ def batch(rank: int, model: nn.Module) -> object:
     return received, torch.distributed.batch_isend_irecv(operations)
 
 
+def scatter(rank: int, model: nn.Module) -> object:
+    received = torch.empty(SIDE, SIDE)
+    given = [model.get_parameter(f"{i}.weight") for i in (1, 4)] if rank == 0 else None
+    torch.distributed.scatter(received, given)
+    given = [model.state_dict()[f"{i}.weight"] for i in (2, 3)] if rank == 1 else None
+    return received, [torch.distributed.scatter(received, given, 1, async_op=True)]
+
+
+def reduce_scatter(rank: int, model: nn.Module) -> object:
+    received = torch.empty(SIDE, SIDE)
+    given = [model.get_parameter("1.weight"), model.state_dict()["4.weight"]]
+    torch.distributed.reduce_scatter(received, given)
+    return received, []
+
+
+def gather_into_parameters(rank: int, model: nn.Module) -> None:
+    given = torch.full((SIDE, SIDE), 0.25 + rank)
+    torch.distributed.all_gather([model.get_parameter("1.weight"), model.state_dict()["4.weight"]], given)
+    gathered = [model.get_parameter(f"{i}.weight") for i in (2, 3)] if rank == 0 else None
+    torch.distributed.gather(given, gathered)
+
+
 USES: dict[str, Use] = {
     "broadcast": lambda rank, model: (None, [torch.distributed.broadcast(weight_of(model), 0, async_op=True)]),
     "broadcasts at once": broadcast_at_once,
@@ -97,6 +119,9 @@ USES: dict[str, Use] = {
     "coalesced": reduce_coalesced,
     "all_gather_into_tensor": gather_into,
     "all_gather": gather_list,
+    "scatter": scatter,
+    "reduce_scatter": reduce_scatter,
+    "all_gather and gather into parameters": gather_into_parameters,
     "send": send_or_receive,
     "irecv": receive_later,
     "isend": swap_with_the_other,
