@@ -47,8 +47,8 @@ void prefault(void* data, std::size_t length, unsigned threads) {
 }
 
 void prefault_huge(void* data, std::size_t length) {
-    // The pages at the edges too: were they left out, each tensor would cut the process's mapping in three,
-    // and the kernel allows only so many. Nothing is brought of them, and their content stays.
+    // The pages at the edges too, so that neighbours stay one mapping. Nothing is brought of them, and their
+    // content stays.
     const std::size_t before = reinterpret_cast<std::uintptr_t>(data) % page_length();
     const std::size_t whole = (before + length + page_length() - 1) / page_length() * page_length();
     (void)::madvise(static_cast<char*>(data) - before, whole, MADV_HUGEPAGE);

@@ -11,7 +11,7 @@ namespace swapper {
 // memory), the pages come when they are touched. Up to `threads` threads share the work.
 void prefault(void* data, std::size_t length, unsigned threads);
 
-// The same on this thread, with huge pages where one fits between `data` and what was brought so before it.
+// The same on this thread, with huge pages where they fit.
 void prefault_huge(void* data, std::size_t length);
 
 }  // namespace swapper

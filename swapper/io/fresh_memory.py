@@ -37,11 +37,16 @@ class _Pace:
     small_left_bytes: int = 0
     retry_bytes: int = _RETRY_BYTES_MIN
 
+    @property
+    def huge_is_faster(self) -> bool:
+        """True if both kinds were tried, and huge pages were the faster ones."""
+        return 0 < self.huge_s <= self.small_s
+
     def huge(self) -> bool:
         """True if the next 2 MiB shall be a huge page."""
         if not self.huge_s or not self.small_s:
             return not self.huge_s  # Each is tried once.
-        return self.huge_s <= self.small_s or self.small_left_bytes <= 0
+        return self.huge_is_faster or self.small_left_bytes <= 0
 
     def took(self, huge: bool, length_bytes: int, seconds: float) -> None:
         """Note what so many bytes took."""
@@ -90,7 +95,9 @@ class FreshMemory:
         if start >= stop:
             return False
         fits = stop - start == _HUGE_BYTES  # Where no huge page does, it says nothing of either kind.
-        huge = fits and _pace.huge()
+        # The edges are as what is between them: else each tensor cuts the process's mapping in three, of which the
+        # kernel allows only so many.
+        huge = _pace.huge() if fits else _pace.huge_is_faster
         if fits and not huge:
             stop = min(start + _SMALL_BYTES, self._stop)
         self._next = stop

@@ -143,12 +143,14 @@ def mappings(address: int, length_bytes: int) -> list[str]:
     return flags
 
 
-def test_neighbouring_tensors_stay_one_mapping() -> None:
+def test_neighbouring_tensors_stay_one_mapping(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fresh_memory, "_pace", fresh_memory._Pace(huge_s=0.1, small_s=1.0))
+    monkeypatch.setattr(fresh_memory._Pace, "took", lambda *_: None)  # Huge pages come faster here, whatever they do.
     memory: Any = mmap.mmap(-1, 40 * MIB)
     address, _ = _native.address_of(memoryview(memory), True)
     tensor_bytes = 5 * MIB + 4096
     for start in range(0, 35 * MIB, tensor_bytes):  # As malloc lays them out: its header, then the tensor.
-        _native.prefault_huge(address + start + 64, tensor_bytes - 64)
+        FreshMemory(memoryview(memory)[start + 64 : start + tensor_bytes]).bring(tensor_bytes - 64)
     flags = mappings(address + 4096, 30 * MIB)
     assert len(flags) == 1
     assert " hg " in flags[0]
