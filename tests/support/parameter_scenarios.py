@@ -317,6 +317,7 @@ def written_in_vain(device: str, path: Path) -> None:
         weight = model[4][0].weight
         with swapper.gathered(model[4]):
             expected = weight.detach().cpu() * 4
+        model.swapper.flush()  # Else what fails may be a write of another layer, by `offload`.
         plan.fail_errno, plan.fail_write_at = errno.EIO, 1
         stepped = 0
         for _ in range(3):
