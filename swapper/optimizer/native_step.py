@@ -10,10 +10,9 @@ from __future__ import annotations
 import copy
 import logging
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,8 +23,9 @@ from swapper.io.checksums import checksum
 from swapper.optimizer.class_step import ClassStep
 from swapper.optimizer.frozen import Unfrozen, frozen
 from swapper.optimizer.master_codec import join_master, ties_bytes_max
-from swapper.optimizer.operands import Operand, Scratch
-from swapper.optimizer.placement import IMMUTABLE, placement_of
+from swapper.optimizer.native_parts import Parts, parts_of, share_memory
+from swapper.optimizer.operands import Operand, Scratch, attributes_of
+from swapper.optimizer.placement import IMMUTABLE
 from swapper.optimizer.probe import is_elementwise, state_after_steps
 from swapper.optimizer.records import Encoded, OpenBucket
 from swapper.optimizer.segments import MASTER, OptimizerParameter, Segment
@@ -37,7 +37,6 @@ from swapper.optimizer.step_program import (
     compiled,
 )
 from swapper.optimizer.step_recorder import FIRST_STATE, FUSED, PARAMETER, Operation, StepRecorder
-from swapper.tensors.strides import is_dense
 
 __all__ = ["NativeOperand", "NativeSteps"]
 
@@ -200,7 +199,7 @@ class NativeSteps:
             self._is_elementwise = is_elementwise(optimizer)
         if not self._is_elementwise:
             return []
-        if any(operand.segment.of.sharded for operand in operands) or _share_memory(operands):
+        if any(operand.segment.of.collective for operand in operands) or share_memory(operands):
             return []
         chosen = []
         address = opened.address()
@@ -269,10 +268,10 @@ class NativeSteps:
             return None
         if segment.dtypes and not segment.keys:
             return None  # The first step, which makes state.
-        parts = _parts_of(operand, opened, address)
+        parts = parts_of(operand, opened, address)
         if parts is None:
             return None
-        attributes = vars(segment.parameter)
+        attributes = attributes_of(segment.of)
         dims = segment.parameter.dim() if segment.whole else 1
         try:
             seen = frozen(attributes) if attributes else None
@@ -452,103 +451,7 @@ def _attributes_key(attributes: Mapping[str, Any]) -> Hashable:
         return None
 
 
-def _share_memory(operands: Sequence[Operand]) -> bool:
-    """True if a parameter has a byte in common with another, or a gradient: the class steps in order."""
-    ranges = []
-    for operand in operands:
-        p = operand.segment.parameter
-        values, gradient = (p, p.grad) if operand.bits is None else (operand.bits, operand.gradient)
-        ranges.append((values.data_ptr(), values.nbytes, True))
-        if gradient is not None and gradient.layout is torch.strided:
-            ranges.append((gradient.data_ptr(), gradient.nbytes, False))
-    ranges.sort()
-    for (begin, length, is_parameter), (next_begin, _, next_is_parameter) in pairwise(ranges):
-        if next_begin < begin + length and (is_parameter or next_is_parameter):
-            return True
-    return False
-
-
-class _Parts(NamedTuple):
-    """An operand as the native core may step it.
-
-    Attributes:
-        values, gradient: 1-D. The gradient may be of any dtype if there is a master.
-        keys: of the state that is as long, float32 and dense.
-        state: the addresses of that.
-        state_at: each of its tensors, 1-D, by its index.
-        small: the rest of the state.
-    """
-
-    values: Tensor
-    gradient: Tensor
-    keys: tuple[str, ...]
-    state: Sequence[int]
-    state_at: Callable[[int], Tensor]
-    small: Mapping[str, Any]
-
-
-def _parts_of(operand: Operand, opened: OpenBucket, address: int) -> _Parts | None:
-    """The parts of `operand`; None if they are not all that it has. `address`: of the record."""
-    segment = operand.segment
-    p = segment.parameter
-    values, gradient = operand.bits, operand.gradient
-    if segment.whole and not segment.master and type(p) is not torch.nn.Parameter:
-        return None  # The class, which is given the parameter itself, may ask what it is.
-    if values is None or gradient is None:
-        gradient = p.grad
-        if p.dtype is not torch.float32 or gradient is None or gradient.dtype is not torch.float32:
-            return None
-        if not (p.is_contiguous() and gradient.layout is torch.strided and gradient.is_contiguous()):
-            return None
-        values, gradient = p.detach().view(-1), gradient.detach().view(-1)
-    if not segment.master and (values.dtype is not torch.float32 or gradient.dtype is not torch.float32):
-        return None
-    if not (values.is_cpu and gradient.is_cpu and values.is_contiguous() and gradient.is_contiguous()):
-        return None
-    if values.is_neg() or gradient.is_neg():
-        return None  # Its memory has the negative of what it is.
-    placed = placement_of(segment)
-    small = None if placed is None else placed.small_of(segment)
-    if placed is not None and small is not None:
-        keys = placed.large
-
-        def stored(i: int) -> Tensor:
-            return opened.stored(segment, keys[i]).as_strided((segment.numel,), (1,))
-
-        addresses = placed.addresses(segment, address)
-        if segment.encoded:
-            addresses = [opened.stored(segment, key).data_ptr() for key in keys]
-        return _Parts(values, gradient, keys, addresses, stored, small)
-    return _parts_in_memory(segment, opened.state_of(segment), values, gradient)
-
-
-def _parts_in_memory(segment: Segment, state: Mapping[str, Any], values: Tensor, gradient: Tensor) -> _Parts | None:
-    """As `_parts_of`, of state that may lie anywhere."""
-    p = segment.parameter
-    large: dict[str, Tensor] = {}
-    small: dict[str, Any] = {}
-    for key, value in state.items():
-        if isinstance(value, Tensor) and value.dim():
-            alike = value.stride() == p.stride() and is_dense(p) if segment.whole else True
-            if value.dtype is not torch.float32 or value.numel() != segment.numel or not value.is_cpu:
-                return None
-            if not (alike or p.is_contiguous()) or not (value.is_contiguous() or alike):
-                return None
-            large[key] = value.as_strided((segment.numel,), (1,))
-        elif isinstance(value, Tensor):
-            if not value.is_cpu:
-                return None
-            small[key] = value
-        elif isinstance(value, IMMUTABLE):
-            small[key] = value
-        else:
-            return None
-    tensors = list(large.values())
-    addresses = [each.data_ptr() for each in tensors]
-    return _Parts(values, gradient, tuple(large), addresses, tensors.__getitem__, small)
-
-
-def _native_segment(segment: Segment, opened: OpenBucket, parts: _Parts, address: int, new_ties: int) -> NativeSegment:
+def _native_segment(segment: Segment, opened: OpenBucket, parts: Parts, address: int, new_ties: int) -> NativeSegment:
     values, gradient = parts.values, parts.gradient
     if gradient.dtype not in (torch.float32, torch.bfloat16):
         gradient = gradient.to(torch.float32)
@@ -562,7 +465,7 @@ def _native_segment(segment: Segment, opened: OpenBucket, parts: _Parts, address
     return NativeSegment(*numbers, new_ties, gradient, parts.state, parts.state_at)
 
 
-def _token_of(segment: Segment, opened: OpenBucket, parts: _Parts) -> list[Tensor]:
+def _token_of(segment: Segment, opened: OpenBucket, parts: Parts) -> list[Tensor]:
     """Copies of the first elements of a segment: parameter or master, gradient, state; float32."""
     numel = min(segment.numel, TOKEN_NUMEL)
     values = torch.empty(numel, dtype=torch.float32, device="cpu")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.autograd.graph import increment_version
@@ -11,13 +12,13 @@ from torch.autograd.graph import increment_version
 from swapper.io.devices import Copy, DeviceCopies
 from swapper.optimizer.device_records import DeviceBucket
 from swapper.optimizer.records import OpenBucket
-from swapper.optimizer.segments import Segment
+from swapper.optimizer.segments import OptimizerParameter, Segment
 from swapper.sizes import ALIGNMENT_BYTES, round_up
 from swapper.storage.buffers import Lease
 from swapper.tensors.sharded import local_gradient, sharded_like
 from swapper.tensors.strides import is_dense
 
-__all__ = ["Operand", "Scratch", "Slices", "fetch", "make_tensors", "write_back"]
+__all__ = ["Operand", "Scratch", "Slices", "attributes_of", "fetch", "make_tensors", "write_back"]
 
 
 class Scratch:
@@ -182,7 +183,7 @@ def make_tensors(operands: Sequence[Operand], opened: OpenBucket, scratch: Scrat
                 assert segment.parameter.grad is not None
                 operand.tensor = torch.nn.Parameter(segment.local)
                 operand.tensor.grad = local_gradient(segment.parameter, segment.parameter.grad)
-                _bring_attributes(segment.parameter, operand.tensor)
+                _bring_attributes(segment.of, operand.tensor)
             continue
         assert operand.gradient is not None
         values, gradient = operand.bits, operand.gradient
@@ -195,15 +196,19 @@ def make_tensors(operands: Sequence[Operand], opened: OpenBucket, scratch: Scrat
             seen = sharded_like(seen[0], segment.parameter), sharded_like(seen[1], segment.parameter)
         operand.tensor = torch.nn.Parameter(seen[0])
         operand.tensor.grad = seen[1]
-        _bring_attributes(segment.parameter, operand.tensor)
+        _bring_attributes(segment.of, operand.tensor)
 
 
-def _bring_attributes(parameter: torch.nn.Parameter, tensor: torch.nn.Parameter) -> None:
-    """Let the class see what the user has set on `parameter`, such as a factor of its learning rate."""
+def attributes_of(of: OptimizerParameter) -> Mapping[str, Any]:
+    """What the user has set on a parameter, such as a factor of its learning rate."""
+    attributes = vars(of.parameter)
+    return {k: v for k, v in attributes.items() if k not in _OF_DTENSOR} if of.sharded else attributes
+
+
+def _bring_attributes(of: OptimizerParameter, tensor: torch.nn.Parameter) -> None:
+    """Let the class see them."""
     there = vars(tensor)  # Of a DTensor what makes it one.
-    for name, value in vars(parameter).items():
-        if name not in there and name not in _OF_DTENSOR:
-            there[name] = value
+    there.update((name, value) for name, value in attributes_of(of).items() if name not in there)
 
 
 def _make_master(operand: Operand, bits: torch.Tensor, opened: OpenBucket, scratch: Scratch) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Placement:
 
 def placement_of(segment: Segment) -> Placement | None:
     """The placement of `segment` as it is now; None if its record has state of another kind. Keeps it in `segment`."""
-    p = segment.parameter
+    p = segment.local
     stride = p.stride() if segment.whole else ()
     found = segment.placement
     if found is not None and found.fits(segment, stride):

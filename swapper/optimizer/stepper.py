@@ -190,7 +190,7 @@ class Stepper:
     def announce(self, optimizer: Optimizer) -> None:
         """Say in the log which way segments will be stepped, if some may be stepped natively."""
         if self._slots is None:
-            stepped = [of for of in self.plan.planned() if of.group is not None and not of.sharded and of.segments]
+            stepped = [of for of in self.plan.planned() if of.group is not None and not of.collective and of.segments]
             self._native.announce(
                 optimizer,
                 [

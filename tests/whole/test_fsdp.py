@@ -78,6 +78,10 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
     (Across, {}),
 ]
 
+NATIVE = {
+    getattr(torch.optim, name) for name in ["AdamW", "Adam", "SGD", "Adagrad", "ASGD", "NAdam", "RAdam", "RMSprop"]
+}
+
 
 class Net(nn.Module):
     """301 rows are uneven on two ranks and on three; of one row the second rank has none."""
@@ -112,6 +116,7 @@ class Case:
     bucket_bytes: str = "48KiB"
     in_backward: bool = False
     gradients: bool = False  # on the drive, too
+    native: str = "auto"
     steps: int = field(default=STEPS)
 
     @property
@@ -119,6 +124,11 @@ class Case:
         """Plain FSDP2 cannot do it: these steps fail on DTensors, and there are no masters."""
         fused_sgd = self.cls is torch.optim.SGD and "fused" in self.options
         return self.masters or fused_sgd or self.cls is torch.optim.Rprop
+
+    @property
+    def steps_natively(self) -> bool:
+        is_float = self.dtype is torch.float32 or self.masters
+        return self.native == "auto" and is_float and self.cls in NATIVE and "amsgrad" not in self.options
 
 
 def cases(rank_count: int) -> Iterator[Case]:
@@ -147,13 +157,20 @@ def cases(rank_count: int) -> Iterator[Case]:
             mesh="shard" if together and mesh == "tensor" else mesh,
             bucket_bytes=chance.choice(["16KiB", "48KiB"]),
             gradients=chance.random() < 0.4,
+            native=chance.choice(["auto", "auto", "off"]),
         )
 
 
 def config_of(
-    directory: str, *, masters: bool = False, in_backward: bool = False, bucket_bytes: str = "48KiB", **more: Any
+    directory: str,
+    *,
+    masters: bool = False,
+    in_backward: bool = False,
+    bucket_bytes: str = "48KiB",
+    native: str = "auto",
+    **more: Any,
 ) -> OffloadConfig:
-    state = {"device": "nvme", "master_weights": masters, "step_in_backward": in_backward}
+    state = {"device": "nvme", "master_weights": masters, "step_in_backward": in_backward, "native_step": native}
     return OffloadConfig(
         nvme_path=directory, pool_bytes="2MiB", bucket_bytes=bucket_bytes, offload_optimizer=state, **more
     )
@@ -221,6 +238,7 @@ class Twins:
             self.masters = plain = [local(p).detach().to(dtype, copy=True).requires_grad_() for p in plain]
         self.optimizers = [case.cls(each, lr=1e-2, **case.options) for each in (plain, self.parameters[1])]
         settings = {"masters": case.masters, "bucket_bytes": case.bucket_bytes, "in_backward": case.in_backward}
+        settings["native"] = case.native
         count = case.micro_batches if case.syncs_all else 1  # Else FSDP2 adds them up before they arrive.
         gradients = {"offload_gradient": {"device": "nvme"}} if case.gradients else {}
         config = config_of(directory, gradient_accumulation_steps=count, **settings, **gradients)
@@ -292,6 +310,7 @@ def train(directory: str, case: Case) -> None:
                     mine.load_state_dict(twins.optimizers[0].state_dict())
                     twins.optimizers[0].load_state_dict(mine.state_dict())
         twins.compare_state()
+        assert (swapper.of(twins.optimizers[1]).stats().segments_native > 0) == case.steps_natively
         if not case.masters:
             swapper.unwrap_optimizer(twins.optimizers[1])
             twins.compare_state()

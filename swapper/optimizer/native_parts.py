@@ -1,0 +1,121 @@
+"""`Parts`: an operand as the native core may step it, which is one that has nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from swapper.optimizer.operands import Operand
+from swapper.optimizer.placement import IMMUTABLE, placement_of
+from swapper.optimizer.records import OpenBucket
+from swapper.optimizer.segments import Segment
+from swapper.tensors.sharded import local_gradient
+from swapper.tensors.strides import is_dense
+
+__all__ = ["Parts", "parts_of", "share_memory"]
+
+
+def share_memory(operands: Sequence[Operand]) -> bool:
+    """True if a parameter has a byte in common with another, or a gradient: the class steps in order."""
+    ranges = []
+    for operand in operands:
+        values, gradient = operand.bits, operand.gradient
+        if values is None:
+            values, gradient = operand.segment.local, _gradient_of(operand.segment)
+        ranges.append((values.data_ptr(), values.nbytes, True))
+        if gradient is not None and gradient.layout is torch.strided:
+            ranges.append((gradient.data_ptr(), gradient.nbytes, False))
+    ranges.sort()
+    for (begin, length, is_parameter), (next_begin, _, next_is_parameter) in pairwise(ranges):
+        if next_begin < begin + length and (is_parameter or next_is_parameter):
+            return True
+    return False
+
+
+def _gradient_of(segment: Segment) -> Tensor | None:
+    gradient = segment.parameter.grad
+    return gradient if gradient is None else local_gradient(segment.parameter, gradient)
+
+
+class Parts(NamedTuple):
+    """An operand as the native core may step it.
+
+    Attributes:
+        values, gradient: 1-D. The gradient may be of any dtype if there is a master.
+        keys: of the state that is as long, float32 and dense.
+        state: the addresses of that.
+        state_at: each of its tensors, 1-D, by its index.
+        small: the rest of the state.
+    """
+
+    values: Tensor
+    gradient: Tensor
+    keys: tuple[str, ...]
+    state: Sequence[int]
+    state_at: Callable[[int], Tensor]
+    small: Mapping[str, Any]
+
+
+def parts_of(operand: Operand, opened: OpenBucket, address: int) -> Parts | None:
+    """The parts of `operand`; None if they are not all that it has. `address`: of the record."""
+    segment = operand.segment
+    p = segment.local
+    values, gradient = operand.bits, operand.gradient
+    if segment.whole and not segment.master and not segment.of.sharded and type(p) is not torch.nn.Parameter:
+        return None  # The class, which is given the parameter itself, may ask what it is.
+    if values is None or gradient is None:
+        gradient = _gradient_of(segment)
+        if p.dtype is not torch.float32 or gradient is None or gradient.dtype is not torch.float32:
+            return None
+        if not (p.is_contiguous() and gradient.layout is torch.strided and gradient.is_contiguous()):
+            return None
+        values, gradient = p.detach().view(-1), gradient.detach().view(-1)
+    if not segment.master and (values.dtype is not torch.float32 or gradient.dtype is not torch.float32):
+        return None
+    if not (values.is_cpu and gradient.is_cpu and values.is_contiguous() and gradient.is_contiguous()):
+        return None
+    if values.is_neg() or gradient.is_neg():
+        return None  # Its memory has the negative of what it is.
+    placed = placement_of(segment)
+    small = None if placed is None else placed.small_of(segment)
+    if placed is not None and small is not None:
+        keys = placed.large
+
+        def stored(i: int) -> Tensor:
+            return opened.stored(segment, keys[i]).as_strided((segment.numel,), (1,))
+
+        addresses = placed.addresses(segment, address)
+        if segment.encoded:
+            addresses = [opened.stored(segment, key).data_ptr() for key in keys]
+        return Parts(values, gradient, keys, addresses, stored, small)
+    return _parts_in_memory(segment, opened.state_of(segment), values, gradient)
+
+
+def _parts_in_memory(segment: Segment, state: Mapping[str, Any], values: Tensor, gradient: Tensor) -> Parts | None:
+    """As `parts_of`, of state that may lie anywhere."""
+    p = segment.local
+    large: dict[str, Tensor] = {}
+    small: dict[str, Any] = {}
+    for key, value in state.items():
+        if isinstance(value, Tensor) and value.dim():
+            alike = value.stride() == p.stride() and is_dense(p) if segment.whole else True
+            if value.dtype is not torch.float32 or value.numel() != segment.numel or not value.is_cpu:
+                return None
+            if not (alike or p.is_contiguous()) or not (value.is_contiguous() or alike):
+                return None
+            large[key] = value.as_strided((segment.numel,), (1,))
+        elif isinstance(value, Tensor):
+            if not value.is_cpu:
+                return None
+            small[key] = value
+        elif isinstance(value, IMMUTABLE):
+            small[key] = value
+        else:
+            return None
+    tensors = list(large.values())
+    addresses = [each.data_ptr() for each in tensors]
+    return Parts(values, gradient, tuple(large), addresses, tensors.__getitem__, small)
