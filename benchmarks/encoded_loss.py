@@ -89,7 +89,7 @@ def train(
     shape = Shape(layers=arguments.layers, heads=4, width=arguments.width, context=arguments.context)
     model = GPT(shape)
     optimizer = CLASSES[name](model.parameters())
-    state = {"device": "nvme", "encoding": encoding, "native_step": "auto"}
+    state = {"device": "nvme", "encoding": encoding, "native_step": "on"}
     config = swapper.OffloadConfig(nvme_path=arguments.nvme_path, pool_bytes="64MiB", offload_optimizer=state)
     swapper.wrap_optimizer(optimizer, config)
     losses = []

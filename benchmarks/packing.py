@@ -74,7 +74,7 @@ def main() -> None:
 
 
 def wrap(arguments: argparse.Namespace, optimizer: torch.optim.Optimizer, encoding: str) -> None:
-    state = {"device": "nvme", "encoding": encoding, "native_step": "auto", "master_weights": True}
+    state = {"device": "nvme", "encoding": encoding, "native_step": "on", "master_weights": True}
     sizes = {"pool_bytes": "48MiB", "bucket_bytes": "8MiB"}  # Several records even of a small model; most do not stay.
     swapper.wrap_optimizer(
         optimizer, swapper.OffloadConfig(nvme_path=arguments.nvme_path, **sizes, offload_optimizer=state)

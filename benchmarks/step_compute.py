@@ -33,7 +33,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, nargs="+", default=[torch.get_num_threads()])
     parser.add_argument("--bucket-bytes", nargs="+", default=["32MiB"])
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--native", choices=["auto", "off"], nargs="+", default=["auto", "off"])
+    parser.add_argument("--native", choices=["auto", "on", "off"], nargs="+", default=["auto", "off"])
     parser.add_argument("--save", action="store_true", help="keep the result in results/")
     parser.add_argument("--json", help="also write the figures there")
     arguments = parser.parse_args()

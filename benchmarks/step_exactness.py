@@ -176,7 +176,7 @@ def compare(
                 entries[key] = torch.full_like(value, steps) if isinstance(value, Tensor) else steps
         if masters:
             entries["master_param"] = start[i]
-    section = {"device": "cpu", "master_weights": masters, "native_step": "auto"}
+    section = {"device": "cpu", "master_weights": masters, "native_step": "on"}
     config = swapper.OffloadConfig(pool_bytes="512MiB", bucket_bytes="64MiB", offload_optimizer=section)
     mine = swapper.wrap_optimizer(mine, config)
     with torch.no_grad():

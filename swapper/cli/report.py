@@ -288,7 +288,7 @@ def _of_limits(found: Report) -> Iterator[Finding]:
 def _of_native_steps(found: Report) -> Iterator[Finding]:
     native = [each.optimizer for each in found.native_steps if each.native]
     if native:
-        value = f"with native_step: auto, by {instruction_set()}: {', '.join(native)}"
+        value = f"by {instruction_set()}: {', '.join(native)}"
         yield _judge("native", value)
     others = [f"{each.optimizer} ({each.reason})" for each in found.native_steps if not each.native]
     if others:

@@ -165,9 +165,9 @@ class OffloadOptimizerConfig(Section, frozen=True):
     the host, with the bits of a step on the CPU. Default: "auto", on the device if it has room when the optimizer is
     wrapped, else on the CPU, which is logged. A model on the CPU is always stepped there."""
 
-    native_step: Annotated[Literal["auto", "off"], BeforeValidator(_parse_switch)] = "off"
-    """How a step on the CPU is computed. "auto": in one pass over memory by the native core, wherever a trial with the
-    optimizer's own class gives its bits; all else by the class. "off": always by the class. Default and off: "off"."""
+    native_step: Annotated[Literal["auto", "on", "off"], BeforeValidator(_parse_switch)] = "auto"
+    """How a step on the CPU is computed. "on": in one pass over memory by the native core, wherever a trial gives the
+    bits of the optimizer's class, else by it. "auto": so where that is faster. "off": by the class. Default: "auto"."""
 
     @property
     def encodings(self) -> str:

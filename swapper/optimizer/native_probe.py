@@ -37,7 +37,7 @@ class NativeProbe:
 
     Attributes:
         optimizer: its class, with options.
-        native: with `native_step: auto` it is stepped natively, with the bits of its class.
+        native: it can be stepped natively, with the bits of its class.
         reason: why not; "" if it is.
     """
 
@@ -56,7 +56,7 @@ def probe_native_steps() -> tuple[NativeProbe, ...]:
     probes = []
     for name, make in _PROBED.items():
         optimizer = make([torch.nn.Parameter(torch.zeros(2, device="cpu"))])
-        steps = NativeSteps(ClassStep(type(optimizer), remote=False), enabled=True)
+        steps = NativeSteps(ClassStep(type(optimizer), remote=False), "on")
         reason = steps.probe(optimizer, 0, 1)
         probes.append(NativeProbe(name, not reason, reason))
     return tuple(probes)

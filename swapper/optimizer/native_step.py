@@ -10,9 +10,10 @@ from __future__ import annotations
 import copy
 import logging
 import math
+from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -58,6 +59,12 @@ _KINDS = ("usual", "small", "bits")
 _RECORDINGS_MAX = 64
 """In a step: each takes the time of about a million elements."""
 
+_GROUP_NUMEL_MIN = 1 << 21
+"""Elements of a group in one step from which on a native one saves more than its recordings cost."""
+
+_OPERATIONS_MIN = 6
+"""Of a step without masters, from which on one pass over memory is faster than one for each of them."""
+
 
 @dataclass(eq=False, slots=True)
 class NativeOperand:
@@ -98,12 +105,26 @@ class _Case:
 
 
 @dataclass(eq=False, slots=True)
+class _Group:
+    """A group in one step.
+
+    Attributes:
+        is_comparable: its options can be told from others.
+        flags: what of its options may choose another way through the class's code.
+    """
+
+    is_comparable: bool
+    flags: tuple[tuple[str, bool], ...]
+
+
+@dataclass(eq=False, slots=True)
 class _Recording:
     """What the class did to a token; without a program it is to be stepped by the class."""
 
     program: NativeProgram | None
     small: dict[str, Any] = field(default_factory=dict)
     writes_gradient: bool = False
+    operations: Sequence[Operation] = ()
 
 
 @dataclass(eq=False, slots=True)
@@ -121,36 +142,61 @@ class NativeSteps:
 
     Args:
         class_step: calls the optimizer's class.
-        enabled: False: it can nothing.
+        mode: "on": all that it can; "auto": of that, what is faster than the class; "off": nothing.
     """
 
-    def __init__(self, class_step: ClassStep, enabled: bool) -> None:
-        self.enabled = enabled
+    def __init__(self, class_step: ClassStep, mode: Literal["auto", "on", "off"]) -> None:
+        self.enabled = mode != "off"
         self._class_step = class_step
-        self._set = best_instruction_set() if enabled else 0
+        self._chooses = mode == "auto"
+        self._set = best_instruction_set() if self.enabled else 0
         self._recordings: dict[tuple[Any, ...], _Recording] = {}  # of this step
         self._is_elementwise: bool | None = None  # the class, in this step; None: not asked yet
-        self._comparable: dict[int, bool] = {}  # of each group, in this step: its options
+        self._numel: Counter[int] = Counter()  # of each group, in this step
+        self._groups: dict[int, _Group] = {}  # of this step
+        self._short: set[tuple[tuple[str, bool], ...]] = set()  # flags of groups whose steps are few operations
         self._room: Tensor | None = None  # float32, for roots; of this step
         self._contractions: dict[tuple[Any, ...], int | None] = {}
         self._reasons: set[str] = set()
         self._is_told = False
 
+    def begin(self, active: Iterable[Segment]) -> None:
+        """A step of these begins."""
+        self.forget()
+        if self._chooses:
+            self._count((segment.of.group, segment.numel) for segment in active)
+
+    def _count(self, numels: Iterable[tuple[int | None, int]]) -> None:
+        for number, numel in numels:
+            if number is not None:
+                self._numel[number] += numel
+
     def forget(self) -> None:
-        """A step begins, or is over: what was recorded is not true of the next one."""
+        """A step is over: what was recorded is not true of the next one."""
         self._recordings.clear()
-        self._comparable.clear()
+        self._groups.clear()
+        self._numel.clear()
         self._is_elementwise = None
         self._room = None
 
-    def announce(self, optimizer: Optimizer, kinds: Iterable[tuple[int, int]]) -> None:
+    def announce(self, optimizer: Optimizer, planned: Sequence[OptimizerParameter]) -> None:
         """Try the class before its first step, so that the log says which way is taken.
 
         Args:
-            kinds: the group and the dimensions of parameters that it will step.
+            planned: what it will step.
         """
+        if not self.enabled or not is_elementwise(optimizer):
+            return
+        self._count((of.group, of.numel) for of in planned)
+        kinds = {
+            (of.group, of.parameter.dim() if of.segments[0].whole else 1)
+            for of in planned
+            if of.group is not None and (of.segments[0].master or of.dtype is torch.float32)
+        }
         tried: set[tuple[Hashable, int]] = set()
-        for number, dims in sorted(set(kinds)) if self.enabled and is_elementwise(optimizer) else ():
+        for number, dims in sorted(kinds):
+            if self._is_small(number):
+                continue
             options = self._frozen_options(optimizer, number)
             if options is not None and (options, dims) not in tried and len(tried) < _RECORDINGS_MAX:
                 tried.add((options, dims))
@@ -168,6 +214,7 @@ class NativeSteps:
             token = _probe_token(TOKEN_NUMEL, 2 + len(large), torch.Generator().manual_seed(0), _KINDS[0])
             operations = self._recorded_twice(case, token).recorder.operations
             compiled(operations, len(large), self._contraction(case, operations))
+            self._note_length(_flags(optimizer.param_groups[number]), operations)
         except ConfigError as error:  # Found when it was planned, or only in this probe: then the step says so.
             return str(error)
         except (Unsupported, Unfrozen) as error:
@@ -199,20 +246,31 @@ class NativeSteps:
             self._is_elementwise = is_elementwise(optimizer)
         if not self._is_elementwise:
             return []
-        if any(operand.segment.of.collective for operand in operands) or share_memory(operands):
+        some = [each for each in operands if self._may_step(optimizer, each.segment)]
+        if not some or any(each.segment.of.collective for each in operands) or share_memory(operands):
             return []
-        chosen = []
         address = opened.address()
-        for operand in operands:
-            number = operand.segment.of.group
-            assert number is not None
-            if number not in self._comparable:
-                self._comparable[number] = self._frozen_options(optimizer, number) is not None
-            if self._comparable[number]:
-                found = self._choose_one(optimizer, operand, opened, address, scratch, edited)
-                if found is not None:
-                    chosen.append(found)
-        return chosen
+        found = (self._choose_one(optimizer, each, opened, address, scratch, edited) for each in some)
+        return [each for each in found if each is not None]
+
+    def _may_step(self, optimizer: Optimizer, segment: Segment) -> bool:
+        number = segment.of.group
+        assert number is not None
+        if self._is_small(number):
+            return False
+        group = self._groups.get(number)
+        if group is None:
+            is_comparable = self._frozen_options(optimizer, number) is not None
+            group = self._groups[number] = _Group(is_comparable, _flags(optimizer.param_groups[number]))
+        return group.is_comparable and not (self._chooses and not segment.master and group.flags in self._short)
+
+    def _is_small(self, number: int) -> bool:
+        """True if the recordings of this group would take longer than they save."""
+        return self._chooses and self._numel[number] < _GROUP_NUMEL_MIN
+
+    def _note_length(self, flags: tuple[tuple[str, bool], ...], operations: Sequence[Operation]) -> None:
+        if len(operations) < _OPERATIONS_MIN:
+            self._short.add(flags)
 
     def run(self, chosen: Sequence[NativeOperand]) -> None:
         """Step `chosen`, and note the `result` of each. Their small state is `keep`'s.
@@ -293,6 +351,8 @@ class NativeSteps:
             assert number is not None
             case = _Case(optimizer, number, dims, list(parts.keys), parts.small, attributes)
             recording = self._recordings[key] = self._record(case, _token_of(segment, opened, parts))
+            if recording.operations and not segment.master:
+                self._note_length(self._groups[number].flags, recording.operations)
         if recording.program is None or (recording.writes_gradient and not segment.master):
             return None
         new_ties = scratch.take_bytes(ties_bytes_max(segment.numel)) if segment.is_split else 0
@@ -327,7 +387,7 @@ class NativeSteps:
             )
             self.enabled = False
             return _Recording(None)
-        return _Recording(program, recorded.small, recorded.recorder.writes_gradient)
+        return _Recording(program, recorded.small, recorded.recorder.writes_gradient, operations)
 
     def _recorded_twice(self, case: _Case, token: Sequence[Tensor]) -> _Recorded:
         """As `_recorded`, of a class that does the same to elements of a parameter that has other sizes.
@@ -395,7 +455,7 @@ class NativeSteps:
         Raises:
             Unsupported: no way gives the class's bits.
         """
-        flags = tuple((key, bool(value)) for key, value in _options(case.optimizer.param_groups[case.number]))
+        flags = _flags(case.optimizer.param_groups[case.number])
         shape = tuple((each.opcode, each.out, each.a, each.b, each.c) for each in operations)
         key = (flags, shape, case.dims, torch.get_num_threads())
         if key not in self._contractions:
@@ -442,6 +502,10 @@ def _name(optimizer: Optimizer) -> str:
 
 def _options(group: Mapping[str, Any]) -> list[tuple[str, Any]]:
     return sorted((key, value) for key, value in group.items() if key not in ("params", "param_names"))
+
+
+def _flags(group: Mapping[str, Any]) -> tuple[tuple[str, bool], ...]:
+    return tuple((key, bool(value)) for key, value in _options(group))
 
 
 def _attributes_key(attributes: Mapping[str, Any]) -> Hashable:

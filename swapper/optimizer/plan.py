@@ -78,7 +78,7 @@ class OptimizerPlan:
         scratch_count: scratch buffers that a step holds. Of a `remote` one, one is copied into while the other is in
             use. On an accelerator scratch is its own.
         gradient_accumulation_steps: gradients that each parameter gets before a step.
-        step_in_backward, steps_natively: buckets are stepped as their gradients arrive; see `NativeSteps`.
+        step_in_backward: buckets are stepped as their gradients arrive. `native_step`: see `NativeSteps`.
         encodings: names of those that state may have but "exact", with commas; `encodes`: there are some; `rounds`:
             some of them are lossy. See [Note: encoded state] in `encodings`. `encoding_reason`: see `choose_encoding`.
 
@@ -105,7 +105,7 @@ class OptimizerPlan:
         self.on_accelerator = is_accelerator(self.device)
         self.gradient_accumulation_steps = config.gradient_accumulation_steps
         state = config.offload_optimizer
-        self.step_in_backward, self.steps_natively = state.step_in_backward, state.native_step == "auto"
+        self.step_in_backward, self.native_step = state.step_in_backward, state.native_step
         asked, wanted = state.step_device, [p for p in parameters if p.requires_grad]
         self.encodings, self.encodes, self.rounds = state.encodings, state.encodes, state.rounds
         self.encoding_reason = ""

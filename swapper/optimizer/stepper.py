@@ -163,7 +163,7 @@ class Stepper:
         self.done = 0
         self.stepping = False
         self._class_step = ClassStep(cls, plan.remote)
-        self._native = NativeSteps(self._class_step, plan.steps_natively)
+        self._native = NativeSteps(self._class_step, plan.native_step)
         self._device = plan.device if plan.on_device else torch.device("cpu")
         self._pool = pool
         self._pool_bytes = pool_bytes
@@ -191,14 +191,7 @@ class Stepper:
         """Say in the log which way segments will be stepped, if some may be stepped natively."""
         if self._slots is None:
             stepped = [of for of in self.plan.planned() if of.group is not None and not of.collective and of.segments]
-            self._native.announce(
-                optimizer,
-                [
-                    (of.group, of.parameter.dim() if of.segments[0].whole else 1)
-                    for of in stepped
-                    if of.group is not None and (of.segments[0].master or of.dtype is torch.float32)
-                ],
-            )
+            self._native.announce(optimizer, stepped)
 
     # --- A whole step ----------------------------------------------------------------------------------------------
 
@@ -255,7 +248,7 @@ class Stepper:
         self.stepping = False
 
     def _begin(self, work: Sequence[Work]) -> _Fetched | None:
-        self._native.forget()
+        self._native.begin(segment for _, active in work for segment in active)
         self._slices.clear()
         moves = self.plan.on_accelerator or self.plan.step_in_backward
         self._in_memory = not moves and self.parameters is None and self.gradients is None

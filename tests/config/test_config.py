@@ -146,10 +146,15 @@ def test_verify_is_a_word() -> None:
     assert OffloadConfig().verify == "none"
     assert OffloadConfig(verify="crc32c").verify == "crc32c"
     assert refused(verify="crc32") == "verify: 'crc32' is not one of none, crc32c; did you mean 'crc32c'?"
-    for value, switch in (("off", "off"), ("auto", "auto"), (False, "off")):  # YAML reads a plain off as false.
+    for value, switch in (
+        ("off", "off"),
+        ("auto", "auto"),
+        (False, "off"),
+        (True, "on"),
+    ):  # YAML reads a plain off as false.
         assert OffloadConfig(offload_optimizer={"native_step": value}).offload_optimizer.native_step == switch
         assert OffloadConfig(aio={"gds": value}).aio.gds == switch
-    assert refused(offload_optimizer={"native_step": True}).startswith("offload_optimizer.native_step: ")
+    assert refused(offload_optimizer={"native_step": 1}).startswith("offload_optimizer.native_step: ")
     assert refused(aio={"gds": None}) == "aio.gds: None is not one of auto, on, off"
     assert refused(verify=True).startswith("verify: True is not one of none, crc32c")
 

@@ -37,7 +37,7 @@ class ElementwiseScaled(Scaled):
 swapper.register_elementwise(ElementwiseScaled)
 
 
-@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("native", ["on", "off"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "masters"])
 @pytest.mark.parametrize("cls", [Scaled, ElementwiseScaled])
 def test_a_class_sees_the_attributes_of_a_parameter(cls: type[Scaled], dtype: torch.dtype, native: str) -> None:
@@ -61,7 +61,7 @@ def test_a_class_sees_the_attributes_of_a_parameter(cls: type[Scaled], dtype: to
     for p, scale in zip(parameters, (0.5, 2.0, 1.0), strict=True):
         assert torch.equal(p.detach(), torch.full_like(p, 1 - 6 * 0.125 * scale))
     stats = swapper.of(optimizer).stats()
-    assert (stats.segments_native > 0) == (native == "auto" and cls is ElementwiseScaled)
+    assert (stats.segments_native > 0) == (native == "on" and cls is ElementwiseScaled)
     swapper.of(optimizer).close()
 
 
@@ -93,7 +93,7 @@ class Rate:
     rate = 0.5
 
 
-@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("native", ["on", "off"])
 def test_attributes_of_any_kind_have_their_effect(native: str) -> None:
     """Zeros of both signs are two values; a list that the class appends to is the user's; an object may change."""
     hows = [0.0, -0.0, [0.5, 0.25], Rate(), {"rates": (0.25, 0.5)}, {"rates": (0.5, 0.25)}]

@@ -201,7 +201,7 @@ CLASSES = {name: make for name, make in (OPTIMIZERS | MORE).items() if name not 
 
 @pytest.mark.sampled(8, together=2)
 @pytest.mark.parametrize("encoding", ALL)
-@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("native", ["on", "off"])
 @pytest.mark.parametrize("name", CLASSES)
 def test_each_class_has_the_bits_of_the_reference(nvme_path: Path, name: str, native: str, encoding: str) -> None:
     plain = make_model()
@@ -269,7 +269,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "in-memory": {"state": {"device": "cpu"}},
     "two-drives": {"drives": 2},
     "checksums": {"verify": "crc32c"},
-    "native": {"state": {"native_step": "auto"}},
+    "native": {"state": {"native_step": "on"}},
     "gradients": {"offload_gradient": {"device": "nvme"}},
     "backward": {"state": {"step_in_backward": True}},
     "backward-gradients": {"state": {"step_in_backward": True}, "offload_gradient": {"device": "nvme"}},
@@ -323,7 +323,7 @@ def test_accumulated_gradients(nvme_path: Path, encoding: str) -> None:
         nvme_path,
         gradient_accumulation_steps=2,
         offload_gradient={"device": "nvme"},
-        state={"native_step": "auto", "encoding": encoding},
+        state={"native_step": "on", "encoding": encoding},
     )
     train(model, optimizer)
     assert_same(plain, model)
@@ -332,7 +332,7 @@ def test_accumulated_gradients(nvme_path: Path, encoding: str) -> None:
 
 @pytest.mark.sampled(5, together=2)
 @pytest.mark.parametrize("encoding", ALL)
-@pytest.mark.parametrize("native", ["auto", "off"])
+@pytest.mark.parametrize("native", ["on", "off"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 def test_with_masters(nvme_path: Path, dtype: torch.dtype, native: str, encoding: str) -> None:
     """State is rounded, and the masters are not."""

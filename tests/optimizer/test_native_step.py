@@ -137,7 +137,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool(((a.view(kind) == b.view(kind)) | (a.isnan() & b.isnan())).all())
 
 
-def wrapped(optimizer: Optimizer, masters: bool = False, native: str = "auto", bucket_bytes: str = "1MiB") -> Optimizer:
+def wrapped(optimizer: Optimizer, masters: bool = False, native: str = "on", bucket_bytes: str = "1MiB") -> Optimizer:
     config = swapper.OffloadConfig(
         pool_bytes="32MiB",
         bucket_bytes=bucket_bytes,
@@ -227,7 +227,7 @@ def test_masters_step_as_by_the_class(
         swapper.of(optimizer).close()
         return [p.detach().clone() for p in parameters], state
 
-    mine, my_state = run("auto")
+    mine, my_state = run("on")
     assert any(native for native, _ in chosen) == (name in NATIVE)
     chosen.clear()
     others, other_state = run("off")
@@ -270,7 +270,7 @@ def test_buffers_that_change_with_each_step_and_plans_that_change_between(
         swapper.of(optimizer).close()
         return [*(p.detach().clone() for p in parameters), *(state[key] for key in ("exp_avg", "exp_avg_sq"))]
 
-    mine = run("auto")
+    mine = run("on")
     assert sum(native for native, _ in chosen) > 20
     assert all(map(same, mine, run("off")))
 
@@ -307,6 +307,25 @@ def test_what_gives_other_bits_is_noticed_and_not_used(
     assert len(said) == 1
     assert any(native for native, _ in chosen) == (moment == "step")
     assert not any(native for native, _ in chosen[-2:])
+
+
+@pytest.mark.parametrize("masters", [False, True])
+@pytest.mark.parametrize(
+    ("name", "is_long"), [("AdamW", True), ("RAdam", True), ("AdamW-fused", False), ("SGD", False)]
+)
+def test_auto_is_for_large_groups_whose_steps_are_many_operations_or_have_masters(
+    name: str, is_long: bool, masters: bool, monkeypatch: pytest.MonkeyPatch, chosen: Chosen
+) -> None:
+    monkeypatch.setattr(native_step, "_GROUP_NUMEL_MIN", 1000)
+    cls, options = NATIVE[name]
+    dtype = torch.bfloat16 if masters else torch.float32
+    groups = [[nn.Parameter(torch.ones(n, dtype=dtype)) for n in numels] for numels in ((600, 400), (999,))]
+    optimizer = wrapped(cls([{"params": group} for group in groups], **options), masters, "auto")
+    for _ in range(7):
+        for p in groups[0] + groups[1]:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert chosen[-1] == ((2 if masters or is_long else 0), 3)
 
 
 def test_a_damaged_master_is_refused_before_anything_is_written() -> None:
@@ -452,7 +471,7 @@ def test_a_step_that_fails_keeps_no_gradient(monkeypatch: pytest.MonkeyPatch) ->
     config = swapper.OffloadConfig(
         pool_bytes="16MiB",
         bucket_bytes="512KiB",
-        offload_optimizer={"device": "cpu", "master_weights": True, "native_step": "auto"},
+        offload_optimizer={"device": "cpu", "master_weights": True, "native_step": "on"},
     )
     optimizer = swapper.wrap_optimizer(torch.optim.SGD([p], lr=0.1, momentum=0.9), config)
     p.grad = torch.ones_like(p)

@@ -101,6 +101,7 @@ class Placement:
     """Small state and gradients move as well; else they stay in memory, where most of a small model's would."""
     packed: bool = False
     """State is packed on the drive; not where it is stepped on a device."""
+    native: str = "off"
     step_device: str = "auto"
     device_spare_bytes: int = 1 << 22
 
@@ -505,6 +506,7 @@ class Twin:
                     "step_in_backward": place.in_backward,
                     "resident_bytes": place.resident_bytes if place.optimizer == "nvme" else 0,
                     "encoding": "packed" if place.packed and place.optimizer == "nvme" else "exact",
+                    "native_step": place.native,
                     **({"step_device": place.step_device} if self.program.device else {}),
                 },
                 offload_gradient={"device": place.gradient},
@@ -1513,6 +1515,7 @@ def generate(seed: int, without: Sequence[str] = ()) -> Program:
         built_on_disk=parameter == "nvme" and rng.random() < 0.3,
         moves_all=rng.random() < 0.7,
         packed=random.Random(f"packed {seed}").random() < 0.4,
+        native=random.Random(f"native {seed}").choice(("on", "on", "off")),
     )
     if store == "none" and placement.parameter == "nvme":
         # torch's own step may ask for all parameters at once.

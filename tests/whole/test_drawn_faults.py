@@ -60,6 +60,7 @@ class Case:
     step_device: str
     gds: str
     encoding: str
+    native_step: str
     masters: bool
     pool: str
     """Of which the larger one has room for all, but for what it may keep."""
@@ -95,6 +96,7 @@ def draw(seed: int) -> Case:
         step_device=step_device,
         gds=rng.choice(("auto", "auto", "off")) if COMPILER else "off",
         encoding=rng.choice(("exact", "packed", "bf16", "int8")) if lossy else "exact",
+        native_step=random.Random(f"native {seed}").choice(("on", "off")),
         masters=rng.random() < 0.5 and state != "none",
         pool=rng.choice(("384KiB", "2MiB")),
         passes=rng.choice((1, 2)),
@@ -173,6 +175,7 @@ class Run:
                 "step_in_backward": case.in_backward,
                 "step_device": case.step_device,
                 "encoding": case.encoding,
+                "native_step": case.native_step,
                 "resident_bytes": resident_bytes if case.state == "nvme" else 0,
             },
             offload_gradient={"device": case.gradients},

@@ -77,8 +77,15 @@ def run(
 @pytest.mark.parametrize("passes", [1, 3])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize("kind", ["fp32", "bf16 with masters"])
+@pytest.mark.parametrize("native", ["on", "off"])
 def test_losses_parameters_and_strides(
-    kind: str, threads: int, passes: int, in_backward: bool, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+    native: str,
+    kind: str,
+    threads: int,
+    passes: int,
+    in_backward: bool,
+    nvme_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(parameter_records, "GROUP_BYTES", 100_000)
     before = torch.get_num_threads()
@@ -99,7 +106,12 @@ def test_losses_parameters_and_strides(
             pool_bytes="3MiB",
             bucket_bytes="256KiB",
             gradient_accumulation_steps=passes,
-            offload_optimizer={"device": "nvme", "master_weights": True, "step_in_backward": in_backward},
+            offload_optimizer={
+                "device": "nvme",
+                "master_weights": True,
+                "step_in_backward": in_backward,
+                "native_step": native,
+            },
             offload_gradient={"device": "nvme"},
             offload_param={"device": "nvme"},
         )

@@ -116,7 +116,7 @@ class Case:
     bucket_bytes: str = "48KiB"
     in_backward: bool = False
     gradients: bool = False  # on the drive, too
-    native: str = "auto"
+    native: str = "on"
     steps: int = field(default=STEPS)
 
     @property
@@ -128,7 +128,7 @@ class Case:
     @property
     def steps_natively(self) -> bool:
         is_float = self.dtype is torch.float32 or self.masters
-        return self.native == "auto" and is_float and self.cls in NATIVE and "amsgrad" not in self.options
+        return self.native == "on" and is_float and self.cls in NATIVE and "amsgrad" not in self.options
 
 
 def cases(rank_count: int) -> Iterator[Case]:
@@ -157,7 +157,7 @@ def cases(rank_count: int) -> Iterator[Case]:
             mesh="shard" if together and mesh == "tensor" else mesh,
             bucket_bytes=chance.choice(["16KiB", "48KiB"]),
             gradients=chance.random() < 0.4,
-            native=chance.choice(["auto", "auto", "off"]),
+            native=chance.choice(["on", "on", "off"]),
         )
 
 
@@ -167,7 +167,7 @@ def config_of(
     masters: bool = False,
     in_backward: bool = False,
     bucket_bytes: str = "48KiB",
-    native: str = "auto",
+    native: str = "on",
     **more: Any,
 ) -> OffloadConfig:
     state = {"device": "nvme", "master_weights": masters, "step_in_backward": in_backward, "native_step": native}

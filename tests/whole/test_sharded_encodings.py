@@ -65,7 +65,7 @@ def train_sharded(rank: int, directory: str, count: int, encoding: str) -> None:
         path = Path(directory)
         expected = torch.load(path / "expected.pt")
         module, optimizer = make(encoding, mesh)
-        swapper.wrap_optimizer(optimizer, config_of(path, encoding, native_step="auto"))
+        swapper.wrap_optimizer(optimizer, config_of(path, encoding, native_step="on"))
         train(module, optimizer, range(2), encoding, mesh)
         swapper.save_checkpoint(path / f"saved-{count}", module, optimizer)
         train(module, optimizer, range(2, 4), encoding, mesh)
