@@ -21,6 +21,7 @@ import transformers
 from accelerate import Accelerator
 from launcher import run_program
 from peft import LoraConfig, get_peft_model
+from ranks import in_processes
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 import swapper
@@ -370,6 +371,7 @@ def by_hand(directory: Path, settings: Any, accumulate: int, clip: str, resume: 
         losses.append(loss.item())
         if resume and step == 5:
             accelerator.save_state(str(directory))
+            accelerator.wait_for_everyone()
             with torch.no_grad():
                 for p in model.parameters():
                     p.mul_(2)
@@ -522,3 +524,36 @@ def test_saving_and_resuming_hold_no_copy_of_the_state(tmp_path: Path) -> None:
     for grown_bytes, state_bytes in zip(numbers[::2], numbers[1::2], strict=True):
         assert state_bytes > 128 << 20
         assert grown_bytes < 48 << 20, "a pool of 8 MiB, pieces of 16 MiB"
+
+
+# --- Several ranks --------------------------------------------------------------------------------------------------
+
+
+def train_on_ranks(rank: int, tmp_path: Path, sections: str) -> None:
+    """The Trainer's and accelerate's own data parallelism: each rank has its part of the batches, and the same bits."""
+    transformers.utils.logging.set_verbosity_error()
+    options = {"save_strategy": "steps", "save_steps": 3, "ddp_backend": "gloo", "gradient_accumulation_steps": 2}
+    plain = trainer(tmp_path / "plain", **options)
+    plain.train()
+    assert torch.distributed.get_world_size() == 2
+    settings = config(tmp_path, SECTIONS[sections])
+    swapped = trainer(tmp_path / "swapped", callbacks=[SwapCallback(settings)], **options)
+    swapped.train()
+    assert is_swapped(swapped, SECTIONS[sections])
+    assert_same(swapped, plain)
+    of_plain = trainer(tmp_path / "plain", callbacks=[SwapCallback(settings)], **options)
+    of_plain.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-3"))
+    assert_same(of_plain, plain)
+    expected, got = (by_hand(tmp_path / str(i), each, 2, "norm", True) for i, each in enumerate((None, settings)))
+    assert got[2] == expected[2]
+    for value, other in zip(got[0].state_dict().values(), expected[0].state_dict().values(), strict=True):
+        assert torch.equal(value, other)
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.long
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize("sections", SECTIONS)
+def test_data_parallel_training_has_the_bits_of_the_plain_run(tmp_path: Path, sections: str) -> None:
+    (tmp_path / "drive").mkdir()
+    in_processes(train_on_ranks, tmp_path, sections)
