@@ -24,6 +24,10 @@ CODEC_INLINE float sign_of(float x) {
     return static_cast<float>(x > 0.0F) - static_cast<float>(x < 0.0F);
 }
 
+CODEC_INLINE float larger_of(float x, float y) {
+    return x > y || x != x ? x : y;
+}
+
 // a * b + c * d with one rounding of the sum: the first product, or the second, is not rounded before.
 template <bool first>
 CODEC_INLINE float sum_of_products(float a, float b, float c, float d) {
@@ -196,6 +200,7 @@ CODEC_INLINE void run_tile(const Instruction* instructions, std::size_t count, f
             STEP_CASE(kDivNumber, a[i] / x);
             STEP_CASE(kAddcmul, fma1(x * b[i], c[i], a[i]));
             STEP_CASE(kAddcdiv, a[i] + x * b[i] / c[i]);
+            STEP_CASE(kMaximum, larger_of(a[i], b[i]));
             case Opcode::kLerp:
                 if (std::fabs(x) < 0.5F) {
                     STEP_LOOP for (std::size_t i = 0; i < numel; ++i) out[i] = fma1(x, b[i] - a[i], a[i]);

@@ -39,8 +39,9 @@ enum class Opcode : std::uint8_t {
     kAddcdiv,     // a + x * b / c
     kFusedAdam,   // constants: see namespace adam
     kFusedSgd,    // constants: see namespace sgd
+    kMaximum,     // the larger of a and b, or a NaN of theirs
 };
-constexpr std::size_t kOpcodes = 16;
+constexpr std::size_t kOpcodes = 17;
 
 struct Instruction {
     Opcode code = Opcode::kCopy;

@@ -24,8 +24,8 @@ __all__ = ["FUSED", "SQRT", "Operation", "StepRecorder"]
 
 # As in csrc/step_program.h.
 _COPY, _NEG, _ABS, _SIGN, _RECIPROCAL, _ADD, _ADD_NUMBER, _MUL, _MUL_NUMBER = range(9)
-_DIV, _DIV_NUMBER, _LERP, _ADDCMUL, _ADDCDIV, _FUSED_ADAM, _FUSED_SGD = range(9, 16)
-SQRT = 16
+_DIV, _DIV_NUMBER, _LERP, _ADDCMUL, _ADDCDIV, _FUSED_ADAM, _FUSED_SGD, _MAXIMUM = range(9, 17)
+SQRT = 17
 """Opcode of what the core does not do."""
 FUSED = (_FUSED_ADAM, _FUSED_SGD)
 """Opcodes of torch's fused kernels."""
@@ -190,6 +190,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if is_tensor:
                 return (_MUL if base == "mul" else _DIV), [a, b], ()
             return (_MUL_NUMBER if base == "mul" else _DIV_NUMBER), [a], (number,)
+        if base == "maximum":
+            return _MAXIMUM, [a, given["other"]], ()
         if base == "lerp" and "weight" in given:
             return _LERP, [a, given["end"]], (_number(given["weight"]),)
         if base in ("addcmul", "addcdiv"):

@@ -74,12 +74,14 @@ NATIVE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "RMSprop-centered": (torch.optim.RMSprop, {"centered": True, "momentum": 0.9, "weight_decay": 0.1}),
     "NAdam": (torch.optim.NAdam, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
     "RAdam": (torch.optim.RAdam, {}),
+    "AdamW-amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
+    "Adam-amsgrad-foreach": (torch.optim.Adam, {"amsgrad": True, "foreach": True}),
+    "Adamax": (torch.optim.Adamax, {"weight_decay": 0.1}),
     "ASGD": (torch.optim.ASGD, {}),
     "Lion": (Lion, {}),
 }
 BY_CLASS = {
-    "Adam-amsgrad": (torch.optim.Adam, {"amsgrad": True}),
-    "Adamax": (torch.optim.Adamax, {}),
+    "Adam-amsgrad-fused": (torch.optim.Adam, {"amsgrad": True, "fused": True}),
     "Adadelta": (torch.optim.Adadelta, {}),
     "Rprop": (torch.optim.Rprop, {}),
 }

@@ -79,7 +79,8 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 ]
 
 NATIVE = {
-    getattr(torch.optim, name) for name in ["AdamW", "Adam", "SGD", "Adagrad", "ASGD", "NAdam", "RAdam", "RMSprop"]
+    getattr(torch.optim, name)
+    for name in ("AdamW", "Adam", "Adamax", "SGD", "Adagrad", "ASGD", "NAdam", "RAdam", "RMSprop")
 }
 
 
@@ -128,7 +129,7 @@ class Case:
     @property
     def steps_natively(self) -> bool:
         is_float = self.dtype is torch.float32 or self.masters
-        return self.native == "on" and is_float and self.cls in NATIVE and "amsgrad" not in self.options
+        return self.native == "on" and is_float and self.cls in NATIVE
 
 
 def cases(rank_count: int) -> Iterator[Case]:
