@@ -201,8 +201,11 @@ def make_tensors(operands: Sequence[Operand], opened: OpenBucket, scratch: Scrat
 
 def attributes_of(of: OptimizerParameter) -> Mapping[str, Any]:
     """What the user has set on a parameter, such as a factor of its learning rate."""
-    attributes = vars(of.parameter)
-    return {k: v for k, v in attributes.items() if k not in _OF_DTENSOR} if of.sharded else attributes
+    return {
+        name: value
+        for name, value in vars(of.parameter).items()
+        if not name.startswith("_swapper_") and not (of.sharded and name in _OF_DTENSOR)
+    }
 
 
 def _bring_attributes(of: OptimizerParameter, tensor: torch.nn.Parameter) -> None:

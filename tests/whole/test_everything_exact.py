@@ -118,6 +118,7 @@ def test_losses_parameters_and_strides(
         model, swapped = swapper.offload(model, make_adamw(list(model.parameters())), config)
         result = run(model, swapped.step, swapped.zero_grad, passes, look=not in_backward)
         assert result == expected
+        assert (swapper.of(swapped).stats().segments_native > 0) == (native == "on")
         for (name, p), q in zip(model.named_parameters(), plain.parameters(), strict=True):
             assert torch.equal(p, q), name
             assert p.stride() == q.stride(), name
