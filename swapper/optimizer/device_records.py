@@ -79,10 +79,14 @@ class DeviceBucket(OpenBucket):
         """Have the state of `segment` that does not move where its class expects it.
 
         Args:
-            on_device: scalars are on the device, too, as of fused and capturable steps; else they stay where they are.
+            on_device: scalars are on the device, too, as of fused and capturable steps; else they stay where they are,
+                but for those that have the shape of the parameter: a load puts all but "step" there, as torch's does.
         """
+        is_scalar = not segment.local.dim()
         for key, value in segment.small.items():
-            if isinstance(value, torch.Tensor) and value.device != self.device and (on_device or value.dim()):
+            if not isinstance(value, torch.Tensor) or value.device == self.device:
+                continue
+            if on_device or value.dim() or (is_scalar and key != "step"):
                 segment.small[key] = value.to(self.device)
 
     # --- Masters ---------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ CAPTURABLE = ("AdamW", "Adam-amsgrad", "RMSprop", "NAdam", "Rprop")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "bf16-masters": torch.bfloat16, "fp16-masters": torch.float16}
 
 
-SHAPES = [(128, 640), (640,), (48, 8, 3, 3), (3,), (20_000,), (64, 64)]
+SHAPES = [(128, 640), (640,), (48, 8, 3, 3), (3,), (20_000,), (64, 64), ()]
 
 
 class Model(nn.Module):
@@ -324,6 +324,24 @@ def test_state_goes_between_steps_on_the_device_and_others(
             reference.step()
             plain.zero_grad()
         assert_same(plain, finals[0])
+
+
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam", "Rprop"])
+def test_loaded_state_of_a_parameter_without_dimensions_is_where_its_class_steps(
+    name: str, device: str, nvme_path: Path
+) -> None:
+    def train(path: Path | None) -> Model:
+        model = make_model(device)
+        optimizer = CLASSES[name](model.parameters())
+        with contextlib.nullcontext() if path is None else wrapped(optimizer, path):
+            for seed in range(2):
+                backward(model, seed)
+                optimizer.step()
+                optimizer.zero_grad()
+                optimizer.load_state_dict(optimizer.state_dict())
+        return model
+
+    assert_same(train(nvme_path), train(None))
 
 
 def test_a_step_waits_for_nothing_on_the_device(device: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
