@@ -156,7 +156,8 @@ def _unit_of_bucket(number: int, bucket: Bucket, slot_of: Mapping[OptimizerParam
         slot = slot_of.get(segment.of)
         box = None if slot is None else box_of(segment.parameter)
         cut = (segment.start, segment.stop, segment.whole, segment.master, segment.checksum, segment.has_state)
-        parts.append((slot, box, cut, sorted(segment.present), sorted(map(str, segment.dtypes.items()))))
+        dtypes = {key: spec.dtype for key, spec in segment.learnt.items()}
+        parts.append((slot, box, cut, sorted(segment.present), sorted(map(str, dtypes.items()))))
     return _unit(number, parts)
 
 

@@ -79,14 +79,15 @@ class DeviceBucket(OpenBucket):
         """Have the state of `segment` that does not move where its class expects it.
 
         Args:
-            on_device: scalars are on the device, too, as of fused and capturable steps; else they stay where they are,
-                but for those that have the shape of the parameter: a load puts all but "step" there, as torch's does.
+            on_device: all scalars are on the device, as of fused and capturable steps; else those that the class makes
+                there, and those that torch's `load_state_dict` has cast, for it brings them there too.
         """
-        is_scalar = not segment.local.dim()
         for key, value in segment.small.items():
             if not isinstance(value, torch.Tensor) or value.device == self.device:
                 continue
-            if on_device or value.dim() or (is_scalar and key != "step"):
+            learnt = segment.learnt.get(key)
+            is_cast = learnt is not None and key != "step" and value.dtype != learnt.dtype
+            if on_device or value.dim() or is_cast or (learnt is not None and learnt.on_accelerator):
                 segment.small[key] = value.to(self.device)
 
     # --- Masters ---------------------------------------------------------------------------------------------------

@@ -324,7 +324,7 @@ class NativeSteps:
             return None
         if segment.master and not isinstance(segment.checksum, int):
             return None
-        if segment.dtypes and not segment.keys:
+        if segment.learnt and not segment.keys:
             return None  # The first step, which makes state.
         parts = parts_of(operand, opened, address)
         if parts is None:

@@ -69,6 +69,7 @@ class StateSpec:
         dtype: as the class has it.
         shape, stride: in elements; the stride is that of the parameter where the shapes are equal.
         encoding: how it is stored: "exact", or float32 as "bf16", "int8" or "packed". See `encodings`.
+        on_accelerator: the class has it there, where it steps; else on the CPU.
     """
 
     key: str
@@ -76,6 +77,7 @@ class StateSpec:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     encoding: str = "exact"
+    on_accelerator: bool = False
 
     @property
     def numel(self) -> int:
@@ -257,7 +259,7 @@ def learn_state(
                 full = tuple(local.shape)
             same = full == tuple(local.shape) and is_dense(local)
             stride = local.stride() if same else contiguous_stride(full)
-            specs.append(StateSpec(key, value.dtype, full, stride))
+            specs.append(StateSpec(key, value.dtype, full, stride, on_accelerator=not value.is_cpu))
     return tuple(specs)
 
 

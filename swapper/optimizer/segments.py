@@ -258,7 +258,7 @@ class Segment:
         whole: the class is given the parameter in its own shape; else a flat slice.
         master: dtype bf16 keeps the low 16 bits of an fp32 master ("split"), fp16 all of it ("stored"); "" has none.
         specs: the tensors that move, as the probe has learnt them.
-        dtypes: the element type of each tensor of the state, as the probe has learnt them.
+        learnt: each tensor of the state, by key, as the probe has learnt them for the whole parameter.
         locations: of `specs`, and of the master if it moves, in the record; filled by `Bucket`.
         present: keys in `locations` that hold data.
         small: state that never moves, by key.
@@ -280,7 +280,7 @@ class Segment:
     whole: bool
     master: str
     specs: tuple[StateSpec, ...]
-    dtypes: dict[str, torch.dtype]
+    learnt: dict[str, StateSpec]
     locations: dict[str, StateLocation] = field(default_factory=dict)
     present: set[str] = field(default_factory=set)
     small: dict[str, Any] = field(default_factory=dict)
@@ -534,8 +534,8 @@ def plan_segments(
     """
     plain = map(encode, (spec for spec in specs if spec.dtype in PLAIN_DTYPES))
     moving = tuple(spec for spec in plain if spec.is_rounded or spec.nbytes >= SMALL_BYTES)
-    dtypes = {spec.key: spec.dtype for spec in specs}
-    whole = Segment(of, 0, of.numel, True, master, moving, dtypes)
+    learnt = {spec.key: spec for spec in specs}
+    whole = Segment(of, 0, of.numel, True, master, moving, learnt)
     if not segmented or (whole.cost_bytes(remote, moves_gradient) <= bucket_bytes and of.numel <= numel_max):
         return [whole]
     like = [spec for spec in moving if spec.shape == tuple(of.local.shape)]
@@ -558,7 +558,7 @@ def plan_segments(
         of.numel, numel_max, low_precision=low_precision, threads=threads, cut_numel=cut_numel
     ):
         slices = tuple(StateSpec(spec.key, spec.dtype, (stop - start,), (1,), spec.encoding) for spec in like)
-        segments.append(Segment(of, start, stop, False, master, slices, dtypes))
+        segments.append(Segment(of, start, stop, False, master, slices, learnt))
     return segments
 
 

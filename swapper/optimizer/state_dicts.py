@@ -374,7 +374,8 @@ def _check_loadable(p: torch.Tensor, segments: Sequence[Segment], entries: Mappi
 
 def _kept_dtype(key: Any, value: torch.Tensor, segment: Segment) -> torch.dtype:
     """The dtype of state that is taken as it is. With a master, state made for the parameter itself becomes fp32."""
-    if not segment.master or key == "step" or value.dtype == segment.dtypes.get(key):
+    learnt = segment.learnt.get(key)
+    if not segment.master or key == "step" or (learnt is not None and value.dtype == learnt.dtype):
         return value.dtype
     return torch.float32 if value.dtype.is_floating_point else value.dtype
 

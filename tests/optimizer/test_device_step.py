@@ -32,6 +32,7 @@ CLASSES: dict[str, Callable[..., Optimizer]] = {
     "Adagrad": lambda p, **how: torch.optim.Adagrad(p, lr=1e-2, **how),
     "RMSprop": lambda p, **how: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, **how),
     "NAdam": lambda p, **how: torch.optim.NAdam(p, **how),
+    "ASGD": lambda p, **how: torch.optim.ASGD(p, **how),
     "Rprop": lambda p, **how: torch.optim.Rprop(p, **how),
     "Adafactor": lambda p, **how: torch.optim.Adafactor(p, lr=1e-2, **how),
     "Muon": lambda p, **how: muon(p),
@@ -326,12 +327,15 @@ def test_state_goes_between_steps_on_the_device_and_others(
         assert_same(plain, finals[0])
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam", "Rprop"])
-def test_loaded_state_of_a_parameter_without_dimensions_is_where_its_class_steps(
-    name: str, device: str, nvme_path: Path
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "NAdam", "Rprop", "ASGD"])
+def test_loaded_scalars_are_where_the_class_makes_them(
+    name: str, dtype: torch.dtype, device: str, nvme_path: Path
 ) -> None:
+    """Those of a parameter without dimensions, and factors such as those of ASGD."""
+
     def train(path: Path | None) -> Model:
-        model = make_model(device)
+        model = make_model(device, dtype)
         optimizer = CLASSES[name](model.parameters())
         with contextlib.nullcontext() if path is None else wrapped(optimizer, path):
             for seed in range(2):
