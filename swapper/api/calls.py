@@ -26,6 +26,7 @@ from swapper.io.devices import is_accelerator
 from swapper.optimizer.encoding_choice import choose_encoding
 from swapper.optimizer.plan import OptimizerPlan, parameters_of
 from swapper.optimizer.probe import refuse_unsupported, try_sharded
+from swapper.optimizer.step_device import warn_of_for_loop
 from swapper.optimizer.swapper import OptimizerSwapper
 from swapper.parameter.building import ModelBuilder, device_of, initialisers_of
 from swapper.parameter.candidates import swapped_tensors
@@ -293,7 +294,9 @@ def _plan(
         plan = OptimizerPlan(optimizer, settings, next(OWNERS), records, swaps_state=swaps_state)
         if plan.device.type == "meta":
             raise ConfigError("the parameters are on the meta device and have no values; give the model memory first")
-        if asked.device == "none" and swaps_state and plan.on_accelerator:
+        if on_accelerator and not swaps_state and settings.offload_param.device != "none":
+            warn_of_for_loop(optimizer)
+        elif plan.on_accelerator and asked.device == "none" and swaps_state:
             why = "master_weights, step_in_backward or gradients that are offloaded"
             warn_once(log, f"offload_optimizer.device: none is the same as cpu on {plan.device} with {why}")
         plans.append(plan)

@@ -6,13 +6,15 @@ import logging
 from collections.abc import Iterable
 
 import torch
+from torch.optim import Optimizer
 
 from swapper.errors import ConfigError
 from swapper.io.devices import free_bytes, is_accelerator
 from swapper.optimizer.device_slots import SLOTS
+from swapper.progress import warn_once
 from swapper.sizes import format_bytes
 
-__all__ = ["device_of", "has_room", "may_step_on_device", "step_bytes"]
+__all__ = ["device_of", "has_room", "may_step_on_device", "step_bytes", "warn_of_for_loop"]
 
 log = logging.getLogger(__name__)
 
@@ -82,3 +84,20 @@ def has_room(device: torch.device, slot_bytes: int, scratch_bytes: int) -> bool:
         free,
     )
     return False
+
+
+def warn_of_for_loop(optimizer: Optimizer) -> None:
+    """Say that a class that steps parameters of an accelerator while they are evicted may have other bits then.
+
+    torch asks for ordinary parameters before it takes `foreach=None` for True. To give it that would need all of them
+    in memory at once.
+    """
+    groups = optimizer.param_groups
+    if any("foreach" in group and group["foreach"] is None and not group.get("fused") for group in groups):
+        name = type(optimizer).__name__
+        warn_once(
+            log,
+            f"offload_optimizer.device: none: {name} steps parameters that are evicted one by one, as with "
+            "foreach=False. On an accelerator plain PyTorch takes foreach=None for True, and bits may differ. Make it "
+            "with foreach=False, which has the same bits in both runs, or use offload_optimizer.device: nvme or cpu",
+        )

@@ -29,6 +29,7 @@ from swapper.errors import ConfigError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.parameter import records as parameter_records
 from swapper.parameter.swapper import ParameterSwapper
+from swapper.progress import warn_once
 from swapper.storage.buffers import PoolExhausted
 from swapper.storage.growing_pool import GrowingPool
 from swapper.tensors.evicted import EvictedParameter
@@ -398,6 +399,33 @@ def test_a_step_of_all_parameters_in_one_call_says_what_to_do(nvme_path: Path, d
     expected = run(False)
     for got in (run(True), run(True, foreach=False), run(True, int(found[1]), foreach=True)):
         assert all(same_bits(p, q) for p, q in zip(got, expected, strict=True))
+
+
+def test_the_default_of_foreach_is_said_to_be_another(
+    nvme_path: Path, device: torch.device, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With foreach=False both runs are the same, and nothing is said."""
+
+    def run(mine: bool, **how: Any) -> list[torch.Tensor]:
+        model = layers(device).bfloat16()
+        optimizer = torch.optim.ASGD(model.parameters(), lr=0.1, **how)
+        if mine:
+            swapper.offload(model, optimizer, config_for(nvme_path, offload_optimizer={"device": "none"}))
+        for seed in range(3):
+            x = torch.randn(4, WIDE, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
+            model(x).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found = [optimizer.state[p]["ax"].cpu() for p in model.parameters()]
+        if mine:
+            swapper_of(model).close()
+        return found
+
+    warn_once.cache_clear()
+    assert all(same_bits(p, q) for p, q in zip(run(True, foreach=False), run(False, foreach=False), strict=True))
+    assert "foreach" not in caplog.text
+    different = [not same_bits(p, q) for p, q in zip(run(True), run(False), strict=True)]
+    assert any(different) and "ASGD steps parameters that are evicted one by one" in caplog.text
 
 
 # --- device: cpu ---
