@@ -509,10 +509,9 @@ class ParameterOwner(ParameterCache):
                 f"{location.name} was given other data while views of its former data are kept, which would change "
                 "with it; keep clones, write with copy_, or do it and drop them in `with swapper.gathered([parameter])`"
             )
-        return (
-            f"{location.name} was {tuple(location.shape)} x {location.dtype} and was given data of {given} in place of "
-            f"{location.stride}; convert, resize or move the model before swapper.offload, or write with copy_"
-        )
+        before = f"{tuple(location.shape)} x {location.dtype} on {values.device} with strides {location.stride}"
+        what = "convert, resize or move the model before swapper.offload, or write with copy_"
+        return f"{location.name} was {before} and was given data of {given}; {what}"
 
     def _lets_go(self, held: Held, slot: int, p: torch.Tensor, of_record: bool) -> bool:
         """Called when a record cannot take what `p` was given, or is viewed. Returns True if `p` leaves it."""
