@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import ctypes
+import functools
 import gc
 import importlib
 import logging
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -68,14 +71,22 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     return (yield)
 
 
-@pytest.fixture(scope="session")
-def mock_path(tmp_path_factory: pytest.TempPathFactory) -> str:
+@functools.cache
+def built() -> str:
+    """The path of the library, which is built once in a process."""
     assert COMPILER is not None
     source = Path(host_device.__file__).with_name("mock_cufile.cpp")
-    library = tmp_path_factory.mktemp("mock") / "libmock_cufile.so"
+    directory = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, directory)
+    library = Path(directory) / "libmock_cufile.so"
     flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Wno-return-type-c-linkage", "-shared", "-fPIC", "-pthread"]
     subprocess.run([COMPILER, *flags, str(source), "-o", str(library)], check=True)
     return str(library)
+
+
+@pytest.fixture(scope="session")
+def mock_path() -> str:
+    return built()
 
 
 @pytest.fixture
@@ -113,25 +124,31 @@ def direct(
     request: pytest.FixtureRequest,
 ) -> Iterator[Mock]:
     """The mock in its direct mode, for memory of the simulated device: see `accelerators`."""
-    from accelerators import simulated  # Not before pytest has taken it for a plugin.
-
     if not str(device).startswith("sim"):
         pytest.skip("the mock moves bytes of the simulated device")
     with AsyncIOHandle() as handle, handle.open(tmp_path / "probe", "rw") as file:
         if not file.direct:
             pytest.skip(f"needs a file system with O_DIRECT: {file.direct_reason}")
-    monkeypatch.setenv(gds.LIBRARY_VARIABLE, mock_path)
-    monkeypatch.setattr(gds, "_NVIDIA_FS", tmp_path / "no-nvidia-fs")
-    gds._warn_once.cache_clear()
-    mock = Mock(mock_path)
-    mock.reset()
-    mock["device_start"], mock["device_length"], mock["device_distance"] = simulated().dma_window()
+    mock = open_patched(mock_path, monkeypatch)
     yield mock
     if request.node.stash.get(_FAILED, False):
         return  # It would wait in vain.
     settled(mock)
     assert mock["open_buffers"] == 0
     mock.reset()
+
+
+def open_patched(mock_path: str, patch: pytest.MonkeyPatch) -> Mock:
+    """The mock in its direct mode, as long as `patch` holds."""
+    from accelerators import simulated  # Not before pytest has taken it for a plugin.
+
+    patch.setenv(gds.LIBRARY_VARIABLE, mock_path)
+    patch.setattr(gds, "_NVIDIA_FS", Path(mock_path).with_name("no-nvidia-fs"))
+    gds._warn_once.cache_clear()
+    mock = Mock(mock_path)
+    mock.reset()
+    mock["device_start"], mock["device_length"], mock["device_distance"] = simulated().dma_window()
+    return mock
 
 
 def open_direct(mock_path: str) -> Mock:

@@ -29,6 +29,7 @@ import pytest
 import torch
 from accelerators import simulate
 from interrupts import interrupted_at
+from mock_cufile import COMPILER, built, open_patched
 from models import CASES, VOCABULARY, WIDTH, Mlp, tokens, vectors
 from torch import nn
 from torch.optim import Optimizer
@@ -104,6 +105,8 @@ class Placement:
     native: str = "off"
     step_device: str = "auto"
     device_spare_bytes: int = 1 << 22
+    direct: bool = False
+    """Between the drive and a device without the pool, by cuFile: see `mock_cufile`."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +124,7 @@ class Program:
     """Of backward, before each step."""
     threads: int = 1
     device: str = ""
-    """How a simulated device behaves that the model is on: "lazy" or "random" (see `accelerators`)."""
+    """How a simulated device behaves that the model is on: "lazy", "random" or "poison" (see `accelerators`)."""
     placement: Placement = Placement()
     actions: tuple[Action, ...] = ()
 
@@ -306,6 +309,8 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "adamw fused": (torch.optim.AdamW, {"fused": True}),
     "adamw for loop": (torch.optim.AdamW, {"foreach": False}),
     "adamw tensor lr": (torch.optim.AdamW, {"foreach": False}),
+    "adamw capturable": (torch.optim.AdamW, {"capturable": True}),
+    "rmsprop capturable": (torch.optim.RMSprop, {"capturable": True, "foreach": True}),
     "adamax": (torch.optim.Adamax, {}),
     "nadam": (torch.optim.NAdam, {"decoupled_weight_decay": True, "weight_decay": 0.1}),
     "radam": (torch.optim.RAdam, {}),
@@ -319,6 +324,7 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "muon": (torch.optim.AdamW, {}),  # And Muon for the matrices, if this torch has it.
     "sign momentum": (SignMomentum, {}),
 }
+ON_ANY_DEVICE = [name for name in OPTIMIZERS if "capturable" not in name]
 FOR_SPARSE = ("sgd", "adagrad")
 NOT_IN_LOW_PRECISION = ("sgd fused", "nesterov foreach")
 """Without masters. The first leaves such parameters as they are; in the second the first step of one parameter changes
@@ -420,6 +426,10 @@ class Twin:
         self.log: list[Any] = []
         self.handles: list[Any] = []
         self.adapters: list[nn.Parameter] = []
+        self.lora = False
+        self.kept: list[Any] = []
+        self.side: Any = None
+        self.other: tuple[nn.Module, Any] | None = None
         self.checkpoints = 0
         self.replaced = False
         self._begin()
@@ -474,7 +484,9 @@ class Twin:
         share = max(1, -(-len(parameters) // self.program.groups))
         rate = LEARNING_RATE
         groups = [{"params": parameters[i : i + share], "lr": rate / (1 + i)} for i in range(0, len(parameters), share)]
-        if self.program.device and self.placement.step_device != "device" and "foreach" in signature(cls).parameters:
+        place = self.placement
+        one_by_one = place.step_device != "device" or (place.optimizer == "none" and place.parameter != "none")
+        if self.program.device and one_by_one and "foreach" in signature(cls).parameters:
             options = {"foreach": options.get("fused", False) and None, **options}  # As it is on the CPU.
         if self.program.optimizer == "adamw tensor lr":
             options = {**options, "capturable": False}
@@ -498,7 +510,7 @@ class Twin:
                 nvme_path=paths,
                 pool_bytes=pool_bytes,
                 bucket_bytes=place.bucket_bytes,
-                verify="crc32c" if place.checked else "none",
+                verify="crc32c" if place.checked and not place.direct else "none",
                 gradient_accumulation_steps=self.program.passes,
                 offload_optimizer={
                     "device": place.optimizer,
@@ -551,6 +563,7 @@ class Twin:
 
     def close(self) -> None:
         """After the last action."""
+        self._close_other()
         for handle in self.handles:
             handle.remove()
         if self.swapped:
@@ -605,9 +618,8 @@ class Twin:
 
     def _loss(self) -> torch.Tensor:
         """Of a random batch; noted. Never multiplied by a number: to `step_in_backward` that is what a scaler does."""
-        inputs = self.inputs(torch.default_generator)
-        inputs = [x.to(self.device, self.dtype if x.is_floating_point() else None) for x in inputs]
-        with torch.device(self.device) if self.program.device else contextlib.nullcontext():
+        inputs = [x.to(self.device, self.dtype if x.is_floating_point() else None) for x in self._inputs()]
+        with self._default_device():
             out = self.model(*inputs)
         out = out if out.dtype is torch.float64 else out.float()
         loss = out.square().mean()
@@ -615,6 +627,13 @@ class Twin:
             loss = loss + adapter.float().square().mean().to(loss.dtype)
         self.log.append(bits(loss))
         return loss
+
+    def _inputs(self) -> Sequence[torch.Tensor]:
+        return self.inputs(torch.default_generator)
+
+    def _default_device(self) -> contextlib.AbstractContextManager[object]:
+        """Tensors that a model makes in its forward are where it is."""
+        return torch.device(self.device) if self.program.device else contextlib.nullcontext()
 
     def _zero(self, how: int) -> None:
         if how % 3 == 2 and not self.placement.in_backward:
@@ -764,6 +783,206 @@ class Twin:
         if not p.requires_grad:
             raise Skip
         return bits(torch.autograd.grad(self._loss(), p, allow_unused=True)[0])
+
+    # --- Forward and backward in other ways ---
+
+    def _need_device(self) -> Any:
+        """The device's module."""
+        if not self.program.device:
+            raise Skip
+        return torch.get_device_module(self.device)
+
+    def on_stream(self, _: int, how: int = 0) -> Any:
+        """A window, or an evaluation, on a stream of the user's, who has each stream wait for the other."""
+        module = self._need_device()
+        if self.side is None:
+            self.side = module.Stream()
+        first, side = module.current_stream(), self.side
+        if how % 4 == 1:
+            self._zero(0)  # Their memory is the first stream's.
+        side.wait_stream(first)
+        found = None
+        with module.stream(side):
+            if how % 4 == 0:
+                found = self.evaluate(0, how // 4)
+            elif how % 4 == 1 or self.placement.in_backward:
+                found = self.train(0, how // 4, 0)
+            else:
+                self._loss().backward()
+        first.wait_stream(side)
+        if how % 4 >= 2 and not self.placement.in_backward:
+            if how % 4 == 3:
+                found = self._clip(1 + how // 4 % 4)
+            for optimizer in self.optimizers:
+                optimizer.step()
+            side.wait_stream(first)  # The memory of gradients is that stream's.
+            self._zero(0)
+        return found
+
+    def copied_late(self, _: int, number: int = 0, how: int = 0) -> Any:
+        """A copy that does not block: of values or a gradient to page-locked memory, or of values from there."""
+        module = self._need_device()
+        *_, p = self._at(number)
+        source: torch.Tensor = p
+        if how % 4 == 2 and p.grad is not None and not p.grad.is_sparse:
+            source = p.grad
+        there = torch.empty(p.shape, dtype=p.dtype, pin_memory=True)
+        event = module.Event()
+        with torch.no_grad():
+            if how % 4 == 3:
+                there.normal_()
+                p.copy_(there, non_blocking=True)
+            else:
+                there.copy_(source.data if how % 4 else source, non_blocking=True)
+        event.record()
+        event.synchronize()
+        return bits(there)
+
+    def cast(self, _: int, clip: int = 0) -> Any:
+        """A window whose forward is within `torch.autocast`."""
+        if self.program.dtype != "float32" or self.program.model in ONE_DTYPE:
+            raise Skip
+        for _ in range(self.program.passes):
+            with torch.autocast(self.device, torch.bfloat16):
+                loss = self._loss()
+            (loss / self.program.passes).backward()
+        found = self._clip(1 + clip % 4) if clip % 2 and not self.placement.in_backward else None
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._zero(0)
+        return found
+
+    def recomputed(self, _: int, how: int = 0) -> None:
+        """A window whose forward is computed again in backward."""
+        model = self.model
+        for _ in range(self.program.passes):
+            inputs = [x.to(self.device, self.dtype if x.is_floating_point() else None) for x in self._inputs()]
+            if how % 2 and not any(x.requires_grad for x in inputs) and inputs[0].is_floating_point():
+                inputs[0].requires_grad_()
+            with self._default_device():
+                out = checkpoint(model, *inputs, use_reentrant=bool(how % 2))
+            if not out.requires_grad:
+                raise Skip
+            self.log.append(bits(out))
+            (out.float().square().mean() / self.program.passes).backward()
+        for optimizer in self.optimizers:
+            optimizer.step()
+        self._zero(0)
+
+    def twice(self, _: int, how: int = 0) -> None:
+        """The gradient of a gradient's norm; or a graph that backward goes through twice."""
+        self._without_step()
+        if how % 2:
+            loss = self._loss()
+            loss.backward(retain_graph=True)
+            loss.backward()
+            return
+        *_, p = self._at(how // 2)
+        place = self.placement
+        if not p.requires_grad or (
+            place.parameter != "none" and min(place.spare_bytes, place.device_spare_bytes) < 1 << 22
+        ):
+            raise Skip  # The graph of a gradient keeps the values of all parameters that it is of.
+        (gradient,) = torch.autograd.grad(self._loss(), p, allow_unused=True, create_graph=True)
+        if gradient is None or not gradient.requires_grad or gradient.is_sparse:
+            raise Skip
+        gradient.float().square().sum().backward()
+
+    def keep_gradients(self, _: int) -> Any:
+        """Gradients that the user has yet when others have come."""
+        found = bits(self.kept)
+        self.kept = [p.grad for *_, p in self._places() if p.grad is not None]
+        return found
+
+    def copied_model(self, _: int, how: int = 0) -> Any:
+        """A copy of the model by `copy.deepcopy` or pickle, evaluated."""
+        if self.handles or self.lora:
+            raise Skip  # Hooks would be copied, with the twin that they belong to.
+        if how % 2:
+            file = io.BytesIO()
+            torch.save(self.model.state_dict(), file)
+            file.seek(0)
+            return bits(torch.load(file, map_location="cpu"))
+        other, mine = copy.deepcopy(self.model), self.model
+        self.model = other
+        try:
+            return self.evaluate(0, how // 2), bits(dict(other.named_parameters()))
+        finally:
+            self.model = mine
+
+    def functional(self, _: int) -> Any:
+        """`torch.func.functional_call` with other values."""
+        values = {name: p.detach() * 0.5 for name, p in self.model.named_parameters() if p.is_floating_point()}
+        inputs = [x.to(self.device, self.dtype if x.is_floating_point() else None) for x in self._inputs()]
+        self.model.eval()
+        try:
+            with torch.no_grad(), self._default_device():
+                return bits(torch.func.functional_call(self.model, values, tuple(inputs)))
+        finally:
+            self.model.train()
+
+    def away(self, _: int, how: int = 0) -> Any:
+        """The model is moved to the CPU, looked at, and moved back."""
+        if not self.program.device or self.placement.in_backward:
+            raise Skip
+        self.model.to("cpu")
+        found = bits(self.model.state_dict())
+        self.model.to(self.device)
+        return found
+
+    def other_model(self, seed: int, how: int = 0) -> Any:
+        """Another model beside this one, with a pool and records of its own."""
+        if self.other is None:
+            model = Layers().to(self.device)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, foreach=False)
+            if self.swapped:
+                path = self.path / "other"
+                path.mkdir(exist_ok=True)
+                config = swapper.OffloadConfig(
+                    nvme_path=path,
+                    pool_bytes=1 << 20,
+                    bucket_bytes=16384,
+                    offload_optimizer={"device": "nvme", "step_device": "device" if self.program.device else "auto"},
+                    offload_param={"device": ("nvme", "none")[how % 2]},
+                )
+                swapper.offload(model, optimizer, config)
+            self.other = model, optimizer
+        model, optimizer = self.other
+        loss = model(vectors(torch.default_generator)[0].to(self.device)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found = bits(loss), bits(dict(model.named_parameters()))
+        if how % 3 == 2:
+            self._close_other()
+        return found
+
+    def _close_other(self) -> None:
+        if self.other is None:
+            return
+        model, optimizer = self.other
+        self.other = None
+        if self.swapped:
+            if (owner := vars(model).get("swapper")) is not None:
+                owner.close(keep_values=False)
+            optimizer.swapper.close()
+
+    def add_lora(self, _: int, number: int = 0, how: int = 0) -> None:
+        """Adapters of a linear layer, by a hook, in a group of their own; its own parameters may be frozen."""
+        layers = [m for m in self.model.modules() if type(m) is nn.Linear and not hasattr(m, "lora_a")]
+        if not layers:
+            raise Skip
+        layer = layers[number % len(layers)]
+        make = {"device": self.device, "dtype": layer.weight.dtype}
+        layer.lora_a = nn.Parameter((torch.randn(2, layer.in_features) * 0.1).to(**make))
+        layer.lora_b = nn.Parameter((torch.randn(layer.out_features, 2) * 0.1).to(**make))
+        if how % 2:
+            for p in (layer.weight, layer.bias):
+                if p is not None:
+                    p.requires_grad_(False)
+        layer.register_forward_hook(lambda m, x, out: out + x[0] @ m.lora_a.t() @ m.lora_b.t())
+        self.optimizers[how % len(self.optimizers)].add_param_group({"params": [layer.lora_a, layer.lora_b]})
+        self.lora = True
 
     # --- The set of parameters ---
 
@@ -1227,6 +1446,7 @@ REFUSALS = (
     r"step_in_backward: true cannot be combined with (tensors in the same memory|views of one tensor)",
     r"foreach=True(, as None is on an accelerator)?: .* are in the same memory",
     r"a sparse gradient came, which can be stepped only on the CPU",
+    r"convert, resize or move the model before swapper\.offload",
 )
 """What the swapped twin may refuse, as the documentation says. The program then ends, and is counted as refused."""
 
@@ -1248,7 +1468,7 @@ def limits(moves_all: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def on_device(settings: str) -> Iterator[None]:
+def on_device(settings: str, direct: bool) -> Iterator[None]:
     """Afterwards nothing may have gone wrong that the simulated device sees."""
     if not settings:
         yield
@@ -1256,6 +1476,8 @@ def on_device(settings: str) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         sim_device = simulate(f"sim-{settings}", patch)
         sim_device.violations()  # Of a program that failed.
+        if direct and COMPILER:
+            open_patched(built(), patch)
         yield
         if found := sim_device.violations():
             raise Difference("violations", "\n".join(found))
@@ -1277,7 +1499,7 @@ def perform(program: Program, path: Path) -> Outcome:
     try:
         # torch wants to be told, where a sparse tensor is made, and says so once in a process.
         with (
-            on_device(program.device),
+            on_device(program.device, program.placement.direct),
             limits(program.placement.moves_all),
             torch.sparse.check_sparse_tensor_invariants(enable=False),
             warnings.catch_warnings(),
@@ -1391,6 +1613,17 @@ ACTIONS: dict[str, tuple[int, int]] = {
     "scaled": (4, 3),
     "evaluate": (4, 2),
     "penalty": (2, 2),
+    "on_stream": (4, 2),
+    "copied_late": (3, 3),
+    "cast": (2, 2),
+    "recomputed": (3, 2),
+    "twice": (2, 2),
+    "keep_gradients": (2, 1),
+    "copied_model": (2, 2),
+    "functional": (1, 1),
+    "away": (2, 2),
+    "other_model": (2, 2),
+    "add_lora": (2, 3),
     "remove": (7, 3),
     "put_back": (8, 3),
     "replace": (5, 3),
@@ -1458,16 +1691,23 @@ def generate_on_device(seed: int, without: Sequence[str] = ()) -> Program:
     """The program of a seed, with its model on a device."""
     program, rng = generate(seed, without), random.Random(seed)
     place = program.placement
+    optimizer = program.optimizer
+    step_device = rng.choice(("auto", "cpu", "device", "device"))
+    if optimizer in ("adamw", "rmsprop") and step_device == "device" and rng.random() < 0.2:
+        optimizer = f"{optimizer} capturable"
     return dataclasses.replace(
         program,
-        device=rng.choice(("lazy", "random")),
+        optimizer=optimizer,
+        device=rng.choice(("lazy", "random", "poison")),
         placement=dataclasses.replace(
             place,
             gradient="cpu" if place.gradient == "nvme" and rng.random() < 0.3 else place.gradient,
             parameter="cpu" if place.parameter == "nvme" and rng.random() < 0.3 else place.parameter,
             packed=False,
-            step_device=rng.choice(("auto", "cpu", "device", "device")),
-            device_spare_bytes=rng.choice((0, 8192, 1 << 22)),
+            step_device=step_device,
+            # torch's own step may ask for all parameters at once.
+            device_spare_bytes=1 << 22 if place.optimizer == "none" else rng.choice((0, 8192, 1 << 22)),
+            direct=rng.random() < 0.4,
         ),
     )
 
@@ -1493,7 +1733,7 @@ def generate(seed: int, without: Sequence[str] = ()) -> Program:
         dtype = "float32"
     low = DTYPES[dtype] in LOW_PRECISION
     sparse = model.startswith("sparse")
-    optimizer = choose(FOR_SPARSE) if sparse else choose([*OPTIMIZERS, "adamw", "adamw", "momentum"])
+    optimizer = choose(FOR_SPARSE) if sparse else choose([*ON_ANY_DEVICE, "adamw", "adamw", "momentum"])
     in_backward = rng.random() < 0.2 and "in_backward" not in left_out
     # bf16 models are swapped with masters, as a rule.
     masters = low and not sparse and "masters" not in left_out and rng.random() < 0.6
