@@ -25,6 +25,7 @@ import torch
 from deepnvme_programs import DEVICES, NEEDS_LOCK, contents, full_errno, locked_bytes, run, settle
 from interrupts import interrupted_at
 from small_drives import random_bytes
+from still_drive import still
 
 from swapper import deepnvme
 from swapper.deepnvme import (
@@ -620,16 +621,19 @@ def test_a_buffer_is_used_again(late: aio_handle, tmp_path: Path) -> None:
     assert bool((buffer == 7).all())
 
 
-def test_what_does_not_overlap_is_side_by_side(late: aio_handle, tmp_path: Path) -> None:
+def test_what_does_not_overlap_is_side_by_side(faulty: Callable[..., aio_handle], tmp_path: Path) -> None:
+    plan = FaultPlan()
+    h = faulty(plan, overlap_events=True)
     (tmp_path / "file").write_bytes(bytes(BIG))
     buffer = random_bytes(2 * BIG)
-    late.async_pwrite(buffer[:BIG], str(tmp_path / "a"))
-    late.async_pwrite(buffer[BIG:], str(tmp_path / "a"), BIG)
-    late.async_pwrite(buffer[:BIG], str(tmp_path / "b"))  # the same memory, but only read
-    late.async_pread(torch.zeros(BIG, dtype=torch.uint8), str(tmp_path / "file"))
-    late.async_pread(torch.zeros(BIG, dtype=torch.uint8), str(tmp_path / "file"))
-    assert late._handle.in_flight == 5
-    assert late.wait() == 5
+    with still(plan):
+        h.async_pwrite(buffer[:BIG], str(tmp_path / "a"))
+        h.async_pwrite(buffer[BIG:], str(tmp_path / "a"), BIG)
+        h.async_pwrite(buffer[:BIG], str(tmp_path / "b"))  # the same memory, but only read
+        h.async_pread(torch.zeros(BIG, dtype=torch.uint8), str(tmp_path / "file"))
+        h.async_pread(torch.zeros(BIG, dtype=torch.uint8), str(tmp_path / "file"))
+        assert h._handle.in_flight == 5
+    assert h.wait() == 5
 
 
 @NEEDS_LOCK
@@ -825,10 +829,12 @@ def test_a_blocking_call_raises_what_was_pending_and_failed(tmp_path: Path) -> N
 
 
 def test_a_file_cut_short_meanwhile_is_raised(faulty: Callable[..., aio_handle], tmp_path: Path) -> None:
-    h, path = faulty(FaultPlan(seed=1, delay_us=30_000), queue_depth=1), tmp_path / "file"
+    plan, path = FaultPlan(), tmp_path / "file"
+    h = faulty(plan, queue_depth=1)
     path.write_bytes(bytes(16 * 4096))
-    h.async_pread(torch.ones(16 * 4096, dtype=torch.uint8), str(path))
-    os.truncate(path, 4096)
+    with still(plan):
+        h.async_pread(torch.ones(16 * 4096, dtype=torch.uint8), str(path))
+        os.truncate(path, 4096)
     with pytest.raises(SwapIOError) as caught:
         h.wait()
     assert (caught.value.errno, caught.value.operation, caught.value.path) == (errno.ENODATA, "read", str(path))

@@ -711,9 +711,11 @@ def test_the_directory_is_removed_while_saving(tmp_path: Path) -> None:
     directory = tmp_path / "gone"
     directory.mkdir()
     before = descriptors()
-    with slow() as handle:
-        saving = swapper.save(TENSORS, directory / "x", background=True, handle=handle)
-        shutil.rmtree(directory)
+    plan = FaultPlan()
+    with AsyncIOHandle(faults=plan) as handle:
+        with still(plan):
+            saving = swapper.save(TENSORS, directory / "x", background=True, handle=handle)
+            shutil.rmtree(directory)
         with pytest.raises(SwapIOError) as caught:
             saving.wait()
     assert caught.value.errno == errno.ENOENT and "gone/x" in str(caught.value)
@@ -723,9 +725,11 @@ def test_the_directory_is_removed_while_saving(tmp_path: Path) -> None:
 
 def test_the_directory_is_renamed_while_saving(tmp_path: Path) -> None:
     (tmp_path / "before").mkdir()
-    with slow() as handle:
-        saving = swapper.save(TENSORS, tmp_path / "before" / "x", background=True, handle=handle)
-        (tmp_path / "before").rename(tmp_path / "after")
+    plan = FaultPlan()
+    with AsyncIOHandle(faults=plan) as handle:
+        with still(plan):
+            saving = swapper.save(TENSORS, tmp_path / "before" / "x", background=True, handle=handle)
+            (tmp_path / "before").rename(tmp_path / "after")
         saving.wait()
     assert_same(swapper.load(tmp_path / "after" / "x"), TENSORS)
 

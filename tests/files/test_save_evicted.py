@@ -15,6 +15,7 @@ from archives import without_id
 from launcher import run_program
 from models import CASES, WIDTH, Llama, Mlp, loss_of, tokens, vectors
 from repository import BENCHMARK
+from still_drive import still
 from twins import Run, adamw, bits, close, offloaded, run_twice, swapper_of
 
 import swapper
@@ -95,12 +96,13 @@ def test_in_the_background_the_values_are_those_of_the_call(nvme_path: Path, tmp
 
         step()
         if run.swapped:
-            plan = FaultPlan(bytes_per_second=1_000_000)
+            plan = FaultPlan()
             with AsyncIOHandle(block_bytes=1 << 16, queue_depth=2, faults=plan) as handle:
                 options: dict[str, Any] = {"pool_bytes": SMALL_POOL, "handle": handle, "background": True}
-                saving = swapper.save(run.model.state_dict(), tmp_path / "x", **options)
-                assert not saving.done()
-                step()
+                with still(plan):
+                    saving = swapper.save(run.model.state_dict(), tmp_path / "x", **options)
+                    assert not saving.done()
+                    step()
                 saving.wait()
             run.note("saved", dict(torch.load(tmp_path / "x")))
         else:

@@ -26,6 +26,7 @@ from gradient_twins import (
     trained,
     wrapped,
 )
+from still_drive import go_on_when_waited_for, still
 from torch import nn
 from torch.optim import Optimizer
 from training import MasterWeights, same_bits
@@ -129,15 +130,16 @@ def test_a_micro_batch_is_one_read_and_one_write_and_the_first_is_none_read(nvme
         assert twin.moves == (reads + parts, writes + parts)
 
 
-@pytest.mark.long
 def test_a_backward_waits_for_no_write_while_the_pool_has_room(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plan = FaultPlan(delay_us=100_000)
+    plan = FaultPlan()
     monkeypatch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+    go_on_when_waited_for(monkeypatch, plan)
     for pool_bytes, waits in (("8MiB", False), ("1MiB", True)):
         with Twin(nvme_path, pool_bytes=pool_bytes) as twin:
-            twin.backward()
+            with still(plan):
+                twin.backward()
             moves = twin.swapper.stats().gradients
             assert moves.writes > 0 and (moves.wait_write_s > 0) == waits
             twin.finish()

@@ -220,14 +220,18 @@ def test_checksums_hold_for_device_memory(tmp_path: Path) -> None:
 # --- Order on the device --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.long
 def test_a_write_sees_what_the_current_stream_has_yet_to_compute(handle: AsyncIOHandle, tmp_path: Path) -> None:
     source = torch.zeros(6 * CHUNK, dtype=torch.uint8)
-    HostCopies.current.push(lambda: time.sleep(1))
+    computed = threading.Event()
+    HostCopies.current.push(computed.wait)
     HostCopies.current.push(lambda: source.fill_(7))
     with handle.open(tmp_path / "file", "rw") as file:
         transfer = handle.write(file, source)
-        assert not transfer.done()
+        try:
+            time.sleep(0.3)  # One that does not wait for the stream is over then.
+            assert not transfer.done()
+        finally:
+            computed.set()
         transfer.wait()
     assert (tmp_path / "file").read_bytes() == b"\7" * (6 * CHUNK)
 

@@ -191,9 +191,16 @@ def test_neighbours_written_together_do_not_disturb_each_other(handle: GDSHandle
 
 
 def test_several_threads_call_cufile(mock: Mock, handle: GDSHandle, tmp_path: Path) -> None:
-    mock["delay_us"] = 20_000
     with handle.open(tmp_path / "file", "rw") as file:
-        handle.write(file, random_bytes(16 * BLOCK)).wait()
+        mock["hold"] = 1
+        try:
+            transfer = handle.write(file, random_bytes(16 * BLOCK))
+            deadline = time.monotonic() + 240
+            while mock["at_once_max"] < 4 and time.monotonic() < deadline:
+                time.sleep(0.001)
+        finally:
+            mock["hold"] = 0
+        transfer.wait()
     assert mock["at_once_max"] == 4
 
 

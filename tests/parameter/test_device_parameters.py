@@ -8,6 +8,7 @@ import functools
 import gc
 import os
 import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -787,7 +788,8 @@ def test_a_write_of_what_another_has_taken_over_may_fail(
     with swapper.init(config, device=device):
         model = layers(device)
     swapper.offload(model, config=config)
-    assert plan.fail_write_at == 0
+    while plan.fail_write_at:
+        time.sleep(0.001)
     swapper_of(model).rest()
     assert all(same_bits(p.cpu(), q.cpu()) for p, q in zip(model.parameters(), plain.parameters(), strict=True))
     swapper_of(model).close()

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from isolation import in_forked_child
 from small_drives import keys, killed_run, mounted, random_bytes
 from snapshots import STEPS, Snapshot
-from still_drive import still_at_write
+from still_drive import still, still_at_write
 from training import adamw, assert_same_state, backward, make_model, run, same_bits
 
 import swapper
@@ -482,12 +482,13 @@ def slow(paths: list[Path]) -> Iterator[list[tuple[FaultPlan, Callable[[], Any]]
 @pytest.mark.long
 def test_a_joined_transfer_is_done_when_all_parts_are(slow: list[tuple[FaultPlan, Callable[[], Any]]]) -> None:
     (first, start_first), (second, start_second) = slow
-    first.bytes_per_second, second.bytes_per_second = 0, 10 * PAGE
-    transfer = start_all([start_first, start_second])
-    assert isinstance(transfer, JoinedTransfer)
-    transfer.parts[0].wait()
-    assert not transfer.done()
-    assert "in flight" in repr(transfer) and "done" in repr(transfer)
+    first.bytes_per_second = 0
+    with still(second):
+        transfer = start_all([start_first, start_second])
+        assert isinstance(transfer, JoinedTransfer)
+        transfer.parts[0].wait()
+        assert not transfer.done()
+        assert "in flight" in repr(transfer) and "done" in repr(transfer)
     transfer.settle()
     assert transfer.done()
     assert transfer.wait() == transfer.wait(0) == 20 * PAGE
@@ -498,12 +499,13 @@ def test_a_timeout_is_for_all_parts_together_and_loses_no_failure(
     slow: list[tuple[FaultPlan, Callable[[], Any]]],
 ) -> None:
     (first, start_first), (second, start_second) = slow
-    first.fail_write_at, second.bytes_per_second = 1, 10 * PAGE
-    transfer = start_all([start_first, start_second])
-    with pytest.raises(TimeoutError):
-        transfer.wait(0)
-    with pytest.raises(TimeoutError):
-        transfer.wait(0.01)
+    first.fail_write_at = 1
+    with still(second):
+        transfer = start_all([start_first, start_second])
+        with pytest.raises(TimeoutError):
+            transfer.wait(0)
+        with pytest.raises(TimeoutError):
+            transfer.wait(0.01)
     assert isinstance(transfer, JoinedTransfer)
     transfer.settle()
     handle = start_first.func.__self__  # type: ignore[attr-defined]
@@ -519,10 +521,14 @@ def test_a_timeout_is_for_all_parts_together_and_loses_no_failure(
 def test_the_budget_is_single(slow: list[tuple[FaultPlan, Callable[[], Any]]]) -> None:
     # Each part ends 0.2 s after the one before it, so that one that waits for each anew would see them all end.
     (_, start), _ = slow
-    transfer = start_all([start] * 8)
-    with pytest.raises(TimeoutError):
-        transfer.wait(0.5)
-    transfer.wait()
+    for _ in range(TRIES):  # Whoever is late to wait may see that all have ended.
+        transfer = start_all([start] * 8)
+        try:
+            transfer.wait(0.5)
+        except TimeoutError:
+            transfer.wait()
+            return
+    pytest.fail("each part had half a second of its own")
 
 
 def test_failures_of_several_parts_are_all_in_the_error(slow: list[tuple[FaultPlan, Callable[[], Any]]]) -> None:
@@ -690,9 +696,9 @@ def test_an_interrupt_while_a_drive_is_measured_leaves_nothing(
 ) -> None:
     handles = [AsyncIOHandle(faults=FaultPlan(bytes_per_second=MiB)) for _ in paths]
     previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.5)
     try:
         with pytest.raises(KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, 0.5)
             TensorStore(paths, "run", 0, handles)
     finally:
         signal.signal(signal.SIGALRM, previous)
@@ -796,8 +802,8 @@ def test_training_ends_in_the_same_bits_on_any_number_of_drives(
     model = make_model()
     optimizer = swapper.wrap_optimizer(adamw(model), config_of(wanted, verify="crc32c" if count > 1 else "none"))
     run(model, optimizer, range(STEPS))
+    swapper.of(optimizer).flush()  # What is still being written is not read: the state dict then reads everything.
     assert_same_state(plain[STEPS].optimizer, optimizer.state_dict())
-    # How many reads there are depends on how soon writes are over; the state dict reads everything.
     assert all(plan.writes > 20 and plan.reads > 0 for plan in made), "every drive is used"
     assert all(same_bits(p, plain[STEPS].model[name]) for name, p in model.named_parameters())
     optimizer.load_state_dict(plain[1].optimizer)

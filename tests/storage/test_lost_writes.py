@@ -8,10 +8,12 @@ import os
 import signal
 import subprocess
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
+from still_drive import still
 
 from swapper.errors import SwapIOError
 from swapper.io.handle import AsyncIOHandle, Checksums, FaultPlan, File
@@ -109,13 +111,23 @@ def test_ctrl_c_while_a_start_that_failed_is_cleaned_up_leaves_nothing_in_flight
         del lease
         cache.flush()
         started, refusing = (part.share.drive for part in store._records[KEY].parts)
-        plans[started].bytes_per_second = 4 * MIB
-        handles[refusing].close()  # Its `read` raises.
-        timer = threading.Timer(0.2, os.kill, [os.getpid(), signal.SIGINT])
-        timer.start()
-        with pytest.raises(KeyboardInterrupt):
-            cache.stage(KEY, 8 * MIB)
-        assert handles[started].in_flight == 0, "it would go on writing into memory that has another owner"
+
+        def interrupt() -> None:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)  # One that does not go on waiting has raised it then.
+            plans[started].bytes_per_second = 0
+
+        timer = threading.Timer(0.1, interrupt)
+
+        def refuse(*_: object, **__: object) -> None:
+            timer.start()
+            raise SwapIOError(errno.EIO, "read")
+
+        monkeypatch.setattr(handles[refusing], "read", refuse)
+        with still(plans[started]):
+            with pytest.raises(KeyboardInterrupt):
+                cache.stage(KEY, 8 * MIB)
+            assert handles[started].in_flight == 0, "it would go on writing into memory that has another owner"
         timer.join()
         cache.recover()
         store.close()

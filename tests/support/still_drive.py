@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
-from swapper.io.handle import FaultPlan
+from swapper.io.handle import FaultPlan, Transfer
 from swapper.storage.store import TensorStore
 
 
@@ -23,6 +23,21 @@ def still(*plans: FaultPlan) -> Iterator[None]:
     finally:
         for plan in plans:
             plan.bytes_per_second = 0
+
+
+def go_on_when_waited_for(patch: pytest.MonkeyPatch, *plans: FaultPlan) -> None:
+    """Let drives that stand still go on as soon as somebody waits for a transfer."""
+
+    def going_on(wait: Callable[..., Any]) -> Callable[..., Any]:
+        def waits(*arguments: Any) -> Any:
+            for plan in plans:
+                plan.bytes_per_second = 0
+            return wait(*arguments)
+
+        return waits
+
+    for name in ("wait", "settle"):
+        patch.setattr(Transfer, name, going_on(getattr(Transfer, name)))
 
 
 @contextlib.contextmanager
