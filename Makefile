@@ -33,7 +33,7 @@ part = $(shell echo $(SANITIZED_TESTS) | tr ' ' '\n' | awk 'NR % 3 == $(1) % 3')
 # `alone` have the machine to themselves.
 PYTEST := $(BIN)/python -m pytest -q -n 3 --dist worksteal
 
-.PHONY: help build train train-xl train-lightning train-hf generate test test-all checked sim-device lint sanitize sanitize-core schema clean
+.PHONY: help build train train-xl train-lightning train-hf generate test test-all checked sim-device rewritten-asserts lint sanitize sanitize-core schema clean
 .DELETE_ON_ERROR:
 
 help:
@@ -80,10 +80,13 @@ test-all: checked
 	SWAPPER_TESTS=all SWAPPER_FUZZ_SECONDS=$${SWAPPER_FUZZ_SECONDS:-60} $(PYTEST)
 
 # What is before tests, beside each other, since mypy has one thread. The package is compiled once for the many processes
-# that tests start, also where PYTHONDONTWRITEBYTECODE is set.
+# that tests start, and the asserts of tests rewritten for those of pytest, also where PYTHONDONTWRITEBYTECODE is set.
 checked: $(VENV)/.built
 	@$(BIN)/python -m compileall -q swapper tests
-	@$(MAKE) --no-print-directory -j2 --output-sync=target sim-device lint
+	@$(MAKE) --no-print-directory -j2 --output-sync=target sim-device rewritten-asserts lint
+
+rewritten-asserts: $(VENV)/.built
+	@$(BIN)/python tests/support/rewritten_asserts.py
 
 # Half a minute, once: an accelerator made of host memory, for tests of what runs on a GPU.
 sim-device: $(VENV)/.built

@@ -41,6 +41,8 @@ WAITS = {
 }
 """Methods that only wait, or let others wait. Those with a leading underscore are the same."""
 TRANSFER = "transfer"
+OF_DEVICES = re.compile(rf"\bdevices\b|\.\s*{TRANSFER}\b")
+"""In the text of each module of which `_is_of_devices` is true."""
 NO_PLACES = {
     "bench/": "measures, and waits for what it measures",
     "deepnvme/": "waits for transfers of `io`",
@@ -108,8 +110,11 @@ def sites() -> list[Site]:
     """All that waits for a device."""
     found = []
     for path in sorted(ROOT.rglob("*.py")):
-        tree, name = ast.parse(path.read_text()), str(path.relative_to(ROOT))
-        if name.startswith(tuple(NO_PLACES)) or not (name == "io/devices.py" or _is_of_devices(tree)):
+        source, name = path.read_text(), str(path.relative_to(ROOT))
+        if name.startswith(tuple(NO_PLACES)) or not (name == "io/devices.py" or OF_DEVICES.search(source)):
+            continue
+        tree = ast.parse(source)
+        if name != "io/devices.py" and not _is_of_devices(tree):
             continue
         numbers: collections.Counter[tuple[str, str]] = collections.Counter()
         for function, line, node in _nodes(tree):

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
 from isolation import alone
+from line_counts import line_counts
 from sampling import ALL
 from torch import nn
 
@@ -29,7 +27,6 @@ pytestmark = pytest.mark.timeout(600)
 
 NVME = {"device": "nvme"}
 EVERYTHING = {"offload_optimizer": NVME, "offload_gradient": NVME, "offload_param": NVME}
-PACKAGE = str(Path(swapper.__file__).parent)
 WIDTH = 64
 
 FEW, MANY = (160, 480) if ALL else (100, 300)
@@ -109,42 +106,23 @@ ACTIONS: dict[str, Callable[[Training], object]] = {
 }
 
 
-def lines_by_function(work: Callable[[], object]) -> Counter[str]:
-    """The lines of swapper's code that `work` runs on this thread, of each function; a loop counts for each turn."""
-    count: Counter[str] = Counter()
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        file = frame.f_code.co_filename
-        if not file.startswith(PACKAGE) or file[len(PACKAGE) + 1 :].startswith(DRIVE):
-            return None
-        count[f"{file[len(PACKAGE) + 1 :]}:{frame.f_code.co_name}"] += 1
-        return trace
-
-    former = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    finally:
-        sys.settrace(former)
-    return count
-
-
 @pytest.mark.long
 def test_no_function_does_more_for_each_module_the_more_there_are(
     nvme_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(records, "GROUP_BYTES", 1 << 14)
-    lines: dict[int, dict[str, Counter[str]]] = {}
+    lines: dict[int, dict[str, dict[tuple[str, str], int]]] = {}
     for count in (FEW, MANY):
         path = nvme_path / f"{count}"
         path.mkdir()
         run = Training(path, count)
-        lines[count] = {name: lines_by_function(partial(action, run)) for name, action in ACTIONS.items()}
+        lines[count] = {name: line_counts(partial(action, run), DRIVE) for name, action in ACTIONS.items()}
     grown = [
-        f"{name}, {function}: {lines[FEW][name][function] / FEW:.0f} to {each / MANY:.0f} lines"
+        f"{name}, {':'.join(function)}: {few / FEW:.0f} to {many / MANY:.0f} lines"
         for name, found in lines[MANY].items()
-        for function, each in found.items()
-        if each / MANY > max(LINES, GROWTH * lines[FEW][name][function] / FEW)
+        for function, many in found.items()
+        for few in [lines[FEW][name].get(function, 0)]
+        if many / MANY > max(LINES, GROWTH * few / FEW)
     ]
     assert grown == []
 

@@ -9,16 +9,15 @@ from __future__ import annotations
 import gc
 import os
 import random
-import sys
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
 import torch
+from line_counts import line_counts
 
 import swapper
 from swapper.checkpoint import index
@@ -30,7 +29,6 @@ from swapper.storage.recycled_files import RecycledFiles
 
 pytestmark = pytest.mark.timeout(240)
 
-PACKAGE = str(Path(swapper.__file__).parent)
 FEW, MANY = 100, 600
 """Both more than a look ahead, of 64, goes."""
 
@@ -49,24 +47,15 @@ def lines_of(work: Callable[[], object]) -> int:
 
 def lines_by_file(work: Callable[[], object]) -> dict[str, int]:
     """As `lines_of`, of each file of it: a walk in a file of few lines shows among all lines only if it is long."""
-    count: Counter[str] = Counter()
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        count[frame.f_code.co_filename] += 1
-        return trace
-
+    counts: Counter[str] = Counter()
     gc.collect()  # What other tests have left ends in code of ours, too.
     gc.disable()
-    former = sys.gettrace()
-    sys.settrace(trace)
     try:
-        work()
+        for (file, _), lines in line_counts(work).items():
+            counts[file] += lines
     finally:
-        sys.settrace(former)
         gc.enable()
-    return dict(count)
+    return dict(counts)
 
 
 def check_growth(lines: Callable[[int], int], what: str = "") -> None:
@@ -345,7 +334,7 @@ def test_modules_are_gathered_with_the_same_work_for_each(nvme_path: Path, monke
         lines[count] = lines_by_file(gather)
         assert not model.swapper._uses  # type: ignore[operator, union-attr]
         model.swapper.close()  # type: ignore[operator, union-attr]
-    check_growth(lambda count: lines[count][sys.modules["swapper.parameter.owner"].__file__ or ""])
+    check_growth(lambda count: lines[count]["parameter/owner.py"])
 
 
 @pytest.mark.long
