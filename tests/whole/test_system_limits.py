@@ -598,7 +598,9 @@ def stopped_and_interrupted(subject: Subject, directory: Path) -> None:
     interruptible = False
 
     def on_interrupt(number: int, frame: object) -> None:
+        nonlocal interruptible
         if interruptible:
+            interruptible = False  # Else another may strike before it is caught.
             raise KeyboardInterrupt
 
     signal.signal(signal.SIGINT, on_interrupt)
@@ -619,7 +621,6 @@ def stopped_and_interrupted(subject: Subject, directory: Path) -> None:
                 handle.read(file, memory.zero_()).wait()
                 interruptible = False
             except KeyboardInterrupt:
-                interruptible = False
                 interrupted += 1
                 # What was interrupted goes on: the bytes in the file are those in memory, and both may be zeros.
                 while handle.in_flight:
