@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import errno
 import json
@@ -17,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from isolation import alone, drop_capability_to_lock_memory
 from launcher import run_program
 from mock_cufile import COMPILER, Mock
 from typer.testing import CliRunner, Result
@@ -195,21 +195,16 @@ def test_memory_is_no_drive() -> None:
     assert any("memory" in change["change"] for change in as_json("/dev/shm")["changes"])
 
 
+def under_a_locked_memory_limit(nvme_path: Path) -> dict[str, Any]:
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+    drop_capability_to_lock_memory()
+    return as_json(nvme_path)
+
+
 @pytest.mark.long
 @pytest.mark.unsanitized("it turns mlock into nothing")
 def test_a_locked_memory_limit_is_met_for_real(nvme_path: Path) -> None:
-    def limited() -> None:
-        resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
-        ctypes.CDLL(None).prctl(24, 14, 0, 0, 0)  # PR_CAPBSET_DROP of CAP_IPC_LOCK: root would not feel the limit
-
-    done = subprocess.run(
-        [sys.executable, "-m", "swapper", "report", "--json", str(nvme_path)],
-        preexec_fn=limited,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    data = json.loads(done.stdout)
+    data = alone(under_a_locked_memory_limit, nvme_path)
     assert (data["limits"]["memlock_bytes"], data["limits"]["memlock_hard_bytes"]) == (65536, 65536)
     assert data["limits"]["may_lock_any"] is False
     assert data["slab"]["locked"] is False

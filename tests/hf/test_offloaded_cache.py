@@ -9,7 +9,6 @@ import gc
 import os
 import pickle
 import random
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from launcher import run_program
 
 pytest.importorskip("transformers")
 
@@ -466,7 +466,7 @@ def test_what_cannot_work_is_refused_by_name(nvme_path: Path, config: OffloadCon
 @pytest.mark.long
 def test_swapper_itself_does_not_import_transformers() -> None:
     program = "import sys, swapper; assert 'transformers' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_program([sys.executable, "-c", program], check=True)
     assert swapper.OffloadedCache is OffloadedCache
 
 

@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import pickle
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -394,5 +393,5 @@ def test_without_lightning_the_import_says_what_to_install() -> None:
     script = (
         "import sys\nsys.modules['lightning'] = sys.modules['pytorch_lightning'] = None\nimport swapper.lightning\n"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
+    done = run_program([sys.executable, "-c", script], capture_output=True, text=True, timeout=300)
     assert "pip install 'tensor-swapper[lightning]'" in done.stderr

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 import lightning as L
 import pytest
 import torch
+from launcher import run_program
 from lightning_runs import IGNORED_WARNINGS, Net, config_of, facts, fit, loader, strategy_of, trainer_of
 from torch import nn
 
@@ -217,7 +217,7 @@ def test_a_progress_bar_starts_no_thread() -> None:
         "    update(10)\n"
         "assert threading.enumerate() == [threading.main_thread()], threading.enumerate()\n"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    run_program([sys.executable, "-c", program], check=True)
 
 
 def test_gradients_stay_away_when_a_trainer_is_done(nvme_path: Path) -> None:

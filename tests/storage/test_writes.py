@@ -10,7 +10,6 @@ import itertools
 import os
 import random
 import signal
-import subprocess
 import sys
 import textwrap
 import threading
@@ -24,6 +23,7 @@ import pytest
 from accelerators import writes_start_with_calls
 from interrupts import interrupted_at
 from isolation import alone, forks_at_work
+from launcher import run_program
 from still_drive import still
 
 from swapper.config import OffloadConfig
@@ -583,7 +583,7 @@ def test_a_program_that_ends_waits_for_the_copies(nvme_path: Path) -> None:
     """
     source = textwrap.dedent(program).format(path=str(nvme_path))
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
-    done = subprocess.run([sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=240)
+    done = run_program([sys.executable, "-c", source], env=environment, capture_output=True, text=True, timeout=240)
     assert (done.returncode, done.stdout, done.stderr) == (0, "started\n", "")
     assert not list(nvme_path.glob("*")), "files were left behind"
 

@@ -18,7 +18,7 @@ import pytest
 import seccomp
 import torch
 from conformance import AVAILABLE, BLOCK, SUBJECTS, Subject, fails, raises_io, random_bytes
-from isolation import alone
+from isolation import alone, drop_capability_to_lock_memory
 from torch import nn
 
 import swapper
@@ -195,17 +195,6 @@ def test_file_size_limit_is_an_error_and_no_signal(subject: Subject, tmp_path: P
 
 
 # --- Memory ---------------------------------------------------------------------------------------------------------
-
-
-def drop_capability_to_lock_memory() -> None:
-    """Root ignores RLIMIT_MEMLOCK by CAP_IPC_LOCK. Of this thread, and of those that it makes."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    header = (ctypes.c_uint32 * 2)(0x20080522, 0)
-    sets = (ctypes.c_uint32 * 6)()  # effective, permitted, inheritable; the same for capabilities 32 and up
-    assert libc.capget(header, sets) == 0
-    for i in range(3):
-        sets[i] &= ~(1 << 14)
-    assert libc.capset(header, sets) == 0, os.strerror(ctypes.get_errno())
 
 
 def with_64_kib_of_locked_memory(directory: Path) -> None:
