@@ -125,6 +125,10 @@ class Program:
     threads: int = 1
     device: str = ""
     """How a simulated device behaves that the model is on: "lazy", "random" or "poison" (see `accelerators`)."""
+    number: int = 0
+    """Of the device; the current one is always the first."""
+    writes_by_thread: bool = False
+    """What was copied from the device is written without a call. Then no run is quite like another."""
     placement: Placement = Placement()
     actions: tuple[Action, ...] = ()
 
@@ -415,7 +419,8 @@ class Twin:
         self.program, self.swapped, self.path = program, swapped, path
         self.placement = program.placement
         self.dtype = DTYPES[program.dtype]
-        self.device = "sim" if program.device else "cpu"
+        self.device = f"sim:{program.number}" if program.device else "cpu"
+        self.device_type = self.device.partition(":")[0]
         self.make, self.inputs = MODELS[program.model]
         self.saves: dict[int, Saved] = {}
         self.removed: list[tuple[Optimizer, int, nn.Parameter]] = []
@@ -749,7 +754,7 @@ class Twin:
         if self.dtype is torch.float16 or self.program.model.startswith("sparse"):
             raise Skip  # torch unscales no gradients of either.
         if self.scaler is None:
-            self.scaler = torch.amp.GradScaler(self.device, init_scale=2.0**8, growth_interval=3)
+            self.scaler = torch.amp.GradScaler(self.device_type, init_scale=2.0**8, growth_interval=3)
         self._zero(0)
         self.scaler.scale(self._loss()).backward()
         if infinite % 2:
@@ -796,8 +801,8 @@ class Twin:
         """A window, or an evaluation, on a stream of the user's, who has each stream wait for the other."""
         module = self._need_device()
         if self.side is None:
-            self.side = module.Stream()
-        first, side = module.current_stream(), self.side
+            self.side = module.Stream(self.device)
+        first, side = module.current_stream(self.device), self.side
         if how % 4 == 1:
             self._zero(0)  # Their memory is the first stream's.
         side.wait_stream(first)
@@ -834,7 +839,7 @@ class Twin:
                 p.copy_(there, non_blocking=True)
             else:
                 there.copy_(source.data if how % 4 else source, non_blocking=True)
-        event.record()
+        event.record(module.current_stream(self.device))
         event.synchronize()
         return bits(there)
 
@@ -843,7 +848,7 @@ class Twin:
         if self.program.dtype != "float32" or self.program.model in ONE_DTYPE:
             raise Skip
         for _ in range(self.program.passes):
-            with torch.autocast(self.device, torch.bfloat16):
+            with torch.autocast(self.device_type, torch.bfloat16):
                 loss = self._loss()
             (loss / self.program.passes).backward()
         found = self._clip(1 + clip % 4) if clip % 2 and not self.placement.in_backward else None
@@ -1468,15 +1473,15 @@ def limits(moves_all: bool) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def on_device(settings: str, direct: bool) -> Iterator[None]:
+def on_device(program: Program) -> Iterator[None]:
     """Afterwards nothing may have gone wrong that the simulated device sees."""
-    if not settings:
+    if not program.device:
         yield
         return
     with pytest.MonkeyPatch.context() as patch:
-        sim_device = simulate(f"sim-{settings}", patch)
+        sim_device = simulate(f"sim-{program.device}", patch, threads=program.writes_by_thread)
         sim_device.violations()  # Of a program that failed.
-        if direct and COMPILER:
+        if program.placement.direct and COMPILER:
             open_patched(built(), patch)
         yield
         if found := sim_device.violations():
@@ -1499,7 +1504,7 @@ def perform(program: Program, path: Path) -> Outcome:
     try:
         # torch wants to be told, where a sparse tensor is made, and says so once in a process.
         with (
-            on_device(program.device, program.placement.direct),
+            on_device(program),
             limits(program.placement.moves_all),
             torch.sparse.check_sparse_tensor_invariants(enable=False),
             warnings.catch_warnings(),
@@ -1575,7 +1580,7 @@ def _performed(twin: Twin, action: Action) -> Any:
     """What the action returns, or the exception."""
     torch.default_generator.manual_seed(action.numbers[0])
     if twin.program.device:
-        torch.get_device_module(twin.device).manual_seed(action.numbers[0])
+        torch.get_device_module(twin.device).manual_seed_all(action.numbers[0])
     try:
         return getattr(twin, action.name)(*action.numbers)
     except Exception as error:
@@ -1693,12 +1698,16 @@ def generate_on_device(seed: int, without: Sequence[str] = ()) -> Program:
     place = program.placement
     optimizer = program.optimizer
     step_device = rng.choice(("auto", "cpu", "device", "device"))
+    if optimizer == "momentum" and program.dtype in ("bfloat16", "float16") and not place.masters:
+        optimizer = "adamw"  # As `NOT_IN_LOW_PRECISION` says: there foreach is the default.
     if optimizer in ("adamw", "rmsprop") and step_device == "device" and rng.random() < 0.2:
         optimizer = f"{optimizer} capturable"
     return dataclasses.replace(
         program,
         optimizer=optimizer,
         device=rng.choice(("lazy", "random", "poison")),
+        number=int(rng.random() < 0.3),
+        writes_by_thread=rng.random() < 0.2,
         placement=dataclasses.replace(
             place,
             gradient="cpu" if place.gradient == "nvme" and rng.random() < 0.3 else place.gradient,
