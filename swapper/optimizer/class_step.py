@@ -19,6 +19,7 @@ from swapper.optimizer.operands import Operand
 from swapper.optimizer.records import OpenBucket
 from swapper.optimizer.segments import Segment
 from swapper.optimizer.step_function import class_step, refuse_overrides
+from swapper.process.interrupts import interrupts_deferred
 from swapper.tensors.sharded import Sharding, is_sharded, local_of
 
 __all__ = ["ClassStep"]
@@ -80,6 +81,17 @@ class ClassStep:
             The state that the class left behind. None if it failed, drew random numbers, or changed an attribute of
             the optimizer, which is undone.
         """
+        with interrupts_deferred():  # A millisecond: in between the optimizer has the attributes of a copy.
+            return self._record(optimizer, number, tensor, state, recorder)
+
+    def _record(
+        self,
+        optimizer: Optimizer,
+        number: int,
+        tensor: torch.nn.Parameter,
+        state: dict[str, Any],
+        recorder: AbstractContextManager[Any],
+    ) -> dict[str, Any] | None:
         group = self._narrowed(number, optimizer.param_groups[number])
         group["params"] = [tensor]
         self._narrow(optimizer, {number: group}, {tensor: state} if state else {})

@@ -481,14 +481,15 @@ def continues(training: Training, plain: list[Snapshot], possible: range) -> Non
 
 @pytest.mark.long
 @unraisable
-def test_ctrl_c_in_a_step(nvme_path: Path, leaves_nothing: None, plain: list[Snapshot]) -> None:
+@pytest.mark.parametrize("native", ["on", "off"])
+def test_ctrl_c_in_a_step(native: str, nvme_path: Path, leaves_nothing: None, plain: list[Snapshot]) -> None:
     def act(training: Training) -> None:
         run(training.model, training.optimizer, range(2, 3))
 
-    with Training(nvme_path, 2) as training:
+    with Training(nvme_path, 2, native_step=native) as training:
         where = places(1, lambda: act(training), 16)
     for at, again in where:
-        with Training(nvme_path, 2) as training:
+        with Training(nvme_path, 2, native_step=native) as training:
             try:
                 with CtrlC(at, again):
                     act(training)
@@ -537,9 +538,10 @@ def test_ctrl_c_in_load_state_dict(nvme_path: Path, leaves_nothing: None, plain:
 
 
 @unraisable
-def test_ctrl_c_in_wrap_and_close(nvme_path: Path, leaves_nothing: None, plain: list[Snapshot]) -> None:
+@pytest.mark.parametrize("native", ["on", "off"])
+def test_ctrl_c_in_wrap_and_close(native: str, nvme_path: Path, leaves_nothing: None, plain: list[Snapshot]) -> None:
     def act(optimizer: Optimizer) -> None:
-        swapper.of(swapper.wrap_optimizer(optimizer, make_config(nvme_path))).close()
+        swapper.of(swapper.wrap_optimizer(optimizer, make_config(nvme_path, native_step=native))).close()
 
     def make() -> tuple[nn.Module, Optimizer]:
         model = make_model()
@@ -547,7 +549,7 @@ def test_ctrl_c_in_wrap_and_close(nvme_path: Path, leaves_nothing: None, plain: 
         run(model, optimizer, range(2))
         return model, optimizer
 
-    for at, again in places(4, lambda: act(make()[1]), 24):
+    for at, again in places(4, lambda: act(make()[1]), 48 if native == "on" else 24):
         model, optimizer = make()
         attributes = dict(vars(optimizer))
         try:
