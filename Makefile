@@ -23,7 +23,8 @@ FIXED_PLACES = $(shell setarch -R true 2>/dev/null && echo setarch -R)
 USES_CORE := ^(from|import) swapper.*(_native|handle|buffers|checksums|host_memory|master_codec|deepnvme)
 NOT_SANITIZED := $(addprefix %/test_,$(addsuffix .py,init gradient load_safetensors parameter_uses from_files unread \
     checkpoint_damage checkpoint_faults checkpoint_uses checkpoint_directory hostile_weights offload gathered scaling \
-    cli_report devices device_parameters from_files_on_device device_step_waits device_writes))
+    cli_report devices device_parameters from_files_on_device device_step_waits device_writes direct_state drawn_faults \
+    fsdp_gradients fsdp_device_gradients))
 SANITIZED_TESTS = $(filter-out $(NOT_SANITIZED),\
     $(sort tests/optimizer/test_optimizer.py $(shell grep -lE '$(USES_CORE)' tests/test_*.py tests/*/test_*.py)))
 # Each third file of them, from the n-th on.
