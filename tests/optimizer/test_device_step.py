@@ -133,9 +133,11 @@ def skip_what_is_not_there(name: str, how: str) -> None:
 
 
 @pytest.fixture(autouse=True)
-def deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)  # It also fills what `torch.empty` makes, of other tests too.
 
 
 @pytest.mark.sampled(10, together=2)

@@ -73,35 +73,52 @@ def interrupted_at(
     """
     left = n if isinstance(n, int) else -2
     place = n if isinstance(n, Place) else None
-    times: Counter[tuple[CodeType, int]] = n if isinstance(n, Counter) else Counter()
     parts = tuple(name if name.startswith("/") else f"swapper/{name}" for name in files)
     before: dict[FrameType, str] = {}
+    reached: dict[tuple[int, int], int] = {}
+    # By the code's number: its hash is of all that is in it, and millions of instructions run.
+    tracers: dict[int, tuple[CodeType, Callable[..., Any] | None]] = {}
 
-    def trace(frame: FrameType, event: str, argument: object) -> Any:
-        nonlocal left
-        if not any(part in frame.f_code.co_filename for part in parts):
+    def tracer(code: CodeType) -> Callable[..., Any] | None:
+        """What is called at each instruction of `code`; None where no place in it is asked for."""
+        if not any(part in code.co_filename for part in parts) or (place is not None and code != place.code):
             return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "return":
-            before.pop(frame, None)  # It would keep what the frame has.
-        if event != "opcode":
+        names, number_of_code = _names(code), id(code if place is None else place.code)
+
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            nonlocal left
+            if event == "return":
+                before.pop(frame, None)  # It would keep what the frame has.
+            if event != "opcode":
+                return trace
+            at = frame.f_lasti
+            name = names[at]
+            last, before[frame] = before.get(frame, "RESUME"), name
+            # Tracing would raise it after the return, in the caller; the interpreter still does before.
+            # And it raises nothing where a call has raised already. (SWAP: a `with` returns the value of a call. The
+            # interpreter raises within the `with`, and tracing after it, where nobody leaves it.)
+            elsewhere = name in ("RETURN_VALUE", "PUSH_EXC_INFO", "SWAP")
+            if last.startswith(("RESUME", "CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE")) and not elsewhere:
+                left -= 1
+                time = reached[number_of_code, at] = reached.get((number_of_code, at), 0) + 1
+                if left == -1 or (place is not None and at == place.offset and time == place.time):
+                    sys.settrace(former)  # There is no second one.
+                    signal.raise_signal(number)
             return trace
-        name = _names(frame.f_code)[frame.f_lasti]
-        last, before[frame] = before.get(frame, "RESUME"), name
-        # Tracing would raise it after the return, in the caller; the interpreter still does before.
-        # And it raises nothing where a call has raised already. (SWAP: a `with` returns the value of a call. The
-        # interpreter raises within the `with`, and tracing after it, where nobody leaves it.)
-        elsewhere = name in ("RETURN_VALUE", "PUSH_EXC_INFO", "SWAP")
-        if last.startswith(("RESUME", "CALL", "JUMP_BACKWARD", "JUMP_ABSOLUTE")) and not elsewhere:
-            left -= 1
-            here = frame.f_code, frame.f_lasti
-            times[here] += 1
-            if left == -1 or (place is not None and here == place[:2] and times[here] == place.time):
-                signal.raise_signal(number)
+
         return trace
 
+    def begin(frame: FrameType, event: str, argument: object) -> Any:
+        code = frame.f_code
+        if id(code) not in tracers:
+            tracers[id(code)] = code, tracer(code)
+        found = tracers[id(code)][1]
+        if found is not None:
+            frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return found
+
     former = sys.gettrace()
-    sys.settrace(trace)
+    sys.settrace(begin)
     try:
         function()
     except KeyboardInterrupt:
@@ -109,4 +126,7 @@ def interrupted_at(
     finally:
         sys.settrace(former)
         before.clear()
+        if isinstance(n, Counter):
+            for (code, at), times in reached.items():
+                n[tracers[code][0], at] += times
     return False
