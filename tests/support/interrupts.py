@@ -102,7 +102,6 @@ def interrupted_at(
                 left -= 1
                 time = reached[number_of_code, at] = reached.get((number_of_code, at), 0) + 1
                 if left == -1 or (place is not None and at == place.offset and time == place.time):
-                    sys.settrace(former)  # There is no second one.
                     signal.raise_signal(number)
             return trace
 
@@ -121,6 +120,7 @@ def interrupted_at(
     sys.settrace(begin)
     try:
         function()
+        sys.settrace(former)  # After this call, at the latest, the interpreter raises what is pending.
     except KeyboardInterrupt:
         return True
     finally:
