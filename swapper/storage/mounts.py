@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from swapper.errors import ConfigError, SwapIOError
+from swapper.process.interrupts import interrupts_deferred
 
 __all__ = [
     "MEMORY_FILE_SYSTEMS",
@@ -92,8 +93,8 @@ def _check_writable(path: Path) -> None:
     if not stat.S_ISDIR(mode):
         raise NvmePathError(errno.ENOTDIR, "open", path, "name a directory")
     try:
-        with tempfile.TemporaryFile(dir=path):
-            pass
+        with interrupts_deferred():  # Else it may be dropped open.
+            tempfile.TemporaryFile(dir=path).close()
     except OSError as error:
         number = error.errno or errno.EIO
         raise NvmePathError(number, "create a file in", path, "name a directory that this user may write to") from error

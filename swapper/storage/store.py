@@ -565,7 +565,8 @@ class TensorStore:
             try:
                 roomiest = max(self.file_systems(), key=lambda file_system: file_system.free_bytes)
                 directory = self._drives[roomiest.members[0]].directory
-                file = stack.enter_context(tempfile.NamedTemporaryFile(dir=directory))
+                with interrupts_deferred():  # Else it may be dropped open.
+                    file = stack.enter_context(tempfile.NamedTemporaryFile(dir=directory))
                 # Without this, a full drive would be a SIGBUS at the first touch of the mapping, not an error here.
                 os.posix_fallocate(file.fileno(), 0, length_bytes)
             except OSError as error:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
+import functools
 import gc
+import itertools
 import json
 import logging
 import os
@@ -14,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -21,6 +25,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from interrupts import interrupted_at
 from isolation import in_forked_child
 from launcher import Program, run_program
 from small_drives import HOLDER, as_nobody, keys, killed_run, mode_of, mounted, other_process, random_bytes
@@ -805,6 +810,28 @@ def test_scratch_is_a_file_without_a_name_that_lives_as_long_as_its_views(nvme_p
     del view
     gc.collect()
     assert not mapped() and len(os.listdir("/proc/self/fd")) <= descriptors, "its space is free again"
+
+
+@pytest.mark.parametrize("what", ["scratch", "check"])
+def test_ctrl_c_while_a_temporary_file_is_made_drops_none_that_is_open(
+    what: str, nvme_path: Path, store: TensorStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tempfile.NamedTemporaryFile(dir=nvme_path).close()  # The first takes a lock, and Ctrl-C would keep it.
+    dropped: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda raised: dropped.append(raised.exc_value))
+    before = sorted(nvme_path.rglob("*"))
+    for place in itertools.count():
+        with contextlib.ExitStack() as stack:
+            if what == "check":
+                interrupted = interrupted_at(place, lambda: check_nvme_path(nvme_path), "/tempfile.py")
+            else:
+                make = functools.partial(stack.enter_context, store.scratch_file(4096))
+                interrupted = interrupted_at(place, make, "/tempfile.py")
+        gc.collect()
+        assert (dropped, sorted(nvme_path.rglob("*"))) == ([], before), place
+        if not interrupted:
+            break
+    assert place > 10
 
 
 def test_two_scratch_files_are_two(store: TensorStore) -> None:
