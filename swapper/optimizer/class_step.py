@@ -79,7 +79,7 @@ class ClassStep:
 
         Returns:
             The state that the class left behind. None if it failed, drew random numbers, or changed an attribute of
-            the optimizer, which is undone.
+            the optimizer or what is in an option of the group, which is undone.
         """
         with interrupts_deferred():  # A millisecond: in between the optimizer has the attributes of a copy.
             return self._record(optimizer, number, tensor, state, recorder)
@@ -94,18 +94,20 @@ class ClassStep:
     ) -> dict[str, Any] | None:
         group = self._narrowed(number, optimizer.param_groups[number])
         group["params"] = [tensor]
+        lent = {k: v for k, v in group.items() if k not in _NO_OPTIONS and isinstance(v, (dict, list, set, tuple))}
+        group.update(copy.deepcopy(lent))
         self._narrow(optimizer, {number: group}, {tensor: state} if state else {})
         before = dict(vars(optimizer))
         shown: dict[str, Any] = {}  # copies of what the class may change in place
         try:
             shown = {k: _copied(value) for k, value in before.items() if k not in self._former and _is_mutable(value)}
             vars(optimizer).update(shown)
-            with torch.random.fork_rng(devices=[]):
-                drawn = torch.get_rng_state()
-                with recorder:
-                    self._step(optimizer)
-                if not torch.equal(drawn, torch.get_rng_state()):
-                    return None
+            # Not forked: other threads may draw from it now. `recorder` has none drawn.
+            drawn = torch.get_rng_state()
+            with recorder:
+                self._step(optimizer)
+            if not torch.equal(drawn, torch.get_rng_state()):
+                return None
             left = dict(optimizer.state.get(tensor, {}))
         except Exception:  # The class is called again, as ever, and raises it there.
             return None
@@ -119,8 +121,9 @@ class ClassStep:
                 attributes.clear()
             attributes.update(before)
             self.widen(optimizer)
-        if is_changed:
+        if is_changed or any(group.get(key) != value for key, value in lent.items()):
             return None
+        group.update(lent)
         self._note_changes(optimizer, {number: group})
         return left
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -26,14 +25,31 @@ def share_memory(operands: Sequence[Operand]) -> bool:
         values, gradient = operand.bits, operand.gradient
         if values is None:
             values, gradient = operand.segment.local, _gradient_of(operand.segment)
-        ranges.append((values.data_ptr(), values.nbytes, True))
+        ranges.append((*_extent(values), True))
         if gradient is not None and gradient.layout is torch.strided:
-            ranges.append((gradient.data_ptr(), gradient.nbytes, False))
+            ranges.append((*_extent(gradient), False))
     ranges.sort()
-    for (begin, length, is_parameter), (next_begin, _, next_is_parameter) in pairwise(ranges):
-        if next_begin < begin + length and (is_parameter or next_is_parameter):
+    stop = parameters_stop = 0  # of those before
+    for begin, end, is_parameter in ranges:
+        if begin < (stop if is_parameter else parameters_stop):
             return True
+        stop = max(stop, end)
+        parameters_stop = max(parameters_stop, end if is_parameter else 0)
     return False
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses that its elements lie between, which may have gaps."""
+    begin = tensor.data_ptr()
+    if not tensor.numel():
+        return begin, begin
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.itemsize
+
+
+def _is_aligned(*tensors: Tensor) -> bool:
+    """True if each has memory that begins at a multiple of its elements' size. Of files that are mapped it may not."""
+    return all((at := each.data_ptr()) and at % each.itemsize == 0 for each in tensors)
 
 
 def _gradient_of(segment: Segment) -> Tensor | None:
@@ -80,6 +96,8 @@ def parts_of(operand: Operand, opened: OpenBucket, address: int) -> Parts | None
         return None
     if values.is_neg() or gradient.is_neg():
         return None  # Its memory has the negative of what it is.
+    if not _is_aligned(values, gradient):
+        return None
     placed = placement_of(segment)
     small = None if placed is None else placed.small_of(segment)
     if placed is not None and small is not None:
@@ -117,5 +135,7 @@ def _parts_in_memory(segment: Segment, state: Mapping[str, Any], values: Tensor,
         else:
             return None
     tensors = list(large.values())
+    if not _is_aligned(*tensors):
+        return None
     addresses = [each.data_ptr() for each in tensors]
     return Parts(values, gradient, tuple(large), addresses, tensors.__getitem__, small)

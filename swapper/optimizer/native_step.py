@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import sys
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,9 +28,10 @@ from swapper.optimizer.master_codec import join_master, ties_bytes_max
 from swapper.optimizer.native_parts import Parts, parts_of, share_memory
 from swapper.optimizer.operands import Operand, Scratch, attributes_of
 from swapper.optimizer.placement import IMMUTABLE
-from swapper.optimizer.probe import is_elementwise, state_after_steps
+from swapper.optimizer.probe import has_only_elementwise_code, is_elementwise, state_after_steps
 from swapper.optimizer.records import Encoded, OpenBucket
 from swapper.optimizer.segments import MASTER, OptimizerParameter, Segment
+from swapper.optimizer.step_function import unhooked_step
 from swapper.optimizer.step_program import (
     NativeProgram,
     NativeSegment,
@@ -37,7 +39,7 @@ from swapper.optimizer.step_program import (
     best_instruction_set,
     compiled,
 )
-from swapper.optimizer.step_recorder import FIRST_STATE, FUSED, PARAMETER, Operation, StepRecorder
+from swapper.optimizer.step_recorder import FIRST_STATE, FUSED, MAXIMUM, PARAMETER, Operation, StepRecorder
 
 __all__ = ["NativeOperand", "NativeSteps"]
 
@@ -152,7 +154,9 @@ class NativeSteps:
         self._set = best_instruction_set() if self.enabled else 0
         self._recordings: dict[tuple[Any, ...], _Recording] = {}  # of this step
         self._is_elementwise: bool | None = None  # the class, in this step; None: not asked yet
+        self._is_declared = True  # it has no code but that of a class that is known to be elementwise
         self._numel: Counter[int] = Counter()  # of each group, in this step
+        self._recorded_of: Counter[int] = Counter()  # recordings of each group, in this step
         self._groups: dict[int, _Group] = {}  # of this step
         self._short: set[tuple[tuple[str, bool], ...]] = set()  # flags of groups whose steps are few operations
         self._room: Tensor | None = None  # float32, for roots; of this step
@@ -176,6 +180,7 @@ class NativeSteps:
         self._recordings.clear()
         self._groups.clear()
         self._numel.clear()
+        self._recorded_of.clear()
         self._is_elementwise = None
         self._room = None
 
@@ -244,8 +249,9 @@ class NativeSteps:
             return []
         if self._is_elementwise is None:
             self._is_elementwise = is_elementwise(optimizer)
-        if not self._is_elementwise:
-            return []
+            self._is_declared = has_only_elementwise_code(type(optimizer))
+        if not self._is_elementwise or (torch.get_num_threads() > 1 and _flushes_denormals()):
+            return []  # torch's threads do as that one that made them did.
         some = [each for each in operands if self._may_step(optimizer, each.segment)]
         if not some or any(each.segment.of.collective for each in operands) or share_memory(operands):
             return []
@@ -327,7 +333,7 @@ class NativeSteps:
         if segment.learnt and not segment.keys:
             return None  # The first step, which makes state.
         parts = parts_of(operand, opened, address)
-        if parts is None:
+        if parts is None or (segment.whole and not self._is_declared):
             return None
         attributes = attributes_of(segment.of)
         dims = segment.parameter.dim() if segment.whole else 1
@@ -349,6 +355,9 @@ class NativeSteps:
                 return None
             number = segment.of.group
             assert number is not None
+            if self._chooses and (self._recorded_of[number] + 1) * _GROUP_NUMEL_MIN > self._numel[number]:
+                return None
+            self._recorded_of[number] += 1
             case = _Case(optimizer, number, dims, list(parts.keys), parts.small, attributes)
             recording = self._recordings[key] = self._record(case, _token_of(segment, opened, parts))
             if recording.operations and not segment.master:
@@ -356,9 +365,8 @@ class NativeSteps:
         if recording.program is None or (recording.writes_gradient and not segment.master):
             return None
         new_ties = scratch.take_bytes(ties_bytes_max(segment.numel)) if segment.is_split else 0
-        native = _native_segment(segment, opened, parts, address, new_ties)
-        copies = operand.is_copied or native.gradient is not parts.gradient
-        return NativeOperand(operand, recording.program, native, recording.small, copies)
+        native = _native_segment(segment, opened, parts, address, new_ties, scratch)
+        return NativeOperand(operand, recording.program, native, recording.small, operand.is_copied)
 
     def _frozen_options(self, optimizer: Optimizer, number: int) -> Hashable:
         try:
@@ -422,6 +430,7 @@ class NativeSteps:
             for key, value in {**case.small, **given}.items()
         }
         recorder = StepRecorder([parameter, gradient, *large])
+        address = gradient.data_ptr()
         left = self._class_step.record(case.optimizer, case.number, parameter, state, recorder)
         if recorder.reason is not None:
             raise Unsupported(recorder.reason)
@@ -429,6 +438,10 @@ class NativeSteps:
             raise Unsupported("the class does more than arithmetic on state that is there")
         if _attributes_key(vars(parameter)) != _attributes_key(case.attributes):
             raise Unsupported("the class changes an attribute of a parameter")
+        if parameter.grad is not gradient or gradient.data_ptr() != address:
+            recorder.writes_gradient = True  # The user sees what the class has put in its place, or that it is gone.
+        if any(each.opcode == MAXIMUM for each in recorder.operations) and not _has_step_of_torch(case.optimizer):
+            raise Unsupported("a maximum, which of 0.0 and -0.0 is another in torch's vectors than after them")
         small_after = {}
         for key, value in left.items():
             if key in given:
@@ -496,6 +509,15 @@ class NativeSteps:
             log.info("%s is stepped by its own class, because of %s", _name(optimizer), reason)
 
 
+def _flushes_denormals() -> bool:
+    """True if this thread takes denormals for zero, as after `torch.set_flush_denormal`."""
+    return sys.float_info.min / 2 == 0
+
+
+def _has_step_of_torch(optimizer: Optimizer) -> bool:
+    return unhooked_step(type(optimizer)).__module__.startswith("torch.optim.")
+
+
 def _name(optimizer: Optimizer) -> str:
     return type(optimizer).__name__
 
@@ -515,10 +537,12 @@ def _attributes_key(attributes: Mapping[str, Any]) -> Hashable:
         return None
 
 
-def _native_segment(segment: Segment, opened: OpenBucket, parts: Parts, address: int, new_ties: int) -> NativeSegment:
+def _native_segment(
+    segment: Segment, opened: OpenBucket, parts: Parts, address: int, new_ties: int, scratch: Scratch
+) -> NativeSegment:
     values, gradient = parts.values, parts.gradient
     if gradient.dtype not in (torch.float32, torch.bfloat16):
-        gradient = gradient.to(torch.float32)
+        gradient = scratch.take(segment.numel, torch.float32).copy_(gradient)  # As for the class: it is planned for.
     if not segment.is_split:
         whole = opened.whole_master(segment) if segment.master else values
         numbers = segment.numel, whole.data_ptr(), 0, 0, 0, 0

@@ -28,6 +28,7 @@ from swapper.tensors.strides import contiguous_stride, is_dense, is_plain
 __all__ = [
     "ENCODED_DTYPES",
     "StateSpec",
+    "has_only_elementwise_code",
     "is_elementwise",
     "is_stepped_by_all",
     "keeps_bits",
@@ -131,6 +132,17 @@ def register_elementwise(cls: type[Optimizer]) -> type[Optimizer]:
 def is_elementwise(optimizer: Optimizer) -> bool:
     """True if the optimizer's `step` is that of a class known to be elementwise; a subclass with its own is not."""
     return _is_one_of(optimizer, _elementwise)
+
+
+def has_only_elementwise_code(cls: type[Optimizer]) -> bool:
+    """True if `cls` is known to be elementwise, or a subclass of such a one that adds no code but `__init__`."""
+    own = ("__init__", "step")  # torch hooks `step` in a subclass; whose it is, `is_elementwise` says.
+    for base in cls.__mro__:
+        if base in _elementwise:
+            return True
+        if any(callable(value) or isinstance(value, property) for key, value in vars(base).items() if key not in own):
+            return False
+    return False
 
 
 def refuse_broken_fused(optimizer: Optimizer, dtype: torch.dtype) -> None:

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FUSED", "SQRT", "Operation", "StepRecorder"]
+__all__ = ["FUSED", "MAXIMUM", "SQRT", "Operation", "StepRecorder"]
 
 # As in csrc/step_program.h.
 _COPY, _NEG, _ABS, _SIGN, _RECIPROCAL, _ADD, _ADD_NUMBER, _MUL, _MUL_NUMBER = range(9)
-_DIV, _DIV_NUMBER, _LERP, _ADDCMUL, _ADDCDIV, _FUSED_ADAM, _FUSED_SGD, _MAXIMUM = range(9, 17)
+_DIV, _DIV_NUMBER, _LERP, _ADDCMUL, _ADDCDIV, _FUSED_ADAM, _FUSED_SGD, MAXIMUM = range(9, 17)
 SQRT = 17
 """Opcode of what the core does not do."""
 FUSED = (_FUSED_ADAM, _FUSED_SGD)
@@ -104,8 +104,14 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Call `func`, and note it if it is given one of the tensors. Called by torch."""
+        """Call `func`, and note it if it is given one of the tensors. Called by torch.
+
+        Raises:
+            RuntimeError: it draws random numbers.
+        """
         kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:  # Before it draws: the class draws again in its own step.
+            raise RuntimeError(f"{func} draws random numbers")
         concerned = any(self._knows(tensor) for tensor in _tensors_in([*args, *kwargs.values()]))
         if not concerned or self.reason is not None:
             return func(*args, **kwargs)
@@ -191,7 +197,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 return (_MUL if base == "mul" else _DIV), [a, b], ()
             return (_MUL_NUMBER if base == "mul" else _DIV_NUMBER), [a], (number,)
         if base == "maximum":
-            return _MAXIMUM, [a, given["other"]], ()
+            return MAXIMUM, [a, given["other"]], ()
         if base == "lerp" and "weight" in given:
             return _LERP, [a, given["end"]], (_number(given["weight"]),)
         if base in ("addcmul", "addcdiv"):

@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,6 +22,8 @@ import swapper
 from swapper.io import _native
 from swapper.optimizer import native_step, step_recorder
 from swapper.optimizer.master_codec import split_master, ties_bytes_max
+from swapper.optimizer.native_parts import share_memory
+from swapper.optimizer.operands import Operand, Scratch
 
 
 class Lion(Optimizer):
@@ -498,4 +503,245 @@ def test_a_step_that_fails_keeps_no_gradient(monkeypatch: pytest.MonkeyPatch) ->
     del memory
     gc.collect()
     assert alive() is None
+    swapper.of(optimizer).close()
+
+
+class Sized(torch.optim.SGD):
+    """Its step is torch's, but for what goes into it."""
+
+    def _init_group(self, group: Any, params: Any, grads: Any, *rest: Any) -> Any:
+        found = super()._init_group(group, params, grads, *rest)
+        grads[:] = [g * 0.5 if p.numel() > 4000 else g for p, g in zip(params, grads, strict=True)]
+        return found
+
+
+class Own(Optimizer):
+    """SGD with momentum. `change` is called with each group that it steps, and each parameter."""
+
+    def __init__(self, params: Any, change: Callable[[Any, Any], Any], option: Any = None) -> None:
+        super().__init__(params, {"lr": 0.1, "option": option})
+        self.change = change
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    if not state:
+                        state["m"] = torch.zeros_like(p)
+                    state["m"].mul_(0.9).add_(p.grad)
+                    p.add_(state["m"], alpha=-group["lr"] / (1 + len(group["option"] or ())))
+                    self.change(group, p)
+
+
+class Largest(Own):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["m"] = torch.zeros_like(p)
+                state["m"].copy_(torch.maximum(p.grad, state["m"]))
+                p.add_(p.grad, alpha=-group["lr"])
+
+
+swapper.register_elementwise(Own)
+swapper.register_elementwise(Largest)
+
+
+def assert_steps_are_plain(
+    make: Callable[[], tuple[list[nn.Parameter], Optimizer]], give: Callable[[list[nn.Parameter], int], None]
+) -> None:
+    """Of parameters, gradients and state. `give` gives the gradients of one step."""
+    ends = []
+    for is_wrapped in (False, True):
+        torch.manual_seed(0)
+        parameters, optimizer = make()
+        if is_wrapped:
+            optimizer = wrapped(optimizer)
+        for step in range(6):
+            torch.manual_seed(step)
+            give(parameters, step)
+            optimizer.step()
+        state = optimizer.state_dict()["state"]
+        end = [*parameters, *(p.grad for p in parameters)]
+        end += [value for each in state.values() for value in each.values() if isinstance(value, torch.Tensor)]
+        ends.append([None if each is None else each.detach().clone() for each in end])
+        if is_wrapped:
+            swapper.of(optimizer).close()
+    for mine, other in zip(*ends, strict=True):
+        assert (mine is None) == (other is None)
+        # With the payloads, and the sign of 0.0.
+        assert mine is None or torch.equal(mine.contiguous().view(torch.int32), other.contiguous().view(torch.int32))
+
+
+def give_random(parameters: list[nn.Parameter], step: int) -> None:
+    for p in parameters:
+        new = torch.randn(p.shape)
+        p.grad = new if p.grad is None else p.grad + new
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_memory_that_a_parameter_with_gaps_shares_with_another(is_first: bool) -> None:
+    def make() -> tuple[list[nn.Parameter], Optimizer]:
+        memory = torch.randn(64, 64)
+        parameters = [nn.Parameter(memory[:, :32]), nn.Parameter(memory[40:])]
+        return parameters, torch.optim.AdamW(parameters if is_first else parameters[::-1], lr=0.1)
+
+    assert_steps_are_plain(make, give_random)
+
+
+def test_a_gradient_in_a_longer_one_that_a_parameter_is_in() -> None:
+    memory = torch.zeros(8000)
+    parameters = [nn.Parameter(memory[6000:7000]), nn.Parameter(torch.zeros(100)), nn.Parameter(torch.zeros(8000))]
+    gradients = [torch.ones(1000), memory[10:110], memory]
+    for p, gradient in zip(parameters, gradients, strict=True):
+        p.grad = gradient
+    operands: Any = [Operand(mock.Mock(), p.detach(), p.grad) for p in parameters]
+    assert share_memory(operands)
+    assert not share_memory(operands[1:])
+
+
+def unaligned(numel: int) -> torch.Tensor:
+    """As of a file that is mapped."""
+    memory = np.zeros(4 * numel + 64, dtype=np.uint8)
+    begin = -memory.ctypes.data % 64 + 2
+    return torch.from_numpy(memory[begin : begin + 4 * numel].view(np.float32)).copy_(torch.randn(numel))
+
+
+@pytest.mark.parametrize("what", ["parameter", "gradient", "no memory"])
+def test_addresses_that_are_no_multiples_of_their_elements(what: str) -> None:
+    def make() -> tuple[list[nn.Parameter], Optimizer]:
+        parameters = [nn.Parameter(unaligned(1000) if what == "parameter" else torch.randn(1000))]
+        return parameters, torch.optim.AdamW(parameters, lr=0.1)
+
+    def give(parameters: list[nn.Parameter], step: int) -> None:
+        parameters[0].grad = torch._efficientzerotensor(1000) if what == "no memory" else unaligned(1000)
+
+    assert_steps_are_plain(make, give)
+
+
+def _take(group: Any, p: Any) -> None:
+    p.grad = None
+
+
+def _replace(group: Any, p: Any) -> None:
+    p.grad = p.grad.add(p, alpha=0.1)
+
+
+def _replace_data(group: Any, p: Any) -> None:
+    p.grad.data = p.grad.data.add(p, alpha=0.1)
+
+
+def _count(group: Any, p: Any) -> None:
+    group["option"].append(1.0)
+
+
+@pytest.mark.parametrize("change", [_take, _replace, _replace_data, _count])
+def test_what_a_class_changes_but_for_elements(change: Callable[[Any, Any], None]) -> None:
+    def make() -> tuple[list[nn.Parameter], Optimizer]:
+        parameters = [nn.Parameter(torch.randn(n)) for n in (500, 300)]
+        return parameters, Own(parameters, change, [] if change is _count else None)
+
+    assert_steps_are_plain(make, give_random)
+
+
+def test_a_subclass_that_looks_at_sizes() -> None:
+    def make() -> tuple[list[nn.Parameter], Optimizer]:
+        parameters = [nn.Parameter(torch.randn(n)) for n in (5000, 300)]
+        return parameters, Sized(parameters, lr=0.1, momentum=0.9)
+
+    assert_steps_are_plain(make, give_random)
+
+
+def test_the_sign_of_a_zero_that_is_a_maximum() -> None:
+    def make() -> tuple[list[nn.Parameter], Optimizer]:
+        parameters = [nn.Parameter(torch.randn(5003))]
+        return parameters, Largest(parameters, _take)
+
+    def give(parameters: list[nn.Parameter], step: int) -> None:
+        gradient = torch.randn(5003)
+        gradient[70:] *= 0.0  # Not those that are tried.
+        parameters[0].grad = gradient
+
+    assert_steps_are_plain(make, give)
+
+
+def test_random_numbers_that_another_thread_draws_are_drawn_once() -> None:
+    drawn: list[float] = []
+    draws = False
+
+    def draw(group: Any, p: Any) -> None:
+        if draws:
+            thread = threading.Thread(target=lambda: drawn.append(float(torch.rand(()))))
+            thread.start()
+            thread.join()
+
+    p = nn.Parameter(torch.randn(1000))
+    optimizer = wrapped(Own([p], draw))
+    p.grad = torch.ones(1000)
+    optimizer.step()
+    torch.manual_seed(0)
+    expected = [float(torch.rand(())) for _ in range(9)]
+    torch.manual_seed(0)
+    draws = True
+    optimizer.step()
+    assert len(drawn) >= 2 and drawn == expected[: len(drawn)]
+    swapper.of(optimizer).close()
+
+
+def test_denormals_are_what_torch_takes_them_for_on_each_thread() -> None:
+    """torch's threads are older than what the caller says."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.ones(1 << 20).add_(1.0)
+
+    def make() -> tuple[list[nn.Parameter], Optimizer]:
+        parameters = [nn.Parameter(torch.randn(1 << 16))]
+        return parameters, torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+    def give(parameters: list[nn.Parameter], step: int) -> None:
+        torch.set_flush_denormal(False)
+        parameters[0].grad = torch.randn(1 << 16) * 1e-39
+        torch.set_flush_denormal(step % 2 == 1)
+
+    try:
+        assert_steps_are_plain(make, give)
+    finally:
+        torch.set_flush_denormal(False)
+        torch.set_num_threads(before)
+
+
+def test_a_half_gradient_is_widened_in_memory_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = []
+    take = Scratch.take
+
+    def noting(self: Any, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        taken.append(take(self, numel, dtype))
+        return taken[-1]
+
+    monkeypatch.setattr(Scratch, "take", noting)
+    p = nn.Parameter(torch.randn(100_000).half())
+    optimizer = wrapped(torch.optim.AdamW([p], fused=True), masters=True)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    taken.clear()
+    optimizer.step()
+    assert taken and all(bool((each == 1).all()) for each in taken)
+    swapper.of(optimizer).close()
+
+
+def test_auto_records_no_more_than_it_saves(monkeypatch: pytest.MonkeyPatch, chosen: Chosen) -> None:
+    monkeypatch.setattr(native_step, "_GROUP_NUMEL_MIN", 1000)
+    parameters = [nn.Parameter(torch.ones(250)) for _ in range(9)]
+    for i, p in enumerate(parameters):
+        p.lr_scale = float(i)  # type: ignore[attr-defined]
+    optimizer = wrapped(torch.optim.AdamW(parameters), native="auto")
+    for _ in range(3):
+        for p in parameters:
+            p.grad = torch.ones_like(p)
+        optimizer.step()
+    assert chosen[-1] == (2, 9)
     swapper.of(optimizer).close()
