@@ -81,8 +81,11 @@ def parts_of(operand: Operand, opened: OpenBucket, address: int) -> Parts | None
     segment = operand.segment
     p = segment.local
     values, gradient = operand.bits, operand.gradient
-    if segment.whole and not segment.master and not segment.of.sharded and type(p) is not torch.nn.Parameter:
-        return None  # The class, which is given the parameter itself, may ask what it is.
+    if segment.whole and not segment.master and not segment.of.sharded:
+        # The class, which is given the parameter itself, and its gradient, may ask what they are.
+        given = segment.parameter.grad
+        if type(p) is not torch.nn.Parameter or not p.requires_grad or type(given) is not Tensor or vars(given):
+            return None
     if values is None or gradient is None:
         gradient = _gradient_of(segment)
         if p.dtype is not torch.float32 or gradient is None or gradient.dtype is not torch.float32:

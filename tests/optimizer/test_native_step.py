@@ -745,3 +745,35 @@ def test_auto_records_no_more_than_it_saves(monkeypatch: pytest.MonkeyPatch, cho
         optimizer.step()
     assert chosen[-1] == (2, 9)
     swapper.of(optimizer).close()
+
+
+class Asking(Own):
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["m"] = torch.zeros_like(p)
+                state["m"].mul_(0.9).add_(p.grad, alpha=getattr(p.grad, "scale", 1.0))
+                p.add_(state["m"], alpha=-group["lr"] if p.requires_grad else -0.01)
+
+
+swapper.register_elementwise(Asking)
+
+
+@pytest.mark.parametrize("what", ["attribute of a gradient", "requires_grad"])
+def test_what_a_class_asks_a_parameter_that_it_is_given(what: str) -> None:
+    def make() -> tuple[list[nn.Parameter], Optimizer]:
+        parameters = [nn.Parameter(torch.randn(n)) for n in (500, 300)]
+        return parameters, Asking(parameters, _take)
+
+    def give(parameters: list[nn.Parameter], step: int) -> None:
+        for p in parameters:
+            p.grad = torch.randn(p.shape)
+        if what == "requires_grad":
+            parameters[0].requires_grad_(step < 2)
+        else:
+            parameters[0].grad.scale = 3.0  # type: ignore[union-attr]
+
+    assert_steps_are_plain(make, give)
