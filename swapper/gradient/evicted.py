@@ -285,7 +285,9 @@ class EvictedGradients:
         """
         with self._lock:
             gradient = self._of(parameter)
-            if gradient is not None and os.getpid() == self._pid and not self._closed:
+            is_ours = os.getpid() == self._pid and not self._closed
+            # What is cleared needs no values: a write that failed must not be in the way of that.
+            if gradient is not None and is_ours and (not to_clear or gradient.somebody_has_it() is not None):
                 self._join_left(gradient)
             if gradient is None or gradient.state is GradientState.IN_MEMORY:
                 return raw_gradient(parameter)
@@ -342,6 +344,7 @@ class EvictedGradients:
             gradient = self._of(parameter)
             assert gradient is not None
             self._forget(gradient, to=GradientState.ZERO)
+            set_raw_gradient(parameter, None)  # What an arrival that was cut off has left.
 
     # --- Whole gradients -------------------------------------------------------------------------------------------
 

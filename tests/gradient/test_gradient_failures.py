@@ -156,6 +156,38 @@ def test_a_gradient_whose_write_failed_raises_until_it_is_cleared(
         assert torch.equal(first.detach(), torch.ones(8192)) and torch.equal(last.detach(), torch.zeros(8192))
 
 
+@pytest.mark.parametrize("set_to_none", [True, False], ids=["None", "zeros"])
+def test_gradients_are_cleared_though_that_of_another_could_not_be_written(
+    nvme_path: Path, faults: FaultPlan, set_to_none: bool
+) -> None:
+    """Also one that is cleared first, and has arrived in a backward that was cut off before it was taken."""
+    first, last = (nn.Parameter(torch.ones(8192)) for _ in range(2))
+    fails: list[bool] = []
+
+    def cut_off(_: torch.Tensor) -> None:
+        if fails:
+            raise ZeroDivisionError
+
+    first.register_post_accumulate_grad_hook(cut_off)
+    optimizer = torch.optim.SGD([first, last], lr=0.5)
+    with wrapped(optimizer, make_config(nvme_path, gradient_accumulation_steps=2)) as handle:
+        (first + last).sum().backward()
+        handle.flush()
+        faults.fail_write_at = 1
+        with pytest.raises(SwapIOError, match="grad"):
+            (last * 2).sum().backward()
+            handle.flush()
+        fails.append(True)
+        with pytest.raises(ZeroDivisionError):
+            (first * 2).sum().backward()
+        fails.clear()
+        optimizer.zero_grad(set_to_none=set_to_none)
+        for _ in range(2):
+            (first + last * 2).sum().backward()
+        optimizer.step()
+        assert torch.equal(first.detach(), torch.zeros(8192)) and torch.equal(last.detach(), torch.full((8192,), -1.0))
+
+
 def test_a_write_that_fails_unseen_is_raised_by_the_step(nvme_path: Path, faults: FaultPlan) -> None:
     with Twin(nvme_path) as twin:
         x = next(twin.data)
