@@ -28,7 +28,7 @@ from swapper.errors import ConfigError, SwapError
 from swapper.io.checksums import checksum
 from swapper.optimizer.plan import parameters_of
 from swapper.optimizer.segments import MASTER, Bucket, Segment
-from swapper.optimizer.state_dicts import StateRecords, as_plain_state
+from swapper.optimizer.state_dicts import StateRecords, as_plain_state, steps_on_device
 from swapper.storage.buffers import Lease
 from swapper.tensors.sharded import Sharding, box_of, is_sharded, local_of, sharded_like
 from swapper.tensors.strides import contiguous_stride, is_dense, same_order
@@ -147,9 +147,10 @@ class _StateLoader:
         if swapper is not None:
             swapper.restore([p for _, p in with_state], self._fill)
             return
-        optimizer.state.update({p: self._plain_state(slot, p) for slot, p in with_state})
+        stepped = steps_on_device(optimizer)
+        optimizer.state.update({p: self._plain_state(slot, p, p in stepped) for slot, p in with_state})
 
-    def _plain_state(self, slot: int, p: torch.nn.Parameter) -> dict[str, Any]:
+    def _plain_state(self, slot: int, p: torch.nn.Parameter, on_device: bool) -> dict[str, Any]:
         state: dict[str, Any] = {}
         local, split = local_of(p), self.state.split(slot) if is_sharded(p) else ()
         for key, given in self.state.state(slot).items():
@@ -160,7 +161,7 @@ class _StateLoader:
             if value.shape == local.shape and is_dense(local) and value.stride() != local.stride():
                 # Fused kernels walk through memory: they take it that state lies as its parameter does.
                 value = torch.empty_strided(local.shape, local.stride(), dtype=value.dtype, device="cpu").copy_(value)
-            plain = as_plain_state(key, value, p, False)
+            plain = as_plain_state(key, value, p, False, on_device=on_device)
             plain = plain.clone() if plain is given else plain
             state[key] = sharded_like(plain, p) if key in split else plain
         return state

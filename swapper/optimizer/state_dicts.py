@@ -31,8 +31,10 @@ __all__ = [
     "StateRecords",
     "allocate_in_memory",
     "as_plain_state",
+    "as_plain_states",
     "is_shared",
     "state_by_position",
+    "steps_on_device",
 ]
 
 SHOW_PROGRESS_BYTES = 1 << 30
@@ -419,12 +421,36 @@ def state_by_position(optimizer: Optimizer, state_dict: Mapping[str, Any]) -> di
     return {i: state[name] for i, name in enumerate(names) if name in state}
 
 
-def as_plain_state(key: str, value: Any, p: torch.nn.Parameter, cast: bool) -> Any:
-    """State as the class would have made it for `p` itself: on its device and, after masters, in its dtype."""
-    if not isinstance(value, torch.Tensor) or key == "step" or value.dim() == 0:
+def steps_on_device(optimizer: Optimizer) -> set[torch.nn.Parameter]:
+    """Parameters whose class has "step" on their device: those of groups that are fused or capturable."""
+    groups = (group for group in optimizer.param_groups if group.get("fused") or group.get("capturable"))
+    return {p for group in groups for p in group["params"]}
+
+
+def as_plain_state(key: str, value: Any, p: torch.nn.Parameter, cast: bool, *, on_device: bool | None = None) -> Any:
+    """State as the class would have made it for `p` itself: on its device and, after masters, in its dtype.
+
+    Args:
+        on_device: "step" is on the device too; other scalars are then in any case, where `load_state_dict` brings them.
+            None leaves scalars where they are.
+    """
+    if not isinstance(value, torch.Tensor):
         return value
+    if key == "step" or value.dim() == 0:
+        return value.to(p.device) if on_device or (on_device is False and key != "step") else value
     dtype = p.dtype if cast and value.dtype is torch.float32 else value.dtype
     return value.to(device=p.device, dtype=dtype)
+
+
+def as_plain_states(
+    optimizer: Optimizer, gathered: Mapping[torch.nn.Parameter, Mapping[str, Any]], cast: bool
+) -> dict[torch.Tensor, Any]:
+    """`as_plain_state` of all that is `gathered`, without masters, for an optimizer that is not swapped."""
+    stepped = steps_on_device(optimizer)
+    return {
+        p: {k: as_plain_state(k, v, p, cast, on_device=p in stepped) for k, v in entries.items() if k != MASTER}
+        for p, entries in gathered.items()
+    }
 
 
 def allocate_in_memory(numel: int, dtype: torch.dtype) -> torch.Tensor:

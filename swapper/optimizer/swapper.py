@@ -25,12 +25,13 @@ from swapper.optimizer.failure import Guard
 from swapper.optimizer.plan import OptimizerPlan, PlanFollower, parameters_of
 from swapper.optimizer.probe import is_stepped_by_all
 from swapper.optimizer.records import BucketRecords
-from swapper.optimizer.segments import MASTER, Bucket
+from swapper.optimizer.segments import Bucket
 from swapper.optimizer.state_dicts import (
     SHOW_PROGRESS_BYTES,
     StateRecords,
     allocate_in_memory,
     as_plain_state,
+    as_plain_states,
     is_shared,
     state_by_position,
 )
@@ -272,11 +273,7 @@ class OptimizerSwapper:
         self._conversion.check_given()
         parameters = self._plan.with_state()
         gathered = self._gathered(parameters)
-        state: dict[torch.Tensor, Any] = {}
-        cast = self.has_masters
-        for p in parameters:
-            entries = gathered[id(p)].items()
-            state[p] = {key: as_plain_state(key, value, p, cast) for key, value in entries if key != MASTER}
+        state = as_plain_states(optimizer, {p: gathered[id(p)] for p in parameters}, self.has_masters)
         if self.gradients is not None:
             self.gradients.bring_back_all()
         try:

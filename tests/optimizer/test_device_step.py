@@ -350,6 +350,38 @@ def test_loaded_scalars_are_where_the_class_makes_them(
     assert_same(train(nvme_path), train(None))
 
 
+@pytest.mark.parametrize("end", ["unwrapped", "loaded by a plain one"])
+@pytest.mark.parametrize("how", ["fused", "capturable"])
+def test_an_optimizer_that_is_not_swapped_any_more_has_its_scalars_on_the_device(
+    how: str, end: str, device: str, nvme_path: Path, tmp_path: Path
+) -> None:
+    def train(model: Model, optimizer: Optimizer, seed: int) -> None:
+        backward(model, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    plain, model = make_model(device), make_model(device)
+    reference, optimizer = (CLASSES["AdamW"](each.parameters(), **HOW[how]) for each in (plain, model))
+    with contextlib.ExitStack() as stack:
+        swapper.wrap_optimizer(optimizer, config(nvme_path))
+        if end != "unwrapped":
+            stack.callback(swapper.of(optimizer).close)
+        for each in (plain, reference), (model, optimizer):
+            train(*each, seed=0)
+        if end == "unwrapped":
+            optimizer.load_state_dict(reference.state_dict())
+            swapper.unwrap_optimizer(optimizer)
+        else:
+            swapper.save_checkpoint(tmp_path / "saved", model, optimizer).wait()
+    if end != "unwrapped":
+        model = make_model(device)
+        optimizer = CLASSES["AdamW"](model.parameters(), **HOW[how])
+        swapper.load_checkpoint(tmp_path / "saved", model, optimizer)
+    for each in (plain, reference), (model, optimizer):
+        train(*each, seed=1)
+    assert_same(model, plain)
+
+
 def test_a_step_waits_for_nothing_on_the_device(device: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """If the pool has room for all: neither for copies, nor for values that only the device knows."""
     model = make_model(device, torch.bfloat16)
