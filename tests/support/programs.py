@@ -13,6 +13,8 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import errno
+import functools
 import io
 import random
 import re
@@ -27,7 +29,7 @@ from typing import Any
 
 import pytest
 import torch
-from accelerators import simulate
+from accelerators import simulate, simulated
 from interrupts import interrupted_at
 from mock_cufile import COMPILER, built, open_patched
 from models import CASES, VOCABULARY, WIDTH, Mlp, tokens, vectors
@@ -38,8 +40,9 @@ from twins import bits, difference
 
 import swapper
 from swapper.checkpoint import state_writer
-from swapper.errors import ConfigError, SwapError
+from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.gradient import records as gradient_records
+from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.optimizer import encodings, records, segments
 from swapper.optimizer.step_function import unhooked_step
 from swapper.parameter import building
@@ -413,11 +416,13 @@ class Twin:
 
     Attributes:
         swapped: whether it is the one that is swapped.
+        faults: of its drives.
     """
 
-    def __init__(self, program: Program, swapped: bool, path: Path) -> None:
+    def __init__(self, program: Program, swapped: bool, path: Path, faults: FaultPlan) -> None:
         self.program, self.swapped, self.path = program, swapped, path
         self.placement = program.placement
+        self.faults = faults
         self.dtype = DTYPES[program.dtype]
         self.device = f"sim:{program.number}" if program.device else "cpu"
         self.device_type = self.device.partition(":")[0]
@@ -1255,15 +1260,54 @@ class Twin:
 
     def interrupt(self, seed: int, place: int = 0, file: int = 0, what: int = 0) -> None:
         """Ctrl-C somewhere in the swapped twin. Both go on from what was saved before."""
+
+        def strike(action: Callable[[], object]) -> None:
+            interrupted_at(place, action, FILES[file % len(FILES)])
+            if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+                raise Difference("grad mode", "Ctrl-C left grad mode, or inference mode, as it was within")
+
+        self._cut_off(seed, what, strike)
+
+    def breaks(self, seed: int, at: int = 0, kind: int = 0, what: int = 0) -> None:
+        """A transfer of the swapped twin fails, or memory of its device is refused. Both go on from what was saved."""
+        kinds = ("read", "write", "full", *(("memory",) if self.program.device else ()))
+        chosen = kinds[kind % len(kinds)]
+        number = errno.ENOSPC if chosen == "full" else errno.EIO
+
+        def arm(at: int) -> None:
+            if chosen == "memory":
+                simulated().refuse_at(at)
+            else:
+                self.faults.fail_errno = number
+                setattr(self.faults, "fail_read_at" if chosen == "read" else "fail_write_at", at)
+
+        def strike(action: Callable[[], object]) -> None:
+            arm(at)
+            try:
+                action()
+                for each in (self.model, *self.optimizers):
+                    if hasattr(each, "swapper"):
+                        each.swapper.flush()
+            except (SwapIOError, RuntimeError) as error:
+                if not isinstance(error, SwapIOError) and "out of memory" not in str(error):
+                    raise  # Else it is one of torch: `load_state_dict` keeps the text of what it met.
+                told = number if isinstance(error, SwapIOError) else None
+                if (told is None) != (chosen == "memory") or (told is not None and error.errno != number):
+                    raise Difference("another error", f"of {chosen}: {error!r}") from error
+            finally:
+                arm(0)
+
+        self._cut_off(seed, what, strike)
+
+    def _cut_off(self, seed: int, what: int, strike: Callable[[Callable[[], object]], None]) -> None:
+        """Let `strike` call something in the swapped twin. Both go on from what was saved before."""
         self.save(0, 98, what // 4)
         logged, rates = len(self.log), [s.state_dict() for s in self.schedulers]
         before = copy.deepcopy(rates)
         if self.swapped:
             torch.default_generator.manual_seed(seed)
             action = (lambda: self.train(0), lambda: self.train(0), lambda: self.load(0, 98), lambda: self.read(0))
-            interrupted_at(place, action[what % 4], FILES[file % len(FILES)])
-            if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-                raise Difference("grad mode", "Ctrl-C left grad mode, or inference mode, as it was within")
+            strike(action[what % 4])
         del self.log[logged:]
         self.load(0, 98)
         for scheduler, state in zip(self.schedulers, before, strict=True):
@@ -1346,7 +1390,7 @@ class Twin:
         directory = self.path / "exported"
         swapper.save_checkpoint(directory, self.model, self.optimizers).wait()
         placement = dataclasses.replace(self.placement)
-        plain = Twin(dataclasses.replace(self.program, placement=placement), False, self.path)
+        plain = Twin(dataclasses.replace(self.program, placement=placement), False, self.path, self.faults)
         names = dict(self.model.named_parameters())
         theirs = {id(p): name for name, p in names.items()}
         own = dict(plain.model.named_parameters())
@@ -1488,6 +1532,16 @@ def on_device(program: Program) -> Iterator[None]:
             raise Difference("violations", "\n".join(found))
 
 
+@contextlib.contextmanager
+def failing_drive(wanted: bool) -> Iterator[FaultPlan]:
+    """What fails on purpose on the drives of the swapped twin; without `wanted` they are as ever."""
+    faults = FaultPlan()
+    with pytest.MonkeyPatch.context() as patch:
+        if wanted:
+            patch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=faults))
+        yield faults
+
+
 def perform(program: Program, path: Path) -> Outcome:
     """Run both twins.
 
@@ -1505,14 +1559,15 @@ def perform(program: Program, path: Path) -> Outcome:
         # torch wants to be told, where a sparse tensor is made, and says so once in a process.
         with (
             on_device(program),
+            failing_drive(any(action.name == "breaks" for action in program.actions)) as faults,
             limits(program.placement.moves_all),
             torch.sparse.check_sparse_tensor_invariants(enable=False),
             warnings.catch_warnings(),
         ):
             warnings.simplefilter("ignore", UserWarning)  # torch's, of hooks and schedulers that users would hear.
-            plain = Twin(program, False, path)
+            plain = Twin(program, False, path, faults)
             try:
-                swapped = Twin(program, True, path)
+                swapped = Twin(program, True, path, faults)
             except SwapError as error:
                 _check_refusal(error, "being offloaded")
                 outcome.refused = f"offload: {error}"
@@ -1648,6 +1703,7 @@ ACTIONS: dict[str, tuple[int, int]] = {
     "unhook": (3, 2),
     "fail": (4, 3),
     "interrupt": (3, 4),
+    "breaks": (3, 4),
     "save": (8, 3),
     "load": (8, 3),
     "exported": (2, 1),
@@ -1660,7 +1716,7 @@ ACTIONS: dict[str, tuple[int, int]] = {
 
 NEEDS = {
     "put_back": ("remove",),
-    "load": ("save", "interrupt"),
+    "load": ("save", "interrupt", "breaks"),
     "unhook": ("hook",),
     "unfreeze": ("freeze",),
     "edit_gradient": ("backward",),
@@ -1683,6 +1739,7 @@ HABITS: tuple[tuple[str, ...], ...] = (
     ("train", "rewrap", "train", "rewrap"),
     ("ema", "train", "ema"),
     ("interrupt", "train", "interrupt", "train"),
+    ("breaks", "train", "breaks", "train"),
     ("fail", "train", "save", "train", "load"),
     ("hook", "train", "unhook", "train"),
     ("schedule", "train", "rewrap", "train"),
@@ -1782,8 +1839,8 @@ def generate(seed: int, without: Sequence[str] = ()) -> Program:
         if name in NEEDS and not met & set(NEEDS[name]) and rng.random() < 0.9:
             continue
         numbers = [rng.randrange(1, 1000), *(rng.randrange(100) for _ in range(ACTIONS[name][1] - 1))]
-        if name == "interrupt":
-            numbers[1] = int(10 ** rng.uniform(0, 3))
+        if name in ("interrupt", "breaks"):
+            numbers[1] = int(10 ** rng.uniform(0, 3 if name == "interrupt" else 1.5))
         if name == "train" and rng.random() < 0.6:
             numbers[1:] = [0, 0, 0]
         elif name == "train":
