@@ -292,7 +292,8 @@ def test_a_token_reads_what_has_no_room_and_each_layer_before_it_is_used(
                 new = torch.randn(2, 1, 2, count, 16)
                 assert all(map(same, cache.update(*new, layer), plain.update(*new, layer)))
                 (first, *_), at = records.layers[(layer + 1) % len(records.layers)], records._cache.records
-                assert at.get(first.key) is not None, "it is there, or on its way"
+                gives_way = count > 1 and next(iter(at.writes()), None) is not None  # To what is still written.
+                assert at.get(first.key) is not None or gives_way, "it is there, or on its way"
             stats = cache.stats()
             assert stats.stored_bytes > config.pool_bytes == stats.pool_bytes
             most_bytes = stats.stored_bytes - config.pool_bytes + config.pool_bytes // 4 + 2 * record_bytes
