@@ -19,7 +19,6 @@ from swapper.optimizer.operands import Operand
 from swapper.optimizer.records import OpenBucket
 from swapper.optimizer.segments import Segment
 from swapper.optimizer.step_function import class_step, refuse_overrides
-from swapper.process.interrupts import interrupts_deferred
 from swapper.tensors.sharded import Sharding, is_sharded, local_of
 
 __all__ = ["ClassStep"]
@@ -75,23 +74,12 @@ class ClassStep:
         state: dict[str, Any],
         recorder: AbstractContextManager[Any],
     ) -> dict[str, Any] | None:
-        """Step `tensor` with `state`, as a member of group `number`, within `recorder`.
+        """Step `tensor` with `state`, as a member of group `number`, within `recorder`. With interrupts deferred.
 
         Returns:
             The state that the class left behind. None if it failed, drew random numbers, or changed an attribute of
             the optimizer or what is in an option of the group, which is undone.
         """
-        with interrupts_deferred():  # A millisecond: in between the optimizer has the attributes of a copy.
-            return self._record(optimizer, number, tensor, state, recorder)
-
-    def _record(
-        self,
-        optimizer: Optimizer,
-        number: int,
-        tensor: torch.nn.Parameter,
-        state: dict[str, Any],
-        recorder: AbstractContextManager[Any],
-    ) -> dict[str, Any] | None:
         group = self._narrowed(number, optimizer.param_groups[number])
         group["params"] = [tensor]
         lent = {k: v for k, v in group.items() if k not in _NO_OPTIONS and isinstance(v, (dict, list, set, tuple))}

@@ -40,6 +40,7 @@ from swapper.optimizer.step_program import (
     compiled,
 )
 from swapper.optimizer.step_recorder import FIRST_STATE, FUSED, MAXIMUM, PARAMETER, Operation, StepRecorder
+from swapper.process.interrupts import interrupts_deferred
 
 __all__ = ["NativeOperand", "NativeSteps"]
 
@@ -431,7 +432,8 @@ class NativeSteps:
         }
         recorder = StepRecorder([parameter, gradient, *large])
         address = gradient.data_ptr()
-        left = self._class_step.record(case.optimizer, case.number, parameter, state, recorder)
+        with interrupts_deferred():  # A millisecond, in which the optimizer has the attributes of a copy.
+            left = self._class_step.record(case.optimizer, case.number, parameter, state, recorder)
         if recorder.reason is not None:
             raise Unsupported(recorder.reason)
         if left is None or recorder.register_of(parameter) != PARAMETER or left.keys() != state.keys():
