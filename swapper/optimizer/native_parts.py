@@ -81,7 +81,7 @@ def parts_of(operand: Operand, opened: OpenBucket, address: int) -> Parts | None
     segment = operand.segment
     p = segment.local
     values, gradient = operand.bits, operand.gradient
-    if segment.whole and not segment.master and not segment.of.sharded:
+    if values is None and not segment.of.sharded:
         # The class, which is given the parameter itself, and its gradient, may ask what they are.
         given = segment.parameter.grad
         if type(p) is not torch.nn.Parameter or not p.requires_grad or type(given) is not Tensor or vars(given):

@@ -165,7 +165,7 @@ class NativeSteps:
         self._reasons: set[str] = set()
         self._is_told = False
 
-    def begin(self, active: Iterable[Segment]) -> None:
+    def begin_step(self, active: Iterable[Segment]) -> None:
         """A step of these begins."""
         self.forget()
         if self._chooses:

@@ -89,6 +89,37 @@ def test_same_bits_as_stepping_on_the_host(device: str, nvme_path: Path, name: s
     swapper.of(optimizer).close()
 
 
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("state", ["nvme", "cpu", "none"])
+@pytest.mark.parametrize("gradients", ["nvme", "cpu", "none"])
+@pytest.mark.parametrize("parameters", ["nvme", "none"])
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_native_steps_on_the_host(device: str, nvme_path: Path, state: str, gradients: str, parameters: str) -> None:
+    """The class is given no tensor of the user's there: only what the host has of it counts."""
+    if state == gradients == "none":
+        pytest.skip("stepped on the device")
+    results = []
+    for native in ("off", "on"):
+        model = make_model(device, torch.float32)
+        optimizer = OPTIMIZERS["AdamW"](list(model.parameters()))
+        config = swapper.OffloadConfig(
+            nvme_path=nvme_path,
+            pool_bytes="32MiB",
+            bucket_bytes="1MiB",
+            offload_optimizer={"device": state, "step_device": "cpu", "native_step": native},
+            offload_gradient={"device": gradients},
+            offload_param={"device": parameters},
+        )
+        swapper.offload(model, optimizer, config)
+        losses = train(model, optimizer.step, device)
+        assert (swapper.of(optimizer).stats().segments_native > 0) == (native == "on")
+        results.append((losses, [p.detach().cpu() for p in model.parameters()]))
+        swapper.of(optimizer).close()
+    (expected_losses, expected), (losses, values) = results
+    assert losses == expected_losses
+    assert all(same_bits(p, q) for p, q in zip(values, expected, strict=True))
+
+
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("where", ["nvme", "cpu"])
 @pytest.mark.parametrize("state", ["nvme", "cpu"])
