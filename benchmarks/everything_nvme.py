@@ -70,6 +70,8 @@ def main() -> None:
     parser.add_argument("--recompute", action="store_true", help="activation checkpointing")
     parser.add_argument("--pool-bytes", default="320MiB")
     parser.add_argument("--bucket-bytes", default="16MiB")
+    parser.add_argument("--encoding", default="exact", help="of the optimizer's state: exact, packed, bf16 or int8")
+    parser.add_argument("--step-in-backward", action="store_true", help="no gradient goes to the drive")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--deepspeed", nargs="?", const=sys.executable, metavar="PYTHON", help="train with it too")
@@ -105,7 +107,12 @@ def make_config(arguments: argparse.Namespace) -> swapper.OffloadConfig:
         nvme_path=arguments.nvme_path,
         pool_bytes=arguments.pool_bytes,
         bucket_bytes=arguments.bucket_bytes,
-        offload_optimizer={"device": "nvme", "master_weights": True},
+        offload_optimizer={
+            "device": "nvme",
+            "master_weights": True,
+            "encoding": arguments.encoding,
+            "step_in_backward": arguments.step_in_backward,
+        },
         offload_gradient={"device": "nvme"},
         offload_param={"device": "nvme"},
         aio={"backend": arguments.backend},

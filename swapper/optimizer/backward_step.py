@@ -498,9 +498,11 @@ def _members(bucket: Bucket) -> list[OptimizerParameter]:
 
 
 def _options(group: _Options) -> _Options:
-    """The options of a group, with the values of tensors."""
-    return {
-        key: value.tolist() if isinstance(value, torch.Tensor) else value
-        for key, value in group.items()
-        if key not in ("params", "param_names")
-    }
+    """The options of a group, with the values of tensors, and copies of what may be changed in place."""
+    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+    for key, value in options.items():
+        if isinstance(value, torch.Tensor):
+            options[key] = value.tolist()
+        elif isinstance(value, (list, dict, set)):
+            options[key] = value.copy()
+    return options

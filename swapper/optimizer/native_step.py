@@ -165,11 +165,11 @@ class NativeSteps:
         self._reasons: set[str] = set()
         self._is_told = False
 
-    def begin_step(self, active: Iterable[Segment]) -> None:
-        """A step of these begins."""
-        self.forget()
-        if self._chooses:
-            self._count((segment.of.group, segment.numel) for segment in active)
+    def begin_step(self, segments: Iterable[Segment]) -> None:
+        """A step of `segments` begins; or goes on after the user's code, as in a backward, with the same options."""
+        self._is_elementwise = None
+        if not self._numel:
+            self._count((segment.of.group, segment.numel) for segment in segments)
 
     def _count(self, numels: Iterable[tuple[int | None, int]]) -> None:
         for number, numel in numels:
@@ -207,6 +207,7 @@ class NativeSteps:
             if options is not None and (options, dims) not in tried and len(tried) < _RECORDINGS_MAX:
                 tried.add((options, dims))
                 self.probe(optimizer, number, dims)
+        self.forget()
 
     def probe(self, optimizer: Optimizer, number: int, dims: int) -> str:
         """Try the class with the options of group `number`. Returns why it is not stepped natively, or ""."""

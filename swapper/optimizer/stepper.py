@@ -248,7 +248,10 @@ class Stepper:
         self.stepping = False
 
     def _begin(self, work: Sequence[Work]) -> _Fetched | None:
-        self._native.begin_step(segment for _, active in work for segment in active)
+        if self.plan.step_in_backward:
+            self._native.begin_step(segment for bucket in self.plan.buckets for segment in bucket.segments)
+        else:
+            self._native.begin_step(segment for _, active in work for segment in active)
         self._slices.clear()
         moves = self.plan.on_accelerator or self.plan.step_in_backward
         self._in_memory = not moves and self.parameters is None and self.gradients is None

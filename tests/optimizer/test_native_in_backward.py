@@ -1,0 +1,126 @@
+"""Native steps in the middle of a backward: a window is one step, in whose middle the user's code runs."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import swapper
+from swapper.errors import SwapError, SwapIOError
+from swapper.io.handle import AsyncIOHandle, FaultPlan
+from swapper.optimizer.native_step import NativeSteps
+
+WIDE, LAYERS, STEPS = 768, 8, 4
+"""2.4 million elements in each group of four layers: more than `auto` asks for."""
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(LAYERS)))
+
+
+def wrap(model: nn.Module, path: Path, native: str, masters: bool) -> torch.optim.Optimizer:
+    groups = [{"params": list(layers.parameters())} for layers in (model[:4], model[4:])]  # type: ignore[index]
+    optimizer = torch.optim.AdamW(groups, lr=1e-3, foreach=False)
+    config = swapper.OffloadConfig(
+        nvme_path=path,
+        pool_bytes="32MiB",
+        bucket_bytes="4MiB",
+        offload_optimizer={
+            "device": "nvme",
+            "master_weights": masters,
+            "step_in_backward": True,
+            "native_step": native,
+        },
+    )
+    return swapper.wrap_optimizer(optimizer, config)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = STEPS) -> None:
+    dtype = next(model.parameters()).dtype
+    for step in range(steps):
+        x = torch.randn(3, WIDE, generator=torch.Generator().manual_seed(step)).to(dtype)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The group of each recording."""
+    groups: list[int] = []
+    record: Callable[..., Any] = NativeSteps._record
+
+    def counted(self: NativeSteps, case: Any, first: Any) -> Any:
+        groups.append(case.number)
+        return record(self, case, first)
+
+    monkeypatch.setattr(NativeSteps, "_record", counted)
+    return groups
+
+
+@pytest.mark.parametrize("masters", [True, False], ids=["masters", "fp32"])
+def test_auto_is_native_and_records_once_a_window(nvme_path: Path, recorded: list[int], masters: bool) -> None:
+    values = []
+    for native in ("off", "auto"):
+        model = make_model().to(torch.bfloat16 if masters else torch.float32)
+        optimizer = wrap(model, nvme_path, native, masters)
+        train(model, optimizer)
+        stats = swapper.of(optimizer).stats()
+        # Each step but the first, which makes state; weights are cut, so biases are the only whole parameters.
+        assert (stats.segments_native > 0) == (native == "auto")
+        assert native == "off" or stats.segments_by_class < stats.segments_native
+        values.append([p.detach().clone() for p in model.parameters()])
+        swapper.of(optimizer).close()
+    assert all(torch.equal(p, q) for p, q in zip(*values, strict=True))
+    # One for each group and step but the first; biases are stepped whole where they have no masters, so once more.
+    assert len(recorded) <= (STEPS - 1) * 2 * (1 if masters else 2)
+
+
+def test_a_window_after_one_that_failed(nvme_path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing that was recorded in the window that failed is used after a load, whose steps are other ones."""
+    plan = FaultPlan()
+    monkeypatch.setattr("swapper.session.AsyncIOHandle", functools.partial(AsyncIOHandle, faults=plan))
+    model = make_model()
+    optimizer = wrap(model, nvme_path, "auto", False)
+    train(model, optimizer, 2)
+    swapper.save_checkpoint(tmp_path / "saved", model, optimizer)
+    train(model, optimizer)
+    expected = [p.detach().clone() for p in model.parameters()]
+
+    swapper.of(optimizer).flush()
+    plan.fail_read_at = 3
+    with pytest.raises(SwapIOError):
+        train(model, optimizer)
+    swapper.load_checkpoint(tmp_path / "saved", model, optimizer)
+    optimizer.zero_grad()
+    before = swapper.of(optimizer).stats().segments_native
+    train(model, optimizer)
+    assert swapper.of(optimizer).stats().segments_native > before
+    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), expected, strict=True))
+    swapper.of(optimizer).close()
+
+
+@pytest.mark.parametrize("native", ["off", "on"])
+def test_an_option_that_is_changed_in_place_in_the_middle(nvme_path: Path, native: str) -> None:
+    """Is refused as any other: plain torch would have stepped all with the new one."""
+    model = make_model()
+    optimizer = wrap(model, nvme_path, native, False)
+    for group in optimizer.param_groups:
+        group["betas"] = [0.9, 0.999]  # Its constructor makes a tuple of it.
+    train(model, optimizer, 2)
+
+    def change(_: torch.Tensor) -> None:
+        for group in optimizer.param_groups:
+            group["betas"][0] = 0.5
+
+    model[2].weight.register_hook(change)
+    with pytest.raises(SwapError, match="was changed between backward"):
+        train(model, optimizer, 1)
+    swapper.of(optimizer).close()
