@@ -83,8 +83,10 @@ class Guard:
         stepper.widen(optimizer)
         where = f"after {stepper.done} of {len(stepper.plan.buckets)} buckets" if is_here else "on some of the ranks"
         failure = Failure(f"step {self._metrics.steps} failed {where}")
-        touched = [*stepper.entered, *(shared or ())]
-        failure.wait_for(segment.parameter for bucket in touched for segment in bucket.segments)
+        # Not those without a gradient, or in no group any more: what is loaded may not have them.
+        shared_segments = (segment for bucket in shared or () for segment in bucket.segments)
+        touched = [*stepper.entered, *(segment for segment in shared_segments if segment.of.group is not None)]
+        failure.wait_for(segment.parameter for segment in touched)
         failure.explain(error or KeyboardInterrupt())
         self.failure = failure
         stepper.entered, stepper.done, stepper.stepping = [], 0, False

@@ -143,7 +143,7 @@ class Stepper:
     Attributes:
         plan: the buckets.
         parameters, gradients: swappers of those that are on disk too; None where they are in memory.
-        entered: the buckets that the step that is being made, or was cut off, has touched.
+        entered: the segments that the step that is being made, or was cut off, has touched.
         done: the number of them that are finished.
         stepping: a bucket is being stepped, or its step was cut off.
     """
@@ -159,7 +159,7 @@ class Stepper:
         self.plan = plan
         self.parameters: SwappedParameters | None = None
         self.gradients: SwappedGradients | None = None
-        self.entered: list[Bucket] = []
+        self.entered: list[Segment] = []
         self.done = 0
         self.stepping = False
         self._class_step = ClassStep(cls, plan.remote)
@@ -492,7 +492,8 @@ class Stepper:
         for operand in operands:
             if operand.edited is True:
                 self._note_edited(operand.segment)
-        self.entered.append(bucket)  # From here on parameters change: a failure leaves the step half made.
+        # From here on parameters change: a failure leaves the step half made.
+        self.entered += [each.segment for each in all_operands]
         self.stepping = True
         masters: Masters = self._step_natively(native, opened)
         states = self._class_step(optimizer, operands, opened) if operands else []

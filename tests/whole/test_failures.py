@@ -147,6 +147,45 @@ def test_a_read_failure_in_the_middle_of_a_step(nvme_path: Path, inject: Inject,
     assert len(seen) >= buckets - 1
 
 
+@pytest.mark.parametrize("in_group", [False, True])
+def test_a_parameter_that_is_gone_is_not_asked_to_be_loaded(nvme_path: Path, inject: Inject, in_group: bool) -> None:
+    """Another took its place in the model, but its bucket is still there, or it is in its group, without a gradient."""
+    plan = inject()
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(128, 128) for _ in range(4)))
+    optimizer = swapper.wrap_optimizer(adamw(model), make_config(nvme_path))
+
+    def step() -> list[torch.Tensor]:
+        model(torch.ones(2, 128)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return [p.detach().clone() for p in model.parameters()]
+
+    step()
+    former = model[1].bias
+    params = optimizer.param_groups[0]["params"]
+    number = next(i for i, p in enumerate(params) if p is former)
+    model[1].bias = nn.Parameter(torch.full_like(former, 0.5))
+    if in_group:
+        optimizer.add_param_group({"params": [model[1].bias]})
+    else:
+        params[number] = model[1].bias
+    step()
+    saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    before = plan.reads
+    expected = step()
+    swapper.of(optimizer).flush()
+    plan.fail_read_at = plan.reads - before  # The last one of a step: all else is stepped.
+    with pytest.raises(OSError, match="read of"):
+        step()
+    model.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    optimizer.zero_grad()
+    assert all(same_bits(p, q) for p, q in zip(step(), expected, strict=True))
+    assert former.shape == (128,)  # It was alive all the while.
+    swapper.of(optimizer).close()
+
+
 def use_step(training: Training) -> None:
     backward(training.model, 3)
     training.optimizer.step()
