@@ -283,6 +283,33 @@ def test_a_number_that_is_written_to_raises_and_the_state_stays(nvme_path: Path,
         close(optimizer)
 
 
+@pytest.mark.parametrize("native", ["on", "off"])
+@pytest.mark.parametrize("place", ["none", "nvme"])
+def test_a_profiler_that_reads_the_state_in_a_step(nvme_path: Path, place: str, native: str) -> None:
+    """torch's looks for its tensors when it follows Python: those that are away it cannot, and need not, see."""
+    models = [nn.Sequential(*(nn.Linear(96, 96) for _ in range(3))) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    for model in models:
+        optimizer = OPTIMIZERS["AdamW"](list(model.parameters()))
+        if model is models[1]:
+            config = swapper.OffloadConfig(
+                nvme_path=nvme_path,
+                pool_bytes="2MiB",
+                bucket_bytes="128KiB",
+                offload_optimizer={"device": "nvme", "native_step": native},
+                offload_param={"device": place},
+                offload_gradient={"device": place},
+            )
+            swapper.offload(model, optimizer, config)
+        for _ in range(3):
+            model(torch.ones(2, 96)).sum().backward()
+            with torch.profiler.profile(with_stack=True, profile_memory=True, record_shapes=True):
+                optimizer.step()
+            optimizer.zero_grad()
+    assert bits(list(models[0].parameters())) == bits(list(models[1].parameters()))
+    swapper.of(optimizer).close()
+
+
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, pickle.dumps])
 def test_the_mapping_is_not_copied(nvme_path: Path, duplicate: Callable[[object], object]) -> None:
     model, optimizer = make(adamw)
