@@ -27,11 +27,13 @@ from swapper.tensors.evicted_gradients import (
 )
 from swapper.tensors.evicted_parts import PARTWISE, answer_by_parts
 from swapper.tensors.evicted_views import (
+    KEEPS_A_MODEL,
     MAKES_ALIASES,
     MAKES_PARAMETERS,
     MAKES_STATE_DICTS,
     EvictedView,
     ViewOfParameter,
+    one_by_one,
     parts_of,
     run,
 )
@@ -79,6 +81,8 @@ class _Evicted(StandIn):
         home = home_of(call.first)
         if name in PARTWISE and (answer := answer_by_parts(call)) is not NotImplemented:
             return answer
+        if name.startswith("_foreach_") and (answer := one_by_one(call)) is not NotImplemented:
+            return answer
         if name in LAYOUT and home is not None:
             return call.on_layout(home.stride)
         if name == "data_ptr" and home is not None:
@@ -107,7 +111,8 @@ class _Evicted(StandIn):
                 with present([] if home is None else [home]), torch._C.DisableTorchFunctionSubclass():
                     # Not `as_subclass`: that makes a view, whose base would keep this memory of the pool for good.
                     return torch.Tensor._make_subclass(cls, call.first.detach())
-            if (caller is MAKES_STATE_DICTS or caller.co_name == MAKES_STATE_DICTS.co_name) and home is not None:
+            by_name = caller.co_name == MAKES_STATE_DICTS.co_name  # Of a module's own.
+            if (by_name or caller in (MAKES_STATE_DICTS, KEEPS_A_MODEL)) and home is not None:
                 return EvictedView(ViewOfParameter(call.first, home))
         return run(func, args, call.kwargs)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.nn import Module, Parameter
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from swapper.errors import SwapError
@@ -22,6 +23,7 @@ from swapper.tensors.homes import LAYOUT, METADATA, UNFILLED, Call, Home, StandI
 from swapper.tensors.packed_codes import is_packed
 
 __all__ = [
+    "KEEPS_A_MODEL",
     "MAKES_ALIASES",
     "MAKES_PARAMETERS",
     "MAKES_STATE_DICTS",
@@ -29,6 +31,7 @@ __all__ = [
     "PartOfView",
     "Source",
     "ViewOfParameter",
+    "one_by_one",
     "parts_of",
     "run",
     "viewed_by",
@@ -37,6 +40,8 @@ __all__ = [
 MAKES_PARAMETERS = Parameter.__new__.__code__
 MAKES_ALIASES = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
 MAKES_STATE_DICTS = Module._save_to_state_dict.__code__
+KEEPS_A_MODEL = AveragedModel.update_parameters.__code__
+"""It has all parameters of a model in a list at once."""
 
 
 class Source:
@@ -197,6 +202,8 @@ class EvictedView(StandIn):
     def use(cls, call: Call) -> Any:
         """Run `call`, with the values in memory unless it only asks for metadata."""
         name, args, first = call.name, call.args, call.first
+        if name.startswith("_foreach_") and (results := one_by_one(call)) is not NotImplemented:
+            return results
         if not isinstance(first, EvictedView):
             return run(call.func, args, call.kwargs)
         if name in _STATEFUL:
@@ -228,6 +235,8 @@ class EvictedView(StandIn):
             return call.plainly()
         if name == "__iter__":
             return iter(first.unbind(0))
+        if name == "to" and not call.kwargs and {*args[1:]} <= {first.dtype, first.device, str(first.device)}:
+            return first
         if name in _MAKES_VIEWS and (views := _views(call, first)) is not None:
             return views
         return run(call.func, args, call.kwargs)
@@ -330,6 +339,35 @@ def _parameter_of(source: Source) -> torch.Tensor | None:
     while isinstance(source, PartOfView):
         source = source.whole
     return source.parameter if isinstance(source, ViewOfParameter) else None
+
+
+def one_by_one(call: Call) -> Any:
+    """Run a function that does the same to each tensor of a list, as `torch._foreach_lerp_`, on one after the other.
+
+    So no two of a model's parameters need to be in memory at once. torch does so itself on the CPU; elsewhere its
+    kernels do the same to a list of one tensor, if they would have taken the whole list.
+
+    Returns:
+        NotImplemented if they would not; and for an optimizer's step, which makes a dozen such calls.
+    """
+    module = call.caller.f_globals.get("__name__", "")
+    steps = module.startswith("torch.optim.") and module != AveragedModel.__module__
+    if steps or not isinstance(call.first, (list, tuple)) or (count := len(call.first)) < 2:
+        return NotImplemented
+    tensors = [each for each in tree_iter((call.args, call.kwargs)) if isinstance(each, torch.Tensor)]
+    kinds = {(each.device, each.dtype) for each in tensors}
+    if len(kinds) > 1 and any(device.type != "cpu" for device, _ in kinds):
+        return NotImplemented
+
+    def of(i: int, argument: Any) -> Any:
+        is_list = isinstance(argument, (list, tuple)) or (isinstance(argument, torch.Tensor) and argument.dim() == 1)
+        return argument[i : i + 1] if is_list and len(argument) == count else argument
+
+    results = []
+    for i in range(count):
+        args = tuple(of(i, each) for each in call.args)
+        results.append(run(call.func, args, {key: of(i, each) for key, each in call.kwargs.items()}))
+    return None if results[0] is None else type(results[0])(each for result in results for each in result)
 
 
 def run(func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, bare: bool = False) -> Any:
