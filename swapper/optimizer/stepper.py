@@ -248,6 +248,8 @@ class Stepper:
         self.stepping = False
 
     def _begin(self, work: Sequence[Work]) -> _Fetched | None:
+        if not self.entered:  # Else it goes on with the step of a window.
+            self._native.forget()
         if self.plan.step_in_backward:
             self._native.begin_step(segment for bucket in self.plan.buckets for segment in bucket.segments)
         else:
@@ -289,6 +291,7 @@ class Stepper:
 
         Parameters are not written to any more when it returns. Each thing is done, whatever those before it raise.
         """
+        self.entered, self.done = [], 0
         with ExitStack() as steps:  # The last that is added is the first that is done.
             steps.callback(self.drop_scratch)
             steps.callback(self.recover)

@@ -461,10 +461,13 @@ class OptimizerSwapper:
     def _made_anew(self) -> None:
         """All state was replaced."""
         self._loading = None
-        if self.backward_steps is not None:
-            self.backward_steps.forget()
         if self._guard.failure is not None:
             self._guard.failure.state_loaded = True
+        if self.backward_steps is not None:
+            under_way = self.backward_steps.under_way
+            self.backward_steps.forget()
+            if under_way:  # Its buckets are of no step any more. Last, for writes that were put off may fail here.
+                self._stepper.abandon()
 
     # --- `StateOwner`, of what `optimizer.state` shows -------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Callable
 from pathlib import Path
@@ -124,3 +125,35 @@ def test_an_option_that_is_changed_in_place_in_the_middle(nvme_path: Path, nativ
     with pytest.raises(SwapError, match="was changed between backward"):
         train(model, optimizer, 1)
     swapper.of(optimizer).close()
+
+
+@pytest.mark.parametrize("native", ["off", "on"])
+@pytest.mark.parametrize("way", ["state dicts", "checkpoint"])
+def test_a_load_in_the_middle_of_a_window(nvme_path: Path, tmp_path: Path, way: str, native: str) -> None:
+    """The next window is another step, with other options: nothing that was recorded for this one is used in it."""
+    values = []
+    for is_given_up in (False, True):
+        model = make_model()
+        optimizer = wrap(model, nvme_path, native, False)
+        train(model, optimizer, 2)
+        saved = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+        path = tmp_path / f"saved {is_given_up}"
+        swapper.save_checkpoint(path, model, optimizer)
+        if is_given_up:
+            model(torch.randn(3, WIDE)).square().mean().backward()
+            assert optimizer.swapper.backward_steps.under_way  # type: ignore[attr-defined]
+        if way == "checkpoint":
+            swapper.load_checkpoint(path, model, optimizer)
+        else:
+            model.load_state_dict(saved[0])
+            optimizer.load_state_dict(saved[1])
+        stepper = swapper.of(optimizer)._stepper
+        assert not stepper.entered
+        assert stepper._native._room is None
+        for group in optimizer.param_groups:
+            group["lr"] = 0.25
+        train(model, optimizer, 2)
+        values.append([p.detach().clone() for p in model.parameters()])
+        assert (swapper.of(optimizer).stats().segments_native > 0) == (native == "on")
+        swapper.of(optimizer).close()
+    assert all(torch.equal(p, q) for p, q in zip(*values, strict=True))

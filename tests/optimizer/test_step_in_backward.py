@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 import re
@@ -383,6 +384,47 @@ def test_state_that_is_replaced_in_the_middle_of_a_window_is_refused(training: T
     training.swapper.reset()
     training.step()
     assert training.swapper.state(training.model.tokens.weight)["step"] == 1
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in each group, whether or not there are gradients."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "steps": 0})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["steps"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                    momentum.mul_(0.9).add_(p.grad)
+                    p.add_(momentum, alpha=-group["lr"] / group["steps"])
+
+
+swapper.register_elementwise(Counting)
+
+
+@pytest.mark.parametrize("native", ["off", "on"])
+def test_what_a_window_that_is_given_up_for_a_load_has_counted(native: str, nvme_path: Path) -> None:
+    """Is forgotten, also of a group that has no gradient in the next one."""
+    layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+    optimizer = Counting([{"params": list(layer.parameters())} for layer in layers])
+    swapper.offload(layers, optimizer, config(nvme_path, native_step=native))
+    saved = copy.deepcopy((layers.state_dict(), optimizer.state_dict()))
+    for steps in (True, False):
+        sum(layer(torch.ones(WIDTH)).sum() for layer in layers).backward()  # type: ignore[union-attr]
+        if steps:
+            optimizer.step()
+            optimizer.zero_grad()
+    layers.load_state_dict(saved[0])
+    optimizer.load_state_dict(saved[1])
+    assert [group["steps"] for group in optimizer.param_groups] == [0, 0]
+    layers[0](torch.ones(WIDTH)).sum().backward()
+    optimizer.step()
+    assert [group["steps"] for group in optimizer.param_groups] == [1, 1]
+    swapper.of(optimizer).close()
 
 
 def test_a_failed_write_in_backward_is_a_failed_step(nvme_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
