@@ -499,10 +499,19 @@ def _members(bucket: Bucket) -> list[OptimizerParameter]:
 
 def _options(group: _Options) -> _Options:
     """The options of a group, with the values of tensors, and copies of what may be changed in place."""
-    options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
-    for key, value in options.items():
-        if isinstance(value, torch.Tensor):
-            options[key] = value.tolist()
-        elif isinstance(value, (list, dict, set)):
-            options[key] = value.copy()
-    return options
+    return {key: _value(option) for key, option in group.items() if key not in ("params", "param_names")}
+
+
+def _value(option: Any) -> Any:
+    if isinstance(option, torch.Tensor):
+        return repr(option.tolist())  # Of a NaN, too, which is equal to none.
+    if isinstance(option, dict):
+        return {key: _entry(entry) for key, entry in option.items()}
+    if isinstance(option, (list, tuple)):
+        return isinstance(option, tuple), [_entry(entry) for entry in option]
+    return option.copy() if isinstance(option, set) else option
+
+
+def _entry(entry: Any) -> Any:
+    """As `_value`. A long tensor in a list is known by being the same object, as it would take long to compare."""
+    return entry if isinstance(entry, torch.Tensor) and entry.dim() else _value(entry)

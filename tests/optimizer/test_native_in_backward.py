@@ -108,22 +108,43 @@ def test_a_window_after_one_that_failed(nvme_path: Path, tmp_path: Path, monkeyp
     swapper.of(optimizer).close()
 
 
+BETAS: dict[str, Callable[[], Any]] = {
+    "a list": lambda: [0.9, 0.999],  # Its constructor makes a tuple of it.
+    "tensors in a tuple": lambda: (torch.tensor(0.9), torch.tensor(0.999)),
+}
+
+
 @pytest.mark.parametrize("native", ["off", "on"])
-def test_an_option_that_is_changed_in_place_in_the_middle(nvme_path: Path, native: str) -> None:
+@pytest.mark.parametrize("kind", BETAS)
+def test_an_option_that_is_changed_in_place_in_the_middle(nvme_path: Path, kind: str, native: str) -> None:
     """Is refused as any other: plain torch would have stepped all with the new one."""
     model = make_model()
     optimizer = wrap(model, nvme_path, native, False)
     for group in optimizer.param_groups:
-        group["betas"] = [0.9, 0.999]  # Its constructor makes a tuple of it.
+        group["betas"] = BETAS[kind]()
     train(model, optimizer, 2)
 
     def change(_: torch.Tensor) -> None:
         for group in optimizer.param_groups:
-            group["betas"][0] = 0.5
+            if kind == "a list":
+                group["betas"][0] = 0.5
+            else:
+                group["betas"][0].fill_(0.5)
 
     model[2].weight.register_hook(change)
     with pytest.raises(SwapError, match="was changed between backward"):
         train(model, optimizer, 1)
+    swapper.of(optimizer).close()
+
+
+@pytest.mark.parametrize("native", ["off", "on"])
+def test_an_option_that_is_a_tensor_of_nan_has_not_changed(nvme_path: Path, native: str) -> None:
+    model = make_model()
+    optimizer = wrap(model, nvme_path, native, False)
+    for group in optimizer.param_groups:
+        group["lr"] = torch.tensor(torch.nan)
+    train(model, optimizer, 2)
+    assert all(p.isnan().all() for p in model.parameters())
     swapper.of(optimizer).close()
 
 
