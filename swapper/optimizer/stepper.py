@@ -248,8 +248,10 @@ class Stepper:
         self.stepping = False
 
     def _begin(self, work: Sequence[Work]) -> _Fetched | None:
-        if not self.entered:  # Else it goes on with the step of a window.
+        if not self.entered:  # Else it goes on with the step of a window. Where one ended, its end may be cut off.
             self._native.forget()
+            self._class_step.abandon()
+            self._forget_parameters()
         if self.plan.step_in_backward:
             self._native.begin_step(segment for bucket in self.plan.buckets for segment in bucket.segments)
         else:

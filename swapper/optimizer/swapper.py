@@ -464,10 +464,9 @@ class OptimizerSwapper:
         if self._guard.failure is not None:
             self._guard.failure.state_loaded = True
         if self.backward_steps is not None:
-            under_way = self.backward_steps.under_way
             self.backward_steps.forget()
-            if under_way:  # Its buckets are of no step any more. Last, for writes that were put off may fail here.
-                self._stepper.abandon()
+        if self._stepper.entered:  # Of a window that was under way. Last: writes that were put off may fail here.
+            self._stepper.abandon()
 
     # --- `StateOwner`, of what `optimizer.state` shows -------------------------------------------------------------
 
