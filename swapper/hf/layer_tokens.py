@@ -96,8 +96,8 @@ class LayerTokens:
                 self._own.append(self._all.create(tokens, self._all.record_bytes(len(self._all.layers)), self._most))
             record = self._own[-1]
             taken = min(record.capacity - record.stop, count - done)
-            self._all.note_changed(record)
-            with self._all.opened(record, full=record.stop + taken == record.capacity) as parts:
+            is_full = record.stop + taken == record.capacity
+            with self._all.opened(record, changes=True, full=is_full) as parts:
                 for part, new in zip(parts, tokens, strict=True):
                     part[:, :, record.stop : record.stop + taken].copy_(new[:, :, done : done + taken])
                 record.stop += taken
@@ -112,8 +112,7 @@ class LayerTokens:
         shifted = record.stop == record.capacity and 2 * record.start >= record.capacity
         if not reordered and not shifted:
             return
-        self._all.note_changed(record)
-        with self._all.opened(record) as parts:
+        with self._all.opened(record, changes=True) as parts:
             for part in parts:
                 tokens = part[:, :, record.start : record.stop]
                 tokens = tokens.clone() if rows is None else tokens.index_select(0, rows)

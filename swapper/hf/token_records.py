@@ -5,6 +5,10 @@ one of the next token. So `RecordCache` moves them as those of all swappers, wit
 needed last. What comes next is read ahead, of this layer and of those after it: where there is room, and a few records
 for which others go.
 
+[Note: other threads] Any other thread that needs room may have this cache evict, wherever it does not hold the cache's
+lock. So a record is noted as newer than what is stored while it is in use, or under that lock: else it could be written
+between the note and the change, and be taken for stored. And a cache ends when no other thread is within it.
+
 [Note: failures] A forward pass that is cut off has given some layers their tokens, and not the others. So after any
 exception in here, Ctrl-C included, nothing is given out or taken in any more until `clear`.
 """
@@ -169,7 +173,7 @@ class TokenRecords:
         try:
             self._pool, self._store = shared.pool, shared.store
             self._policy = RoundPolicy(part_bytes_of(config))
-            self._cache = RecordCache(self._pool, self._store, self.metrics, self._policy)
+            self._cache = RecordCache(self._pool, self._store, self.metrics, self._policy, owner=self)
             self._cache.limit_bytes = self._policy.limit_bytes
             self._finalizer = finalizer(self, _finalize, self._cache, self._store, self._live, release, self._pid)
         except BaseException:
@@ -239,7 +243,9 @@ class TokenRecords:
 
     def close(self) -> None:
         """Delete the files and give the memory back. Idempotent."""
-        self._finalizer()
+        if os.getpid() == self._pid:
+            with self._cache.lock:
+                self._finalizer()
 
     @property
     def closed(self) -> bool:
@@ -305,30 +311,42 @@ class TokenRecords:
         self._live[key] = None
         self._policy.lengths_bytes[key] = length_bytes
         self._store.plan({key: length_bytes})
-        _patiently(lambda: self._cache.require(key, length_bytes, anew=True))
-        self._policy.unwritten[key] = length_bytes
-        return TokenRecord(key, tuple(parts), length_bytes)
+        record = TokenRecord(key, tuple(parts), length_bytes)
+        _patiently(lambda: self._make_room(record))
+        return record
+
+    def _make_room(self, record: TokenRecord) -> None:
+        with self._cache.lock:  # See [Note: other threads].
+            self._cache.require(record.key, record.length_bytes, anew=True)
+            self._policy.unwritten[record.key] = record.length_bytes
 
     @contextmanager
-    def opened(self, record: TokenRecord, *, full: bool = False) -> Iterator[tuple[torch.Tensor, ...]]:
+    def opened(
+        self, record: TokenRecord, *, changes: bool = False, full: bool = False
+    ) -> Iterator[tuple[torch.Tensor, ...]]:
         """Bring a record, and give its parts as they are in the pool: valid within this.
 
         Args:
             record: any.
-            full: what is changed within this is kept, and written now, as the record is complete.
+            changes: what is changed within this is kept.
+            full: and is written now, as the record is complete.
         """
-        lease, _ = _patiently(lambda: self._cache.take(record.key, record.length_bytes))
-        self._policy.use(record.key)
+        lease = _patiently(lambda: self._take(record, changes=changes or full))
         yield tuple(part.view(lease) for part in record.parts)
-        if full:
-            self._cache.put(record.key, record.length_bytes)
-            self._policy.unwritten.pop(record.key, None)
-        else:
-            self._cache.release(record.key)
+        with self._cache.lock:
+            if full:
+                self._cache.put(record.key, record.length_bytes)
+                self._policy.unwritten.pop(record.key, None)
+            else:
+                self._cache.release(record.key)
 
-    def note_changed(self, record: TokenRecord) -> None:
-        """What is stored of `record` is older than what is in the pool."""
-        self._policy.unwritten[record.key] = record.length_bytes
+    def _take(self, record: TokenRecord, *, changes: bool) -> Lease:
+        with self._cache.lock:  # See [Note: other threads].
+            lease, _ = self._cache.take(record.key, record.length_bytes)
+            self._policy.use(record.key)
+            if changes:
+                self._policy.unwritten[record.key] = record.length_bytes
+            return lease
 
     def read_ahead(self, layer: int, position: int) -> None:
         """Start reading what is used after the record at `position` of `layer`, as far as there is room.
@@ -360,9 +378,10 @@ class TokenRecords:
         self._forget(record.key)
 
     def _forget(self, key: RecordKey) -> None:
-        self._policy.unwritten.pop(key, None)
-        self._cache.forget(key)
-        self._policy.lengths_bytes.pop(key, None)
+        with self._cache.lock:  # See [Note: other threads].
+            self._policy.unwritten.pop(key, None)
+            self._cache.forget(key)
+            self._policy.lengths_bytes.pop(key, None)
         self._live.pop(key, None)
 
 

@@ -8,11 +8,13 @@ import functools
 import gc
 import os
 import pickle
+import queue
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -40,8 +42,12 @@ from transformers import (
 
 import swapper
 from swapper import ConfigError, OffloadConfig, OffloadedCache, SwapError, SwapIOError
+from swapper.hf.layer_tokens import LayerTokens
+from swapper.hf.round_policy import RoundPolicy
+from swapper.hf.token_records import TokenRecords
+from swapper.storage.buffers import BufferPool
 from swapper.storage.store import TensorStore
-from swapper.storage.transfers import FailedTransfer
+from swapper.storage.transfers import FailedTransfer, RecordTransfer
 
 SMALL = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
 LAYERS = {"num_hidden_layers": 3, "num_key_value_heads": 2, "max_position_embeddings": 1024}
@@ -627,6 +633,101 @@ def test_caches_in_several_threads_share_a_pool(config: OffloadConfig) -> None:
         thread.start()
     for thread in threads:
         thread.join()
+    assert not failures, failures
+
+
+def reclaim_all(cache: OffloadedCache) -> None:
+    """What a thread does that needs room for a cache of its own: have `cache` give up what may go."""
+    while cache._records._pool.reclaim():
+        pass
+
+
+def test_another_thread_takes_the_buffers_at_any_line(config: OffloadConfig) -> None:
+    """What is there, and newer than what is stored, is noted while nobody else can have it go: bits were lost."""
+    failures: list[BaseException] = []
+    files = {each.__module__ for each in (TokenRecords, RoundPolicy, LayerTokens)}
+    turns: queue.SimpleQueue[bool] = queue.SimpleQueue()
+    over: queue.SimpleQueue[None] = queue.SimpleQueue()
+
+    def other() -> None:
+        while turns.get():
+            try:
+                reclaim_all(cache)
+            except BaseException as error:
+                failures.append(error)
+            over.put(None)
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        if frame.f_globals.get("__name__") not in files:
+            return None
+        if event == "line":
+            turns.put(True)
+            over.get()
+        return trace
+
+    with torch.no_grad():
+        plain = rounds(DynamicCache())
+        with OffloadedCache(config) as cache:
+            thread = threading.Thread(target=other)
+            thread.start()
+            sys.settrace(trace)
+            try:
+                given = rounds(cache)
+            finally:
+                sys.settrace(None)
+                turns.put(False)
+                thread.join()
+    assert not failures, failures
+    assert all(same(a, b) for a, b in zip(given, plain, strict=True))
+
+
+@pytest.mark.parametrize("ends", ["closed", "dropped", "reset"])
+def test_a_cache_ends_while_another_thread_has_it_evict(
+    ends: str, config: OffloadConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for the other, who is about to write a record: there was a KeyError in either."""
+    evicting, ended = threading.Event(), threading.Event()
+    write = TensorStore.write
+    failures: list[BaseException] = []
+
+    def paused(*args: Any) -> RecordTransfer:
+        if not evicting.is_set():
+            evicting.set()
+            ended.wait(0.5)  # Or it waits for this.
+        return write(*args)
+
+    def reclaim(pool: BufferPool) -> None:
+        try:
+            while pool.reclaim():
+                pass
+        except BaseException as error:
+            failures.append(error)
+
+    with torch.no_grad(), OffloadedCache(config) as neighbour:  # It has the pool live on.
+        plain = rounds(DynamicCache())
+        cache = OffloadedCache(config)
+        rounds(cache)
+        gc.collect()
+        monkeypatch.setattr(TensorStore, "write", paused)
+        pool = cache._records._pool
+        thread = threading.Thread(target=reclaim, args=(pool,))
+        thread.start()
+        evicting.wait()
+        if ends == "closed":
+            cache.close()
+        elif ends == "reset":
+            cache.reset()
+        else:
+            del cache
+            gc.collect()
+        ended.set()
+        thread.join()
+        if ends == "reset":
+            assert all(same(a, b) for a, b in zip(rounds(cache), plain, strict=True))
+            cache.close()
+        assert all(same(a, b) for a, b in zip(rounds(neighbour), plain, strict=True))
+        neighbour.reset()
+        assert pool.used_bytes == 0
     assert not failures, failures
 
 
