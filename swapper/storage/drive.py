@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import threading
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,9 +41,15 @@ class Drive:
     recycled: RecycledFiles = field(init=False)
     held_bytes: int = 0
     bps: int = 1
+    _holding: threading.RLock = field(default_factory=threading.RLock)  # Re-entrant: a finalizer forgets records.
 
     def __post_init__(self) -> None:
         self.recycled = RecycledFiles(self.directory)
+
+    def hold(self, change_bytes: int) -> None:
+        """Change `held_bytes` by so much. From any thread: several plan and forget records at once."""
+        with self._holding:
+            self.held_bytes += change_bytes
 
     def new_part(self, name: str, share: Share, checksums: Checksums | None, wanted_bytes: int) -> Part:
         """Make a file for a share of a record: of a recycled one if there is one.

@@ -153,18 +153,20 @@ class TensorStore:
         sizes = {key: round_up(size, PAGE_BYTES) for key, size in sizes_bytes.items()}
         speeds = [drive.bps for drive in self._drives]
         held = [drive.held_bytes for drive in self._drives]
+        needed = [0] * len(held)
         plans: dict[RecordKey, tuple[Share, ...]] = {}
         for key, size in sizes.items():
             plans[key] = share_out(size, held, speeds, self._unit_bytes)
             for share in plans[key]:
                 held[share.drive] += share.length_bytes
-        needed = [after - drive.held_bytes for after, drive in zip(held, self._drives, strict=True)]
+                needed[share.drive] += share.length_bytes
         for key in list(self._unreserved):
-            left_bytes = [(part.share.drive, part.unreserved_bytes()) for part in self._records[key].parts]
+            other = self._records.get(key)  # None: another thread, or a finalizer, has forgotten it meanwhile.
+            left_bytes = [(part.share.drive, part.unreserved_bytes()) for part in other.parts] if other else []
             for number, length_bytes in left_bytes:
                 needed[number] += length_bytes
             if not any(length_bytes for _, length_bytes in left_bytes):
-                del self._unreserved[key]
+                self._unreserved.pop(key, None)
         self._check_free_space(f"{len(sizes)} records need", needed)
         made: list[RecordKey] = []
         try:
@@ -176,7 +178,7 @@ class TensorStore:
                     checksums = self._checksums(share) if self._verify or summed else None
                     drive = self._drives[share.drive]
                     record.parts.append(drive.new_part(key.file_name, share, checksums, share.length_bytes))
-                    drive.held_bytes += share.length_bytes
+                    drive.hold(share.length_bytes)
                 self._note_unreserved(key, record)
         except BaseException:
             for key in made:
@@ -493,7 +495,7 @@ class TensorStore:
         Raises:
             SwapIOError: the same at every call, until the record is written again or discarded.
         """
-        for record in self._records.values() if key is None else (self._records[key],):
+        for record in list(self._records.values()) if key is None else (self._records[key],):
             for part in record.parts if record.stored_bytes else ():
                 part.check_written()
 
@@ -514,10 +516,9 @@ class TensorStore:
 
     def discard(self, key: RecordKey) -> None:
         """Forget what is stored, keep the files for the next write. No transfer of it may be in flight."""
-        if key in self._records:
-            self._records[key].stored_bytes = 0
-            self._records[key].torn = False
-            for part in self._records[key].parts:
+        if (record := self._records.get(key)) is not None:
+            record.stored_bytes, record.torn = 0, False
+            for part in record.parts:
                 part.lost = None
 
     def forget(self, key: RecordKey) -> None:
@@ -527,13 +528,12 @@ class TensorStore:
             SwapError: in a forked child: the files are the parent's.
         """
         self._check_process()
-        record = self._records.pop(key, None)
-        if record is None:
+        if (record := self._records.pop(key, None)) is None:
             return
         self._unreserved.pop(key, None)
         for part in record.parts:
             remove(part.file)
-            self._drives[part.share.drive].held_bytes -= part.share.length_bytes
+            self._drives[part.share.drive].hold(-part.share.length_bytes)
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
@@ -590,7 +590,7 @@ def _close(drives: list[Drive], records: dict[RecordKey, Record], all_pinned: We
         return  # A forked child: the files are its parent's.
     for pinned in list(all_pinned):
         pinned.leave_names()
-    for file in (part.file for record in records.values() for part in record.parts):
+    for file in (part.file for record in list(records.values()) for part in record.parts):
         try:
             file.close()
         except SwapError:

@@ -8,13 +8,11 @@ import functools
 import gc
 import os
 import pickle
-import queue
 import random
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -23,6 +21,7 @@ from launcher import run_program
 
 pytest.importorskip("transformers")
 
+from each_line import at_each_line
 from interrupts import interrupted_at
 from isolation import alone
 from sampling import places
@@ -42,9 +41,7 @@ from transformers import (
 
 import swapper
 from swapper import ConfigError, OffloadConfig, OffloadedCache, SwapError, SwapIOError
-from swapper.hf.layer_tokens import LayerTokens
-from swapper.hf.round_policy import RoundPolicy
-from swapper.hf.token_records import TokenRecords
+from swapper.hf import layer_tokens, round_policy, token_records
 from swapper.storage.buffers import BufferPool
 from swapper.storage.store import TensorStore
 from swapper.storage.transfers import FailedTransfer, RecordTransfer
@@ -636,48 +633,19 @@ def test_caches_in_several_threads_share_a_pool(config: OffloadConfig) -> None:
     assert not failures, failures
 
 
-def reclaim_all(cache: OffloadedCache) -> None:
-    """What a thread does that needs room for a cache of its own: have `cache` give up what may go."""
-    while cache._records._pool.reclaim():
-        pass
-
-
 def test_another_thread_takes_the_buffers_at_any_line(config: OffloadConfig) -> None:
-    """What is there, and newer than what is stored, is noted while nobody else can have it go: bits were lost."""
-    failures: list[BaseException] = []
-    files = {each.__module__ for each in (TokenRecords, RoundPolicy, LayerTokens)}
-    turns: queue.SimpleQueue[bool] = queue.SimpleQueue()
-    over: queue.SimpleQueue[None] = queue.SimpleQueue()
-
-    def other() -> None:
-        while turns.get():
-            try:
-                reclaim_all(cache)
-            except BaseException as error:
-                failures.append(error)
-            over.put(None)
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        if frame.f_globals.get("__name__") not in files:
-            return None
-        if event == "line":
-            turns.put(True)
-            over.get()
-        return trace
-
+    """What is newer than what is stored is noted while nobody can have it evicted: keys and values were lost."""
     with torch.no_grad():
         plain = rounds(DynamicCache())
         with OffloadedCache(config) as cache:
-            thread = threading.Thread(target=other)
-            thread.start()
-            sys.settrace(trace)
-            try:
+            pool = cache._records._pool
+
+            def reclaim_all() -> None:
+                while pool.reclaim():
+                    pass
+
+            with at_each_line({token_records, layer_tokens, round_policy}, reclaim_all):
                 given = rounds(cache)
-            finally:
-                sys.settrace(None)
-                turns.put(False)
-                thread.join()
-    assert not failures, failures
     assert all(same(a, b) for a, b in zip(given, plain, strict=True))
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from each_line import at_each_line
 from interrupts import interrupted_at
 from isolation import in_forked_child
 from launcher import Program, run_program
@@ -34,6 +35,7 @@ from swapper.errors import ConfigError, SwapError, SwapIOError
 from swapper.io.handle import AsyncIOHandle, FaultPlan
 from swapper.storage import mounts as mounts_module
 from swapper.storage import runs as runs_module
+from swapper.storage import store as store_module
 from swapper.storage.buffers import BufferPool
 from swapper.storage.mounts import FileSystem, NvmePathError, check_nvme_path
 from swapper.storage.runs import find_runs, make_run_directory, remove_stale_runs
@@ -148,6 +150,35 @@ def test_ctrl_c_leaves_nothing(nvme_path: Path) -> None:
         process.send_signal(signal.SIGINT)
         process.wait()
     assert not list(nvme_path.iterdir())
+
+
+def test_another_thread_plans_and_forgets_records_at_any_line(
+    store: TensorStore, pool: BufferPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As caches of one config in two threads do. Planning looks at records whose space is not reserved yet."""
+    monkeypatch.setattr("swapper.io.file.File.preallocate", lambda *_: False)
+    theirs = [RecordKey(1, "kv", number) for number in range(3)]
+    ours = RecordKey(0, "kv", 0)
+    turn = itertools.count()
+
+    def plan_or_forget() -> None:
+        round_number, position = divmod(next(turn), len(theirs))
+        if round_number % 2:
+            store.forget(theirs[position])
+        else:
+            store.plan({theirs[position]: 4096})
+
+    with pool.acquire(4096) as lease, at_each_line({store_module}, plan_or_forget):
+        for _ in range(10):
+            store.plan({ours: 4096})
+            store.write(ours, lease, 4096).wait()
+            store.check_written()
+            store.read(ours, lease).wait()
+            store.forget(ours)
+    for key in theirs:
+        store.forget(key)
+    assert not store._records
+    assert [drive.held_bytes for drive in store._drives] == [0]
 
 
 def test_a_relative_path_survives_a_change_of_directory(
