@@ -1,4 +1,9 @@
-"""`Shared`: the pool, the engines and the run directories of one `OffloadConfig` object."""
+"""`Shared`: the pool, the engines and the run directories of one `OffloadConfig` object.
+
+[Note: two locks] Several threads may come to one config at once, and holders go in any thread, by finalizers at any
+allocation. Whoever looks for the one of a config, and makes it, holds `_making`, and may wait for anything. A finalizer
+takes `_counting` alone, in which nobody waits: so whatever the thread holds that it has cut off, there is no deadlock.
+"""
 
 from __future__ import annotations
 
@@ -52,12 +57,16 @@ class Shared:
     """The pool, engines and run directories of one `OffloadConfig` object, closed when the last holder releases it."""
 
     _all: ClassVar[weakref.WeakValueDictionary[int, Shared]] = weakref.WeakValueDictionary()
+    _making: ClassVar[threading.RLock] = threading.RLock()  # See [Note: two locks].
+    _counting: ClassVar[threading.RLock] = threading.RLock()
 
     def __init__(self, config: OffloadConfig, device: torch.device | None) -> None:
         run = _run_name()  # First: all ranks take part in it, whatever fails on one of them afterwards.
         self._config = config  # Kept, so that its id stays its own.
         self._joined: dict[int, weakref.ref[OffloadConfig]] = {}  # by id, which another has once they are gone
         self._holders = 0
+        self._together: dict[str, int] = {}  # holders that have one part of the pool together, by its name
+        self._ended = False  # The last holder has gone.
         self.held_bytes = 0
         self._wanted_bytes = 0
         self._engines = Engines(config)
@@ -79,19 +88,20 @@ class Shared:
         Args:
             device: of tensors that are copied to and from the pool, which is locked for it; None for none.
         """
-        shared = cls.existing(config)
-        if shared is None:
-            shared = cls._all[id(config)] = cls(config, device)
-        elif device is not None:
-            shared.pool.lock_for(device)  # It may have been made for parameters on the CPU.
-        return shared
+        with cls._making:
+            shared = cls.existing(config)
+            if shared is None:
+                shared = cls._all[id(config)] = cls(config, device)
+            elif device is not None:
+                shared.pool.lock_for(device)  # It may have been made for parameters on the CPU.
+            return shared
 
     @classmethod
     def existing(cls, config: OffloadConfig) -> Shared | None:
         """Give the one of this very object, if there is one. What was dropped has given its part back."""
         wait_for_ends()
         shared = cls._all.get(id(config))
-        return shared if shared is not None and shared._is_of(config) else None
+        return shared if shared is not None and shared._is_of(config) and not shared._ended else None
 
     @classmethod
     def join(cls, config: OffloadConfig, store: TensorStore) -> bool:
@@ -123,41 +133,72 @@ class Shared:
             if self._all.get(number) is self:
                 del self._all[number]
 
-    def hold(self, held_bytes: int, wanted_bytes: int) -> Callable[[], None]:
-        """Count one more holder.
+    @classmethod
+    def held(
+        cls,
+        config: OffloadConfig,
+        device: torch.device | None,
+        held_bytes: int,
+        wanted_bytes: int,
+        *,
+        together: str = "",
+    ) -> tuple[Shared, Callable[[], None]]:
+        """As `of`, and count one more holder.
 
         Args:
+            config, device: as for `of`.
             held_bytes: the part of the pool that it keeps.
             wanted_bytes: the most of the pool that it can ever use, as far as it is known. Made ready now, so that no
                 step has to; memory that turns out to be needed beyond it is made ready when it is leased.
+            together: all holders that give this name keep the part of the pool together; "" for one of its own.
 
         Returns:
-            A function that counts it out again; it may be called twice.
+            The one of this very object; and a function that counts the holder out again, and may be called twice.
 
         Raises:
             SwapIOError: there is not so much memory.
         """
-        self._holders += 1
-        self.held_bytes += held_bytes
-        self._wanted_bytes += wanted_bytes
-        done = False
-
-        def release() -> None:
-            nonlocal done
-            if not done:
-                done = True
-                self._holders -= 1
-                self.held_bytes -= held_bytes
-                self._wanted_bytes -= wanted_bytes
-            if self._holders == 0:
-                self._close()
-
+        release = None
+        while release is None:  # The last other holder may go in between.
+            shared = cls.of(config, device)
+            release = shared._hold(held_bytes, wanted_bytes, together)
         try:
-            self.pool.make_ready(self._wanted_bytes)
+            shared.pool.make_ready(shared._wanted_bytes)
         except BaseException:
             release()
             raise
+        return shared, release
+
+    def _hold(self, held_bytes: int, wanted_bytes: int, together: str) -> Callable[[], None] | None:
+        """Count one more holder, and give what counts it out. None if the last one has gone."""
+        done = True
+
+        def release() -> None:
+            nonlocal done
+            with self._counting:
+                if not done:
+                    done = True
+                    self._count(-1, held_bytes, wanted_bytes, together)
+                    self._ended = self._holders == 0
+            if self._ended:
+                self._close()
+
+        with self._counting:
+            if self._ended:
+                return None
+            self._count(1, held_bytes, wanted_bytes, together)
+            done = False
         return release
+
+    def _count(self, change: int, held_bytes: int, wanted_bytes: int, together: str) -> None:
+        self._holders += change
+        self._wanted_bytes += change * wanted_bytes
+        if together:
+            others = self._together.get(together, 0) + min(change, 0)  # But for the one that comes or goes.
+            self._together[together] = others + max(change, 0)
+            if others:
+                return
+        self.held_bytes += change * held_bytes
 
     def device_pools(self, device: torch.device) -> Callable[[int], DevicePool]:
         """Make engines for cuFile, which the store then moves memory of an accelerator with. For who holds this.
@@ -179,7 +220,7 @@ class Shared:
         Args:
             pool_bytes: its length.
             device: the accelerator.
-            release: from `hold`; called after an exception.
+            release: from `held`; called after an exception.
 
         Returns:
             The pool, and a function that closes it and then calls `release`.
@@ -209,7 +250,7 @@ class Shared:
 
         Args:
             paths: of the files.
-            release: from `hold`; called after an exception.
+            release: from `held`; called after an exception.
 
         Returns:
             The files, and a function that closes them and then calls `release`.
@@ -260,8 +301,8 @@ def pool_of_parameters(
     if config.offload_param.device == "cpu":
         own = GrowingPool(kept_bytes, device=device, step_bytes=step_bytes)
         return own, None, own.close
-    shared = Shared.of(config, device)
-    return shared.pool, shared.store, shared.hold(0, 0)  # They make memory of the pool ready as they come.
+    shared, release = Shared.held(config, device, 0, 0)  # They make memory of the pool ready as they come.
+    return shared.pool, shared.store, release
 
 
 def is_done_by_all(config: OffloadConfig, parameters: Iterable[torch.Tensor]) -> bool:

@@ -334,9 +334,9 @@ def _wrap(optimizer: Optimizer, plan: OptimizerPlan, needs: OptimizerNeeds, sett
     pool: BufferPool | GrowingPool
     direct = state_goes_direct(plan, settings)
     if needs.state is not None:
-        shared = Shared.of(settings, plan.device)  # Makes run directories, engines and the pool, if it is the first.
-        pool_bytes = settings.pool_bytes - shared.held_bytes  # Before `hold`, which counts this optimizer in.
-        release = shared.hold(needs.state.held_bytes, plan.wanted_bytes)
+        # Makes run directories, engines and the pool, if it is the first.
+        shared, release = Shared.held(settings, plan.device, needs.state.held_bytes, plan.wanted_bytes)
+        pool_bytes = settings.pool_bytes - shared.held_bytes + needs.state.held_bytes  # What others hold is not for it.
         pool, store = shared.pool, shared.store
     else:  # In memory, in a pool that is as large as it has to be.
         pool_bytes = plan.wanted_bytes
@@ -380,13 +380,13 @@ def _swap_gradients(
     if needs.gradients is None:  # As for state in memory, a pool that is as large as it has to be.
         own = BufferPool(max(gradient_needs_of(parts, stored=False).total_bytes, PAGE_BYTES), device=plan.device)
         return made(lambda: GradientSwapper(*arguments, own, own.capacity_bytes, None, own.close), own.close)
-    shared = Shared.of(settings, plan.device)
-    # Not for gradients are what all keep so far, this optimizer's state included, and the records of that in a step.
-    limit_bytes = settings.pool_bytes - shared.held_bytes
+    kept_bytes = 0 if needs.gradients.stored else needs.gradients.total_bytes
+    shared, release = Shared.held(settings, plan.device, kept_bytes, needs.gradients.total_bytes)
+    # Not for gradients are what all others keep, this optimizer's state included, and the records of that in a step.
+    limit_bytes = settings.pool_bytes - shared.held_bytes + kept_bytes
     if needs.state is not None:
         limit_bytes -= needs.state.pool_bytes - needs.state.held_bytes
-    store, kept_bytes = (shared.store, 0) if needs.gradients.stored else (None, needs.gradients.total_bytes)
-    release = shared.hold(kept_bytes, needs.gradients.total_bytes)
+    store = shared.store if needs.gradients.stored else None
     return made(lambda: GradientSwapper(*arguments, shared.pool, limit_bytes, store, release), release)
 
 

@@ -55,8 +55,8 @@ def offload_from_files(
         weights, plan, budget = _plan(model, settings, find, on)
         room = plan.room(param.device_bytes, 0)
     # Up to here nothing is made. Files are opened before the last look at them: what is compared is what is read later.
-    shared = Shared.of(settings, None if room is None else on)
-    files, release = shared.sources(weights.paths(), shared.hold(0, 0))
+    shared, release = Shared.held(settings, None if room is None else on, 0, 0)
+    files, release = shared.sources(weights.paths(), release)
     try:
         moved = plan.moved()
         small = [tensor for tensor in weights.tensors() if tensor not in moved]

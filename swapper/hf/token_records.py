@@ -17,13 +17,11 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -109,37 +107,6 @@ class TokenRecord:
         return self.stop - self.start
 
 
-class _Part:
-    """Counts what caches take of a pool: for all caches of one config the same part, once."""
-
-    _all: ClassVar[weakref.WeakKeyDictionary[Shared, _Part]] = weakref.WeakKeyDictionary()
-    _lock: ClassVar[threading.RLock] = threading.RLock()
-
-    def __init__(self, release: Callable[[], None]) -> None:
-        self._release = release
-        self._users = 0
-
-    @classmethod
-    def of(cls, config: OffloadConfig) -> tuple[Shared, Callable[[], None]]:
-        """Give the pool with the store, and what is to be called once, when they are not used any more."""
-        with cls._lock:
-            shared = Shared.of(config, None)
-            part = cls._all.get(shared)
-            if part is None:
-                part = cls._all[shared] = cls(shared.hold(part_bytes_of(config), 0))
-            part._users += 1
-            return shared, part._leave
-
-    def _leave(self) -> None:
-        with self._lock:
-            self._users -= 1
-            if self._users > 0:
-                return
-            for shared in [shared for shared, part in self._all.items() if part is self]:
-                del self._all[shared]
-        self._release()
-
-
 class TokenRecords:
     """The records of one cache. Made with the cache; its files go when it is closed or dies.
 
@@ -169,7 +136,7 @@ class TokenRecords:
         self._numbers = itertools.count()
         self._longest_bytes = min(config.bucket_bytes, LARGEST_BYTES)
         self._live: dict[RecordKey, None] = {}
-        shared, release = _Part.of(config)
+        shared, release = Shared.held(config, None, part_bytes_of(config), 0, together="caches")
         try:
             self._pool, self._store = shared.pool, shared.store
             self._policy = RoundPolicy(part_bytes_of(config))
