@@ -586,7 +586,9 @@ def test_the_drive_reads_while_what_stays_is_used(
         model(torch.ones(1, 256))
         plan.bytes_per_second = 10_000_000
         model(torch.ones(1, 256))
-        while max([0.0, *shares]) < 0.87 and len(shares) < 500:  # Others may need the processor; none makes it faster.
+        # Others may need the processor; none makes it faster. It gives up long before the test's own time is over.
+        stop_s = time.monotonic() + 200
+        while max([0.0, *shares]) < 0.87 and (not shares or time.monotonic() < stop_s):
             before, start_s = metrics.bytes_read, time.monotonic()
             model(torch.ones(1, 256))
             shares.append((metrics.bytes_read - before) / plan.bytes_per_second / (time.monotonic() - start_s))
