@@ -1010,6 +1010,42 @@ def test_functional_call(nvme_path: Path) -> None:
     run_twice(nvme_path, partial(Mlp, 12), program, spare_bytes=8 * 16384, watch=False)
 
 
+class LearnsWithin(nn.Module):
+    """As models with a memory that they train in their forward: gradients of torch.func by copies of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.memory = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(12)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def loss(weights: dict[str, torch.Tensor], each: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = torch.func.functional_call(self.memory, weights, (each,))
+            return out.square().mean()
+
+        weights = {name: p.clone() for name, p in self.memory.named_parameters()}
+        surprise = torch.func.vmap(torch.func.grad(loss), (None, 0))(weights, x)
+        out: torch.Tensor = self.head(x - surprise["bias"])
+        return out
+
+
+def test_torch_func_in_a_forward_raises_and_harms_nothing(nvme_path: Path) -> None:
+    """The error is torch's own: hooks of saved tensors are in force there. Without gradients none are."""
+
+    def program(run: Run) -> None:
+        for _ in range(3):
+            x = torch.randn(5, WIDTH, generator=run.generator)
+            if run.swapped:
+                with pytest.raises(RuntimeError, match="don't yet support saved tensor hooks"):
+                    run.model(x)
+            with torch.no_grad():
+                run.note("without gradients", run.model(x))
+            run.model.head(x).square().mean().backward()  # type: ignore[operator, union-attr]
+            run.finish_step()
+
+    run_twice(nvme_path, LearnsWithin, program, watch=False)
+
+
 def test_transforms_of_a_model_with_its_own_parameters_are_refused(nvme_path: Path) -> None:
     def program(run: Run) -> None:
         step(run)
