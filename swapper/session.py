@@ -194,9 +194,9 @@ class Shared:
         self._holders += change
         self._wanted_bytes += change * wanted_bytes
         if together:
-            others = self._together.get(together, 0) + min(change, 0)  # But for the one that comes or goes.
-            self._together[together] = others + max(change, 0)
-            if others:
+            before = self._together.get(together, 0)
+            self._together[together] = after = before + change
+            if max(before, after) > 1:  # Another has the part.
                 return
         self.held_bytes += change * held_bytes
 

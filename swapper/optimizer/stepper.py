@@ -144,7 +144,7 @@ class Stepper:
         plan: the buckets.
         parameters, gradients: swappers of those that are on disk too; None where they are in memory.
         entered: the segments that the step that is being made, or was cut off, has touched.
-        done: the number of them that are finished.
+        done: the number of buckets of it that are finished.
         stepping: a bucket is being stepped, or its step was cut off.
     """
 

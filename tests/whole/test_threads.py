@@ -92,3 +92,23 @@ def test_the_last_model_goes_while_something_else_comes(
             keys = torch.randn(1, 2, 40, 16)
             assert torch.equal(cache.update(keys, keys, 0)[0], keys)
     assert Shared.existing(config) is None
+
+
+def test_caches_of_one_config_have_one_part_of_the_pool(config: OffloadConfig) -> None:
+    """A quarter of it, however many there are, and in whatever order they go; a model keeps no part."""
+    pytest.importorskip("transformers")
+    model = offloaded(config)
+    shared = Shared.existing(config)
+    assert shared is not None
+    counts = []
+    caches = []
+    for _ in range(3):
+        caches.append(swapper.OffloadedCache(config))
+        counts.append(shared.held_bytes)
+    for cache in (caches[1], caches[0], caches[2]):
+        cache.close()
+        counts.append(shared.held_bytes)
+    part = config.pool_bytes // 4
+    assert counts == [part, part, part, part, part, 0]
+    model.swapper.close()
+    assert Shared.existing(config) is None
