@@ -55,7 +55,7 @@ CODEC_INLINE void decode_piece(const Byte* __restrict stored, Byte* __restrict v
     }
 }
 
-// The loops above, compiled once for each instruction set and chosen when first used, as in codec.cpp.
+// The loops above, compiled once for each instruction set, as in codec.cpp.
 struct Kernels {
     decltype(&encode_piece) encode;
     decltype(&decode_piece) decode;
@@ -75,33 +75,31 @@ struct Kernels {
 
 BF16_VARIANT(Baseline, );
 #if defined(__x86_64__)
-BF16_VARIANT(Avx2, __attribute__((target("avx2"))));
+BF16_VARIANT(Avx2, CODEC_AVX2);
+BF16_VARIANT(Avx512, CODEC_AVX512);
 #endif
 
-Kernels choose_kernels() {
+Kernels kernels(InstructionSet set) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2")) return Avx2::kernels();
+    if (set == InstructionSet::kAvx512) return Avx512::kernels();
+    if (set == InstructionSet::kAvx2) return Avx2::kernels();
 #endif
+    static_cast<void>(set);
     return Baseline::kernels();
-}
-
-const Kernels& kernels() {
-    static const Kernels chosen = choose_kernels();
-    return chosen;
 }
 
 }  // namespace
 
 void encode_bf16(const void* values, void* stored, std::size_t numel, std::uint64_t first,
-                 const RoundingKey& key, unsigned threads) {
-    in_pieces(numel, threads, [&, encode = kernels().encode](std::size_t offset, std::size_t length) {
+                 const RoundingKey& key, unsigned threads, InstructionSet set) {
+    in_pieces(numel, threads, [&, encode = kernels(set).encode](std::size_t offset, std::size_t length) {
         encode(static_cast<const Byte*>(values) + 4 * offset, static_cast<Byte*>(stored) + 2 * offset, length,
                first + offset, key);
     });
 }
 
-void decode_bf16(const void* stored, void* values, std::size_t numel, unsigned threads) {
-    in_pieces(numel, threads, [&, decode = kernels().decode](std::size_t offset, std::size_t length) {
+void decode_bf16(const void* stored, void* values, std::size_t numel, unsigned threads, InstructionSet set) {
+    in_pieces(numel, threads, [&, decode = kernels(set).decode](std::size_t offset, std::size_t length) {
         decode(static_cast<const Byte*>(stored) + 2 * offset, static_cast<Byte*>(values) + 4 * offset,
                length);
     });

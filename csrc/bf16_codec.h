@@ -16,18 +16,20 @@
 #include <cstdint>
 
 #include "rounding.h"
+#include "step_program.h"
 
 namespace swapper {
 
 // Writes `numel` fp32 values at `values` as bf16 to `stored`. See [Note: stochastic rounding].
 //
 // `first` is the index of the first element. Addresses may have any alignment; the ranges must not overlap.
-// Up to `threads` threads share the work; what is written does not depend on their number, nor on how the
-// elements are cut into calls.
+// Up to `threads` threads share the work; what is written does not depend on their number, on `set`, nor on
+// how the elements are cut into calls.
 void encode_bf16(const void* values, void* stored, std::size_t numel, std::uint64_t first,
-                 const RoundingKey& key, unsigned threads);
+                 const RoundingKey& key, unsigned threads, InstructionSet set = best_instruction_set());
 
 // Writes `numel` bf16 values at `stored` as fp32 to `values`; exact. As above.
-void decode_bf16(const void* stored, void* values, std::size_t numel, unsigned threads);
+void decode_bf16(const void* stored, void* values, std::size_t numel, unsigned threads,
+                 InstructionSet set = best_instruction_set());
 
 }  // namespace swapper

@@ -45,8 +45,8 @@ struct Kernels {
 
 CODEC_VARIANT(Baseline, );
 #if defined(__x86_64__)
-CODEC_VARIANT(Avx2, __attribute__((target("avx2"))));
-CODEC_VARIANT(Avx512, __attribute__((target("avx512f,avx512bw,avx512vl"))));
+CODEC_VARIANT(Avx2, CODEC_AVX2);
+CODEC_VARIANT(Avx512, CODEC_AVX512);
 #endif
 
 Kernels choose_kernels() {

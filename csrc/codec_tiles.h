@@ -11,6 +11,12 @@ static_assert(__BYTE_ORDER__ == __ORDER_LITTLE_ENDIAN__, "tie bits are packed th
 
 #define CODEC_INLINE inline __attribute__((always_inline))
 
+// What loops are compiled for beside the processor that every compiler knows. Without the preference gcc
+// makes no vectors of 512 bits.
+#define CODEC_AVX2 __attribute__((target("avx2")))
+#define CODEC_AVX512 \
+    __attribute__((target("avx2,avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")))
+
 namespace swapper::codec {
 
 using Byte = unsigned char;

@@ -267,12 +267,14 @@ struct Kernels {
 
 INT8_VARIANT(Baseline, );
 #if defined(__x86_64__)
-INT8_VARIANT(Avx2, __attribute__((target("avx2"))));
+INT8_VARIANT(Avx2, CODEC_AVX2);
+INT8_VARIANT(Avx512, CODEC_AVX512);
 #endif
 
 Kernels kernels(InstructionSet set) {
 #if defined(__x86_64__)
-    if (set != InstructionSet::kBaseline) return Avx2::kernels();
+    if (set == InstructionSet::kAvx512) return Avx512::kernels();
+    if (set == InstructionSet::kAvx2) return Avx2::kernels();
 #endif
     static_cast<void>(set);
     return Baseline::kernels();

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
+#include <cstring>
 #include <filesystem>
 #include <memory>
 #include <random>
@@ -33,6 +34,24 @@
         }                              \
         CHECK(thrown);                 \
     } while (false)
+
+// Bytes on the heap, `misalignment` bytes into their memory; they end where it ends.
+class Array {
+  public:
+    explicit Array(size_t length, size_t misalignment = 0)
+        : length_(length),
+          memory_(new unsigned char[misalignment + length]),
+          data_(memory_.get() + misalignment) {}
+    unsigned char* data() const { return data_; }
+    bool operator==(const Array& other) const {
+        return length_ == other.length_ && std::memcmp(data_, other.data_, length_) == 0;
+    }
+
+  private:
+    size_t length_;
+    std::unique_ptr<unsigned char[]> memory_;
+    unsigned char* data_;
+};
 
 // In the working directory, so that it is on a file system of the caller's choice.
 class TemporaryDirectory {

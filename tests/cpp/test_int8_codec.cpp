@@ -28,24 +28,6 @@ constexpr size_t kBlocks = 1'000;
 constexpr size_t kBlocks = 40'000;
 #endif
 
-// Bytes on the heap, `misalignment` bytes into their memory; they end where it ends.
-class Array {
-  public:
-    explicit Array(size_t length, size_t misalignment = 0)
-        : length_(length),
-          memory_(new unsigned char[misalignment + length]),
-          data_(memory_.get() + misalignment) {}
-    unsigned char* data() const { return data_; }
-    bool operator==(const Array& other) const {
-        return length_ == other.length_ && std::memcmp(data_, other.data_, length_) == 0;
-    }
-
-  private:
-    size_t length_;
-    std::unique_ptr<unsigned char[]> memory_;
-    unsigned char* data_;
-};
-
 struct Coded {
     Array codes;
     Array scales;
