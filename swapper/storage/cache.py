@@ -391,7 +391,7 @@ class RecordCache:
     # --- Buffers ---------------------------------------------------------------------------------------------------
 
     def _try_acquire(self, key: RecordKey, length_bytes: int, *, joins: bool = False) -> Lease | None:
-        joins = joins or self._policy.joins_pieces
+        joins = joins or self._policy.joins_pieces(self, length_bytes)
         while not self._is_beyond_limit(length_bytes):
             high, above = self._policy.place_for(self, key)
             lease = self.pool.try_acquire(length_bytes, high=high, above=above, joins=joins)

@@ -28,19 +28,20 @@ if TYPE_CHECKING:
 __all__ = ["Contents", "CyclicPolicy", "KeptPolicy", "Policy", "ScanPolicy"]
 
 
+_BUSY_RECORDS = 4
+"""With so many on their way a drive has enough to do."""
+
+
 class Policy:
     """Decides for the records of one cache. The cache calls it under its lock.
 
     Attributes:
         rewrites: a record whose write failed stays as it is, and is written again; else it is FAILED.
         evicts_own: for a new record the cache's own go first, before the pool asks others.
-        joins_pieces: free pieces of the pool are joined for a record whenever no single one is long enough; else only
-            if it is needed now, and nothing that is in between can go.
     """
 
     rewrites = False
     evicts_own = False
-    joins_pieces = True
 
     def keeps(self, key: RecordKey) -> bool:
         """Return True if the record stays in the pool when nobody uses it any more."""
@@ -53,6 +54,13 @@ class Policy:
     def spare(self, cache: RecordCache) -> CachedRecord | None:
         """The record that is worth less than the one that is prefetched now; None if there is no such record."""
         return None
+
+    def joins_pieces(self, cache: RecordCache, length_bytes: int) -> bool:
+        """Return True if free pieces of the pool are joined for a record whenever no single one is long enough.
+
+        Else they are only if it is needed now, and nothing that is in between can go.
+        """
+        return True
 
     def is_beyond_share(self, key: RecordKey, length_bytes: int) -> bool:
         """Return True if the record's kind holds so much that another `length_bytes` are not to be read ahead."""
@@ -99,6 +107,10 @@ class ScanPolicy(Policy):
     def keeps(self, key: RecordKey) -> bool:
         """The resident ones."""
         return key in self._resident
+
+    def joins_pieces(self, cache: RecordCache, length_bytes: int) -> bool:
+        """Only while few are on their way: joining takes longer than waiting for what leaves, if the drive is busy."""
+        return cache.records.bytes_of(RecordState.ARRIVING) < _BUSY_RECORDS * length_bytes
 
     def victim(self, cache: RecordCache, *, idle_only: bool) -> CachedRecord | None:
         """The record staged last, which is needed last. Resident records come after all else has gone.
@@ -251,7 +263,10 @@ class CyclicPolicy(Policy):
     def stream(self, numbers: Set[int], length_bytes: int) -> None:
         """Stream these records, which hold no buffer yet, through so many bytes at the end of the pool."""
         self.streamed, self._streamed_bytes = numbers, length_bytes
-        self.joins_pieces = not numbers
+
+    def joins_pieces(self, cache: RecordCache, length_bytes: int) -> bool:
+        """Not while some are streamed."""
+        return not self.streamed
 
     def is_beyond_share(self, key: RecordKey, length_bytes: int) -> bool:
         """Return True if streamed records would take room of those that stay."""

@@ -679,6 +679,35 @@ def test_flush_waits_for_the_writes_after_one_that_failed(nvme_path: Path) -> No
             cache.discard(key(i))
 
 
+def test_reading_ahead_joins_pieces_only_while_few_are_on_their_way(nvme_path: Path) -> None:
+    with world(nvme_path, buffers=24, records=24) as w:
+        cache = w.cache()
+        cache.keep([key(i) for i in range(1, 24, 2)])
+        leases = [cache.take(key(i), SIZE)[0] for i in range(24)]
+        for i, lease in enumerate(leases):
+            fill(lease, i)
+            cache.put(key(i), SIZE)
+        w.store.plan({key(99): 2 * SIZE})
+        lease, _ = cache.take(key(99), 2 * SIZE)
+        fill(lease, 99, 2 * SIZE)
+        cache.put(key(99), 2 * SIZE)
+        del leases, lease
+        cache.flush()
+        assert w.pool.used_bytes == 12 * SIZE  # a kept record between any two free pieces
+        for i in range(0, 16, 2):
+            assert cache.stage(key(i), SIZE)
+        assert not cache.stage(key(99), 2 * SIZE)
+        assert w.pool.used_bytes == 20 * SIZE
+        assert [read(cache, i) for i in range(24)] == list(range(24))
+        assert cache.stage(key(99), 2 * SIZE)
+        assert w.pool.used_bytes == 14 * SIZE
+        lease, _ = cache.take(key(99), 2 * SIZE)
+        assert value_of(lease, 2 * SIZE) == 99
+        cache.release(key(99))
+        cache.keep([])
+        cache.flush()
+
+
 @pytest.mark.parametrize("joins", [True, False])
 def test_kept_records_that_split_the_pool_give_way_only_where_pieces_cannot_be_joined(
     joins: bool, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
