@@ -201,7 +201,8 @@ def _check_quantised(path: str, by: str, device: torch.device, kwargs: dict[str,
     if by not in _QUANTISED:
         raise ConfigError(
             f"{path} is a quantised model ({by}), and of those only {' and '.join(_QUANTISED)}'s stay in their files "
-            "in this version of swapper; load it in memory and call swapper.offload"
+            "in this version of swapper; load it in memory, run a forward, in which some decompress their weights, and "
+            "then call swapper.offload"
         )
     if device.type != "cpu":
         raise ConfigError(
