@@ -17,10 +17,10 @@ namespace {
 using namespace codec;
 
 // Starting a thread takes about as long as this many elements.
-constexpr std::size_t kNumelPerThreadMin = std::size_t{1} << 18;
+constexpr std::size_t kNumelPerThreadMin = std::size_t{1} << 19;
 
-// The loops above, compiled once for each instruction set and chosen when first used. (Not `target_clones`:
-// its resolvers run before the run-time of a sanitizer is up, and not every C library has them.)
+// The loops above, compiled once for each instruction set. (Not `target_clones`: its resolvers run before the
+// run-time of a sanitizer is up, and not every C library has them.)
 struct Kernels {
     decltype(&split_piece) split;
     decltype(&count_ties) count;
@@ -49,17 +49,13 @@ CODEC_VARIANT(Avx2, CODEC_AVX2);
 CODEC_VARIANT(Avx512, CODEC_AVX512);
 #endif
 
-Kernels choose_kernels() {
+Kernels kernels(InstructionSet set) {
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl")) return Avx512::kernels();
-    if (__builtin_cpu_supports("avx2")) return Avx2::kernels();
+    if (set == InstructionSet::kAvx512) return Avx512::kernels();
+    if (set == InstructionSet::kAvx2) return Avx2::kernels();
 #endif
+    static_cast<void>(set);
     return Baseline::kernels();
-}
-
-const Kernels& kernels() {
-    static const Kernels chosen = choose_kernels();
-    return chosen;
 }
 
 // Pieces of `numel` elements, handed out in order, each to whichever thread asks next; and the bits that
@@ -115,9 +111,9 @@ class Pieces {
 }  // namespace
 
 std::size_t split_master(const void* master, void* param, void* low, void* ties, std::size_t numel,
-                         unsigned threads) {
+                         unsigned threads, InstructionSet set) {
     Pieces pieces(numel);
-    pieces.run(threads, [&, split = kernels().split] {
+    pieces.run(threads, [&, split = kernels(set).split] {
         std::size_t piece = 0;
         std::size_t offset = 0;
         std::size_t length = 0;
@@ -133,9 +129,9 @@ std::size_t split_master(const void* master, void* param, void* low, void* ties,
 }
 
 void join_master(const void* param, const void* low, const void* ties, std::size_t tie_bits, void* master,
-                 std::size_t numel, unsigned threads) {
+                 std::size_t numel, unsigned threads, InstructionSet set) {
     Pieces pieces(numel);
-    pieces.run(threads, [&, kernel = kernels()] {
+    pieces.run(threads, [&, kernel = kernels(set)] {
         std::size_t piece = 0;
         std::size_t offset = 0;
         std::size_t length = 0;

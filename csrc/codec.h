@@ -25,6 +25,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "step_program.h"
+
 namespace swapper {
 
 // Bytes that hold the tie bits of `numel` elements in the worst case.
@@ -38,11 +40,11 @@ constexpr std::size_t ties_bytes_max(std::size_t numel) {
 // Addresses may have any alignment; the four ranges must not overlap. `ties` has ties_bytes_max(numel)
 // bytes; of them the first ceil(result / 8) are written (the last one's unused bits are 0) and the others
 // left alone. Up to `threads` threads share the work where it is long enough to pay; what is written does
-// not depend on their number.
+// not depend on their number, nor on `set`.
 //
 // Returns the number of tie bits.
 std::size_t split_master(const void* master, void* param, void* low, void* ties, std::size_t numel,
-                         unsigned threads);
+                         unsigned threads, InstructionSet set = best_instruction_set());
 
 // The inverse of split_master(): `master` gets the bits that were split, NaNs as the canonical one.
 //
@@ -50,6 +52,6 @@ std::size_t split_master(const void* master, void* param, void* low, void* ties,
 //
 // Throws std::invalid_argument, with `master` undefined, unless `low` has exactly `tie_bits` ties.
 void join_master(const void* param, const void* low, const void* ties, std::size_t tie_bits, void* master,
-                 std::size_t numel, unsigned threads);
+                 std::size_t numel, unsigned threads, InstructionSet set = best_instruction_set());
 
 }  // namespace swapper

@@ -7,23 +7,12 @@
 
 #include "check.h"
 
+using swapper::InstructionSet;
 using swapper::join_master;
 using swapper::split_master;
 using swapper::ties_bytes_max;
 
 namespace {
-
-// Elements on the heap, `misalignment` bytes into their memory; they end where it ends.
-class Array {
-  public:
-    Array(size_t length, size_t misalignment)
-        : memory_(new unsigned char[misalignment + length]), data_(memory_.get() + misalignment) {}
-    unsigned char* data() const { return data_; }
-
-  private:
-    std::unique_ptr<unsigned char[]> memory_;
-    unsigned char* data_;
-};
 
 enum class Values { kRandom, kTies, kSpecial };
 
@@ -42,7 +31,8 @@ uint32_t value_of(Values values, std::mt19937_64& random) {
     return (value & 0x7F800000) == 0x7F800000 ? value & 0xFF800000 : value;  // no NaN: those are not kept
 }
 
-void split_and_joined(size_t numel, size_t misalignment, unsigned threads, Values values) {
+void split_and_joined(size_t numel, size_t misalignment, unsigned threads, Values values,
+                      InstructionSet set) {
     std::mt19937_64 random(numel * 31 + misalignment);
     const Array master(4 * numel, misalignment);
     const Array param(2 * numel, misalignment);
@@ -52,31 +42,39 @@ void split_and_joined(size_t numel, size_t misalignment, unsigned threads, Value
         const uint32_t value = value_of(values, random);
         std::memcpy(master.data() + 4 * i, &value, 4);
     }
-    const size_t bits = split_master(master.data(), param.data(), low.data(), ties.data(), numel, threads);
+    const size_t bits =
+        split_master(master.data(), param.data(), low.data(), ties.data(), numel, threads, set);
     CHECK(bits <= numel && (values != Values::kTies || bits == numel));
 
-    const Array exact_ties((bits + 7) / 8, 0);
+    const Array exact_ties((bits + 7) / 8);
     std::memcpy(exact_ties.data(), ties.data(), (bits + 7) / 8);
     const Array joined(4 * numel, misalignment);
-    join_master(param.data(), low.data(), exact_ties.data(), bits, joined.data(), numel, threads);
+    join_master(param.data(), low.data(), exact_ties.data(), bits, joined.data(), numel, threads, set);
     CHECK(std::memcmp(master.data(), joined.data(), 4 * numel) == 0);
     for (const size_t wrong : {bits + 1, bits - 1}) {
         if (wrong > numel) continue;  // also where there are none to take one from
         CHECK_THROWS(std::invalid_argument, join_master(param.data(), low.data(), exact_ties.data(), wrong,
-                                                        joined.data(), numel, threads));
+                                                        joined.data(), numel, threads, set));
     }
 }
 
 }  // namespace
 
 int main() {
-    for (const auto values : {Values::kRandom, Values::kTies, Values::kSpecial}) {
-        for (const size_t misalignment : {0, 1, 2}) {
-            for (size_t numel = 0; numel < 70; ++numel) split_and_joined(numel, misalignment, 1, values);
-            for (const size_t numel : {1023, 4096, 65535, 65537})
-                split_and_joined(numel, misalignment, 2, values);
+    for (const auto set : {InstructionSet::kAvx512, InstructionSet::kAvx2, InstructionSet::kBaseline}) {
+        if (!has_instruction_set(set)) continue;
+        for (const auto values : {Values::kRandom, Values::kTies, Values::kSpecial}) {
+            for (const size_t misalignment : {0, 1, 2}) {
+                for (size_t numel = 0; numel < 70; ++numel) {
+                    split_and_joined(numel, misalignment, 1, values, set);
+                }
+                for (const size_t numel : {1023, 4096, 65535, 65537}) {
+                    split_and_joined(numel, misalignment, 2, values, set);
+                }
+            }
+            for (const unsigned threads : {1, 2, 5})
+                split_and_joined((3 << 19) + 77, 0, threads, values, set);
         }
-        for (const unsigned threads : {1, 2, 5}) split_and_joined((1 << 20) + 77, 0, threads, values);
     }
     std::puts("codec: passed");
     return 0;
