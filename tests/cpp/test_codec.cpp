@@ -72,8 +72,11 @@ int main() {
                     split_and_joined(numel, misalignment, 2, values, set);
                 }
             }
-            for (const unsigned threads : {1, 2, 5})
-                split_and_joined((3 << 19) + 77, 0, threads, values, set);
+        }
+    }
+    for (const auto values : {Values::kRandom, Values::kTies, Values::kSpecial}) {
+        for (const unsigned threads : {1, 2, 5}) {
+            split_and_joined((3 << 19) + 77, 0, threads, values, swapper::best_instruction_set());
         }
     }
     std::puts("codec: passed");
