@@ -2,9 +2,9 @@
 
     python benchmarks/deepspeed_zero3.py --nvme-path DIR
 
-Run by `everything_nvme.py --deepspeed` and `sharded.py --deepspeed`, by the interpreter that has DeepSpeed, which need
-not have swapper. Prints the times of the steps and the peak memory as JSON, in the last line: with `--ranks` a list of
-those of each rank.
+Run by `--deepspeed` of `everything_nvme.py`, `optimizer_step.py` and `sharded.py`, by the interpreter that has
+DeepSpeed, which need not have swapper. Prints the times of the steps and the peak memory as JSON, in the last line:
+with `--ranks` a list of those of each rank.
 """
 
 from __future__ import annotations

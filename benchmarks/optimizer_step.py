@@ -1,12 +1,14 @@
 """Measures how close `optimizer.step()` comes to the drive: step time / max(bytes / drive's speed, compute).
 
-    python benchmarks/optimizer_step.py --nvme-path DIR
+    python benchmarks/optimizer_step.py --nvme-path DIR [--deepspeed [PYTHON]]
 
 Everything is measured alternately in one run, on one drive, by one engine: the drive's read and write speed, the step
 with the state on disk, and the same step with the state in memory (`device: cpu`), which is the compute. Gradients are
 random and made once: only the step is measured. Prints medians, the ratio, and bytes per parameter and step compared
 with what the kernel counted (`/proc/self/io`). With `--verify` a third optimizer, whose records are checked, takes a
-step beside one that is not, first or second by turns: what checksums cost, in time and in CPU seconds.
+step beside one that is not, first or second by turns: what checksums cost, in time and in CPU seconds. With
+`--deepspeed` the same model is trained by DeepSpeed ZeRO-3 with its optimizer alone on the same drive, in a process of
+its own, and its steps are compared.
 """
 
 from __future__ import annotations
@@ -17,11 +19,15 @@ from pathlib import Path
 
 import torch
 from benchmark import keep_result, make_parser, medians, settings_of, system, timed
+from deepspeed_peer import add_deepspeed, require_deepspeed, run_deepspeed
 from drive_speed import Drive
 from gpt import GPT, SIZES
 
 import swapper
 from swapper.io.handle import AsyncIOHandle
+
+WARM_UP = 2
+"""Steps of the peer before the first that counts."""
 
 
 def main() -> None:
@@ -30,15 +36,18 @@ def main() -> None:
     parser.add_argument("--vocab-size", type=int, default=50304)
     parser.add_argument("--pool-bytes", default="256MiB")
     parser.add_argument("--bucket-bytes", default="32MiB")
+    parser.add_argument("--encoding", default="exact", help="of the state: exact, packed, bf16 or int8")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--verify", action="store_true", help="measure `verify: crc32c` too")
+    add_deepspeed(parser)
     arguments = parser.parse_args()
+    require_deepspeed(parser, arguments.deepspeed)
 
     arguments.nvme_path.mkdir(parents=True, exist_ok=True)
     common = {"pool_bytes": arguments.pool_bytes, "bucket_bytes": arguments.bucket_bytes}
     on_disk = swapper.OffloadConfig(
         nvme_path=arguments.nvme_path,
-        offload_optimizer={"device": "nvme", "master_weights": True},
+        offload_optimizer={"device": "nvme", "master_weights": True, "encoding": arguments.encoding},
         aio={"backend": arguments.backend},
         **common,
     )
@@ -100,6 +109,16 @@ def main() -> None:
     for optimizer in optimizers:
         swapper.of(optimizer).close()
     record = {"system": system(), "backend": backend, "numel": numel, "median": median, "rounds": rows}
+    if arguments.deepspeed:
+        del models, disk, memory, optimizers, optimizer, swapped  # The peer needs the memory.
+        flags = ["--threads", str(torch.get_num_threads()), "--steps", str(WARM_UP + arguments.rounds)]
+        peer = run_deepspeed(arguments, *flags, "--parameters-in-memory")
+        peer_s = medians(peer["rows"][WARM_UP:])["optimizer_s"]
+        print(
+            f"DeepSpeed ZeRO-3, optimizer on NVMe: step {peer_s:.3f} s, peak memory {peer['peak_bytes'] / 1e6:.0f} MB"
+        )
+        print(f"swapper / DeepSpeed: step {median['step_s'] / peer_s:.2f} (bar: 0.55, with int8 0.35)")
+        record["deepspeed"] = peer
     keep_result(arguments, "optimizer-step", {"arguments": settings_of(arguments), **record})
 
 

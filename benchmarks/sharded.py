@@ -19,17 +19,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import statistics
-import sys
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark import in_a_process, keep_result, make_parser, only_in_a_process, random_batch, settings_of, system
+from benchmark import keep_result, make_parser, only_in_a_process, random_batch, settings_of, system
+from deepspeed_peer import add_deepspeed, require_deepspeed, run_deepspeed
 from gpt import GPT, SIZES
 from peak import Peak
 from rank_processes import run_ranks
@@ -52,9 +49,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--pool-bytes", default="96MiB", help="of each rank")
     parser.add_argument("--bucket-bytes", default="8MiB")
-    parser.add_argument("--deepspeed", nargs="?", const=sys.executable, metavar="PYTHON", help="train with it too")
+    add_deepspeed(parser)
     parser.add_argument("--only", choices=sorted(CONTESTANTS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    require_deepspeed(parser, arguments.deepspeed)
     # Else glibc keeps what a thread frees: as much again as the model's gradients, which is no contestant's own. What
     # is mapped anew for each tensor is in huge pages then, or the kernel would clear it in small ones for a third of a
     # step. It reads both when a process starts, so they hold for the ranks.
@@ -68,7 +66,7 @@ def main() -> None:
     found: dict[str, list[Any]] = {name: [] for name in names}
     for _ in range(arguments.rounds):
         for name in names:
-            found[name].append(run_deepspeed(arguments) if name == "deepspeed" else only_in_a_process(name))
+            found[name].append(run_peer(arguments) if name == "deepspeed" else only_in_a_process(name))
     result = {
         "arguments": settings_of(arguments),
         "system": system(),
@@ -187,16 +185,9 @@ def train(rank: int, arguments: argparse.Namespace, name: str) -> dict[str, Any]
     return {"peak_bytes": peak.bytes, "rows": rows[WARM_UP:]}
 
 
-def run_deepspeed(arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """The peer, in processes of its own; its files in a directory that goes afterwards."""
-    directory = tempfile.mkdtemp(dir=arguments.nvme_path, prefix="deepspeed-")
-    try:
-        command = [arguments.deepspeed, str(Path(__file__).with_name("deepspeed_zero3.py")), "--nvme-path", directory]
-        command += ["--size", arguments.size, "--vocab-size", str(arguments.vocab_size), "--threads", "1"]
-        command += ["--context", str(arguments.context), "--steps", str(WARM_UP + arguments.steps)]
-        results: Any = in_a_process([*command, "--ranks", str(arguments.ranks), "--parameters-in-memory"])
-    finally:
-        shutil.rmtree(directory, ignore_errors=True)
+def run_peer(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    flags = ["--context", str(arguments.context), "--steps", str(WARM_UP + arguments.steps), "--threads", "1"]
+    results = run_deepspeed(arguments, *flags, "--ranks", str(arguments.ranks), "--parameters-in-memory")
     return [{**each, "rows": each["rows"][WARM_UP:]} for each in results]
 
 
