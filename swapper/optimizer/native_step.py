@@ -309,7 +309,7 @@ class NativeSteps:
             small[key] = value.clone() if isinstance(value, Tensor) else value
 
     def encoded(self, chosen: Sequence[NativeOperand]) -> Encoded:
-        """What `OpenBucket.place_ties` needs to know of split masters."""
+        """What `OpenBucket.place_ties` needs to know of split masters that were written."""
         return {
             each.operand.segment: (*each.result, each.segment.new_ties, each.operand.bits)
             for each in chosen
@@ -366,7 +366,8 @@ class NativeSteps:
                 self._note_length(self._groups[number].flags, recording.operations)
         if recording.program is None or (recording.writes_gradient and not segment.master):
             return None
-        new_ties = scratch.take_bytes(ties_bytes_max(segment.numel)) if segment.is_split else 0
+        is_encoded = segment.is_split and recording.program.writes_parameter  # Else its master is what it was.
+        new_ties = scratch.take_bytes(ties_bytes_max(segment.numel)) if is_encoded else 0
         native = _native_segment(segment, opened, parts, address, new_ties, scratch)
         return NativeOperand(operand, recording.program, native, recording.small, operand.is_copied)
 

@@ -29,7 +29,7 @@ class NativeSegment(NamedTuple):
         param: address of its float32 values; 0 if the master is split.
         bits, low, ties: addresses of the split master's parts, as for `join_master`; else 0.
         tie_bits: ties of the split master.
-        new_ties: address of `ties_bytes_max(numel)` bytes that get the new ties; 0 if the master is not split.
+        new_ties: address of `ties_bytes_max(numel)` bytes that get the new ties; 0 if no split master is written.
         gradient: float32 or bfloat16, 1-D; only read.
         state: addresses of its state: float32, each `numel` elements, dense.
         state_at: the tensor that is at one of them, 1-D, by its index.
@@ -68,6 +68,7 @@ class NativeProgram:
 
     Attributes:
         needs_scratch: each segment needs float32 scratch of its length.
+        writes_parameter: the step changes the parameter.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class NativeProgram:
         self._before = _native_program(before, arrays) if before or after is None else None
         self._after = None if after is None else _native_program(after, arrays)
         self._root = root
+        self.writes_parameter = any(PARAMETER in each.writes for each in (before if after is None else after))
 
     def run(
         self, segments: Sequence[NativeSegment], scratch: Tensor | None, threads: int, instruction_set: int

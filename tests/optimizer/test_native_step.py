@@ -777,3 +777,42 @@ def test_what_a_class_asks_a_parameter_that_it_is_given(what: str) -> None:
             parameters[0].grad.scale = 3.0  # type: ignore[union-attr]
 
     assert_steps_are_plain(make, give)
+
+
+class EverySecond(Own):
+    """Gathers gradients, and changes the parameter in every second step."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p))
+                state["step"] += 1
+                state["m"].mul_(0.9).add_(p.grad)
+                if state["step"] % 2 == 0:
+                    p.add_(state["m"], alpha=-group["lr"])
+
+
+swapper.register_elementwise(EverySecond)
+
+
+@pytest.mark.parametrize("masters", [True, False])
+def test_a_step_that_leaves_the_parameter_alone_keeps_its_master(masters: bool, chosen: Chosen) -> None:
+    ends = []
+    for native in ("on", "off"):
+        generator = torch.Generator().manual_seed(0)
+        start = torch.randn(5000, generator=generator).half()
+        p = nn.Parameter(start.bfloat16() if masters else start.float())
+        optimizer = wrapped(EverySecond([p], _take), masters, native)
+        chosen.clear()
+        for _ in range(6):
+            p.grad = torch.randn(5000, generator=generator).to(p.dtype)
+            optimizer.step()
+            assert swapper.of(optimizer).stats().masters_reset == 0
+        assert chosen == [(0, 1)] + [(int(native == "on"), 1)] * 5
+        state = swapper.of(optimizer).state(p)
+        ends.append([p.detach().clone(), *(state[key] for key in ("m", *(["master_param"] if masters else [])))])
+        swapper.of(optimizer).close()
+    assert all(map(same, *ends))
