@@ -58,7 +58,7 @@ def combined(cls: type[optim.Optimizer], *flags: dict[str, Any]) -> Iterator[tup
     ways: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]
     if cls is Lion:
         ways = ways[:1]
-    elif cls not in (optim.Adam, optim.AdamW, optim.SGD):
+    elif cls not in (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad):
         ways = ways[:2]
     together: dict[str, Any] = {}
     for each in flags:

@@ -246,7 +246,7 @@ class Run {
 };
 
 bool is_fused(Opcode code) {
-    return code == Opcode::kFusedAdam || code == Opcode::kFusedSgd;
+    return code == Opcode::kFusedAdam || code == Opcode::kFusedSgd || code == Opcode::kFusedAdagrad;
 }
 
 }  // namespace

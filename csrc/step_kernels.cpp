@@ -36,6 +36,10 @@ CODEC_INLINE float sum_of_products(float a, float b, float c, float d) {
 
 enum class Decay { kNone = 0, kCoupled = 1, kDecoupled = 2 };
 
+// Of which kind of loop of torch's the larger of two is, if any: vectors have a NaN wherever one of the two
+// is one, the rest where the former is. Of 0.0 and -0.0 vectors have the second, the rest the first.
+enum class Largest { kNone, kOfVectors, kOfRest };
+
 // A step of Adam or AdamW, as torch's fused kernel has it.
 struct FusedAdam {
     explicit FusedAdam(const Instruction& it) {
@@ -49,10 +53,11 @@ struct FusedAdam {
         sign = number(adam::kSign);
         factor = number(adam::kFactor);
         decay = static_cast<Decay>(static_cast<int>(it.constants[adam::kDecay]));
+        amsgrad = it.constants[adam::kAmsgrad] != 0;
     }
 
-    template <bool first, Decay decay_, bool near>
-    CODEC_INLINE void run(float* param, const float* gradient, float* mean, float* square,
+    template <bool first, Largest largest_, Decay decay_, bool near>
+    CODEC_INLINE void run(float* param, const float* gradient, float* mean, float* square, float* largest,
                           std::size_t numel) const {
         const FusedAdam k = *this;
         const float coefficient = near ? k.weight : k.weight - 1.0F;
@@ -63,37 +68,54 @@ struct FusedAdam {
             if constexpr (decay_ == Decay::kDecoupled) p = p * k.factor;
             const float m = mean[i];
             const float new_mean = fma1(coefficient, g - m, near ? m : g);
-            const float v = sum_of_products<first>(square[i], k.beta2, k.square_weight * g, g);
+            float v = sum_of_products<first>(square[i], k.beta2, k.square_weight * g, g);
             mean[i] = new_mean;
             square[i] = v;
+            if constexpr (largest_ == Largest::kOfVectors) v = larger_of(largest[i], v);
+            if constexpr (largest_ == Largest::kOfRest) v = largest[i] < v ? v : largest[i];
+            if constexpr (largest_ != Largest::kNone) largest[i] = v;
             const float denominator = __builtin_sqrtf(v) / k.bias2_sqrt + k.eps;
             param[i] = p + k.step_size * new_mean / denominator;
         }
     }
 
-    template <bool first, Decay decay_>
+    template <bool first, Largest largest_, Decay decay_>
     CODEC_INLINE void run_near(float* param, const float* gradient, float* mean, float* square,
-                               std::size_t numel) const {
+                               float* largest, std::size_t numel) const {
         if (std::fabs(weight) < 0.5F) {
-            run<first, decay_, true>(param, gradient, mean, square, numel);
+            run<first, largest_, decay_, true>(param, gradient, mean, square, largest, numel);
         } else {
-            run<first, decay_, false>(param, gradient, mean, square, numel);
+            run<first, largest_, decay_, false>(param, gradient, mean, square, largest, numel);
         }
     }
 
-    template <bool first>
+    template <bool first, Largest largest_>
+    CODEC_INLINE void run_decay(float* param, const float* gradient, float* mean, float* square,
+                                float* largest, std::size_t numel) const {
+        if (decay == Decay::kNone)
+            run_near<first, largest_, Decay::kNone>(param, gradient, mean, square, largest, numel);
+        if (decay == Decay::kCoupled)
+            run_near<first, largest_, Decay::kCoupled>(param, gradient, mean, square, largest, numel);
+        if (decay == Decay::kDecoupled)
+            run_near<first, largest_, Decay::kDecoupled>(param, gradient, mean, square, largest, numel);
+    }
+
+    template <bool first, bool rest>
     CODEC_INLINE void run_part(float* const* state, float* param, const float* gradient, std::size_t begin,
                                std::size_t numel) const {
         float* const mean = state[0] + begin;
         float* const square = state[1] + begin;
-        if (decay == Decay::kNone) run_near<first, Decay::kNone>(param, gradient, mean, square, numel);
-        if (decay == Decay::kCoupled) run_near<first, Decay::kCoupled>(param, gradient, mean, square, numel);
-        if (decay == Decay::kDecoupled)
-            run_near<first, Decay::kDecoupled>(param, gradient, mean, square, numel);
+        if (amsgrad) {
+            constexpr Largest kLargest = rest ? Largest::kOfRest : Largest::kOfVectors;
+            run_decay<first, kLargest>(param, gradient, mean, square, state[2] + begin, numel);
+        } else {
+            run_decay<first, Largest::kNone>(param, gradient, mean, square, nullptr, numel);
+        }
     }
 
     float step_size, bias2_sqrt, weight, beta2, square_weight, eps, sign, factor;
     Decay decay;
+    bool amsgrad;
 };
 
 struct FusedSgd {
@@ -135,7 +157,7 @@ struct FusedSgd {
         }
     }
 
-    template <bool first>
+    template <bool first, bool rest>
     CODEC_INLINE void run_part(float* const* state, float* param, const float* gradient, std::size_t begin,
                                std::size_t numel) const {
         float* const buffer = moves ? state[0] + begin : nullptr;
@@ -150,23 +172,61 @@ struct FusedSgd {
     bool moves, nesterov;
 };
 
+struct FusedAdagrad {
+    explicit FusedAdagrad(const Instruction& it) {
+        const auto number = [&](std::size_t i) { return static_cast<float>(it.constants[i]); };
+        rate = number(adagrad::kRate);
+        weight_decay = number(adagrad::kWeightDecay);
+        eps = number(adagrad::kEps);
+        sign = number(adagrad::kSign);
+    }
+
+    template <bool decays>
+    CODEC_INLINE void run(float* param, const float* gradient, float* sum, std::size_t numel) const {
+        const FusedAdagrad k = *this;
+        STEP_LOOP for (std::size_t i = 0; i < numel; ++i) {
+            const float p = param[i];
+            float g = gradient[i] * k.sign;
+            if constexpr (decays) g = fma1(p, k.weight_decay, g);
+            const float s = fma1(g, g, sum[i]);
+            sum[i] = s;
+            param[i] = p - k.rate * g / (__builtin_sqrtf(s) + k.eps);
+        }
+    }
+
+    template <bool first, bool rest>
+    CODEC_INLINE void run_part(float* const* state, float* param, const float* gradient, std::size_t begin,
+                               std::size_t numel) const {
+        if (weight_decay != 0) {
+            run<true>(param, gradient, state[0] + begin, numel);
+        } else {
+            run<false>(param, gradient, state[0] + begin, numel);
+        }
+    }
+
+    float rate, weight_decay, eps, sign;
+};
+
+template <typename Step, bool rest>
+CODEC_INLINE void run_fused_part(const Step& step, const Instruction& it, float* const* registers,
+                                 std::size_t begin, std::size_t numel) {
+    float* const state[] = {registers[it.a], registers[it.b], registers[it.c]};
+    float* const param = registers[0] + begin;
+    const float* const gradient = registers[1] + begin;
+    if ((it.contraction >> (rest ? 1 : 0) & 1) != 0) {
+        step.template run_part<true, rest>(state, param, gradient, begin, numel);
+    } else {
+        step.template run_part<false, rest>(state, param, gradient, begin, numel);
+    }
+}
+
 // torch's fused kernels go through whole vectors of 8 elements, and another loop does the rest.
 template <typename Step>
 CODEC_INLINE void run_fused(const Instruction& it, float* const* registers, std::size_t numel) {
     const Step step(it);
-    float* const state[] = {registers[it.a], registers[it.b]};
     const std::size_t whole = numel - numel % 8;
-    for (unsigned part = 0; part < 2; ++part) {
-        const std::size_t begin = part == 0 ? 0 : whole;
-        const std::size_t length = part == 0 ? whole : numel - whole;
-        float* const param = registers[0] + begin;
-        const float* const gradient = registers[1] + begin;
-        if ((it.contraction >> part & 1) != 0) {
-            step.template run_part<true>(state, param, gradient, begin, length);
-        } else {
-            step.template run_part<false>(state, param, gradient, begin, length);
-        }
-    }
+    run_fused_part<Step, false>(step, it, registers, 0, whole);
+    run_fused_part<Step, true>(step, it, registers, whole, numel - whole);
 }
 
 // `expression` for each element i of out, from a, b and c, which may be the same memory as out.
@@ -214,6 +274,9 @@ CODEC_INLINE void run_tile(const Instruction* instructions, std::size_t count, f
                 break;
             case Opcode::kFusedSgd:
                 run_fused<FusedSgd>(it, registers, numel);
+                break;
+            case Opcode::kFusedAdagrad:
+                run_fused<FusedAdagrad>(it, registers, numel);
                 break;
         }
     }

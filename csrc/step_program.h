@@ -21,27 +21,28 @@ constexpr std::size_t kRegistersMax = 24;
 
 // On registers a, b, c and numbers x, y, as torch computes it on the CPU in fp32, where numbers are rounded
 // to fp32 first. Those that are named fused are whole steps of torch's: they read and write registers 0
-// (parameter), 1 (gradient, only read) and a, b (state).
+// (parameter), 1 (gradient, only read) and a, b, c (state).
 enum class Opcode : std::uint8_t {
-    kCopy,        // a
-    kNeg,         // -a
-    kAbs,         // |a|
-    kSign,        // -1, 0 or 1
-    kReciprocal,  // 1 / a
-    kAdd,         // fma(b, x, a)
-    kAddNumber,   // a + x
-    kMul,         // a * b
-    kMulNumber,   // a * x
-    kDiv,         // a / b
-    kDivNumber,   // a / x
-    kLerp,        // from a to b by x, from the nearer end
-    kAddcmul,     // fma(x * b, c, a)
-    kAddcdiv,     // a + x * b / c
-    kFusedAdam,   // constants: see namespace adam
-    kFusedSgd,    // constants: see namespace sgd
-    kMaximum,     // the larger of a and b, or a NaN of theirs
+    kCopy,          // a
+    kNeg,           // -a
+    kAbs,           // |a|
+    kSign,          // -1, 0 or 1
+    kReciprocal,    // 1 / a
+    kAdd,           // fma(b, x, a)
+    kAddNumber,     // a + x
+    kMul,           // a * b
+    kMulNumber,     // a * x
+    kDiv,           // a / b
+    kDivNumber,     // a / x
+    kLerp,          // from a to b by x, from the nearer end
+    kAddcmul,       // fma(x * b, c, a)
+    kAddcdiv,       // a + x * b / c
+    kFusedAdam,     // constants: see namespace adam
+    kFusedSgd,      // constants: see namespace sgd
+    kMaximum,       // the larger of a and b, or a NaN of theirs
+    kFusedAdagrad,  // constants: see namespace adagrad
 };
-constexpr std::size_t kOpcodes = 17;
+constexpr std::size_t kOpcodes = 18;
 
 struct Instruction {
     Opcode code = Opcode::kCopy;
@@ -58,13 +59,17 @@ struct Instruction {
 // Indices of `Instruction::constants`. Numbers of operations that are not fused are the first.
 namespace adam {
 // Factor: of the parameter, 1 - lr * weight_decay, if the decay is 2 (decoupled), and weight_decay if it
-// is 1. Step size: -lr / bias correction 1. Sign: -1 to maximize.
+// is 1. Step size: -lr / bias correction 1. Sign: -1 to maximize. Amsgrad: 1 if c has the largest squares.
 constexpr std::size_t kStepSize = 0, kBias2Sqrt = 1, kWeight = 2, kBeta2 = 3, kSquareWeight = 4, kEps = 5,
-                      kSign = 6, kFactor = 7, kDecay = 8;
+                      kSign = 6, kFactor = 7, kDecay = 8, kAmsgrad = 9;
 }  // namespace adam
 namespace sgd {
 constexpr std::size_t kMinusLr = 0, kMomentum = 1, kWeightDecay = 2, kUndamped = 3, kSign = 4, kNesterov = 5;
 }  // namespace sgd
+namespace adagrad {
+// Rate: lr / (1 + (step - 1) * lr_decay).
+constexpr std::size_t kRate = 0, kWeightDecay = 1, kEps = 2, kSign = 3;
+}  // namespace adagrad
 
 // Runs `count` instructions on `numel` <= kTileNumel elements, at `registers`: each a place of its own, or
 // equal to another. The last `numel % 8` elements are the last of what torch is called with, or there are

@@ -486,10 +486,11 @@ class NativeSteps:
         return found
 
     def _try(self, case: _Case, operations: Sequence[Operation]) -> int | None:
-        left = set(_CONTRACTIONS if any(each.opcode in FUSED for each in operations) else _CONTRACTIONS[:1])
+        is_fused = any(each.opcode in FUSED for each in operations)
+        left = set(_CONTRACTIONS if is_fused else _CONTRACTIONS[:1])
         generator = torch.Generator().manual_seed(0)
         for numel in _PROBE_LENGTHS:
-            for kind in _KINDS:
+            for kind in (*_KINDS, *(["zeros"] if is_fused else [])):
                 recorded = self._recorded(case, _probe_token(numel, 2 + len(case.keys), generator, kind))
                 for contraction in sorted(left):
                     program = compiled(recorded.recorder.operations, len(case.keys), contraction)
@@ -576,10 +577,12 @@ def _token_of(segment: Segment, opened: OpenBucket, parts: Parts) -> list[Tensor
 
 def _probe_token(numel: int, count: int, generator: torch.Generator, kind: str) -> list[Tensor]:
     """Random tensors: of usual sizes; with a parameter so small that each bit of its update shows; or random bits,
-    denormals, infinities and NaNs among them.
+    denormals, infinities and NaNs among them; or those and as many zeros of both signs.
     """
-    if kind == "bits":
+    if kind in ("bits", "zeros"):
         bits = torch.randint(-(1 << 31), 1 << 31, (count, numel), generator=generator, dtype=torch.int64, device="cpu")
+        if kind == "zeros":
+            bits &= torch.where(torch.rand(count, numel, generator=generator, device="cpu") < 0.5, -(1 << 31), -1)
         return list(bits.to(torch.int32).view(torch.float32))
     values = torch.randn(count, numel, generator=generator, dtype=torch.float32, device="cpu")
     if kind == "small":

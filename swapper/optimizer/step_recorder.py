@@ -24,10 +24,10 @@ __all__ = ["FUSED", "MAXIMUM", "SQRT", "Operation", "StepRecorder"]
 
 # As in csrc/step_program.h.
 _COPY, _NEG, _ABS, _SIGN, _RECIPROCAL, _ADD, _ADD_NUMBER, _MUL, _MUL_NUMBER = range(9)
-_DIV, _DIV_NUMBER, _LERP, _ADDCMUL, _ADDCDIV, _FUSED_ADAM, _FUSED_SGD, MAXIMUM = range(9, 17)
-SQRT = 17
+_DIV, _DIV_NUMBER, _LERP, _ADDCMUL, _ADDCDIV, _FUSED_ADAM, _FUSED_SGD, MAXIMUM, _FUSED_ADAGRAD = range(9, 18)
+SQRT = 18
 """Opcode of what the core does not do."""
-FUSED = (_FUSED_ADAM, _FUSED_SGD)
+FUSED = (_FUSED_ADAM, _FUSED_SGD, _FUSED_ADAGRAD)
 """Opcodes of torch's fused kernels."""
 
 PARAMETER, GRADIENT, FIRST_STATE = 0, 1, 2
@@ -51,12 +51,13 @@ class Operation:
     @property
     def reads(self) -> set[int]:
         """The registers whose content counts."""
-        return {PARAMETER, GRADIENT, self.a, self.b} if self.opcode in FUSED else {self.a, self.b, self.c}
+        registers = {self.a, self.b, self.c}
+        return registers | {PARAMETER, GRADIENT} if self.opcode in FUSED else registers
 
     @property
     def writes(self) -> set[int]:
         """The registers that it changes."""
-        return {self.out, self.a, self.b} if self.opcode in FUSED else {self.out}
+        return {self.out, self.a, self.b, self.c} if self.opcode in FUSED else {self.out}
 
     def moved(self, to: Callable[[int], int]) -> Operation:
         """The same on other registers."""
@@ -144,6 +145,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._note_fused_adam(given, decoupled=name == "_fused_adamw_")
         elif name == "_fused_sgd_":
             self._note_fused_sgd(given)
+        elif name == "_fused_adagrad_":
+            self._note_fused_adagrad(given)
         elif not name.startswith("_foreach_"):
             self._note_one(name, given, result)
         else:
@@ -210,8 +213,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         raise _Unsupported("")
 
     def _note_fused_adam(self, given: dict[str, Any], *, decoupled: bool) -> None:
-        if given["amsgrad"]:
-            raise _Unsupported(" with amsgrad")
+        amsgrad = bool(given["amsgrad"])
         beta1, beta2, lr, step, decay = (
             _number(value)
             for value in (given["beta1"], given["beta2"], given["lr"], given["state_steps"][0], given["weight_decay"])
@@ -226,8 +228,10 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             -1.0 if given["maximize"] else 1.0,
             1 - lr * decay if decoupled else decay,
             0 if decay == 0 else 2 if decoupled else 1,
+            float(amsgrad),
         )
-        self._note_fused(_FUSED_ADAM, given, ["exp_avgs", "exp_avg_sqs"], constants)
+        state = ["exp_avgs", "exp_avg_sqs", *(["max_exp_avg_sqs"] if amsgrad else [])]
+        self._note_fused(_FUSED_ADAM, given, state, constants)
 
     def _note_fused_sgd(self, given: dict[str, Any]) -> None:
         momentum = _number(given["momentum"])
@@ -243,6 +247,16 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         )
         self._note_fused(_FUSED_SGD, given, ["momentum_buffer_list"] if momentum != 0 else [], constants)
 
+    def _note_fused_adagrad(self, given: dict[str, Any]) -> None:
+        lr, decay, step = (_number(value) for value in (given["lr"], given["lr_decay"], given["state_steps"][0]))
+        constants = (
+            lr / (1 + (step - 1) * decay),
+            _number(given["weight_decay"]),
+            _number(given["eps"]),
+            -1.0 if given["maximize"] else 1.0,
+        )
+        self._note_fused(_FUSED_ADAGRAD, given, ["state_sums"], constants)
+
     def _note_fused(
         self, opcode: int, given: dict[str, Any], state: Sequence[str], constants: tuple[float, ...]
     ) -> None:
@@ -253,9 +267,9 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         of = [self._operand(given[name][0]) for name in ("self", "grads", *state)]
         if of[:2] != [PARAMETER, GRADIENT]:
             raise _Unsupported(" of other tensors")
-        a, b = (*of[2:], PARAMETER, PARAMETER)[:2] if state else (PARAMETER, PARAMETER)
-        b = a if len(state) == 1 else b
-        self.operations.append(Operation(opcode, PARAMETER, a, b, a, constants))
+        first = of[2] if state else PARAMETER
+        a, b, c = (*of[2:], first, first, first)[:3]
+        self.operations.append(Operation(opcode, PARAMETER, a, b, c, constants))
 
     def _operand(self, tensor: Any) -> int:
         register = self.register_of(tensor) if isinstance(tensor, Tensor) else None

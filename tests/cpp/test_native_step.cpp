@@ -113,6 +113,67 @@ void test_a_split_master_is_stepped(size_t numel, unsigned threads, InstructionS
     CHECK(results[0].crc == swapper::crc32c(bits.data(), 2 * numel));
 }
 
+// One fused step of a parameter of fp32 whose arrays end where their memory ends; `state` is changed.
+std::vector<float> fused(const Instruction& it, std::vector<float> param, const std::vector<float>& gradient,
+                         std::vector<std::vector<float>>& state, InstructionSet set) {
+    StepJob job;
+    job.program = std::make_shared<StepProgram>(std::vector<Instruction>{it}, state.size(), 2 + state.size());
+    job.numel = param.size();
+    job.param = param.data();
+    job.gradient = gradient.data();
+    for (auto& each : state) job.arrays.push_back(each.data());
+    run_step({job}, 1, set);
+    return param;
+}
+
+std::vector<float> drawn(size_t numel, uint64_t seed) {
+    std::mt19937_64 random(seed);
+    std::vector<float> values(numel);
+    for (auto& each : values) each = static_cast<float>(random() % 2000) / 700;
+    return values;
+}
+
+void test_fused_adagrad(size_t numel, InstructionSet set) {
+    Instruction it = make(Opcode::kFusedAdagrad, 0, 2, 2, 2);
+    it.constants = {0.1, 0.5, 1e-3, -1.0};  // rate, weight decay, eps, sign
+    const auto param = drawn(numel, 1);
+    const auto gradient = drawn(numel, 2);
+    std::vector<std::vector<float>> state{drawn(numel, 3)};
+    const auto before = state;
+    const auto stepped = fused(it, param, gradient, state, set);
+    for (size_t i = 0; i < numel; ++i) {
+        const float g = std::fma(param[i], 0.5F, -gradient[i]);
+        const float sum = std::fma(g, g, before[0][i]);
+        CHECK(state[0][i] == sum);
+        CHECK(stepped[i] == param[i] - 0.1F * g / (std::sqrt(sum) + 1e-3F));
+    }
+}
+
+// The larger of two squares: in whole vectors a NaN if either is one, in the rest only if the former is.
+void test_fused_amsgrad(size_t numel, InstructionSet set) {
+    Instruction it = make(Opcode::kFusedAdam, 0, 2, 3, 4);
+    it.constants = {-0.1, 0.9, 0.1, 0.99, 0.01, 1e-3, 1.0, 0.0, 0.0, 1.0};
+    const auto param = drawn(numel, 1);
+    const auto gradient = drawn(numel, 2);
+    std::vector<std::vector<float>> state{drawn(numel, 3), drawn(numel, 4), drawn(numel, 5)};
+    for (size_t i = 0; i < numel; i += 3) state[1 + i % 2][i] = NAN;
+    const auto before = state;
+    const auto stepped = fused(it, param, gradient, state, set);
+    for (size_t i = 0; i < numel; ++i) {
+        const float g = gradient[i];
+        const float mean = std::fma(0.1F, g - before[0][i], before[0][i]);
+        const float square = std::fma(0.01F * g, g, before[1][i] * 0.99F);
+        const float former = before[2][i];
+        const bool is_rest = i >= numel - numel % 8;
+        float largest = former < square ? square : former;
+        if (!is_rest && std::isnan(square)) largest = square;
+        const float end = param[i] + -0.1F * mean / (std::sqrt(largest) / 0.9F + 1e-3F);
+        const auto same = [](float x, float y) { return x == y || (std::isnan(x) && std::isnan(y)); };
+        CHECK(state[0][i] == mean);
+        CHECK(same(state[1][i], square) && same(state[2][i], largest) && same(stepped[i], end));
+    }
+}
+
 void test_what_is_damaged_is_refused_before_anything_is_written() {
     const auto program = momentum_program();
     Segment good(70000, 1);
@@ -176,6 +237,8 @@ int main() {
         if (!swapper::has_instruction_set(set)) continue;
         for (const size_t numel : {1, 7, 64, 255, 257, 16384, 16385, 200003}) {
             for (const unsigned threads : {1U, 4U}) test_a_split_master_is_stepped(numel, threads, set);
+            test_fused_adagrad(numel, set);
+            test_fused_amsgrad(numel, set);
         }
     }
     test_threads_step_at_the_same_time_and_after_a_fork();

@@ -81,12 +81,18 @@ NATIVE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "RAdam": (torch.optim.RAdam, {}),
     "AdamW-amsgrad": (torch.optim.AdamW, {"amsgrad": True}),
     "Adam-amsgrad-foreach": (torch.optim.Adam, {"amsgrad": True, "foreach": True}),
+    "Adam-amsgrad-fused": (torch.optim.Adam, {"amsgrad": True, "fused": True, "weight_decay": 0.1}),
+    "AdamW-amsgrad-fused": (torch.optim.AdamW, {"amsgrad": True, "fused": True, "maximize": True}),
+    "Adagrad-fused": (torch.optim.Adagrad, {"fused": True}),
+    "Adagrad-fused-decay": (
+        torch.optim.Adagrad,
+        {"fused": True, "weight_decay": 0.1, "lr_decay": 0.1, "maximize": True},
+    ),
     "Adamax": (torch.optim.Adamax, {"weight_decay": 0.1}),
     "ASGD": (torch.optim.ASGD, {}),
     "Lion": (Lion, {}),
 }
 BY_CLASS = {
-    "Adam-amsgrad-fused": (torch.optim.Adam, {"amsgrad": True, "fused": True}),
     "Adadelta": (torch.optim.Adadelta, {}),
     "Rprop": (torch.optim.Rprop, {}),
 }
