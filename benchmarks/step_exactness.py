@@ -50,13 +50,39 @@ class Lion(optim.Optimizer):
                 state["exp_avg"].mul_(group["betas"][1]).add_(p.grad, alpha=1 - group["betas"][1])
 
 
+class Replacing(optim.Optimizer):
+    """A user's Adam that makes new tensors, of its state too, and needs a square with and without its root."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, floor: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "floor": floor})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+                state["step"] += 1
+                m = state["exp_avg"] * b1 + p.grad * (1 - b1)
+                v = state["exp_avg_sq"] * b2 + p.grad * p.grad * (1 - b2)
+                root = v.sqrt() + 1e-8
+                if group["floor"]:
+                    root = root + v * group["floor"]
+                    m = m + state["exp_avg_sq"] * 1e-3
+                state["exp_avg"], state["exp_avg_sq"] = m, v
+                p.addcdiv_(m, root, value=-group["lr"] / (1 - b1 ** state["step"]))
+
+
 swapper.register_elementwise(Lion)
+swapper.register_elementwise(Replacing)
 
 
 def combined(cls: type[optim.Optimizer], *flags: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, dict[str, Any]]]]:
     """The class without any of `flags`, with each of them, and with all; in each way of calling kernels."""
     ways: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]
-    if cls is Lion:
+    if cls in (Lion, Replacing):
         ways = ways[:1]
     elif cls not in (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad):
         ways = ways[:2]
@@ -86,6 +112,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         (optim.Adamax, DECAY, MAXIMIZE),
         (optim.Adadelta, DECAY, MAXIMIZE),
         (Lion, {"weight_decay": 0.0}),
+        (Replacing, {"floor": 0.1}),
     )
     for name, case in combined(cls, *flags)
 }

@@ -38,8 +38,9 @@ from swapper.optimizer.step_program import (
     Unsupported,
     best_instruction_set,
     compiled,
+    scratch_for,
 )
-from swapper.optimizer.step_recorder import FIRST_STATE, FUSED, MAXIMUM, PARAMETER, Operation, StepRecorder
+from swapper.optimizer.step_recorder import COPY, FIRST_STATE, FUSED, MAXIMUM, PARAMETER, Operation, StepRecorder
 from swapper.process.interrupts import interrupts_deferred
 
 __all__ = ["NativeOperand", "NativeSteps"]
@@ -160,7 +161,7 @@ class NativeSteps:
         self._recorded_of: Counter[int] = Counter()  # recordings of each group, in this step
         self._groups: dict[int, _Group] = {}  # of this step
         self._short: set[tuple[tuple[str, bool], ...]] = set()  # flags of groups whose steps are few operations
-        self._room: Tensor | None = None  # float32, for roots; of this step
+        self._room: Tensor | None = None  # for roots; of this step
         self._contractions: dict[tuple[Any, ...], int | None] = {}
         self._reasons: set[str] = set()
         self._is_told = False
@@ -286,9 +287,10 @@ class NativeSteps:
         Raises:
             SwapError: a stored master is damaged. Nothing was written of it, nor of its parameter's elements.
         """
-        numel = max([each.segment.numel for each in chosen if each.program.needs_scratch], default=0)
-        if numel > (0 if self._room is None else self._room.numel()):
-            self._room = torch.empty(numel, dtype=torch.float32, device="cpu")  # The class would make as much.
+        arrays = max([each.program.scratch_arrays for each in chosen], default=0)
+        numel = max([each.segment.numel for each in chosen if each.program.scratch_arrays], default=0)
+        if self._room is None or arrays > self._room.shape[0] or numel > self._room.shape[1]:
+            self._room = scratch_for(arrays, numel)  # The class would make as much.
         threads = torch.get_num_threads()
         by_program: dict[int, list[NativeOperand]] = {}
         for each in chosen:
@@ -464,7 +466,7 @@ class NativeSteps:
         if found is None or (found != register and found < recorder.states_stop):
             raise Unsupported("state was replaced by another tensor")
         if found != register:
-            recorder.operations.append(Operation(0, register, found, found, found))
+            recorder.operations.append(Operation(COPY, register, found, found, found))
 
     def _contraction(self, case: _Case, operations: Sequence[Operation]) -> int:
         """How torch's kernels round, found by a trial; 0 where it does not matter.
@@ -504,8 +506,7 @@ class NativeSteps:
         numel = values.numel()
         state = [each.data_ptr() for each in large]
         segment = NativeSegment(numel, values.data_ptr(), 0, 0, 0, 0, 0, gradient, state, large.__getitem__)
-        room = torch.empty(numel, dtype=torch.float32, device="cpu") if program.needs_scratch else None
-        program.run([segment], room, 1, self._set)
+        program.run([segment], scratch_for(program.scratch_arrays, numel), 1, self._set)
         return all(_same(mine, other.reshape(-1)) for mine, other in zip([values, *large], recorded.after, strict=True))
 
     def _tell(self, optimizer: Optimizer, reason: str) -> None:

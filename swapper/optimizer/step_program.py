@@ -1,8 +1,8 @@
-"""`NativeProgram`: a recorded step, as programs of the native core with a square root of torch's between them."""
+"""`NativeProgram`: a recorded step, as programs of the native core with square roots of torch's between them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from swapper.io import _native
-from swapper.optimizer.step_recorder import FIRST_STATE, FUSED, GRADIENT, PARAMETER, SQRT, Operation
+from swapper.optimizer.step_recorder import COPY, FIRST_STATE, FUSED, PARAMETER, SQRT, Operation
 
-__all__ = ["NativeProgram", "NativeSegment", "Unsupported", "best_instruction_set", "compiled"]
+__all__ = ["NativeProgram", "NativeSegment", "Unsupported", "best_instruction_set", "compiled", "scratch_for"]
 
 _REGISTERS_MAX = 24  # as in csrc/step_program.h
 
@@ -46,7 +46,7 @@ class NativeSegment(NamedTuple):
     state: Sequence[int]
     state_at: Callable[[int], Tensor]
 
-    def job(self, scratch: Tensor | None) -> tuple[int, int, int, int, int, int, int, int, bool, list[int]]:
+    def job(self, scratch: Sequence[Tensor]) -> tuple[int, int, int, int, int, int, int, int, bool, list[int]]:
         """The fields of the job that follow its program."""
         gradient = self.gradient
         return (
@@ -59,35 +59,40 @@ class NativeSegment(NamedTuple):
             self.new_ties,
             gradient.data_ptr(),
             gradient.dtype is torch.bfloat16,
-            [*self.state] if scratch is None else [*self.state, scratch.data_ptr()],
+            [*self.state, *(each.data_ptr() for each in scratch)],
         )
 
 
 class NativeProgram:
     """A recorded step that can be replayed.
 
+    Args:
+        before, after: what is done before square roots and after them; all of it if `after` is None.
+        roots: of each the index of the state tensor that it is taken of, or None for its array of the scratch.
+        state: count of state tensors.
+
     Attributes:
-        needs_scratch: each segment needs float32 scratch of its length.
+        scratch_arrays: float32 arrays as long as a segment that it needs beside, one for each root.
         writes_parameter: the step changes the parameter.
     """
 
     def __init__(
-        self, before: Sequence[Operation], after: Sequence[Operation] | None, root: tuple[int, bool] | None, state: int
+        self, before: Sequence[Operation], after: Sequence[Operation] | None, roots: Sequence[int | None], state: int
     ) -> None:
-        self.needs_scratch = after is not None
-        arrays = state + self.needs_scratch
+        self.scratch_arrays = len(roots)
+        arrays = state + len(roots)
         self._before = _native_program(before, arrays) if before or after is None else None
         self._after = None if after is None else _native_program(after, arrays)
-        self._root = root
+        self._roots = roots
         self.writes_parameter = any(PARAMETER in each.writes for each in (before if after is None else after))
 
     def run(
         self, segments: Sequence[NativeSegment], scratch: Tensor | None, threads: int, instruction_set: int
     ) -> list[tuple[int, int]]:
-        """Step `segments`. Returns of each that has a split master its count of ties and the checksum of its bits.
+        """Step `segments`. Returns of each whose split master was written its count of ties and its bits' checksum.
 
         Args:
-            scratch: float32, 1-D, as long as the longest segment, if `needs_scratch`.
+            scratch: of `scratch_for` the longest segment; None if `scratch_arrays` is 0.
             threads: the most that are used.
             instruction_set: see `best_instruction_set`.
 
@@ -97,18 +102,25 @@ class NativeProgram:
         """
         if self._after is None:
             assert self._before is not None
-            jobs = [(self._before, *segment.job(None)) for segment in segments]
+            jobs = [(self._before, *segment.job(())) for segment in segments]
             return _native.run_step(jobs, threads, instruction_set)
-        assert scratch is not None and self._root is not None
-        source, results = self._root[0], []
+        assert scratch is not None
+        rows = scratch[: self.scratch_arrays].unbind()
+        results = []
         for segment in segments:
-            fields = segment.job(scratch)
+            fields = segment.job(rows)
             if self._before is not None:
                 _native.run_step([(self._before, *fields)], threads, instruction_set)
-            room = scratch[: segment.numel]
-            torch.sqrt(room if self._root[1] else segment.state_at(source), out=room)
+            for state, row in zip(self._roots, rows, strict=True):
+                room = row[: segment.numel]
+                torch.sqrt(room if state is None else segment.state_at(state), out=room)
             results += _native.run_step([(self._after, *fields)], threads, instruction_set)
         return results
+
+
+def scratch_for(arrays: int, numel: int) -> Tensor | None:
+    """Memory for `arrays` arrays of `numel` elements, each at a multiple of 64 bytes as torch's own; None for none."""
+    return torch.empty(arrays, -(-numel // 16) * 16, dtype=torch.float32, device="cpu") if arrays else None
 
 
 def best_instruction_set() -> int:
@@ -124,86 +136,114 @@ def compiled(operations: Sequence[Operation], state: int, contraction: int) -> N
         contraction: of torch's fused kernels: see csrc/step_program.h.
 
     Raises:
-        Unsupported: there are two square roots, or they cannot be split off.
+        Unsupported: a square root is taken of what comes of another, or the operations need too many registers.
     """
     operations = [replace(each, contraction=contraction) if each.opcode in FUSED else each for each in operations]
-    roots = [i for i, each in enumerate(operations) if each.opcode == SQRT]
-    if not roots:
-        return NativeProgram(operations, None, None, state)
-    if len(roots) > 1:
-        raise Unsupported("several square roots")
-    return _split(operations, roots[0], state)
+    if not any(each.opcode == SQRT for each in operations):
+        return NativeProgram(operations, None, [], state)
+    if any(each.opcode in FUSED for each in operations):
+        raise Unsupported("a square root beside a fused kernel")
+    return _split(operations, state)
 
 
-def _split(operations: Sequence[Operation], at: int, state: int) -> NativeProgram:
-    """What the root needs comes before it; all else after it, where the master is joined and split once."""
-    root = operations[at]
-    memory = range(FIRST_STATE, FIRST_STATE + state)
-    before = _slice(operations, at, {root.a})
-    changed = {register for i in before for register in operations[i].writes if register in memory}
-    if any(PARAMETER in operations[i].writes for i in before) or root.out in memory or root.a == PARAMETER:
-        raise Unsupported("a square root of what is not state")
-    delayed = [i for i in range(at) if i not in before]
-    for i in delayed:  # It would see, or undo, what comes before the root.
-        later = {register for j in before if j > i for register in operations[j].writes if register in memory}
-        if (operations[i].reads | operations[i].writes) & later:
-            raise Unsupported("a square root in the middle of other state")
-        earlier = {register for j in before if j < i for register in operations[j].writes}
-        if operations[i].writes & earlier & set(memory):
-            raise Unsupported("a square root of state that changes again")
-    in_scratch = root.a not in memory
-    after = [*delayed, *range(at + 1, len(operations))]
-    again = _made_again(operations, before, after, memory, at)
-    for i in again:
-        if (operations[i].reads | operations[i].writes) & changed:
-            raise Unsupported("a value from before a square root")
-    if in_scratch and any(root.a in operations[i].reads | operations[i].writes for i in delayed):
-        raise Unsupported("a value that is needed before its square root")
-    if any(root.out in operations[i].writes for i in again):
-        raise Unsupported("a square root in the place of what is needed again")
-    scratch = FIRST_STATE + state
+def _split(operations: Sequence[Operation], state: int) -> NativeProgram:
+    """Two programs: what the roots are taken of, and all else, where the master is joined and split once.
 
-    def moved(order: Sequence[int], root_register: int) -> list[Operation]:
-        places = {register: register for register in (PARAMETER, GRADIENT, *memory)}
-        places[root_register] = scratch
-        count = scratch + 1
-        for i in order:
-            for register in sorted(operations[i].reads | operations[i].writes):
-                if register not in places:
-                    places[register] = count
-                    count += 1
-        return [operations[i].moved(places.__getitem__) for i in order]
+    Where registers are written more than once, they do not show what depends on what. So each operation makes a value
+    of its own, and both programs compute what they need, of what memory has then: some of it twice.
+    """
+    memory = FIRST_STATE + state
+    made, final = _values_of(operations, memory)
+    roots = [each for each in made.values() if each.opcode == SQRT]
+    before = _needed(made, [root.a for root in roots], set())
+    if any(made[value].opcode == SQRT for value in before):
+        raise Unsupported("a square root of what comes of another")
+    changed = {register: value for register, value in final.items() if value != register}
+    known = {root.out: memory + i for i, root in enumerate(roots)}
+    # State that is done before the roots is written then, unless what it was is needed after them.
+    done = {register: value for register, value in changed.items() if value in before and register != PARAMETER}
+    while True:
+        left = [(value, register) for register, value in changed.items() if register not in done]
+        after = _needed(made, [value for value, _ in left], {*known, *done.values()})
+        again = done.keys() & {value for each in after for value in made[each].reads}
+        if not again:
+            break
+        done = {register: value for register, value in done.items() if register not in again}
 
-    if in_scratch and root.a != root.out and any(root.a in operations[i].reads for i in after):
-        raise Unsupported("a value that is needed with and without its square root")
-    first = moved(sorted(before), root.a if in_scratch else -1)
-    second = moved(sorted({*again, *after}), root.out)
-    return NativeProgram(first, second, (root.a - FIRST_STATE, in_scratch), state)
+    def state_of(value: int) -> int | None:
+        """The index of the state tensor that has `value` between the two programs."""
+        found = [register for register in range(FIRST_STATE, memory) if done.get(register, register) == value]
+        return found[0] - FIRST_STATE if found else None
+
+    sources = [state_of(root.a) for root in roots]
+    places = [(value, register) for register, value in done.items()]
+    places += [(root.a, memory + i) for i, root in enumerate(roots) if sources[i] is None]
+    at_first = {register: register for register in range(memory)}
+    between = {done.get(register, register): register for register in range(memory)} | known
+    first = _placed([made[each] for each in sorted(before)], at_first, places, memory + len(roots))
+    second = _placed([made[each] for each in sorted(after)], between, left, memory + len(roots))
+    return NativeProgram(first, second, sources, state)
 
 
-def _slice(operations: Sequence[Operation], end: int, wanted: set[int], known: int = -1) -> set[int]:
-    """The operations before `end` that the content of the registers `wanted` comes from, without that at `known`."""
-    found, live = set(), set(wanted)
-    for i in reversed(range(end)):
-        operation = operations[i]
-        if i == known:
-            live -= operation.writes
-        elif operation.writes & live:
-            found.add(i)
-            live = (live - operation.writes) | operation.reads
+def _values_of(operations: Sequence[Operation], memory: int) -> tuple[dict[int, Operation], dict[int, int]]:
+    """What makes each value, on values in place of registers; and the last value of each register below `memory`, of
+    which the first has the register's number.
+    """
+    now = {register: register for register in range(memory)}
+    made = {}
+    for value, each in enumerate(operations, memory):
+        is_copy = each.opcode == COPY and now[each.a] >= memory  # of a value that was made, so it is the same
+        if not is_copy:
+            made[value] = replace(each.reading(now.__getitem__), out=value)
+        now[each.out] = now[each.a] if is_copy else value
+    return made, {register: now[register] for register in range(memory)}
+
+
+def _needed(made: Mapping[int, Operation], values: Iterable[int], known: set[int]) -> set[int]:
+    """The values to make so that `values` are there, where `known` are."""
+    found: set[int] = set()
+    left = [*values]
+    while left:
+        value = left.pop()
+        if value in made and value not in known and value not in found:
+            found.add(value)
+            left += made[value].reads
     return found
 
 
-def _made_again(
-    operations: Sequence[Operation], before: set[int], after: Sequence[int], memory: range, root: int
-) -> set[int]:
-    """Those of `before` whose results, which are not in memory, are needed after the root too."""
-    again: set[int] = set()
-    fixed = {PARAMETER, GRADIENT, *memory}
-    for i in after:
-        for register in operations[i].reads - fixed:
-            again |= {j for j in _slice(operations, i, {register}, root) if j in before}
-    return again
+def _placed(
+    operations: Sequence[Operation], there: Mapping[int, int], places: Sequence[tuple[int, int]], first_free: int
+) -> list[Operation]:
+    """`operations`, which are on values, on registers.
+
+    Args:
+        there: the registers of values that are there before.
+        places: values, and the register that each is to be in at the end.
+        first_free: from here on registers are of the tile alone.
+    """
+    registers, wanted = dict(there), dict(places)
+    last = {value: i for i, each in enumerate(operations) for value in each.reads}
+    holds = {register: value for value, register in there.items()}
+    # At once into registers that hold nothing: what is copied may be overwritten later.
+    placed = [_copy(at, there[value]) for value, at in places if value in there and at not in holds]
+    late = [(value, at) for value, at in places if value not in there or at in holds]
+    for i, each in enumerate(operations):
+        read = each.reading(registers.__getitem__)
+        out = wanted.get(each.out)
+        if out is None or last.get(holds.get(out, -1), -1) > i:  # What is in its place is needed later.
+            out = next(
+                register
+                for register in range(first_free, first_free + len(operations))
+                if (value := holds.get(register, -1)) not in wanted and last.get(value, -1) <= i
+            )
+        holds[out] = each.out
+        registers[each.out] = out
+        placed.append(replace(read, out=out))
+    return placed + [_copy(at, registers[value]) for value, at in late if registers[value] != at]
+
+
+def _copy(out: int, a: int) -> Operation:
+    return Operation(COPY, out, a, a, a)
 
 
 def _native_program(operations: Sequence[Operation], arrays: int) -> _native.StepProgram:

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["FUSED", "MAXIMUM", "SQRT", "Operation", "StepRecorder"]
+__all__ = ["COPY", "FUSED", "MAXIMUM", "SQRT", "Operation", "StepRecorder"]
 
 # As in csrc/step_program.h.
-_COPY, _NEG, _ABS, _SIGN, _RECIPROCAL, _ADD, _ADD_NUMBER, _MUL, _MUL_NUMBER = range(9)
+COPY, _NEG, _ABS, _SIGN, _RECIPROCAL, _ADD, _ADD_NUMBER, _MUL, _MUL_NUMBER = range(9)
 _DIV, _DIV_NUMBER, _LERP, _ADDCMUL, _ADDCDIV, _FUSED_ADAM, _FUSED_SGD, MAXIMUM, _FUSED_ADAGRAD = range(9, 18)
 SQRT = 18
 """Opcode of what the core does not do."""
@@ -33,7 +33,7 @@ FUSED = (_FUSED_ADAM, _FUSED_SGD, _FUSED_ADAGRAD)
 PARAMETER, GRADIENT, FIRST_STATE = 0, 1, 2
 """Registers."""
 
-_UNARY = {"clone": _COPY, "neg": _NEG, "abs": _ABS, "sign": _SIGN, "reciprocal": _RECIPROCAL, "sqrt": SQRT}
+_UNARY = {"clone": COPY, "neg": _NEG, "abs": _ABS, "sign": _SIGN, "reciprocal": _RECIPROCAL, "sqrt": SQRT}
 
 
 @dataclass(frozen=True)
@@ -59,9 +59,9 @@ class Operation:
         """The registers that it changes."""
         return {self.out, self.a, self.b, self.c} if self.opcode in FUSED else {self.out}
 
-    def moved(self, to: Callable[[int], int]) -> Operation:
-        """The same on other registers."""
-        return replace(self, out=to(self.out), a=to(self.a), b=to(self.b), c=to(self.c))
+    def reading(self, to: Callable[[int], int]) -> Operation:
+        """The same, which reads other registers."""
+        return replace(self, a=to(self.a), b=to(self.b), c=to(self.c))
 
 
 class _Unsupported(Exception):
@@ -168,7 +168,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if in_place:
             target = given["self"]
         if base == "copy":
-            self._write(given["self"], _COPY, [self._operand(given["src"])])
+            self._write(given["self"], COPY, [self._operand(given["src"])])
             return
         constants: tuple[float, ...] = ()
         if base in _UNARY:

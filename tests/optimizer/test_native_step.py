@@ -47,7 +47,35 @@ class Lion(Optimizer):
                 state["exp_avg"].mul_(group["betas"][1]).add_(p.grad, alpha=1 - group["betas"][1])
 
 
+class Replacing(Optimizer):
+    """A user's AdamW that makes new tensors, of its state too, and needs a square with and without its root."""
+
+    def __init__(self, params: Any, lr: float = 1e-3, floor: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.1, "floor": floor})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            b1, b2 = group["betas"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+                state["step"] += 1
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                m, v = state["m"] * b1 + p.grad * (1 - b1), state["v"] * b2 + p.grad * p.grad * (1 - b2)
+                root = v.sqrt() + 1e-8
+                if group["floor"]:
+                    root = root + v * group["floor"]
+                    m = m + state["v"] * 1e-3
+                state["m"], state["v"] = m, v
+                p.addcdiv_(m, root, value=-group["lr"] / (1 - b1 ** state["step"]))
+
+
 swapper.register_elementwise(Lion)
+swapper.register_elementwise(Replacing)
 
 NATIVE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {}),
@@ -88,14 +116,15 @@ NATIVE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
         torch.optim.Adagrad,
         {"fused": True, "weight_decay": 0.1, "lr_decay": 0.1, "maximize": True},
     ),
+    "Adadelta": (torch.optim.Adadelta, {}),
+    "Adadelta-foreach": (torch.optim.Adadelta, {"foreach": True, "weight_decay": 0.1, "maximize": True}),
     "Adamax": (torch.optim.Adamax, {"weight_decay": 0.1}),
     "ASGD": (torch.optim.ASGD, {}),
     "Lion": (Lion, {}),
+    "Replacing": (Replacing, {}),
+    "Replacing-floor": (Replacing, {"floor": 0.1}),
 }
-BY_CLASS = {
-    "Adadelta": (torch.optim.Adadelta, {}),
-    "Rprop": (torch.optim.Rprop, {}),
-}
+BY_CLASS = {"Rprop": (torch.optim.Rprop, {})}
 
 Chosen = list[tuple[int, int]]
 

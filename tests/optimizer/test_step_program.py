@@ -1,0 +1,115 @@
+"""Recorded steps with square roots are split into programs that give what the operations give one after the other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from swapper.optimizer.master_codec import join_master, split_master, ties_bytes_max
+from swapper.optimizer.step_program import NativeSegment, Unsupported, best_instruction_set, compiled, scratch_for
+from swapper.optimizer.step_recorder import COPY, PARAMETER, SQRT, Operation
+
+ABS, ADD, MUL, MUL_NUMBER = 2, 5, 7, 8  # as in csrc/step_program.h
+NUMEL = 301
+
+BY_TORCH: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    COPY: lambda a, b: a.clone(),
+    ABS: lambda a, b: a.abs(),
+    ADD: lambda a, b: a + b,
+    MUL: lambda a, b: a * b,
+    MUL_NUMBER: lambda a, b: a * 0.75,
+    SQRT: lambda a, b: a.sqrt(),
+}
+
+
+def one_after_the_other(operations: list[Operation], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    registers = dict(enumerate(tensors))
+    for each in operations:
+        registers[each.out] = BY_TORCH[each.opcode](registers[each.a], registers[each.b])
+    return [registers[i] for i in range(len(tensors))]
+
+
+def natively(operations: list[Operation], tensors: list[torch.Tensor], is_split: bool) -> list[torch.Tensor]:
+    """What the program of `operations` makes of `tensors`, of which the first may be a split master."""
+    values, gradient, *state = (each.clone() for each in tensors)
+    program = compiled(operations, len(state), 0)
+    bits, low = torch.empty(NUMEL, dtype=torch.bfloat16), torch.empty(NUMEL, dtype=torch.int16)
+    ties, new_ties = torch.empty(2, ties_bytes_max(NUMEL), dtype=torch.uint8)
+    places = [values.data_ptr(), 0, 0, 0, 0, 0]
+    if is_split:
+        tie_bits = split_master(values, bits, low, ties)
+        places = [0, bits.data_ptr(), low.data_ptr(), ties.data_ptr(), tie_bits, new_ties.data_ptr()]
+    segment = NativeSegment(NUMEL, *places, gradient, [each.data_ptr() for each in state], state.__getitem__)
+    scratch = scratch_for(program.scratch_arrays, NUMEL)
+    results = program.run([segment], scratch, 1, best_instruction_set())
+    assert program.writes_parameter == any(each.out == PARAMETER for each in operations)
+    if is_split and program.writes_parameter:
+        join_master(bits, low, new_ties, results[0][0], values)
+    return [values, gradient, *state]
+
+
+def drawn(draw: random.Random, memory: int) -> list[Operation]:
+    """Operations on memory and on registers that were written before; about one in six is a square root."""
+    written, operations = [*range(memory)], []
+    for _ in range(draw.randint(1, 14)):
+        opcode = draw.choice([*BY_TORCH, SQRT])
+        out = draw.choice([0, *range(2, memory + 5)])  # The gradient is only read.
+        a, b = draw.choices(written[-6:] + written, k=2)
+        b = b if opcode in (ADD, MUL) else a
+        constants = {ADD: (1.0,), MUL_NUMBER: (0.75,)}.get(opcode, ())
+        operations.append(Operation(opcode, out, a, b, a, constants))
+        written.append(out)
+    return operations
+
+
+def assert_same(operations: list[Operation], memory: int, seed: int) -> None:
+    tensors = list(torch.randn(memory, NUMEL, generator=torch.Generator().manual_seed(seed)).abs_())
+    tensors[0] = tensors[0].half().float()  # One in eight is a tie.
+    expected = one_after_the_other(operations, tensors)
+    for is_split in (False, True):
+        for mine, other in zip(natively(operations, tensors, is_split), expected, strict=True):
+            assert torch.equal(mine.view(torch.int32), other.view(torch.int32)), (seed, operations)
+
+
+@pytest.mark.parametrize("memory", [2, 3, 4])
+def test_any_operations_in_any_order(memory: int) -> None:
+    split = 0
+    for seed in range(700):
+        operations = drawn(random.Random(seed), memory)
+        try:
+            compiled(operations, memory - 2, 0)
+        except Unsupported as unsupported:
+            assert "what comes of another" in str(unsupported)
+            continue
+        assert_same(operations, memory, seed)
+        split += any(each.opcode == SQRT for each in operations)
+    assert split > 100
+
+
+def unary(opcode: int, out: int, a: int) -> Operation:
+    return Operation(opcode, out, a, a, a)
+
+
+ROOTS = {
+    "twice of one": [unary(SQRT, 4, 2), unary(SQRT, 5, 2), Operation(ADD, 0, 4, 5, 4, (1.0,))],
+    "of the parameter": [unary(SQRT, 4, 0), unary(COPY, 3, 4), unary(COPY, 0, 4)],
+    "of a parameter that is done": [unary(ABS, 0, 0), unary(SQRT, 2, 0)],
+    "in place": [unary(SQRT, 2, 2), unary(SQRT, 3, 3)],
+    "of what changes": [unary(SQRT, 4, 2), Operation(MUL, 2, 2, 1, 2), unary(SQRT, 3, 2), Operation(MUL, 0, 0, 4, 0)],
+    "of what two get": [Operation(MUL, 4, 2, 1, 2), unary(SQRT, 5, 4), unary(COPY, 2, 4), unary(COPY, 3, 4)],
+    "beside what is exchanged": [unary(COPY, 4, 2), unary(COPY, 2, 3), unary(COPY, 3, 4), unary(SQRT, 0, 0)],
+    "with and without": [Operation(MUL, 4, 2, 1, 2), unary(SQRT, 5, 4), Operation(MUL, 0, 4, 5, 4), unary(COPY, 2, 4)],
+}
+
+
+@pytest.mark.parametrize("name", ROOTS)
+def test_roots(name: str) -> None:
+    assert_same(ROOTS[name], 4, 0)
+
+
+def test_a_root_of_a_root_is_refused() -> None:
+    with pytest.raises(Unsupported, match="what comes of another"):
+        compiled([unary(SQRT, 3, 2), unary(ABS, 4, 3), unary(SQRT, 0, 4)], 1, 0)
