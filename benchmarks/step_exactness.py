@@ -75,14 +75,37 @@ class Replacing(optim.Optimizer):
                 p.addcdiv_(m, root, value=-group["lr"] / (1 - b1 ** state["step"]))
 
 
+class Bounded(optim.Optimizer):
+    """A user's own, of bounds, powers and tensors of zeros."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                m, v, last = (state.get(key, torch.zeros_like(p)) for key in ("exp_avg", "exp_avg_sq", "last"))
+                m = m * 0.9 + p.grad.clamp(max=3.0) + last.clamp_(-0.5, 0.5)
+                v = v * 0.99 + p.grad**2 * 0.01
+                update = (v + 1e-10).rsqrt() * m + (m.abs() ** 0.5).clamp(min=1e-3) ** -1
+                p.sub_(update.square().clamp_(1e-6, 10.0), alpha=group["lr"])
+                last.zero_().sub_(p.grad)
+                state.update(exp_avg=m, exp_avg_sq=v, last=last)
+
+
 swapper.register_elementwise(Lion)
 swapper.register_elementwise(Replacing)
+swapper.register_elementwise(Bounded)
 
 
 def combined(cls: type[optim.Optimizer], *flags: dict[str, Any]) -> Iterator[tuple[str, tuple[Any, dict[str, Any]]]]:
     """The class without any of `flags`, with each of them, and with all; in each way of calling kernels."""
     ways: list[dict[str, Any]] = [{}, {"foreach": True}, {"fused": True}]
-    if cls in (Lion, Replacing):
+    if cls in (Lion, Replacing, Bounded):
         ways = ways[:1]
     elif cls not in (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad):
         ways = ways[:2]
@@ -113,6 +136,7 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         (optim.Adadelta, DECAY, MAXIMIZE),
         (Lion, {"weight_decay": 0.0}),
         (Replacing, {"floor": 0.1}),
+        (Bounded,),
     )
     for name, case in combined(cls, *flags)
 }

@@ -261,6 +261,10 @@ CODEC_INLINE void run_tile(const Instruction* instructions, std::size_t count, f
             STEP_CASE(kAddcmul, fma1(x * b[i], c[i], a[i]));
             STEP_CASE(kAddcdiv, a[i] + x * b[i] / c[i]);
             STEP_CASE(kMaximum, larger_of(a[i], b[i]));
+            STEP_CASE(kRsqrt, 1.0F / __builtin_sqrtf(a[i]));
+            STEP_CASE(kFill, x);
+            STEP_CASE(kClampMin, a[i] < x ? x : a[i]);
+            STEP_CASE(kClampMax, x < a[i] ? x : a[i]);
             case Opcode::kLerp:
                 if (std::fabs(x) < 0.5F) {
                     STEP_LOOP for (std::size_t i = 0; i < numel; ++i) out[i] = fma1(x, b[i] - a[i], a[i]);

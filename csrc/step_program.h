@@ -41,8 +41,12 @@ enum class Opcode : std::uint8_t {
     kFusedSgd,      // constants: see namespace sgd
     kMaximum,       // the larger of a and b, or a NaN of theirs
     kFusedAdagrad,  // constants: see namespace adagrad
+    kRsqrt,         // 1 / the nearest float to the root of a
+    kFill,          // x
+    kClampMin,      // a, or x if that is larger
+    kClampMax,      // a, or x if that is smaller
 };
-constexpr std::size_t kOpcodes = 18;
+constexpr std::size_t kOpcodes = 22;
 
 struct Instruction {
     Opcode code = Opcode::kCopy;

@@ -25,7 +25,8 @@ __all__ = ["COPY", "FUSED", "MAXIMUM", "SQRT", "Operation", "StepRecorder"]
 # As in csrc/step_program.h.
 COPY, _NEG, _ABS, _SIGN, _RECIPROCAL, _ADD, _ADD_NUMBER, _MUL, _MUL_NUMBER = range(9)
 _DIV, _DIV_NUMBER, _LERP, _ADDCMUL, _ADDCDIV, _FUSED_ADAM, _FUSED_SGD, MAXIMUM, _FUSED_ADAGRAD = range(9, 18)
-SQRT = 18
+_RSQRT, _FILL, _CLAMP_MIN, _CLAMP_MAX = range(18, 22)
+SQRT = 22
 """Opcode of what the core does not do."""
 FUSED = (_FUSED_ADAM, _FUSED_SGD, _FUSED_ADAGRAD)
 """Opcodes of torch's fused kernels."""
@@ -33,7 +34,16 @@ FUSED = (_FUSED_ADAM, _FUSED_SGD, _FUSED_ADAGRAD)
 PARAMETER, GRADIENT, FIRST_STATE = 0, 1, 2
 """Registers."""
 
-_UNARY = {"clone": COPY, "neg": _NEG, "abs": _ABS, "sign": _SIGN, "reciprocal": _RECIPROCAL, "sqrt": SQRT}
+_UNARY = {
+    "clone": COPY,
+    "neg": _NEG,
+    "abs": _ABS,
+    "sign": _SIGN,
+    "reciprocal": _RECIPROCAL,
+    "rsqrt": _RSQRT,
+    "sqrt": SQRT,
+}
+_FILLED = {"zero": 0.0, "zeros_like": 0.0, "ones_like": 1.0}
 
 
 @dataclass(frozen=True)
@@ -170,6 +180,12 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if base == "copy":
             self._write(given["self"], COPY, [self._operand(given["src"])])
             return
+        if base in _FILLED:  # What it is given does not matter; the gradient costs no more to read.
+            self._write(result if target is None else target, _FILL, [GRADIENT], (_FILLED[base],), made=target is None)
+            return
+        if base == "clamp":
+            self._note_clamp(given, result if target is None else target, made=target is None)
+            return
         constants: tuple[float, ...] = ()
         if base in _UNARY:
             if base == "clone" and given.get("memory_format") not in (None, torch.preserve_format):
@@ -182,6 +198,8 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _arithmetic(self, base: str, given: dict[str, Any]) -> tuple[int, list[Any], tuple[float, ...]]:
         a = given["self"]
+        if base == "pow":
+            return self._power(a, _number(given["exponent"]))
         if base in ("add", "sub", "mul", "div"):
             if given.get("rounding_mode") is not None:
                 raise _Unsupported(" with a rounding mode")
@@ -211,6 +229,24 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 (_number(value),),
             )
         raise _Unsupported("")
+
+    def _power(self, a: Any, exponent: float) -> tuple[int, list[Any], tuple[float, ...]]:
+        """As torch's kernel, which has ways of its own for these exponents."""
+        if exponent == 2:
+            return _MUL, [a, a], ()
+        if exponent in (0.5, -0.5, -1):
+            return {0.5: SQRT, -0.5: _RSQRT, -1: _RECIPROCAL}[exponent], [a], ()
+        raise _Unsupported(f" with exponent {exponent:g}")
+
+    def _note_clamp(self, given: dict[str, Any], target: Any, made: bool) -> None:
+        bounds = [(_CLAMP_MIN, given.get("min")), (_CLAMP_MAX, given.get("max"))]
+        source = given["self"]
+        for opcode, bound in bounds:
+            if bound is not None:
+                if isinstance(bound, Tensor):
+                    raise _Unsupported(" with a tensor")
+                self._write(target, opcode, [self._operand(source)], (_number(bound),), made)
+                source, made = target, False
 
     def _note_fused_adam(self, given: dict[str, Any], *, decoupled: bool) -> None:
         amsgrad = bool(given["amsgrad"])

@@ -74,8 +74,31 @@ class Replacing(Optimizer):
                 p.addcdiv_(m, root, value=-group["lr"] / (1 - b1 ** state["step"]))
 
 
+class Bounded(Optimizer):
+    """A user's own, of bounds, powers and tensors of zeros."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                m, v, last = (state.get(key, torch.zeros_like(p)) for key in ("exp_avg", "exp_avg_sq", "last"))
+                m = m * 0.9 + p.grad.clamp(max=3.0) + last.clamp_(-0.5, 0.5)
+                v = v * 0.99 + p.grad**2 * 0.01
+                update = (v + 1e-10).rsqrt() * m + (m.abs() ** 0.5).clamp(min=1e-3) ** -1
+                p.sub_(update.square().clamp_(1e-6, 10.0), alpha=group["lr"])
+                last.zero_().sub_(p.grad)
+                state.update(exp_avg=m, exp_avg_sq=v, last=last)
+
+
 swapper.register_elementwise(Lion)
 swapper.register_elementwise(Replacing)
+swapper.register_elementwise(Bounded)
 
 NATIVE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "AdamW": (torch.optim.AdamW, {}),
@@ -121,6 +144,7 @@ NATIVE: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
     "Adamax": (torch.optim.Adamax, {"weight_decay": 0.1}),
     "ASGD": (torch.optim.ASGD, {}),
     "Lion": (Lion, {}),
+    "Bounded": (Bounded, {}),
     "Replacing": (Replacing, {}),
     "Replacing-floor": (Replacing, {"floor": 0.1}),
 }

@@ -12,7 +12,8 @@ from swapper.optimizer.master_codec import join_master, split_master, ties_bytes
 from swapper.optimizer.step_program import NativeSegment, Unsupported, best_instruction_set, compiled, scratch_for
 from swapper.optimizer.step_recorder import COPY, PARAMETER, SQRT, Operation
 
-ABS, ADD, MUL, MUL_NUMBER = 2, 5, 7, 8  # as in csrc/step_program.h
+ABS, ADD, MUL, MUL_NUMBER, FILL, CLAMP_MAX = 2, 5, 7, 8, 19, 21  # as in csrc/step_program.h
+CONSTANTS = {ADD: (1.0,), MUL_NUMBER: (0.75,), FILL: (0.5,), CLAMP_MAX: (0.75,)}
 NUMEL = 301
 
 BY_TORCH: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
@@ -21,6 +22,8 @@ BY_TORCH: dict[int, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     ADD: lambda a, b: a + b,
     MUL: lambda a, b: a * b,
     MUL_NUMBER: lambda a, b: a * 0.75,
+    FILL: lambda a, b: torch.full_like(a, 0.5),
+    CLAMP_MAX: lambda a, b: a.clamp(max=0.75),
     SQRT: lambda a, b: a.sqrt(),
 }
 
@@ -52,15 +55,14 @@ def natively(operations: list[Operation], tensors: list[torch.Tensor], is_split:
 
 
 def drawn(draw: random.Random, memory: int) -> list[Operation]:
-    """Operations on memory and on registers that were written before; about one in six is a square root."""
+    """Operations on memory and on registers that were written before; two in nine are square roots."""
     written, operations = [*range(memory)], []
     for _ in range(draw.randint(1, 14)):
         opcode = draw.choice([*BY_TORCH, SQRT])
         out = draw.choice([0, *range(2, memory + 5)])  # The gradient is only read.
         a, b = draw.choices(written[-6:] + written, k=2)
         b = b if opcode in (ADD, MUL) else a
-        constants = {ADD: (1.0,), MUL_NUMBER: (0.75,)}.get(opcode, ())
-        operations.append(Operation(opcode, out, a, b, a, constants))
+        operations.append(Operation(opcode, out, a, b, a, CONSTANTS.get(opcode, ())))
         written.append(out)
     return operations
 
