@@ -57,7 +57,15 @@ class ClassStep:
             groups[number]["params"].append(tensor)
             states[tensor] = _as_sharded(operand.segment, opened.state_of(operand.segment))
         self._narrow(optimizer, groups, {tensor: state for tensor, state in states.items() if state})
+        given = [
+            (made, local_of(made).detach())
+            for operand, made in zip(operands, states, strict=True)
+            if made is not operand.segment.parameter
+        ]
         self._step(optimizer)
+        for made, values in given:  # What it has assigned to `data` of a tensor of ours belongs in its memory.
+            if local_of(made).data_ptr() != values.data_ptr():
+                values.copy_(local_of(made).detach())
         left = [
             _as_kept(operand.segment, optimizer.state.get(tensor, {}))
             for operand, tensor in zip(operands, states, strict=True)

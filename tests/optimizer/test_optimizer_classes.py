@@ -315,3 +315,59 @@ def test_settings_of_bitsandbytes_for_single_parameters_are_refused(
         override()
         with pytest.raises(swapper.ConfigError, match="GlobalOptimManager"):
             swapper.wrap_optimizer(optimizer, {"nvme_path": str(nvme_path), "offload_optimizer": {"device": "nvme"}})
+
+
+class Assigning(Optimizer):
+    """Puts new tensors in the place of parameters and state, as programs do that do not step in place."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["sum"] = 0.9 * state.get("sum", torch.zeros_like(p)) + p.grad
+                p.data = p.data - group["lr"] * state["sum"]
+
+
+@pytest.mark.parametrize("native", ["on", "off"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16 with masters"])
+@pytest.mark.parametrize("registered", [False, True])
+def test_a_class_that_assigns_the_data_of_a_parameter(
+    registered: bool, dtype: torch.dtype, native: str, nvme_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may be shown a piece of it, or its master: what it assigns is the parameter's."""
+    if registered:
+        monkeypatch.setattr("swapper.optimizer.probe._elementwise", {*swapper.optimizer.probe._elementwise, Assigning})
+    masters = dtype is torch.bfloat16
+
+    def parameters(of: torch.dtype) -> list[nn.Parameter]:
+        generator = torch.Generator().manual_seed(0)
+        shapes = [(300, 401), (70,), (257, 129)]
+        return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype).to(of)) for shape in shapes]
+
+    plain, mine = parameters(torch.float32), parameters(dtype)
+    optimizer = swapper.wrap_optimizer(
+        Assigning(mine, lr=0.1),
+        swapper.OffloadConfig(
+            nvme_path=str(nvme_path),
+            pool_bytes="16MiB",
+            bucket_bytes="256KiB",
+            offload_optimizer={"device": "nvme", "master_weights": masters, "native_step": native},
+        ),
+    )
+    reference = Assigning(plain, lr=0.1)
+    for seed in range(4):
+        generator = torch.Generator().manual_seed(seed)
+        for p, q in zip(plain, mine, strict=True):
+            q.grad = torch.randn(q.shape, generator=generator).to(dtype)
+            p.grad = q.grad.float()
+        reference.step()
+        optimizer.step()
+        for p, q in zip(plain, mine, strict=True):
+            assert torch.equal(p.detach().to(dtype), q.detach())
+            assert torch.equal(reference.state[p]["sum"], swapper.of(optimizer).state(q)["sum"])
+    assert swapper.of(optimizer).stats().masters_reset == 0
+    swapper.of(optimizer).close()
