@@ -43,6 +43,7 @@ _UNARY = {
     "rsqrt": _RSQRT,
     "sqrt": SQRT,
 }
+_POWERS = {0.5: SQRT, -0.5: _RSQRT, -1.0: _RECIPROCAL}
 _FILLED = {"zero": 0.0, "zeros_like": 0.0, "ones_like": 1.0}
 
 
@@ -199,7 +200,7 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _arithmetic(self, base: str, given: dict[str, Any]) -> tuple[int, list[Any], tuple[float, ...]]:
         a = given["self"]
         if base == "pow":
-            return self._power(a, _number(given["exponent"]))
+            return self._power(a, given["exponent"])
         if base in ("add", "sub", "mul", "div"):
             if given.get("rounding_mode") is not None:
                 raise _Unsupported(" with a rounding mode")
@@ -230,13 +231,15 @@ class StepRecorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             )
         raise _Unsupported("")
 
-    def _power(self, a: Any, exponent: float) -> tuple[int, list[Any], tuple[float, ...]]:
-        """As torch's kernel, which has ways of its own for these exponents."""
+    def _power(self, a: Any, exponent: Any) -> tuple[int, list[Any], tuple[float, ...]]:
+        """As torch's kernel, which has ways of its own for these numbers; not where they are tensors."""
+        if isinstance(exponent, Tensor):
+            raise _Unsupported(" with a tensor")
         if exponent == 2:
             return _MUL, [a, a], ()
-        if exponent in (0.5, -0.5, -1):
-            return {0.5: SQRT, -0.5: _RSQRT, -1: _RECIPROCAL}[exponent], [a], ()
-        raise _Unsupported(f" with exponent {exponent:g}")
+        if exponent in _POWERS:
+            return _POWERS[exponent], [a], ()
+        raise _Unsupported(" with another exponent")
 
     def _note_clamp(self, given: dict[str, Any], target: Any, made: bool) -> None:
         bounds = [(_CLAMP_MIN, given.get("min")), (_CLAMP_MAX, given.get("max"))]

@@ -838,6 +838,30 @@ def test_what_a_class_asks_a_parameter_that_it_is_given(what: str) -> None:
     assert_steps_are_plain(make, give)
 
 
+@pytest.mark.parametrize(("exponent", "is_native"), [(2, True), (3, False), (torch.tensor(2.0), False)], ids=str)
+def test_powers_that_torch_has_no_way_of_its_own_for(exponent: Any, is_native: bool, chosen: Chosen) -> None:
+    """Those are of another library, whose bits nobody knows; of a tensor 2.0 is one too."""
+
+    class Raised(Own):
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                state = self.state[p]
+                if not state:
+                    state["m"] = torch.zeros_like(p)
+                state["m"].mul_(0.9).add_(p.grad.abs() ** exponent)
+                p.add_(state["m"], alpha=-0.1)
+
+    swapper.register_elementwise(Raised)
+
+    def make() -> tuple[list[nn.Parameter], Optimizer]:
+        parameters = [nn.Parameter(torch.randn(n)) for n in (500, 300)]
+        return parameters, Raised(parameters, _take)
+
+    assert_steps_are_plain(make, give_random)
+    assert any(native for native, _ in chosen) == is_native
+
+
 class EverySecond(Own):
     """Gathers gradients, and changes the parameter in every second step."""
 
