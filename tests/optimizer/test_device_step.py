@@ -16,7 +16,7 @@ import torch
 from accelerators import simulated
 from torch import nn
 from torch.optim import Optimizer
-from training import MasterWeights, assert_same_state, muon, same_bits
+from training import Assigning, MasterWeights, assert_same_state, muon, same_bits
 
 import swapper
 from swapper.config import OffloadConfig
@@ -36,6 +36,7 @@ CLASSES: dict[str, Callable[..., Optimizer]] = {
     "Rprop": lambda p, **how: torch.optim.Rprop(p, **how),
     "Adafactor": lambda p, **how: torch.optim.Adafactor(p, lr=1e-2, **how),
     "Muon": lambda p, **how: muon(p),
+    "Assigning": lambda p, **how: Assigning(p, lr=1e-2),
 }
 HOW: dict[str, dict[str, bool]] = {
     "default": {},
@@ -128,8 +129,8 @@ def skip_what_is_not_there(name: str, how: str) -> None:
         pytest.skip(f"torch has no such {name}")
     if name in ("Adafactor", "Muon") and how not in ("default", "foreach"):
         pytest.skip(f"torch has no such {name}")
-    if name == "Muon" and how != "default":
-        pytest.skip("Muon has no foreach")
+    if name in ("Muon", "Assigning") and how != "default":
+        pytest.skip(f"{name} has no foreach")
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from training import assert_same, backward, make_model, run, wrapped
+from training import Assigning, assert_same, backward, make_model, run, wrapped
 
 import swapper
 from swapper.optimizer import probe
@@ -315,21 +315,6 @@ def test_settings_of_bitsandbytes_for_single_parameters_are_refused(
         override()
         with pytest.raises(swapper.ConfigError, match="GlobalOptimManager"):
             swapper.wrap_optimizer(optimizer, {"nvme_path": str(nvme_path), "offload_optimizer": {"device": "nvme"}})
-
-
-class Assigning(Optimizer):
-    """Puts new tensors in the place of parameters and state, as programs do that do not step in place."""
-
-    def __init__(self, params: Any, lr: float) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for p in group["params"]:
-                state = self.state[p]
-                state["sum"] = 0.9 * state.get("sum", torch.zeros_like(p)) + p.grad
-                p.data = p.data - group["lr"] * state["sum"]
 
 
 @pytest.mark.parametrize("native", ["on", "off"])

@@ -16,6 +16,21 @@ import swapper
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
 
+class Assigning(Optimizer):
+    """Puts new tensors in the place of parameters and state, as programs do that do not step in place."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["sum"] = 0.9 * state.get("sum", torch.zeros_like(p)) + p.grad
+                p.data = p.data - group["lr"] * state["sum"]
+
+
 def muon(parameters: list[nn.Parameter]) -> Optimizer:
     return torch.optim.Muon([p for p in parameters if p.dim() == 2], lr=1e-3)
 
