@@ -356,3 +356,66 @@ def test_a_class_that_assigns_the_data_of_a_parameter(
             assert torch.equal(reference.state[p]["sum"], swapper.of(optimizer).state(q)["sum"])
     assert swapper.of(optimizer).stats().masters_reset == 0
     swapper.of(optimizer).close()
+
+
+class KeepsMemoryTwice(Optimizer):
+    """Its state has `mean`, and as `other` what `kind` says."""
+
+    def __init__(self, params: Any, kind: str) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.kind = kind
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                mean = torch.zeros_like(p)
+                state["mean"] = mean
+                state["other"] = {
+                    "the same": mean,
+                    "a view": mean.view(-1),
+                    "a part": mean.view(-1)[1:],
+                    "the parameter": p.detach(),
+                    "a clone": mean.clone(),
+                    "the gradient": p.grad,
+                    "a number": torch.zeros(()),
+                }[self.kind]
+                if self.kind == "a number":
+                    state["count"] = state["other"]
+            state["mean"].mul_(0.9).add_(p.grad)
+            if self.kind == "a number":
+                state["count"] += 1
+            p.add_(state["mean"], alpha=-0.1)
+            if state["other"].shape == p.shape or self.kind == "a number":
+                p.sub_(0.01 * state["other"])
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("kind", ["the same", "a view", "a part", "the parameter"])
+def test_state_that_is_in_the_same_memory_twice_is_refused(
+    nvme_path: Path, kind: str, registered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a record each has its own: a change of one was none of the other, without a word."""
+    if registered:
+        monkeypatch.setattr(probe, "_elementwise", {*probe._elementwise, KeepsMemoryTwice})
+    optimizer = KeepsMemoryTwice(make_model().parameters(), kind)
+    other = "the parameter" if kind == "the parameter" else r"state\['mean'\]"
+    with pytest.raises(swapper.ConfigError, match=rf"KeepsMemoryTwice has .*{other}.* in the same memory"):
+        swapper.wrap_optimizer(optimizer, {"nvme_path": nvme_path, "offload_optimizer": {"device": "nvme"}})
+
+
+@pytest.mark.parametrize("registered", [False, True])
+@pytest.mark.parametrize("kind", ["a clone", "the gradient", "a number"])
+def test_state_that_is_in_memory_of_its_own_is_not_refused(
+    nvme_path: Path, kind: str, registered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gradient that a backward replaces is as good as one, and numbers stay what they are."""
+    if registered:
+        monkeypatch.setattr(probe, "_elementwise", {*probe._elementwise, KeepsMemoryTwice})
+    plain, model = make_model(), make_model()
+    run(plain, KeepsMemoryTwice(plain.parameters(), kind), range(3))
+    optimizer = KeepsMemoryTwice(model.parameters(), kind)
+    with wrapped(optimizer, nvme_path):
+        run(model, optimizer, range(3))
+        assert_same(plain, model)
