@@ -117,7 +117,6 @@ class InputFile(io.RawIOBase):
         handle: AsyncIOHandle | None = None,
     ) -> None:
         super().__init__()
-        self.path = path_given("path", path)
         self._failure: BaseException | None = None
         self._failed = False
         serving = _serving(weakref.ref(self))
@@ -136,6 +135,7 @@ class InputFile(io.RawIOBase):
         self._stack = contextlib.ExitStack()
         self._finalizer = finalizer(self, close_unattended, self._stack, os.getpid())
         try:
+            self.path = path_given("path", path)
             with system_errors("open", self.path):
                 length_bytes = os.stat(self.path).st_size
             self._buffers = FileBuffers(self._stack, pool_bytes, length_bytes, handle)
