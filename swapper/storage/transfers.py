@@ -85,7 +85,9 @@ class FailedTransfer:
     __slots__ = ("_error",)
 
     def __init__(self, error: SwapIOError) -> None:
-        self._error = error
+        # Not the one that was raised: its traceback would keep the parameters of the frames that it passed, and so the
+        # pool, and so this.
+        self._error = renewed(error)
 
     def done(self) -> bool:
         """Return True."""

@@ -35,6 +35,7 @@ from swapper.storage import writes
 from swapper.storage.buffers import BufferPool, Lease
 from swapper.storage.cache import RecordCache
 from swapper.storage.store import RecordKey, TensorStore
+from swapper.storage.transfers import FailedTransfer
 
 pytestmark = pytest.mark.timeout(240)
 
@@ -695,3 +696,25 @@ def test_no_call_waits_for_the_drive_because_of_the_thread(nvme_path: Path) -> N
             assert not record.lease.transfer.done()
         cache.flush()
         assert is_in_file(nvme_path, 0, 5)
+
+
+def test_a_failed_transfer_keeps_nothing_of_the_frames_that_its_error_has_passed() -> None:
+    """They have parameters, and the pool has the transfer: an owner that is kept for its parameters would never go."""
+
+    class Parameter:
+        pass
+
+    def failing() -> FailedTransfer:
+        parameter = Parameter()
+        references.append(weakref.ref(parameter))
+        try:
+            raise SwapIOError(errno.EIO, "copy", detail="of a gradient")
+        except SwapIOError as error:
+            return FailedTransfer(error)
+
+    references: list[weakref.ref[Parameter]] = []
+    transfer = failing()
+    gc.collect()
+    assert references[0]() is None
+    with pytest.raises(SwapIOError, match="of a gradient"):
+        transfer.wait()
