@@ -19,6 +19,7 @@ from twins import swapper_of
 
 import swapper
 from swapper.parameter import records as parameter_records
+from swapper.tensors.hollow import hollow_values
 
 WIDE = 128
 LAYERS = 4, 32 if ALL else 16
@@ -109,3 +110,36 @@ def test_training_takes_what_was_said_of_any_number_of_layers(
         swapper_of(model).close()
         swapper.of(optimizer).close()
     assert beyond[1] <= beyond[0] + 4096
+
+
+PLACES = ("none", "nvme", "cpu")
+
+
+@pytest.mark.parametrize("state", PLACES)
+@pytest.mark.parametrize("parameters", PLACES)
+def test_nothing_is_left_of_what_was_closed(state: str, parameters: str, nvme_path: Path, device: str) -> None:
+    """But for one element of each dtype, which all evicted tensors share where they have no keys: see `hollow`."""
+    hollow_values(torch.empty(0, dtype=torch.float64, device=device), (1,), "what is shared")
+    before = allocated(torch.device(device, 0))
+    for gradients in PLACES:
+        model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 8)).to(device, torch.float64)
+        optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+        config = swapper.OffloadConfig(
+            nvme_path=nvme_path,
+            pool_bytes="16MiB",
+            bucket_bytes=BUCKET_BYTES,
+            offload_optimizer={"device": state},
+            offload_gradient={"device": gradients},
+            offload_param={"device": parameters},
+        )
+        swapper.offload(model, optimizer, config)
+        for _ in range(2):
+            model(torch.ones(2, WIDE, dtype=torch.float64, device=device)).square().sum().backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            optimizer.step()
+            optimizer.zero_grad()
+        for owner in (vars(model).get("swapper"), vars(optimizer).get("swapper")):
+            if owner is not None:
+                owner.close()
+        del model, optimizer, owner
+        assert allocated(torch.device(device, 0)) == before
