@@ -46,6 +46,7 @@ from swapper.tensors.grad_modes import modes_kept, set_grad_mode
 from swapper.tensors.memory_overlap import CANNOT_GO_WITH, check_memory, names_of, refuse_foreach_on_one_memory
 from swapper.tensors.reduced import is_of_fsdp
 from swapper.tensors.sharded import is_sharded
+from swapper.tensors.thread_counts import is_of_autograd, program_thread_count
 
 __all__ = ["CANNOT_GO_WITH", "Arrivals", "BackwardSteps"]
 
@@ -54,7 +55,7 @@ _Options = dict[str, Any]
 
 @dataclass(eq=False, slots=True)
 class _Window:
-    """The backward passes before a step. The last three are set when the first bucket is stepped."""
+    """The backward passes before a step. The last four are set when the first bucket is stepped."""
 
     stepped: dict[Bucket, None] = field(default_factory=dict)  # in order
     missing: dict[Bucket, int] = field(default_factory=dict)  # parameters that lack gradients, where some have arrived
@@ -62,6 +63,7 @@ class _Window:
     backward_pass: int = -1  # autograd's number of it
     options: list[_Options] = field(default_factory=list)  # of each group
     prefetcher: Prefetcher | None = None
+    threads: int = 0  # that the program computes with; 0: not asked, as in its own thread
 
 
 class BackwardSteps:
@@ -150,6 +152,7 @@ class BackwardSteps:
         with self._lock:
             optimizer = self._optimizer_ref()
             assert optimizer is not None
+            self._follow_thread_count()
             if not self._window.stepped:
                 if self._without_gradient():
                     set_raw_gradient(p, None)
@@ -166,6 +169,15 @@ class BackwardSteps:
             for bucket in () if known is None else known.buckets:
                 if self._is_complete(bucket):
                     self._step(optimizer, bucket)
+
+    def _follow_thread_count(self) -> None:
+        """Have a thread of autograd's own compute with as many threads as the program, which `step()` would be in."""
+        if not is_of_autograd():
+            return
+        window = self._window
+        window.threads = window.threads or program_thread_count()
+        if torch.get_num_threads() != window.threads:
+            torch.set_num_threads(window.threads)
 
     def left(self) -> list[Bucket]:
         """The buckets that `step()` has to see to."""

@@ -16,6 +16,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from training import same_bits
 
 import swapper
 from swapper import ConfigError, OffloadConfig, OptimizerSwapper, SwapError, SwapIOError
@@ -507,3 +508,52 @@ def test_a_batch_is_given_up_before_a_bucket_is_complete(devices: str, passes: i
 
     settings = config(nvme_path, devices=devices, passes=passes).model_copy(update={"bucket_bytes": 4 << 20})
     assert same(train(settings), train(None))
+
+
+def threads_in_backward(device: str) -> int:
+    """How many threads autograd's own thread for `device` computes with."""
+    found: list[int] = []
+    leaf = torch.ones(1, device=device, requires_grad=True)
+    leaf.register_hook(lambda _: found.append(torch.get_num_threads()))
+    leaf.sum().backward()
+    return found[0]
+
+
+def bits_of_training_on(device: str, path: Path, in_backward: bool) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 401), nn.Tanh(), nn.Linear(401, 300)).to(device, torch.bfloat16)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=False)
+    config = swapper.OffloadConfig(
+        nvme_path=path,
+        pool_bytes="32MiB",
+        bucket_bytes="64KiB",
+        offload_optimizer={
+            "device": "nvme",
+            "step_device": "cpu",
+            "native_step": "off",
+            "step_in_backward": in_backward,
+        },
+    )
+    swapper.wrap_optimizer(optimizer, config)
+    for seed in range(3):
+        x = torch.randn(8, 300, generator=torch.Generator().manual_seed(seed)).to(device, torch.bfloat16)
+        model(x).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    values = [p.detach().cpu() for p in model.parameters()]
+    swapper.of(optimizer).close()
+    return values
+
+
+def test_a_thread_of_autograd_steps_with_as_many_threads_as_the_program(
+    device: str, nvme_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else the cuts, which are made for the program's number, are wrong in it, and made anew in each thread in turn."""
+    wanted = 2 if threads_in_backward(device) == 1 else 1
+    torch.set_num_threads(wanted)
+    expected = bits_of_training_on(device, nvme_path, in_backward=False)
+    assert threads_in_backward(device) != wanted, "torch has it follow by itself"
+    found = bits_of_training_on(device, nvme_path, in_backward=True)
+    assert threads_in_backward(device) == torch.get_num_threads() == wanted
+    assert all(map(same_bits, found, expected))
+    assert "cut anew" not in caplog.text
