@@ -237,7 +237,7 @@ class ParameterPolicy(CyclicPolicy):
             f"{format_bytes(cache.limit_bytes)} are held by {len(cache.records)} records that are in use at once or of "
             "which user code keeps views; do not keep views of parameters, or set pool_bytes to at least "
             f"{cache.pool.capacity_bytes + missing_bytes}, plus the length of each further record of which views are "
-            f"kept{_about_ddp()}"
+            f"kept{_about_ddp()}{about_graphs('pool_bytes', sizes, cache.pool.capacity_bytes - cache.limit_bytes)}"
         )
 
 
@@ -436,6 +436,21 @@ def one_call_of(sizes: Sequence[tuple[Held, int]], limit_bytes: int) -> tuple[st
         return None
     what = f"one call uses {len(most)} records of parameters at once, which take {format_bytes(sum(most))}"
     return what, sum(length_bytes for held, length_bytes in sizes if held.holds)
+
+
+def about_graphs(setting: str, sizes: Sequence[tuple[Held, int]], beside_bytes: int) -> str:
+    """Say what a graph of gradients keeps, for the end of an error: nobody would call that a view.
+
+    Args:
+        setting: the one that bounds the room of parameters.
+        sizes: all records, with the bytes that each takes.
+        beside_bytes: of `setting`, what parameters do not get.
+    """
+    all_bytes = beside_bytes + sum(length_bytes for _, length_bytes in sizes)
+    return (
+        "; the graph of a backward pass with create_graph=True keeps all parameters that the pass has used: it needs "
+        f"{setting} of up to {all_bytes}"
+    )
 
 
 def in_file(lease: Lease, location: ParameterLocation) -> torch.Tensor:

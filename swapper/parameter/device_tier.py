@@ -37,7 +37,7 @@ import torch
 
 from swapper.errors import SwapIOError
 from swapper.io.devices import Copy, DeviceCopies, memory_advice
-from swapper.parameter.cache import DEVICE_TYPES, ONE_CALL, Held, one_call_of
+from swapper.parameter.cache import DEVICE_TYPES, ONE_CALL, Held, about_graphs, one_call_of
 from swapper.parameter.device_uses import DeviceUses
 from swapper.parameter.direct_records import DirectRecords
 from swapper.parameter.held_on_device import HeldOnDevice
@@ -389,7 +389,7 @@ class DeviceTier:
             f"of {format_bytes(self.limit_bytes)} are held by {len(holders)} records that are in use at once or of "
             "which user code keeps views; do not keep views of parameters, or set offload_param.device_bytes to at "
             f"least {self.used_bytes + length_bytes + self._beside_bytes}, plus the length of each further record of "
-            "which views are kept"
+            f"which views are kept{about_graphs('offload_param.device_bytes', sizes, self._beside_bytes)}"
         )
 
     def _evict(self, held: HeldOnDevice) -> None:

@@ -373,6 +373,26 @@ def test_views_that_are_kept_are_an_error_that_says_so(nvme_path: Path, device: 
 
 
 @pytest.mark.usefixtures("_short_records")
+def test_what_a_graph_of_gradients_needs_is_said(nvme_path: Path, device: torch.device) -> None:
+    def penalty() -> None:
+        loss = model(torch.randn(4, WIDE).to(device)).square().mean()
+        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
+        sum(each.square().sum() for each in gradients).backward()  # type: ignore[union-attr]
+
+    model = layers(device)
+    swapper.offload(model, config=config_for(nvme_path))
+    with pytest.raises(PoolExhausted, match=r"create_graph=True keeps all parameters") as caught:
+        penalty()
+    swapper_of(model).close(keep_values=True)
+    found = re.search(r"needs offload_param\.device_bytes of up to (\d+)", str(caught.value))
+    assert found is not None
+    del caught  # Its frames have the graph.
+    swapper.offload(model, config=config_for(nvme_path, device_bytes=int(found[1])))
+    penalty()
+    swapper_of(model).close(keep_values=True)
+
+
+@pytest.mark.usefixtures("_short_records")
 def test_a_step_of_all_parameters_in_one_call_says_what_to_do(nvme_path: Path, device: torch.device) -> None:
     """By default torch steps parameters that are evicted one by one, as it does none of a plain model there."""
 
