@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from swapper.errors import ConfigError
+from swapper.errors import ConfigError, SwapError
 from swapper.tensors.evicted_views import viewed_by
 from swapper.tensors.hollow import answers_for
 from swapper.tensors.homes import home_of
@@ -279,7 +279,8 @@ def _param_class() -> Any:
 @functools.cache
 def _group_class() -> Any:
     base = _fsdp("_fsdp_param_group").FSDPParamGroup
-    return type(base.__name__, (base,), {"unshard": _unshard, "wait_for_unshard": _wait_for_unshard})
+    members = {"unshard": _unshard, "wait_for_unshard": _wait_for_unshard, "reshard": _reshard}
+    return type(base.__name__, (base,), members)
 
 
 def _shard_of(param: Any) -> torch.Tensor:
@@ -338,6 +339,23 @@ def _unshard(group: Any, async_op: bool = False) -> Any:
         return _fsdp("_fsdp_param_group").FSDPParamGroup.unshard(group, async_op)
 
 
+def _reshard(group: Any) -> None:
+    """Refuse `model.to(...)`, which begins with it, where torch would later, without saying what to do.
+
+    It exchanges the parameters of DTensors for others, but not those that weak references lead to, as a plan's.
+    """
+    caller = sys._getframe(1).f_back  # That of `FSDPModule.reshard`.
+    if caller is not None and caller.f_code is _fsdp("_fully_shard").FSDPModule._apply.__code__:
+        for param in group.fsdp_params:
+            if home_of(_shard_of(param)) is not None and weakref.getweakrefs(param.sharded_param):
+                raise SwapError(
+                    "a model of FSDP2 cannot be moved or converted while an optimizer of its parameters is swapped: "
+                    "torch would exchange each parameter for another. Move it before fully_shard; or call "
+                    "swapper.unwrap_optimizer(optimizer), model.swapper.close(keep_values=True) and gc.collect() before"
+                )
+    _fsdp("_fsdp_param_group").FSDPParamGroup.reshard(group)
+
+
 def _wait_for_unshard(group: Any) -> Any:
     with vars(group)[_READS]:
         return _fsdp("_fsdp_param_group").FSDPParamGroup.wait_for_unshard(group)
@@ -385,6 +403,7 @@ def check_names() -> None:
             group.unshard: ["self", "async_op"],
             group.wait_for_unshard: ["self"],
             group._to_sharded: ["self"],
+            group.reshard: ["self"],
             param.reset_sharded_param: ["self"],
             group.lazy_init: ["self"],
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 from collections.abc import Callable
 from typing import Any
@@ -248,10 +249,33 @@ def keep_shards_on_the_drive(rank: int, directory: str, device: str = "cpu") -> 
         shutil.rmtree(path)
 
 
+def move_what_is_swapped(rank: int, directory: str, device: str = "cpu") -> None:
+    """Of a model whose optimizer is swapped too, which has weak references to parameters. Nothing has changed then."""
+    plain, net = (sharded(Case(device=device)) for _ in range(2))
+    optimizers = [torch.optim.AdamW(model.parameters(), foreach=False) for model in (plain, net)]
+    swapper.offload(net, optimizers[1], config_on(device, directory))
+    for _ in range(2):
+        for move in (lambda model: model.to("cpu"), lambda model: model.double()):
+            with pytest.raises(swapper.SwapError, match=r"cannot be moved or converted .*unwrap_optimizer"):
+                move(net)
+        assert all(p.device.type == device and p.dtype is torch.float32 for p in net.parameters())
+        for model, optimizer in zip((plain, net), optimizers, strict=True):
+            loss_of(model).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert all_same(plain.state_dict(), net.state_dict())
+    swapper.unwrap_optimizer(optimizers[1])
+    net.swapper.close(keep_values=True)  # type: ignore[operator, union-attr]
+    gc.collect()
+    net.to("cpu")
+    assert all(p.device.type == "cpu" for p in net.parameters())
+
+
 USES = (
     use_state_dicts,
     use_distributed_checkpoints,
     use_parameters,
     change_before_the_first_forward,
     keep_shards_on_the_drive,
+    move_what_is_swapped,
 )
