@@ -646,11 +646,12 @@ def test_a_read_that_fails_is_an_error_and_the_next_pass_is_right(
             trained.check()
         if raised and not ALL:
             break
-    plan.fail_read_at = 1  # One that is waited for.
     with pytest.raises(SwapIOError) as failed:
-        for layer in [*trained.model, *trained.model]:  # Some are on the device.
+        for layer in [*trained.model] * 4:  # Some are on the device, and what fails ahead of its use is read again.
+            plan.fail_read_at = 1
             with swapper.gathered(layer):
                 pass
+    plan.fail_read_at = 0
     assert failed.value.errno == errno.EIO
     trained.check()
     trained.swapper.flush()
