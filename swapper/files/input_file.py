@@ -261,7 +261,7 @@ class InputFile(io.RawIOBase):
 
     def close(self) -> None:
         """Release everything. Idempotent."""
-        if not self.closed:
+        if not self.closed and hasattr(self, "_finalizer"):  # Else Ctrl-C came while it was made, and nothing is open.
             while self._pieces:
                 self._free_first()
             with interrupts_deferred():  # Nothing is in flight any more.

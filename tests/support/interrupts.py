@@ -113,6 +113,7 @@ def interrupted_at(
             tracers[id(code)] = code, tracer(code)
         found = tracers[id(code)][1]
         if found is not None:
+            frame.f_trace = found  # Python 3.13 begins with instructions where a frame has a tracer already.
             frame.f_trace_opcodes, frame.f_trace_lines = True, False
         return found
 
