@@ -13,7 +13,7 @@ from swapper.optimizer.placement import IMMUTABLE, placement_of
 from swapper.optimizer.records import OpenBucket
 from swapper.optimizer.segments import Segment
 from swapper.tensors.sharded import local_gradient
-from swapper.tensors.strides import extent, is_dense
+from swapper.tensors.strides import is_dense
 
 __all__ = ["Parts", "parts_of", "share_memory"]
 
@@ -25,9 +25,9 @@ def share_memory(operands: Sequence[Operand]) -> bool:
         values, gradient = operand.bits, operand.gradient
         if values is None:
             values, gradient = operand.segment.local, _gradient_of(operand.segment)
-        ranges.append((*extent(values), True))
+        ranges.append((*_extent(values), True))
         if gradient is not None and gradient.layout is torch.strided:
-            ranges.append((*extent(gradient), False))
+            ranges.append((*_extent(gradient), False))
     ranges.sort()
     stop = parameters_stop = 0  # of those before
     for begin, end, is_parameter in ranges:
@@ -36,6 +36,15 @@ def share_memory(operands: Sequence[Operand]) -> bool:
         stop = max(stop, end)
         parameters_stop = max(parameters_stop, end if is_parameter else 0)
     return False
+
+
+def _extent(tensor: Tensor) -> tuple[int, int]:
+    """The addresses that its elements lie between, which may have gaps."""
+    begin = tensor.data_ptr()
+    if not tensor.numel():
+        return begin, begin
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return begin, begin + (last + 1) * tensor.itemsize
 
 
 def _is_aligned(*tensors: Tensor) -> bool:

@@ -7,9 +7,7 @@ parameters nor the global random state.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,7 +23,7 @@ from swapper.optimizer.twin import Twin, equal, own_numbers, package_of, same_bi
 from swapper.storage.backward_agreement import have_all_ranks
 from swapper.tensors.reduced import check_reduction
 from swapper.tensors.sharded import Sharding, check_sharding, is_sharded, local_of
-from swapper.tensors.strides import contiguous_stride, extent, is_dense, is_plain
+from swapper.tensors.strides import contiguous_stride, is_dense, is_plain
 
 __all__ = [
     "ENCODED_DTYPES",
@@ -248,7 +246,7 @@ def learn_state(
         device: where the step will be.
 
     Raises:
-        ConfigError: the class fails in the probe, or has a tensor of its state twice.
+        ConfigError: the class fails in the probe.
     """
     sizes = sorted({size for size in like.shape if size > 1})
     if like.numel() <= _REAL_NUMEL:
@@ -262,7 +260,6 @@ def learn_state(
     for step in range(_STEPS):
         twin.step([seeded(shape, dtype, step + 1, device)])
     state = twin.optimizer.state[twin.parameters[0]]
-    _refuse_shared_memory(optimizer, state, twin.parameters[0])
     local = local_of(like)
     specs = []
     for key, value in state.items():
@@ -276,25 +273,6 @@ def learn_state(
             stride = local.stride() if same else contiguous_stride(full)
             specs.append(StateSpec(key, value.dtype, full, stride, on_accelerator=not value.is_cpu))
     return tuple(specs)
-
-
-def _refuse_shared_memory(optimizer: Optimizer, state: Mapping[str, Any], parameter: torch.Tensor) -> None:
-    """Refuse state of which a change of one tensor is to change another, or that is the parameter itself."""
-    found = [("the parameter", parameter), *((f"state[{key!r}]", value) for key, value in state.items())]
-    ranges = sorted(
-        (*extent(local), name)
-        for name, value in found
-        if isinstance(value, torch.Tensor)
-        and value.layout is torch.strided
-        and type(local := local_of(value)) in (torch.Tensor, torch.nn.Parameter)
-        and local.numel() > 1
-    )
-    for (_, stop, name), (start, _, other) in pairwise(ranges):
-        if start < stop:
-            raise ConfigError(
-                f"{type(optimizer).__name__} has {name} and {other} in the same memory, and they would be kept apart, "
-                "so that a change of one is none of the other; have its step make a clone"
-            )
 
 
 def state_after_steps(optimizer: Optimizer, group: dict[str, Any], shape: tuple[int, ...]) -> dict[str, Any]:

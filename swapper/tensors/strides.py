@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["contiguous_stride", "extent", "is_dense", "is_dense_stride", "is_plain", "same_layout", "same_order"]
+__all__ = ["contiguous_stride", "is_dense", "is_dense_stride", "is_plain", "same_layout", "same_order"]
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
@@ -49,12 +49,3 @@ def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
         stride.append(step)
         step *= max(size, 1)
     return tuple(reversed(stride))
-
-
-def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The addresses that its elements lie between, which may have gaps."""
-    begin = tensor.data_ptr()
-    if not tensor.numel():
-        return begin, begin
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return begin, begin + (last + 1) * tensor.itemsize
