@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from swapper.config import OffloadConfig
 from swapper.errors import ConfigError, show
 from swapper.io.devices import is_accelerator
+from swapper.optimizer.aliases import StateBefore
 from swapper.optimizer.cuts import segment_cuts
 from swapper.optimizer.int8_codec import blocks_of
 from swapper.optimizer.step_function import refuse_overrides, unhooked_step
@@ -393,6 +394,8 @@ def _refuse_coupling(
             scale * (seeded(shape, dtype, seed) + 0.3 * seeded(shape, dtype, seed + step + 1))
             for scale, seed in ((1, 1), (8, 101))
         ]
+        if step == _COUPLED_STEPS // 2:
+            state_before = StateBefore(together.optimizer)
         together.step(gradients)
         before = dict(apart.group)
         after: dict[str, Any] = {}
@@ -403,13 +406,17 @@ def _refuse_coupling(
             after = dict(apart.group)
         apart.group.update(after)
     found, others = (dict(own_numbers(twin.optimizer)) for twin in (together, apart))
-    changed = [key for key in {**found, **others} if not equal(found.get(key), others.get(key))]
+    with torch.no_grad():  # Views of parameters that a step has made are among them.
+        changed = [key for key in {**found, **others} if not equal(found.get(key), others.get(key))]
     if changed:
+        short = len(changed[0]) < 60 and "\n" not in changed[0]
+        where = changed[0] if short else changed[0].partition("[")[0]  # A key may be a tensor.
         raise ConfigError(
-            f"{type(optimizer).__name__} changes its attribute {changed[0]} in a step, and would do so in that of each "
+            f"{type(optimizer).__name__} changes its attribute {where} in a step, and would do so in that of each "
             "bucket; keep what it counts in param_groups or in the state of each parameter, remove what is for a log, "
             "or set offload_optimizer.device to none"
         )
+    state_before.refuse_aliases(together)
     if only_attributes:
         return
     stray = [key for key in together.optimizer.state if not any(key is p for p in together.parameters)]

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from swapper.errors import ConfigError
 from swapper.tensors.homes import home_of
 
-__all__ = ["CANNOT_GO_WITH", "check_memory", "names_of", "refuse_foreach_on_one_memory"]
+__all__ = ["CANNOT_GO_WITH", "check_memory", "names_of", "overlapping", "refuse_foreach_on_one_memory"]
 
 CANNOT_GO_WITH = "offload_optimizer.step_in_backward: true cannot be combined with"
 
@@ -91,6 +91,14 @@ _Span = tuple[torch.device, int, int]
 
 
 _Key = TypeVar("_Key")
+
+
+def overlapping(tensors: Mapping[_Key, torch.Tensor]) -> Iterator[tuple[_Key, _Key]]:
+    """Keys of tensors whose memory overlaps that of one before them, which comes first.
+
+    The memory of a tensor reaches from its first to its last element.
+    """
+    return _overlaps({key: span for key, tensor in tensors.items() if (span := _span(tensor)) is not None})
 
 
 def _overlaps(spans: Mapping[_Key, _Span]) -> Iterator[tuple[_Key, _Key]]:

@@ -286,6 +286,109 @@ def test_attributes_that_stay_are_no_counters(
         assert_same(plain, model)
 
 
+class Velocity(Optimizer):
+    """Momentum, which a subclass reaches otherwise than by the name of its state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.01})
+        self.views: dict[Any, Any] = {}
+
+    def velocity(self, p: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                p.view(-1).sub_(self.velocity(p).view(-1).mul_(0.9).add_(p.grad.view(-1)), alpha=group["lr"])
+
+
+class InAnAttribute(Velocity):
+    def velocity(self, p: torch.Tensor) -> torch.Tensor:
+        if not self.state[p]:
+            self.state[p]["velocity"] = torch.zeros_like(p)
+            self.views[p] = self.state[p]["velocity"].view(-1)
+        return self.views[p]
+
+
+class OnTheParameter(Velocity):
+    def velocity(self, p: Any) -> torch.Tensor:
+        if not self.state[p]:
+            self.state[p]["velocity"] = torch.zeros_like(p)
+            p.view_of_velocity = self.state[p]["velocity"].view(-1)
+        return p.view_of_velocity
+
+
+class Twice(Velocity):
+    def velocity(self, p: torch.Tensor) -> torch.Tensor:
+        if not self.state[p]:
+            both = torch.zeros(2, *p.shape)
+            self.state[p].update(both=both, velocity=[both[0]])
+        self.state[p]["velocity"][0].add_(1e-3)
+        return self.state[p]["both"][0]
+
+
+class OfTheParameter(Velocity):
+    def velocity(self, p: torch.Tensor) -> torch.Tensor:
+        self.state[p].setdefault("now", p.data)
+        return self.state[p].setdefault("velocity", torch.zeros_like(p))
+
+
+@pytest.mark.parametrize("made", [InAnAttribute, OnTheParameter, Twice, OfTheParameter])
+def test_state_whose_memory_something_else_has_is_refused(made: type[Velocity], nvme_path: Path) -> None:
+    """A record has a copy of each tensor: what was written through the other one was not in the state that is saved."""
+    model = make_model()
+    optimizer = made(model.parameters())
+    with pytest.raises(swapper.ConfigError, match=r"memory of its state\['|and state\['velocity'\]\[0\] in the same"):
+        swapper.wrap_optimizer(optimizer, {"nvme_path": nvme_path, "offload_optimizer": {"device": "nvme"}})
+    run(model, optimizer, range(2))
+
+
+class Parts(Velocity):
+    """Two halves of one tensor, which nothing else has, are as good as two tensors."""
+
+    def velocity(self, p: torch.Tensor) -> torch.Tensor:
+        if not self.state[p]:
+            both = torch.zeros(2, *p.shape)
+            self.state[p].update(velocity=both[0], squares=both[1])
+        self.state[p]["squares"].addcmul_(p.grad, p.grad)
+        return self.state[p]["velocity"]
+
+
+class FlatParameter(Velocity):
+    """A view of each parameter that a step has made without gradients, as heavyball's classes have."""
+
+    def velocity(self, p: torch.Tensor) -> torch.Tensor:
+        self.views.setdefault(p, [p.view(-1)])[0].mul_(0.99)
+        return self.state[p].setdefault("velocity", torch.zeros_like(p))
+
+
+@pytest.mark.parametrize("made", [Parts, FlatParameter])
+def test_views_that_do_no_harm_are_not_refused(made: type[Velocity], nvme_path: Path) -> None:
+    plain, model = make_model(), make_model()
+    expected, optimizer = made(plain.parameters()), made(model.parameters())
+    run(plain, expected, range(3))
+    with wrapped(optimizer, nvme_path):
+        run(model, optimizer, range(3))
+        assert_same(plain, model)
+        for state, other in zip(optimizer.state_dict()["state"].values(), expected.state.values(), strict=True):
+            assert all(torch.equal(value, other[key]) for key, value in state.items())
+
+
+class FindsByAddress(Velocity):
+    """As heavyball's classes find the parameter of a view."""
+
+    def velocity(self, p: torch.Tensor) -> torch.Tensor:
+        self.views[p] = [p.data_ptr()]
+        return self.state[p].setdefault("velocity", torch.zeros_like(p))
+
+
+def test_an_attribute_with_tensors_as_keys_is_named_in_one_line(nvme_path: Path) -> None:
+    optimizer = FindsByAddress(make_model().parameters())
+    with pytest.raises(swapper.ConfigError, match=r"changes its attribute views in a step"):
+        swapper.wrap_optimizer(optimizer, {"nvme_path": nvme_path, "offload_optimizer": {"device": "nvme"}})
+
+
 @pytest.mark.parametrize("late", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("by", ["module", "parameter"])
 def test_settings_of_bitsandbytes_for_single_parameters_are_refused(
