@@ -105,7 +105,8 @@ class Twin:
         except Exception as error:
             raise ConfigError(
                 f"{self._name} failed in a trial step on small tensors of shape "
-                f"{[tuple(p.shape) for p in chosen]}, so how to swap its state is unknown: {error!r}"
+                f"{[tuple(p.shape) for p in chosen]}, so how to swap its state is unknown: {error!r}. "
+                "Let it step tensors of any shape, without a closure, or set offload_optimizer.device to none"
             ) from error
 
 

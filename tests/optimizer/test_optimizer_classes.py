@@ -375,6 +375,19 @@ def test_views_that_do_no_harm_are_not_refused(made: type[Velocity], nvme_path: 
             assert all(torch.equal(value, other[key]) for key, value in state.items())
 
 
+class TwoPasses(Velocity):
+    """Sharpness-aware: `closure` has a default, and it does not work without."""
+
+    def velocity(self, p: torch.Tensor) -> torch.Tensor:
+        return self.views[p]  # What a call of the closure would have put there.
+
+
+def test_a_class_that_fails_in_the_trial_is_told_what_to_do(nvme_path: Path) -> None:
+    optimizer = TwoPasses(make_model().parameters())
+    with pytest.raises(swapper.ConfigError, match=r"(?s)failed in a trial step .*KeyError.*set offload_optim"):
+        swapper.wrap_optimizer(optimizer, {"nvme_path": nvme_path, "offload_optimizer": {"device": "nvme"}})
+
+
 class FindsByAddress(Velocity):
     """As heavyball's classes find the parameter of a view."""
 
