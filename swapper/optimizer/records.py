@@ -128,6 +128,9 @@ class OpenBucket:
         segment.keys = list(state)
         segment.present.clear()
         segment.small.clear()
+        # Of two that the class has exchanged each is where the other is copied to.
+        apart = {key: value.clone() for key, value in state.items() if self._is_elsewhere(segment, key, value)}
+        state = {**state, **apart}
         for key, value in state.items():
             location = segment.locations.get(key)
             if isinstance(value, torch.Tensor) and location is not None and location.fits(value, self.device):
@@ -148,6 +151,17 @@ class OpenBucket:
                 if self.memory is not None and self.memory.pool_has(value):
                     value = value.clone()  # The buffer goes to another record.
             segment.small[key] = value
+
+    def _is_elsewhere(self, segment: Segment, key: str, value: Any) -> bool:
+        """True if `value` is in the record, at a place that is not that of `key`."""
+        if self.memory is None or not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+            return False
+        location = segment.locations.get(key)
+        if location is None or not location.fits(value, self.device):
+            return self.memory.pool_has(value)
+        is_there = value.data_ptr() == self.memory.address + location.offset_bytes
+        in_place = is_there and value.stride() == location.spec.stride
+        return not location.spec.is_rounded and not in_place and self.memory.pool_has(value)
 
     def forget(self, segments: Sequence[Segment]) -> None:
         """Have `segments` as they were before the first step. The state of the bucket's others stays."""

@@ -363,7 +363,18 @@ class FlatParameter(Velocity):
         return self.state[p].setdefault("velocity", torch.zeros_like(p))
 
 
-@pytest.mark.parametrize("made", [Parts, FlatParameter])
+class Exchanges(Velocity):
+    """Two buffers in turn: what is written now is the other one in the next step."""
+
+    def velocity(self, p: torch.Tensor) -> torch.Tensor:
+        state = self.state[p]
+        if not state:
+            state.update(velocity=torch.zeros_like(p), former=torch.zeros_like(p))
+        state["velocity"], state["former"] = state["former"], state["velocity"]
+        return state["velocity"].copy_(state["former"])
+
+
+@pytest.mark.parametrize("made", [Parts, FlatParameter, Exchanges])
 def test_views_that_do_no_harm_are_not_refused(made: type[Velocity], nvme_path: Path) -> None:
     plain, model = make_model(), make_model()
     expected, optimizer = made(plain.parameters()), made(model.parameters())
