@@ -6,6 +6,7 @@ It touches neither the user's parameters nor the random state of the host or of 
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -165,7 +166,7 @@ def seeded(shape: tuple[int, ...], dtype: torch.dtype, seed: int, device: torch.
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """True if the values are the same bits in the same order, whatever the shapes."""
-    a, b = a.reshape(-1).cpu(), b.reshape(-1).cpu()
+    a, b = (each.reshape(-1).cpu().contiguous() for each in (a, b))  # Also of what is expanded.
     return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
@@ -177,4 +178,7 @@ def equal(a: object, b: object) -> bool:
         return type(a) is type(b) and len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b, strict=True))
     if isinstance(a, dict) and isinstance(b, dict):
         return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
+    if dataclasses.is_dataclass(a) and not isinstance(a, type):  # Its own way asks tensors whether they are true.
+        names = [field.name for field in dataclasses.fields(a)]
+        return type(a) is type(b) and all(equal(getattr(a, name), getattr(b, name)) for name in names)
     return type(a) is type(b) and (bool(a == b) or (a != a and b != b))  # NaN is as it was.

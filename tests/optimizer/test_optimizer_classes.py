@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable
@@ -483,3 +484,42 @@ def test_a_class_that_assigns_the_data_of_a_parameter(
             assert torch.equal(reference.state[p]["sum"], swapper.of(optimizer).state(q)["sum"])
     assert swapper.of(optimizer).stats().masters_reset == 0
     swapper.of(optimizer).close()
+
+
+@dataclasses.dataclass
+class Mean:
+    value: torch.Tensor
+    steps: int = 0
+
+
+class OddState(Optimizer):
+    """Its state has a tensor in an object, and one that is expanded."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            if not state:
+                state["mean"] = Mean(torch.zeros_like(p))
+                state["weight"] = torch.full((1,), 0.5).expand(p.shape)
+            mean = state["mean"]
+            mean.steps += 1
+            mean.value.mul_(0.9).add_(p.grad)
+            p.sub_(0.1 * mean.value * state["weight"] / mean.steps)
+
+
+@pytest.mark.parametrize("registered", [False, True])
+def test_state_in_an_object_and_state_that_is_expanded(
+    nvme_path: Path, registered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if registered:
+        monkeypatch.setattr(probe, "_elementwise", {*probe._elementwise, OddState})
+    plain, model = make_model(), make_model()
+    run(plain, OddState(plain.parameters()), range(3))
+    optimizer = OddState(model.parameters())
+    with wrapped(optimizer, nvme_path):
+        run(model, optimizer, range(3))
+        assert_same(plain, model)
