@@ -6,6 +6,7 @@ copies of its attributes, and what they have come to is compared.
 
 from __future__ import annotations
 
+import ast
 import copy
 import itertools
 import numbers
@@ -42,7 +43,7 @@ def own_copy(value: Any, package: str, depth: int = _DEPTH_MAX) -> Any:
         return tuple(own_copy(each, package, depth - 1) for each in value) if type(value) is tuple else value
     if isinstance(value, (dict, list, deque, set, itertools.count)) or _has_attributes(value, package):
         try:
-            copied = copy.copy(value)
+            copied = _copy_of(value) if type(value) is itertools.count else copy.copy(value)
         except Exception:  # It cannot be copied, as a file.
             return value
         for items in _tables_of(copied, package):
@@ -64,6 +65,11 @@ def numbers_in(value: Any, name: str, package: str, depth: int = _DEPTH_MAX) -> 
             for key, each in items.items() if isinstance(items, Mapping) else enumerate(items):
                 inside = f".{key}" if _has_attributes(value, package) and items is vars(value) else f"[{key!r}]"
                 yield from numbers_in(each, name + inside, package, depth - 1)
+
+
+def _copy_of(value: itertools.count[Any]) -> itertools.count[Any]:
+    """A counter that goes on from there: Python 3.14 copies none."""
+    return itertools.count(*ast.literal_eval(f"[{repr(value).removeprefix('count(').removesuffix(')')}]"))
 
 
 def _tables_of(value: Any, package: str) -> list[Any]:

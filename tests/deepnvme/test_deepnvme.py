@@ -57,7 +57,8 @@ def faulty(monkeypatch: pytest.MonkeyPatch) -> Callable[..., aio_handle]:
 
     def make(faults: FaultPlan, block_size: int = 4096, **options: Any) -> aio_handle:
         with monkeypatch.context() as patch:
-            patch.setattr(aio_handle, "_handle_type", functools.partial(aio_handle._handle_type, faults=faults))
+            made = staticmethod(functools.partial(aio_handle._handle_type, faults=faults))
+            patch.setattr(aio_handle, "_handle_type", made)
             return aio_handle(block_size, **options)
 
     return make
