@@ -80,7 +80,7 @@ OPTIMIZERS: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
 
 NATIVE = {
     getattr(torch.optim, name)
-    for name in ("AdamW", "Adam", "Adamax", "SGD", "Adagrad", "ASGD", "NAdam", "RAdam", "RMSprop")
+    for name in ("AdamW", "Adam", "Adadelta", "Adamax", "SGD", "Adagrad", "ASGD", "NAdam", "RAdam", "RMSprop")
 }
 
 
