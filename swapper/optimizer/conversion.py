@@ -122,8 +122,9 @@ class Conversion:
         self._hooks.append(optimizer.register_load_state_dict_pre_hook(on_load))
         self._hooks.append(optimizer.register_load_state_dict_post_hook(on_loaded, prepend=True))
 
-    def uninstall(self, optimizer: Optimizer, swapper: object) -> None:
-        """Undo `install`, or as much of it as was done. Idempotent."""
+    def uninstall(self, optimizer: Optimizer, swapper: object, state: Mapping[torch.Tensor, Any]) -> None:
+        """Undo `install`, or as much of it as was done, and put `state` back. Idempotent."""
+        self.own_state.update(state)
         for hook in self._hooks:
             hook.remove()
         if optimizer.state is self._state:

@@ -122,8 +122,7 @@ class OptimizerSwapper:
         if not plan.swaps_state:
             self._conversion.install_counter(optimizer, self, self._count_step)
             return
-        kept: dict[Any, Any] = {}
-        own_state = self._conversion.own_state
+        kept, own_state = dict[Any, Any](), self._conversion.own_state
         try:
             self._follower.add(plan.buckets)
             self._follower.follow(optimizer)
@@ -140,10 +139,13 @@ class OptimizerSwapper:
                 self._finalizer = finalizer(optimizer, _finalize, self)
                 self._take_over(optimizer)
         except BaseException:
-            self._conversion.uninstall(optimizer, self)
-            own_state.update(kept)
-            with suppress(SwapIOError):  # The error that is on its way already is the one to see.
-                self.close()
+            try:
+                with interrupts_deferred():
+                    self._conversion.uninstall(optimizer, self, kept)
+            finally:  # Ctrl-C may come once more, before it is deferred; where that ends it is raised.
+                self._conversion.uninstall(optimizer, self, kept)
+                with suppress(SwapIOError):  # The error that is on its way already is the one to see.
+                    self.close()
             raise
 
     # --- What users call -------------------------------------------------------------------------------------------
@@ -278,8 +280,7 @@ class OptimizerSwapper:
             self.gradients.bring_back_all()
         try:
             with interrupts_deferred():  # Half of it would be an optimizer without its state.
-                self._conversion.own_state.update(state)
-                self._conversion.uninstall(optimizer, self)
+                self._conversion.uninstall(optimizer, self, state)
         finally:
             self.close()
         if self._finalizer is not None:

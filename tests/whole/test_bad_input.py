@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import _thread
+import copy
 import errno
 import gc
 import itertools
@@ -34,6 +35,8 @@ from torch.optim import Optimizer
 from training import adamw, assert_same, assert_same_state, backward, make_model, run, same_bits
 
 import swapper
+from swapper.optimizer import conversion
+from swapper.optimizer.swapper import OptimizerSwapper
 
 
 def train_plain(steps: int = STEPS) -> nn.Module:
@@ -570,6 +573,38 @@ def test_ctrl_c_in_wrap_and_close(native: str, nvme_path: Path, leaves_nothing: 
             swapped.close()
         gc.collect()
         assert not list(nvme_path.iterdir()), (at, again)
+
+
+def test_ctrl_c_twice_in_wrap_loses_no_state(
+    nvme_path: Path, leaves_nothing: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once when all is done, and once more while it is undone: the state was in neither place then."""
+    model = make_model()
+    optimizer = adamw(model)
+    run(model, optimizer, range(2))
+    optimizer.param_groups[0]["initial_lr"] = 0.01  # As a scheduler has it, for the sake of the last that is undone.
+    before = copy.deepcopy(optimizer.state_dict())
+    install = conversion._install_scheduler_wrapper
+    struck: list[str] = []
+
+    def take_over(*_: object) -> None:
+        struck.append("once")
+        raise KeyboardInterrupt
+
+    def interrupted(of: Optimizer) -> None:
+        struck.append("again")
+        if len(struck) == 2:
+            signal.raise_signal(signal.SIGINT)
+        install(of)
+
+    monkeypatch.setattr(OptimizerSwapper, "_take_over", take_over)
+    monkeypatch.setattr(conversion, "_install_scheduler_wrapper", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        swapper.wrap_optimizer(optimizer, make_config(nvme_path))
+    assert struck[:2] == ["once", "again"]
+    assert not hasattr(optimizer, "swapper")
+    assert_same_state(before, optimizer.state_dict())
+    run(model, optimizer, range(2, 3))
 
 
 @unraisable
