@@ -49,8 +49,8 @@ ALLOWANCE_BYTES = 50 * 10**6
 """For what swapping keeps in Python's memory, and holes in the heap."""
 
 EARLIER_PEER = (
-    "DeepSpeed 0.19.8 was not run (--deepspeed). On 2 cores it took 3.0 s a step and 6.1 GB for 163M parameters, in "
-    "the run kept as results/2026-11-27-everything-nvme-202823.json"
+    "DeepSpeed 0.19.8 was not run (--deepspeed). On 2 cores it took 3.3 s a step and 6.2 GB for 163M parameters, in "
+    "the run kept as results/2026-11-27-everything-nvme-234948.json"
 )
 
 WARM_UP = 2
