@@ -51,7 +51,9 @@ def main() -> None:
         aio={"backend": arguments.backend},
         **common,
     )
-    in_memory = swapper.OffloadConfig(offload_optimizer={"device": "cpu", "master_weights": True}, **common)
+    in_memory = swapper.OffloadConfig(
+        offload_optimizer={"device": "cpu", "master_weights": True, "encoding": arguments.encoding}, **common
+    )
     models = [make_model(arguments.size, arguments.vocab_size) for _ in range(3 if arguments.verify else 2)]
     numel = sum(p.numel() for p in models[0].parameters())
     disk = swapper.wrap_optimizer(torch.optim.AdamW(models[0].parameters(), lr=1e-4), on_disk)
