@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import TypeVar
 
 from tqdm import tqdm
 
-__all__ = ["ProgressBar", "progress_bar", "warn_once"]
+__all__ = ["ProgressBar", "progress", "progress_bar", "warn_once"]
+
+
+_T = TypeVar("_T")
 
 
 @functools.cache
@@ -36,3 +40,8 @@ def progress_bar(what: str, length_bytes: int) -> Iterator[Callable[[int], objec
         disable=not sys.stderr.isatty(),
     ) as bar:  # fmt: skip
         yield bar.update
+
+
+def progress(items: Sequence[_T], what: str, show: bool) -> Iterable[_T]:
+    """`items`, with a bar of buckets if it is long work and somebody looks."""
+    return ProgressBar(items, desc=what, unit="bucket", leave=False) if show and sys.stderr.isatty() else items

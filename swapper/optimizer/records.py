@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from swapper.errors import SwapIOError
-from swapper.io.checksums import checksum
+from swapper.io.checksums import checksum, join_checksums
 from swapper.metrics import Metrics
 from swapper.optimizer.bf16_codec import RoundingKey, decode_bf16, encode_bf16
 from swapper.optimizer.int8_codec import decode_int8, encode_int8
 from swapper.optimizer.master_codec import join_master, split_master, ties_bytes_max
-from swapper.optimizer.segments import MASTER, Bucket, Memory, Segment
+from swapper.optimizer.segments import MASTER, Bucket, Memory, OptimizerParameter, Segment
 from swapper.sizes import SMALL_BYTES
 from swapper.storage.buffers import Lease
 from swapper.storage.cache import RecordCache
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from swapper.optimizer.direct_state import DirectState
     from swapper.optimizer.stepper import SwappedGradients
 
-__all__ = ["BucketRecords", "Encoded", "Masters", "OpenBucket", "Prefetcher", "Work"]
+__all__ = ["BucketRecords", "Encoded", "Masters", "OpenBucket", "Prefetcher", "Work", "checksum_of"]
 
 log = logging.getLogger(__name__)
 
@@ -541,3 +541,13 @@ class Prefetcher:
 
     def _count_drops(self) -> int:
         return self._records.drops + (0 if self._gradients is None else self._gradients.drops)
+
+
+def checksum_of(of: OptimizerParameter) -> int | None:
+    """The checksum of a parameter's values in memory order, all of which a step has just rounded; None if unknown."""
+    known = [segment.checksum for segment in of.segments]
+    if not of.local.is_contiguous():
+        return None
+    itemsize = of.dtype.itemsize
+    parts = [(crc, each.numel * itemsize) for crc, each in zip(known, of.segments, strict=True) if isinstance(crc, int)]
+    return join_checksums(parts) if len(parts) == len(known) else None

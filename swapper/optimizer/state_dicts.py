@@ -17,7 +17,7 @@ from swapper.optimizer.encodings import STEPS, steps_in
 from swapper.optimizer.plan import OptimizerPlan
 from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher
 from swapper.optimizer.segments import MASTER, Bucket, OptimizerParameter, Segment, as_shaped, is_edited
-from swapper.optimizer.stepper import progress
+from swapper.progress import progress
 from swapper.sizes import ALIGNMENT_BYTES, round_up
 from swapper.storage.buffers import Lease
 from swapper.storage.malloc_trim import return_free_memory

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 import torch
 from torch.autograd.graph import increment_version
@@ -26,9 +25,9 @@ from swapper.optimizer.device_slots import DeviceSlots, Slot
 from swapper.optimizer.native_step import NativeOperand, NativeSteps
 from swapper.optimizer.operands import Operand, Scratch, Slices, fetch, make_tensors, write_back
 from swapper.optimizer.plan import OptimizerPlan
-from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher, Work
+from swapper.optimizer.records import BucketRecords, Masters, OpenBucket, Prefetcher, Work, checksum_of
 from swapper.optimizer.segments import Bucket, OptimizerParameter, Segment, grouped, is_edited
-from swapper.progress import ProgressBar
+from swapper.progress import progress
 from swapper.storage.buffers import BufferPool, PoolExhausted
 from swapper.storage.growing_pool import GrowingPool
 from swapper.storage.malloc_trim import FreedMemory, return_free_memory
@@ -40,7 +39,6 @@ __all__ = ["Stepper", "SwappedGradients", "SwappedParameters", "progress"]
 
 log = logging.getLogger(__name__)
 
-_T = TypeVar("_T")
 _Fetched = tuple[list[Operand], Scratch, DeviceBucket | None]
 
 
@@ -61,6 +59,9 @@ class SwappedParameters(Protocol):
             parameter's shape and strides. All others have their values themselves. Who changes such a tensor increments
             the parameter's version.
         """
+
+    def note_stepped(self, parameter: torch.nn.Parameter, whole: int) -> None:
+        """Within `stepping`: `parameter` is stepped, and `whole` the checksum of its values, in memory order."""
 
     def written_late(self, parameters: Iterable[torch.nn.Parameter]) -> AbstractContextManager[None]:
         """Within it what changes of `parameters` is written only if its memory is needed, and else at the end of it."""
@@ -512,6 +513,10 @@ class Stepper:
         opened.place_ties(self._native.encoded(native))
         for operand in all_operands:
             write_back(operand, self.plan.remote, self._copies, scratch)
+        if self.parameters is not None and not self.plan.step_in_backward:
+            for segment in (each.segment for each in all_operands):
+                if segment is segment.of.segments[-1] and (whole := checksum_of(segment.of)) is not None:
+                    self.parameters.note_stepped(segment.parameter, whole)
         self._records.count_stepped(len(native), len(operands))
         # The buffer is the cache's from here on.
         if on_device is not None:
@@ -590,8 +595,3 @@ class Stepper:
 def _takes_any(segment: Segment) -> bool:
     """True if the class is given the user's own DTensor, with a gradient of whatever placements."""
     return segment.of.collective and not segment.master
-
-
-def progress(items: Sequence[_T], what: str, show: bool) -> Iterable[_T]:
-    """`items`, with a progress bar if it is long work and somebody looks."""
-    return ProgressBar(items, desc=what, unit="bucket", leave=False) if show and sys.stderr.isatty() else items

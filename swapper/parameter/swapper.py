@@ -298,11 +298,23 @@ class ParameterSwapper(ParameterOwner):
                 views = {location.parameter: location.view(values) for location, values in located}
                 yield {p: views[local_of(p)] for p in parameters if local_of(p) in views}
             return
-        with self._holding(parts, "step"):
-            with self._lock:
-                for held, _ in parts:
-                    held.note_change()
-            yield {}
+        try:
+            with self._holding(parts, "step"):
+                with self._lock:
+                    for held, _ in parts:
+                        held.note_change()
+                yield {}
+        finally:
+            for held, _ in parts:
+                held.step_checksums.clear()
+
+    def note_stepped(self, parameter: torch.nn.Parameter, whole: int) -> None:
+        """Within `stepping`: `parameter` is stepped, and `whole` the checksum of its values, in memory order.
+
+        Of those that are written before it ends, no checksum is taken once more.
+        """
+        for held, slots in self.parts_with([parameter]) if self._tier is None else ():
+            held.step_checksums.update(dict.fromkeys(slots, whole))
 
     def written_late(self, parameters: Iterable[torch.nn.Parameter]) -> contextlib.AbstractContextManager[None]:
         """Write records that hold some of `parameters` only if their memory is needed, else when this is left."""
