@@ -527,8 +527,11 @@ class Stepper:
             if made_state and opened.lease is not None:
                 states.clear()
                 return_free_memory()
-            elif (operands or any(each.makes_copies for each in native)) and self._is_larger_than_pool():
-                self._freed.add(bucket.length_bytes)  # About what the class made on the way to its results.
+            elif self._is_larger_than_pool():
+                if operands or any(each.makes_copies for each in native):
+                    self._freed.add(bucket.length_bytes)  # About what the class made on the way to its results.
+                elif self.plan.step_in_backward:  # Gradients are freed one after another.
+                    self._freed.add(sum(each.segment.numel * each.segment.of.dtype.itemsize for each in all_operands))
         self.done += 1
 
     def _step_natively(self, native: Sequence[NativeOperand], opened: OpenBucket) -> Masters:
